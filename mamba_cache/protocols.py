@@ -12,6 +12,7 @@ __all__ = [
     "PrefillRequest",
     "RankAgreement",
     "SlotContext",
+    "SlotsOfBlocks",
     "StatesOfBlocks",
 ]
 
@@ -47,6 +48,13 @@ class RankAgreement(Protocol):
 
         All ranks call it alike: in the same order, with as many values.
         """
+
+
+class SlotsOfBlocks(Protocol):
+    """The slots over KV blocks, as the blocks' allocator knows them."""
+
+    def free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
+        """Free the slots of deregistered blocks, within the change that deregisters them."""
 
 
 class StatesOfBlocks(Protocol):

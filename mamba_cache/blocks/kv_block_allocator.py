@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,6 @@ from mamba_cache._checks import (
 )
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
-from mamba_cache._observers import call_all, check_observer
-from mamba_cache.blocks.events import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.leaves import LAST_RESORT, NOBODY, LeafQueue, ShareQueue
 from mamba_cache.blocks.prefix_tree import (
@@ -42,15 +41,10 @@ from mamba_cache.errors import (
     InvariantError,
     UnknownBlockError,
 )
-from mamba_cache.protocols import StatesOfBlocks
+from mamba_cache.events import Listeners, Removed, Stored
+from mamba_cache.protocols import SlotsOfBlocks, StatesOfBlocks
 
-__all__ = ["DeregistrationObserver", "KVBlockAllocator"]
-
-DeregistrationObserver: TypeAlias = Callable[[list[int], list[int]], object]
-"""Called with the blocks that were deregistered and the hash id that each of them had."""
-
-
-_Call: TypeAlias = "tuple[Callable[..., object], tuple[object, ...]]"
+__all__ = ["KVBlockAllocator"]
 
 
 class _Registration(NamedTuple):
@@ -106,7 +100,7 @@ class KVBlockAllocator:
             each block. Read only.
         block_hashes: [pool_size] int64, CPU. The hash id that each block is registered under, -1
             for none. Read only.
-        on_blocks_deregistered: The first observer; see ``add_deregistration_observer``.
+        listeners: They get ``Stored`` and ``Removed`` for blocks. Slots over the blocks share them.
         before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
             or None.
         evicted_blocks_total: Cached blocks given up to make room.
@@ -133,13 +127,10 @@ class KVBlockAllocator:
         self.dummy_block_id = self.pool_size - 1
         self.eviction_policy = EvictionPolicy(eviction_policy)
         self.enable_prefix_caching = enable_prefix_caching
-        self.on_blocks_deregistered: DeregistrationObserver | None = None
+        self.listeners = Listeners()
         self.before_reset: Callable[[], object] | None = None
-        self._deregistration_observers: list[DeregistrationObserver] = []
-        self._observers: list[BlockObserver] = []
-        self._guard = CallGuard(self.check_between_calls, proves_changes=False)
-        # What happened, until every observer was called with it.
-        self._unsent: list[BlockEvent] = []
+        self._guard = CallGuard(self.check_invariants, proves_changes=False)
+        self._find_slots: Callable[[], SlotsOfBlocks | None] = lambda: None
         self._copies = CopiesInFlight()
         # Exactly the cached blocks without cached children; those with used ones go last.
         self._shares = None if max_owned is None else ShareQueue(max_owned)
@@ -214,10 +205,17 @@ class KVBlockAllocator:
         """Blocks that are neither used nor cached nor held by a copy in flight."""
         return list(self._free)
 
-    @property
-    def is_observed(self) -> bool:
-        """Whether an observer is called with what is stored, so that tokens are of use."""
-        return bool(self._observers)
+    def attach_slots(self, slots: SlotsOfBlocks) -> None:
+        """Free the slots of blocks whenever the blocks are deregistered; ``SlotPool`` calls it.
+
+        Only a weak reference is kept. Slots attached earlier are forgotten.
+        """
+        self._find_slots = ref(slots)
+
+    def _free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
+        slots = self._find_slots()
+        if slots is not None:
+            slots.free_states(block_ids, hash_ids)
 
     @guarded(nests=True)
     def allocate_memory_blocks(self, num_blocks: int, *, owner: Hashable = NOBODY) -> list[int]:
@@ -336,8 +334,8 @@ class KVBlockAllocator:
                 digests along.
             digests: One full digest each. A block registered without one is never found by one.
             parent_hash: Hash id of the block before the first one; None at a sequence's start.
-            tokens: What the blocks hold, equally many in each, for observers; of any kind that
-                ``compute_block_hashes`` takes. Not needed unless ``is_observed``.
+            tokens: What the blocks hold, equally many in each, for listeners; of any kind that
+                ``compute_block_hashes`` takes. Not needed unless ``listeners.wants(Stored)``.
             owner: Whose they are, such as the salt that their hashes are made with: the same for
                 all blocks of one prefix. Default: nobody's, so that they count in no share.
 
@@ -363,9 +361,8 @@ class KVBlockAllocator:
             return [None] * len(ids)
         self._guard.is_changing = True
         holders = self._register_all(plan, are_new)
-        # An observer that raises changes nothing here.
         self._guard.is_changing = False
-        self._notify()
+        self.listeners.tell()
         return holders
 
     @guarded(nests=True)
@@ -401,8 +398,8 @@ class KVBlockAllocator:
         self._forget(*self._registered(ids))
         self._ref_counts[ids] = 0
         try:
-            self._notify()
-        except Exception:
+            self.listeners.tell()
+        except BaseException:
             # The caller never learns which copy it was, so it reads nothing.
             self._free.extend(self._copies.end(copy))
             self._guard.is_changing = False
@@ -487,7 +484,7 @@ class KVBlockAllocator:
         self._timestamps[arrived[self._hashes[arrived] != NO_HASH]] = self._clock
         self._free_or_cache(ids, arrived)
         self._guard.is_changing = False
-        self._notify()
+        self.listeners.tell()
         return holders
 
     @guarded(nests=True)
@@ -546,55 +543,26 @@ class KVBlockAllocator:
         """
         self._deregister(*self._registered(dict.fromkeys(self._checked_ids(block_ids))))
 
-    def add_deregistration_observer(self, observer: DeregistrationObserver) -> None:
-        """Have ``observer(block_ids, hash_ids)`` called whenever blocks are deregistered.
-
-        By then the allocator's own bookkeeping is done: the blocks are not findable, and those
-        without references are free. An observer must not call commands of the allocator. If one
-        raises, the others still run and the error goes on to the caller.
-
-        Raises:
-            InvalidArgumentError: It cannot be called.
-        """
-        check_observer(observer)
-        self._deregistration_observers.append(observer)
-
-    def add_observer(self, observer: BlockObserver) -> None:
-        """Have ``observer(event)`` called for all that is stored and removed from now on, in order.
-
-        It is called after the observers of deregistrations, and as they are.
-
-        Raises:
-            InvalidArgumentError: It cannot be called.
-        """
-        check_observer(observer)
-        self._observers.append(observer)
-
-    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Return to the initial state: references are dropped and every block is free.
 
-        Observers stay, and are called with the blocks that were registered. In a context it is
-        refused with ``StepOrderError`` while requests hold blocks.
+        Listeners stay, and get the blocks that were registered. In a context it is refused with
+        ``StepOrderError`` while requests hold blocks.
         """
+        self._reset()
+        self.listeners.tell()
+
+    @guarded(nests=True, renews=True)
+    def _reset(self) -> None:
         if self.before_reset is not None:
             self.before_reset()
         self._guard.is_changing = True
-        gone = {
-            block_id: (hash_id, digest)
-            for event in self._unsent  # of a call that was interrupted
-            if isinstance(event, BlocksRemoved)
-            for block_id, hash_id, digest in zip(
-                event.block_ids, event.hash_ids, event.digests, strict=True
-            )
-        }
-        for hash_id, block_id in self._tree.items():
-            gone[block_id] = hash_id, self._tree.digest_of(block_id)
-        hash_ids = tuple(hash_id for hash_id, _ in gone.values())
-        digests = tuple(digest for _, digest in gone.values())
-        self._unsent = [BlocksRemoved(tuple(gone), hash_ids, digests, is_reset=True)]
+        gone = {block_id: hash_id for hash_id, block_id in self._tree.items()}
+        digests = tuple(map(self._tree.digest_of, gone))
+        block_ids, hash_ids = tuple(gone), tuple(gone.values())
+        self._free_states(block_ids, hash_ids)
         self._clear()
-        self._notify()
+        self.listeners.put(Removed("block", block_ids, hash_ids, digests=digests, is_reset=True))
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
         """Read block ids; the dummy block, which is the last one, is none of them."""
@@ -658,8 +626,8 @@ class KVBlockAllocator:
             if self._shares is not None:
                 self._shares.own(block_ids, plan.owner)
             self._offer_parent(block_ids[0])
-            if self._observers:
-                self._unsent.append(self._storage(plan, slice(0, len(block_ids))))
+            if self.listeners.wants(Stored):
+                self.listeners.put(self._storage(plan, slice(0, len(block_ids))))
             return list(block_ids)
         holders: list[int | None] = []
         new: list[int] = []
@@ -671,11 +639,12 @@ class KVBlockAllocator:
                 new.append(index)
         if self._shares is not None and new:
             self._shares.own([block_ids[index] for index in new], plan.owner)
-        if self._observers:
-            self._unsent += [self._storage(plan, run) for run in _runs_of(new)]
+        if self.listeners.wants(Stored):
+            for run in _runs_of(new):
+                self.listeners.put(self._storage(plan, run))
         return holders
 
-    def _storage(self, plan: _Registration, run: slice) -> BlocksStored:
+    def _storage(self, plan: _Registration, run: slice) -> Stored:
         """Describe blocks of a plan that became findable."""
         parent_hash, size = plan.parents[run.start], None
         if run.start:
@@ -687,14 +656,15 @@ class KVBlockAllocator:
         if tokens is not None:
             size = len(tokens) // len(plan.block_ids)
             tokens = tokens[run.start * size : run.stop * size].copy()
-        return BlocksStored(
+        return Stored(
+            "block",
             tuple(plan.block_ids[run]),
             tuple(plan.hash_ids[run]),
-            tuple(plan.digests[run]),
-            parent_hash,
-            parent_digest,
-            tokens,
-            size,
+            digests=tuple(plan.digests[run]),
+            parent_hash=parent_hash,
+            parent_digest=parent_digest,
+            tokens=tokens,
+            block_size_tokens=size,
         )
 
     def _register(
@@ -734,7 +704,7 @@ class KVBlockAllocator:
             victims = self._choose_victims(num_blocks, owner)
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
-            # If an observer raises, the victims are free and nothing was taken: no block leaks.
+            # If a listener raises, the victims are free and nothing was taken: no block leaks.
             blocks = as_blocks(victims)
             self._deregister(blocks, blocks)
         self._guard.is_changing = True
@@ -811,47 +781,29 @@ class KVBlockAllocator:
         return as_blocks(registered), as_blocks(cached)
 
     def _deregister(self, blocks: Blocks, cached: Blocks) -> None:
-        """Make registered blocks unfindable, free the cached ones of them, and call observers."""
+        """Make registered blocks unfindable, free the cached ones of them, and tell listeners."""
         self._guard.is_changing = True
         self._forget(blocks, cached)
         self._free.extend(ids_of(cached))
-        # An observer that raises changes nothing here.
         self._guard.is_changing = False
-        self._notify()
+        self.listeners.tell()
 
     def _forget(self, blocks: Blocks, cached: Blocks) -> None:
         """Make registered blocks unfindable; the cached ones of them are the caller's now."""
         block_ids = ids_of(blocks)
         if not block_ids:
             return
-        if self.on_blocks_deregistered or self._deregistration_observers or self._observers:
-            hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
-            digests = self._tree.digests_of(blocks)
-            self._unsent.append(BlocksRemoved(tuple(block_ids), tuple(hash_ids), tuple(digests)))
+        hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
+        self._free_states(block_ids, hash_ids)
+        if self.listeners.wants(Removed):
+            digests = tuple(self._tree.digests_of(blocks))
+            self.listeners.put(Removed("block", (*block_ids,), (*hash_ids,), digests=digests))
         self._leaves.discard(block_ids)
         if self._shares is not None:
             self._shares.disown(block_ids)
         self._num_cached -= len(cached)
         for parent in self._tree.remove(blocks, cached):
             self._offer(parent)
-
-    def _notify(self) -> None:
-        """Call the observers with what happened; whatever one raises, the others are called."""
-        if not self._unsent:
-            return
-        failure = call_all(call for event in self._unsent for call in self._calls(event))
-        self._unsent = []
-        if failure is not None:
-            raise failure
-
-    def _calls(self, event: BlockEvent) -> Iterator[_Call]:
-        """Yield who is to be called, and with what: lists are each observer's own."""
-        if isinstance(event, BlocksRemoved) and event.block_ids:
-            first = self.on_blocks_deregistered
-            for observer in [*([first] if first else []), *self._deregistration_observers]:
-                yield observer, (list(event.block_ids), list(event.hash_ids))
-        for listener in self._observers:
-            yield listener, (event,)
 
     def check_invariants(self) -> None:
         """Check all bookkeeping against itself, in O(pool_size).
@@ -883,16 +835,6 @@ class KVBlockAllocator:
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
-
-    def check_between_calls(self) -> None:
-        """Check the bookkeeping, and that observers were called with all that happened.
-
-        Raises:
-            InvariantError: As in ``check_invariants``; or a call broke off before it called them.
-        """
-        self.check_invariants()
-        if self._unsent:
-            raise InvariantError(f"observers were not called with {self._unsent[0]}")
 
 
 def _runs_of(indices: list[int]) -> list[slice]:

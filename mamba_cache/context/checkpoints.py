@@ -13,6 +13,7 @@ from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, Reque
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvariantError
+from mamba_cache.events import Stored
 from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
@@ -185,7 +186,7 @@ class Checkpoints:
             return []
         parent_hash = hashes[first - 1] if first else None
         blocks, tokens = active.blocks_between(first, end), None
-        if self._kv_blocks.is_observed and active.is_told_by_tokens:
+        if self._kv_blocks.listeners.wants(Stored) and active.is_told_by_tokens:
             tokens = active.tokens(first * self._block_size, end * self._block_size)
         holders = self._kv_blocks.register_kv_block_hashes(
             blocks,

@@ -165,6 +165,7 @@ class DynamicInferenceContext:
         config: Settings.
         device: Where the tensors are.
         kv_block_allocator: Bookkeeping of KV blocks.
+        listeners: They get the events of ``mamba_cache.events``.
         slot_allocator: Bookkeeping of slots, and the saved states.
         bytes_per_slot: What one slot holds, in bytes.
         request_table: The requests that are not finished: by id, and as rows of arrays with their
@@ -276,6 +277,7 @@ class DynamicInferenceContext:
             )
             blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
             self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
+        self.listeners = self.kv_block_allocator.listeners
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(
@@ -319,7 +321,7 @@ class DynamicInferenceContext:
     def _make_slots(
         self, state_spec: StateSpec, policy: SlotEvictionPolicy | None, shared: SharedStore | None
     ) -> None:
-        """Make the slots, and have them hear of KV blocks that are deregistered."""
+        """Make the slots."""
         config = self.config
         self.bytes_per_slot = slot_spec(config, state_spec).bytes_per_slot
         # Of its own fields, not of this: it would keep all tensors until a garbage collection.
@@ -332,9 +334,6 @@ class DynamicInferenceContext:
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
         slots = ref(self.slot_allocator)
         self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
-        self.kv_block_allocator.on_blocks_deregistered = WeakCallback(
-            self.slot_allocator.on_kv_blocks_deregistered
-        )
 
     def _make_parts(
         self,
@@ -1394,7 +1393,7 @@ class DynamicInferenceContext:
             InvariantError: It does not: a bug of this package.
         """
         self._runner.check_invariants()
-        self.kv_block_allocator.check_between_calls()
+        self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)
         chunks = [a.chunk for a in self.request_table if a.chunk is not None]

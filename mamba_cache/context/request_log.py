@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.requests import ActiveRequest, Admission, TokenArray
-from mamba_cache.slots import SlotPool, StateEvent, StatesRemoved
+from mamba_cache.events import Removed
+from mamba_cache.slots import SlotPool
 
 __all__ = ["MOST_REMEMBERED", "RequestLog"]
 
@@ -50,8 +51,7 @@ class RequestLog:
         self._states: OrderedDict[int, str] = OrderedDict()
         # By the tokens of a first block: the keys under which prompts began with it.
         self._begun: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
-        kv_blocks.add_deregistration_observer(self._blocks_removed)
-        slots.add_observer(self._states_changed)
+        kv_blocks.listeners.add(self._removed, Removed)
 
     def admitted(
         self, active: ActiveRequest, admission: Admission, tier: str | None = None
@@ -155,12 +155,9 @@ class RequestLog:
         ]
         return min(differing, key=len)[0]
 
-    def _blocks_removed(self, _: Sequence[int], hash_ids: Sequence[int]) -> None:
-        _remember_all(self._blocks, hash_ids, self._why)
-
-    def _states_changed(self, event: StateEvent) -> None:
-        if isinstance(event, StatesRemoved):
-            _remember_all(self._states, event.hash_ids, self._why)
+    def _removed(self, event: Removed) -> None:
+        kept = self._blocks if event.kind == "block" else self._states
+        _remember_all(kept, event.hash_ids, self._why)
 
 
 def _remember_all(kept: OrderedDict[int, str], hash_ids: Iterable[int], why: str) -> None:

@@ -68,7 +68,7 @@ class Request:
         will_continue: Whether a longer prompt that begins with this one will follow, as after a
             tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
         source: Who says so: hints of each source are trusted as far as they came true.
-        tells_tokens: Whether observers of KV blocks are told its tokens. None: if they say all that
+        tells_tokens: Whether listeners get its tokens. None: if they say all that
             its hashes are made of, so that it has no salt, adapter or multimodal keys.
 
     Raises:
@@ -542,7 +542,7 @@ class ActiveRequest:
 
     @property
     def is_told_by_tokens(self) -> bool:
-        """Whether observers are told its tokens: they say all that its block hashes are made of."""
+        """Whether listeners get its tokens: they say all that its block hashes are made of."""
         request = self.request
         if request.tells_tokens is not None:
             return request.tells_tokens

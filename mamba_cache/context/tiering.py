@@ -20,6 +20,7 @@ from mamba_cache.context.requests import (
     TokenArray,
 )
 from mamba_cache.errors import InvariantError
+from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateProposal
 from mamba_cache.tiers import (
@@ -163,7 +164,7 @@ class Tiering:
         self._watched: dict[int, _Offer] = {}
         self._begun: tuple[Mark, int] | None = None
         self._timed: list[tuple[Mark, Mark, int]] = []
-        kv_blocks.add_deregistration_observer(WeakCallback(self._on_deregistered))
+        kv_blocks.listeners.add(WeakCallback(self._on_removed), Removed)
 
     @property
     def num_copies(self) -> int:
@@ -688,9 +689,9 @@ class Tiering:
         if offer.kind is EntryKind.KV and self._watched.get(offer.place) is offer:
             del self._watched[offer.place]
 
-    def _on_deregistered(self, block_ids: list[int], _: list[int]) -> None:
-        """Hear that blocks were given up, before anybody else may write them."""
-        for block_id in block_ids if self._watched else ():
+    def _on_removed(self, event: Removed) -> None:
+        """Cancel spills of removed blocks."""
+        for block_id in event.block_ids if self._watched and event.kind == "block" else ():
             offer = self._watched.pop(block_id, None)
             if offer is not None:
                 offer.is_gone = True

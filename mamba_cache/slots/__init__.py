@@ -2,7 +2,6 @@
 
 from mamba_cache.slots.adaptive import AdaptiveSlotPolicy
 from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
-from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
 from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.slots.named_policies import SLOT_POLICIES
 from mamba_cache.slots.placement import (
@@ -47,10 +46,6 @@ __all__ = [
     "SlotLease",
     "SlotPlan",
     "SlotPool",
-    "StateEvent",
-    "StateObserver",
     "StateProposal",
-    "StatesRemoved",
-    "StatesStored",
     "scrub_free_slots",
 ]

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
-from mamba_cache._observers import call_all, check_observer
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -24,8 +23,8 @@ from mamba_cache.errors import (
     MissingStateError,
     UnknownBlockError,
 )
+from mamba_cache.events import Listeners, Removed, Stored
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots.events import StateEvent, StateObserver, StatesRemoved, StatesStored
 from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.policies import (
     HostView,
@@ -88,6 +87,8 @@ class SlotPool:
         max_slots: As given.
         num_blocks: KV blocks that can have a slot.
         kv_blocks: As given.
+        listeners: They get ``Stored`` and ``Removed`` for states: those of ``kv_blocks``, if it has
+            any. What is written into the tables from outside is not told.
         policy: As given, or the one that ``change_policy`` put in its place.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         free_count: Free slots: the height of that stack.
@@ -133,6 +134,8 @@ class SlotPool:
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
         self.max_owned: int | None = None
+        listeners = getattr(kv_blocks, "listeners", None)
+        self.listeners = listeners if isinstance(listeners, Listeners) else Listeners()
         self._owner_of: dict[int, Hashable] = {}  # of slots taken while ``max_owned`` was set
         self._evicts_held = evicts_held
         self._ref_counts, self._block_hashes = HostView(), HostView()
@@ -152,15 +155,17 @@ class SlotPool:
         self.reserved: dict[int, int] = {}
         self._copies = CopiesInFlight()
         self._awaited: set[int] = set()  # blocks with a slot that is reserved or arriving
-        self._observers: list[StateObserver] = []
-        # Slot, block and hash of what became findable or ceased to be, until observers know.
-        self._unsent: list[tuple[type[StatesStored | StatesRemoved], int, int, int]] = []
+        # Slot, block and hash of each state stored or removed, until listeners are told.
+        self._changed: list[tuple[type[Stored | Removed], int, int, int]] = []
         self.hash_to_block_id: dict[int, int] = {}
         # The hash that each block's state was registered under. The KV blocks' owner knows what the
         # block holds now: where the two differ, the state is stale.
         self._hash_of: dict[int, int] = {}
         self._last_generation = 0
         self._clear()
+        attach = getattr(kv_blocks, "attach_slots", None)
+        if attach is not None:  # an embedder's allocator calls ``on_kv_blocks_deregistered``
+            attach(self)
 
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
@@ -328,7 +333,15 @@ class SlotPool:
                 self._assign(slot, block_id)
                 slots[block_id] = slot
             self.policy.on_stored(taken, [1] * len(taken))
-            self._notify(hands_out=True)
+            try:
+                self._tell()
+            except BaseException:
+                # The caller never learns the slots, so it does not write them.
+                self._guard.is_changing = True
+                self._free_blocks(new)
+                self._put_events()
+                self._guard.is_changing = False
+                raise
         return [slots[block_id] for block_id in ids]
 
     @guarded(nests=True)
@@ -498,7 +511,7 @@ class SlotPool:
         check_same_length(block_ids=ids, hashes=hash_ids)
         self._guard.is_changing = True
         self._register(ids, hash_ids)
-        self._notify()
+        self._tell()
 
     @guarded(nests=True)
     def begin_leaving(self, slots: Sequence[int]) -> CopyInFlight:
@@ -521,8 +534,8 @@ class SlotPool:
         copy = self._copies.begin("leaving", leaving)
         self._unassign(leaving)
         try:
-            self._notify(hands_out=True)
-        except Exception:
+            self._tell()
+        except BaseException:
             # The caller never learns which copy it was, so it reads nothing.
             self._push(self._copies.end(copy))
             self._guard.is_changing = False
@@ -661,19 +674,6 @@ class SlotPool:
         if self._prefix_policy is not None:
             self._prefix_policy.on_removed(slots)
 
-    def add_observer(self, observer: StateObserver) -> None:
-        """Have ``observer(event)`` called for all states that become findable, and cease to be.
-
-        It is called in order, when the bookkeeping of a call is done, and must not call commands of
-        the pool. If one raises, the others still run and the error goes on to the caller. It is not
-        called for what is written into the tables from outside.
-
-        Raises:
-            InvalidArgumentError: It cannot be called.
-        """
-        check_observer(observer)
-        self._observers.append(observer)
-
     @guarded(nests=True)
     def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
         """Keep cached slots from eviction, as between matching a state and restoring it.
@@ -770,7 +770,7 @@ class SlotPool:
         ids = self._block_ids(block_ids)
         self._guard.is_changing = True
         self._free_blocks(ids)
-        self._notify()
+        self._tell()
 
     @guarded(nests=True)
     def on_kv_blocks_deregistered(
@@ -794,6 +794,18 @@ class SlotPool:
         except MambaCacheError:
             self._guard.is_changing = False
             raise
+        self._free_states(ids, hashes)
+        self._tell()
+
+    def free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
+        """Free the slots of deregistered blocks, as a part of the change of their allocator.
+
+        The allocator tells the listeners.
+        """
+        self._free_states(list(block_ids), hash_ids)
+        self._put_events()
+
+    def _free_states(self, ids: list[int], hashes: Sequence[int]) -> None:
         found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
         self._free_blocks(ids + found)
         # Eviction names many blocks of a long prompt at once, and few of them have a state.
@@ -803,7 +815,6 @@ class SlotPool:
         for hash_id in hashes:
             if hash_id in self.hash_to_block_id:
                 self._forget_hash(hash_id)
-        self._notify()
 
     @guarded(nests=True)
     def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
@@ -820,20 +831,24 @@ class SlotPool:
             raise MambaSlotCapacityError(num_needed, len(victims))
         self._evict(victims, num_needed)
         try:
-            self._notify(hands_out=True)
-        except Exception:
+            self._tell()
+        except BaseException:
             self._push(victims)
             self._guard.is_changing = False
             raise
         return victims
 
-    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Free every slot, reserved and pinned ones too, and forget every hash and count.
 
         In a context it is refused with ``StepOrderError`` while a step is in flight, whose forward
         writes into slots that somebody else might reserve meanwhile.
         """
+        self._reset()
+        self.listeners.tell()
+
+    @guarded(nests=True, renews=True)
+    def _reset(self) -> None:
         if self.before_reset is not None:
             self.before_reset()
         self._guard.is_changing = True
@@ -846,8 +861,9 @@ class SlotPool:
             if self._block_to_slot[block_id] >= 0
         ]
         self._clear()
+        self._changed.clear()
         slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
-        self._call_observers([StatesRemoved(slots, block_ids, hash_ids, is_reset=True)])
+        self.listeners.put(Removed("state", block_ids, hash_ids, slots=slots, is_reset=True))
 
     def fingerprint(self) -> int:
         """Digest the tables and the policy's memory: which block has which slot, which goes next.
@@ -896,8 +912,6 @@ class SlotPool:
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
         strays = self._owner_of.keys() - {*cached, *self.reserved}
         _require(not strays, f"slots {sorted(strays)} have an owner, but no state")
-        if self._unsent:
-            raise InvariantError(f"observers were not called with {self._unsent[0]}")
         if self._prefix_policy is not None:
             self._prefix_policy.check_invariants([*cached, *self.reserved])
 
@@ -999,9 +1013,9 @@ class SlotPool:
         has_victims = victims or short
         if has_victims:
             self._evict(victims, short)
-            # If an observer raises, the victims are free and nothing was taken: no slot leaks.
+            # If a listener raises, the victims are free and nothing was taken: no slot leaks.
             self._push(victims)
-            self._notify()
+            self._tell()
         self._guard.is_changing = True
         start = self.free_count - num_slots
         slots: list[int] = self._free_slots[start : self.free_count].tolist()
@@ -1033,8 +1047,8 @@ class SlotPool:
 
     def _assign(self, slot: int, block_id: int) -> None:
         self._slot_at[block_id], self._block_at[slot] = slot, block_id
-        if self._observers and block_id in self._hash_of:
-            self._unsent.append((StatesStored, slot, block_id, self._hash_of[block_id]))
+        if block_id in self._hash_of and self.listeners.wants(Stored):
+            self._changed.append((Stored, slot, block_id, self._hash_of[block_id]))
 
     def _unassign(self, slots: Sequence[int]) -> None:
         """End the cached slots' ties to their blocks, and the blocks' hashes with it.
@@ -1086,7 +1100,7 @@ class SlotPool:
             self._prefix_policy.on_published(list(stored), named, list(stored.values()))
         elif stored:
             self.policy.on_stored(list(stored), list(stored.values()))
-        self._notify()
+        self._tell()
         return self._slots_of(block_ids)
 
     def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
@@ -1100,8 +1114,8 @@ class SlotPool:
             self._forget_block(block_id)
             self._hash_of[block_id] = hash_id
             self.hash_to_block_id[hash_id] = block_id
-            if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
-                self._unsent.append((StatesStored, slot, block_id, hash_id))
+            if self.listeners.wants(Stored) and (slot := self._slot_at[block_id]) >= 0:
+                self._changed.append((Stored, slot, block_id, hash_id))
 
     def _forget_block(self, block_id: int) -> None:
         """Forget the hash under which a block was registered here, if it was."""
@@ -1109,8 +1123,8 @@ class SlotPool:
         if hash_id is None:
             return
         self._unlink(block_id, hash_id)
-        if self._observers and (slot := self._block_to_slot.item(block_id)) >= 0:
-            self._unsent.append((StatesRemoved, slot, block_id, hash_id))
+        if self.listeners.wants(Removed) and (slot := self._slot_at[block_id]) >= 0:
+            self._changed.append((Removed, slot, block_id, hash_id))
 
     def _forget_hash(self, hash_id: int) -> None:
         """Make a hash find nothing."""
@@ -1123,29 +1137,20 @@ class SlotPool:
         if self.hash_to_block_id.get(hash_id) == block_id:
             del self.hash_to_block_id[hash_id]
 
-    def _notify(self, *, hands_out: bool = False) -> None:
-        """Call the observers with what became findable or ceased to be.
+    def _put_events(self) -> None:
+        """Queue an event for each run of states stored or removed."""
+        changed, self._changed = self._changed, []
+        for kind, entries in groupby(changed, key=itemgetter(0)):
+            slots, block_ids, hash_ids = zip(*(entry[1:] for entry in entries), strict=True)
+            self.listeners.put(kind("state", block_ids, hash_ids, slots=slots))
 
-        With ``hands_out`` the caller is about to return slots, which an observer's error would
-        lose. Otherwise the bookkeeping is right even if one raises.
-        """
-        if not self._unsent:
-            return
+    def _tell(self) -> None:
+        """Tell the listeners, outside of the change."""
+        self._put_events()
         was_changing = self._guard.is_changing
-        self._guard.is_changing = hands_out
-        events = [
-            kind(*zip(*(entry[1:] for entry in entries), strict=True))
-            for kind, entries in groupby(self._unsent, key=itemgetter(0))
-        ]
-        self._call_observers(events)
+        self._guard.is_changing = False
+        self.listeners.tell()
         self._guard.is_changing = was_changing
-
-    def _call_observers(self, events: Sequence[StateEvent]) -> None:
-        """Call each observer with each event; whatever one raises, the others are called."""
-        failure = call_all((observer, (e,)) for e in events for observer in self._observers)
-        self._unsent = []
-        if failure is not None:
-            raise failure
 
 
 def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:

@@ -30,6 +30,7 @@ from sources import ROOT
 
 import mamba_cache
 from mamba_cache import Request
+from mamba_cache.events import Stored
 from mamba_cache.reference.verification import compute_prefix
 
 MEGATRON = "tests/integration/test_megatron_real.py::test_the_guides_lines_run"
@@ -407,7 +408,7 @@ def test_the_page_on_routers(page) -> None:
     context = make_context()
     opened = page("how-to/scale_out.md", context=context)
     names = opened.run({":5557": ":*", ":5558": ":*"})
-    assert context.kv_block_allocator.is_observed
+    assert context.listeners.wants(Stored)
     names.publisher.close()
 
 

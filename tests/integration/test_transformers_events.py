@@ -28,6 +28,7 @@ from transformers_rig import (  # noqa: E402
 
 from mamba_cache.blocks import BlockHashChain  # noqa: E402
 from mamba_cache.cli.app import app  # noqa: E402
+from mamba_cache.events import Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve.models import ServedModels  # noqa: E402
@@ -174,7 +175,7 @@ def test_a_server_tells_of_its_first_model_and_after_that_of_the_next(endpoints,
     assert "give each model a server" in caplog.text
     assert len(made) == 1
     assert made[0]._thread.is_alive()
-    assert cache.kv_block_allocator.is_observed
+    assert cache.listeners.wants(Stored)
     served.drop(first)
     assert len(made) == 2
     assert not made[0]._thread.is_alive()

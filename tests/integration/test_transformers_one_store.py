@@ -12,6 +12,7 @@ from batch_rig import SERVED, answers, batch, subject, tokens
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers_rig import BLOCK, budgets
 
+from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy
 
@@ -140,8 +141,7 @@ def test_one_prompt_may_fill_all_blocks_beside_what_it_resumes_from(nemotron, ge
 def test_observers_stay_when_the_first_batch_comes(nemotron, generator):
     """There was a second store once, of which those who watched the first were never told."""
     cache, seen = nemotron.cache(), []
-    cache.kv_block_allocator.add_observer(seen.append)
-    cache.slot_allocator.add_observer(seen.append)
+    cache.listeners.add(seen.append, Stored, Removed)
     alone(cache, tokens(generator, 3 * BLOCK))
     before = len(seen)
     assert before

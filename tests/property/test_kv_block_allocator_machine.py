@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mamba_cache.blocks import (
     BlockHasher,
     BlockHashes,
-    BlocksRemoved,
     KVBlockAllocator,
     compute_block_hashes,
     prefix_tree,
@@ -23,6 +22,7 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     UnknownBlockError,
 )
+from mamba_cache.events import Removed, Stored
 
 POOL_SIZE = 9
 HASHER = BlockHasher(secret=b"fixed")
@@ -135,10 +135,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.leaving, self.arriving, self.ended, self.before_reset = [], [], [], []
         self.known = {}  # digest -> prefix
         self.index = {}  # digest -> block, as somebody knows it who only hears of events
-        self.pool.add_observer(self.hear)
-        self.pool.add_deregistration_observer(
-            lambda blocks, ids: self.told.append(dict(zip(blocks, ids, strict=True)))
-        )
+        self.pool.listeners.add(self.hear, Stored, Removed)
 
     def hashes(self, prefix):
         hashes = compute_block_hashes(prefix, 1, hasher=HASHER)
@@ -147,7 +144,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def hear(self, event):
         assert [*event.hash_ids] == [*BlockHashes(event.digests)]
-        if isinstance(event, BlocksRemoved):
+        if isinstance(event, Removed):
+            if event.block_ids:
+                self.told.append(dict(zip(event.block_ids, event.hash_ids, strict=True)))
             for block, digest in zip(event.block_ids, event.digests, strict=True):
                 assert self.index.pop(digest) == block
             assert not (event.is_reset and self.index)

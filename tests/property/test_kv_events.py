@@ -13,15 +13,14 @@ from events_rig import BLOCK, PAUSE, Books, Known, Subscriber, by_hand, observe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_cache.blocks import BlocksStored
+from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.events import EventPublisher
 from mamba_cache.integrations.events.view import (
+    Announced,
     Cleared,
     EventView,
-    Removed,
-    Stored,
+    Withdrawn,
 )
-from mamba_cache.slots import StatesStored
 
 MODES = ("resident", "reachable")
 
@@ -31,7 +30,7 @@ def take_over(known, events):
     for event in events:
         if isinstance(event, Cleared):
             known.apply({"type": "AllBlocksCleared"})
-        elif isinstance(event, Removed):
+        elif isinstance(event, Withdrawn):
             fields = {"block_hashes": event.hashes, "group_idx": event.group}
             known.apply({"type": "BlockRemoved", **fields})
         else:
@@ -44,8 +43,7 @@ def take_over(known, events):
 @given(st.randoms(use_true_random=False), st.sampled_from(MODES))
 def test_subscribers_know_what_the_definition_says_after_every_call(rng, mode):
     books, view, known = Books(), EventView(BLOCK, mode), Known()
-    books.kv_block_allocator.add_observer(view.apply)
-    books.slot_allocator.add_observer(view.apply)
+    books.listeners.add(view.apply, Stored, Removed)
     for _ in range(40):
         books.load(rng, 1)
         take_over(known, view.take_events())
@@ -132,22 +130,28 @@ def test_the_publishers_own_thread_tells_all_under_load(mode, rng):
 
 def test_a_run_of_blocks_is_one_event():
     books, view = Books(), EventView(BLOCK, "resident")
-    books.kv_block_allocator.add_observer(view.apply)
+    books.listeners.add(view.apply, Stored, Removed)
     books.run([5] * 6 * BLOCK, [])
     [event] = view.take_events()
-    assert isinstance(event, Stored)
+    assert isinstance(event, Announced)
     assert len(event.hashes) == 6
     assert event.token_ids == [5] * 6 * BLOCK
+
+
+def _stored(block, hash_id, parent, tokens):
+    return Stored(
+        "block", (block,), (hash_id,), parent_hash=parent, tokens=tokens, block_size_tokens=BLOCK
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_block_waits_for_the_one_before_it(mode):
     view = EventView(BLOCK, mode)
     tokens = np.arange(BLOCK, dtype=np.int32)
-    view.apply(BlocksStored((1,), (11,), (None,), 10, None, tokens, BLOCK))
-    view.apply(StatesStored((0,), (1,), (11,)))
+    view.apply(_stored(1, 11, 10, tokens))
+    view.apply(Stored("state", (1,), (11,), slots=(0,)))
     assert view.take_events() == []
-    view.apply(BlocksStored((0,), (10,), (None,), None, None, tokens, BLOCK))
+    view.apply(_stored(0, 10, None, tokens))
     blocks, state = view.take_events()
     assert (blocks.group, len(blocks.hashes), blocks.parent) == (0, 2, None)
     assert (state.group, state.hashes, state.parent) == (1, blocks.hashes[1:], blocks.hashes[0])

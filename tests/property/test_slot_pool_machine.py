@@ -12,7 +12,7 @@ from mamba_cache.errors import (
     MambaSlotCapacityError,
     MissingStateError,
 )
-from mamba_cache.slots import StatesRemoved
+from mamba_cache.events import Removed, Stored
 
 NUM_BLOCKS = 9
 blocks = st.integers(0, NUM_BLOCKS - 1)
@@ -35,12 +35,12 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.skipped = 0
         self.leaving, self.arriving, self.ended, self.before_reset = [], [], [], []
         self.index = {}  # hash -> (slot, block), as somebody knows it who only hears of events
-        self.pool.add_observer(self.hear)
+        self.pool.listeners.add(self.hear, Stored, Removed)
 
     def hear(self, event):
         entries = zip(event.slots, event.block_ids, event.hash_ids, strict=True)
         for slot, block, hash_id in entries:
-            if isinstance(event, StatesRemoved):
+            if isinstance(event, Removed):
                 assert self.index.pop(hash_id) == (slot, block)
             else:
                 assert hash_id not in self.index

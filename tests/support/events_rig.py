@@ -13,10 +13,11 @@ import numpy as np
 import xxhash
 import zmq
 
-from mamba_cache.blocks import BlockHashChain, BlockHasher, BlocksStored, KVBlockAllocator
+from mamba_cache.blocks import BlockHashChain, BlockHasher, KVBlockAllocator
+from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.events import EventPublisher
 from mamba_cache.integrations.events.view import EventView
-from mamba_cache.slots import LruSlotPolicy, SlotPool, StatesRemoved, StatesStored
+from mamba_cache.slots import LruSlotPolicy, SlotPool
 
 BLOCK = 4
 PAUSE = threading.Event()
@@ -49,17 +50,19 @@ class Books:
         self.slot_allocator = SlotPool(
             num_slots, self.kv_block_allocator, policy=LruSlotPolicy(), evicts_held=True
         )
-        self.kv_block_allocator.on_blocks_deregistered = (
-            self.slot_allocator.on_kv_blocks_deregistered
-        )
+        self.listeners = self.kv_block_allocator.listeners
         self.hasher = BlockHasher(secret=b"key")
         self.blocks: dict[int, tuple[int | None, list[int] | None]] = {}
         self.states: set[int] = set()
-        self.kv_block_allocator.add_observer(self._record)
-        self.slot_allocator.add_observer(self._record)
+        self.listeners.add(self._record, Stored, Removed)
 
     def _record(self, event: Any) -> None:
-        if isinstance(event, BlocksStored):
+        if event.kind == "state":
+            change = (
+                self.states.update if isinstance(event, Stored) else self.states.difference_update
+            )
+            change(event.hash_ids)
+        elif isinstance(event, Stored):
             parent, size = event.parent_hash, event.block_size_tokens
             for index, hash_id in enumerate(event.hash_ids):
                 tokens = None
@@ -67,10 +70,6 @@ class Books:
                     tokens = event.tokens[index * size : (index + 1) * size].tolist()
                 self.blocks[hash_id] = parent, tokens
                 parent = hash_id
-        elif isinstance(event, StatesStored):
-            self.states |= {*event.hash_ids}
-        elif isinstance(event, StatesRemoved):
-            self.states -= {*event.hash_ids}
         else:
             for hash_id in event.hash_ids:
                 self.blocks.pop(hash_id)
@@ -302,8 +301,7 @@ def by_hand(mode: str = "reachable", *, block_size: int = BLOCK) -> Iterator[Eve
 
 def observe(books: Books, publisher: EventPublisher) -> None:
     """Let the publisher hear of the books, as ``watch`` does, without starting its thread."""
-    books.kv_block_allocator.add_observer(publisher._take)
-    books.slot_allocator.add_observer(publisher._take)
+    books.listeners.add(publisher._take, Stored, Removed)
 
 
 def catch_up(publisher: EventPublisher, subscriber: Subscriber) -> None:

@@ -38,6 +38,7 @@ from mamba_cache import (
     compute_varlen_chunk_metadata,
 )
 from mamba_cache.blocks import BlockHashChain
+from mamba_cache.events import Listeners
 from mamba_cache.slots import SlotLease, SlotPool
 from mamba_cache.states import (
     SlotQuantization,
@@ -284,11 +285,9 @@ TARGETS = {
     "kv.match": method(kv_pool, "match_prefix", hashes=prefix(1, 2)),
     "kv.find": method(kv_pool, "find_block", hash_id=prefix(1)[0], digest=prefix(1).digest(0)),
     "kv.deregister": method(kv_pool, "deregister_blocks", block_ids=[0]),
-    "kv.observe": method(kv_pool, "add_deregistration_observer", observer=lambda blocks, ids: 0),
     "kv.make": plain(
         KVBlockAllocator, pool_size=9, eviction_policy="lru", enable_prefix_caching=True
     ),
-    "kv.listen": method(kv_pool, "add_observer", observer=lambda event: 0),
     "kv.begin_leaving": method(kv_pool, "begin_leaving", block_ids=[2, 4]),
     "kv.begin_arriving": method(kv_pool, "begin_arriving", num_blocks=2),
     "kv.end_leaving": Target(
@@ -314,7 +313,7 @@ TARGETS = {
     ),
     "pool.make": plain(SlotPool, max_slots=3, kv_blocks=KVBlockAllocator(5)),
     "pool.slots_of": method(slot_pool, "slots_of", block_ids=[0, 3]),
-    "pool.listen": method(slot_pool, "add_observer", observer=lambda event: 0),
+    "listeners.add": method(Listeners, "add", listener=lambda event: 0),
     "pool.begin_leaving": method(slot_pool, "begin_leaving", slots=[2]),
     "pool.begin_arriving": method(slot_pool, "begin_arriving", block_ids=[5]),
     "pool.end_leaving": Target(

@@ -159,7 +159,6 @@ class Broken(_Patching):
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
         yield self.context._checkpoints._placement, "positions"
-        yield self.context.kv_block_allocator, "on_blocks_deregistered"
 
 
 class Refused(_Patching):

@@ -17,6 +17,7 @@ from injectors import Interrupt, LineInterrupt, LineOfSignals
 from mamba_cache import KVBlockAllocator, MambaSlotAllocator
 from mamba_cache.blocks import BlockHashes
 from mamba_cache.errors import PoisonedError, UnknownRequestError
+from mamba_cache.events import Removed, Stored
 from mamba_cache.reference import Engine, SamplingParams
 
 
@@ -311,10 +312,8 @@ class Bare:
         self.slots = MambaSlotAllocator(
             self.context, NUM_SLOTS, 1, (1,), (1,), torch.float32, torch.float32
         )
-        self.kv.on_blocks_deregistered = self.slots.on_kv_blocks_deregistered
         self.heard = {"blocks": {}, "states": {}}  # by hash, as who only hears of events knows it
-        self.kv.add_observer(lambda event: self.hear("blocks", event))
-        self.slots.add_observer(lambda event: self.hear("states", event))
+        self.kv.listeners.add(lambda event: self.hear(event.kind + "s", event), Stored, Removed)
         self.held = []
         self.reserved = []
 
@@ -335,7 +334,7 @@ class Bare:
 
     def hear(self, what, event):
         known = self.heard[what]
-        if type(event).__name__.endswith("Stored"):
+        if isinstance(event, Stored):
             known.update(zip(event.hash_ids, event.block_ids, strict=True))
             return
         for hash_id in event.hash_ids:
@@ -366,7 +365,7 @@ class Bare:
 
     def check_whole(self):
         """Everything is there, and can be had."""
-        self.kv.check_between_calls()
+        self.kv.check_invariants()
         self.slots.check_invariants()
         blocks = self.kv.allocate_memory_blocks(NUM_BLOCKS)
         slots = self.slots.reserve_slots(blocks)
@@ -433,7 +432,7 @@ class BareCall:
         if state == after and state != before and self.hands_out and not made.is_ended:
             raise Leak("it was handed out, but to nobody")
         if state not in (before, after):  # it was taken back, at the cost of what was evicted
-            made.kv.check_between_calls()
+            made.kv.check_invariants()
             made.slots.check_invariants()
             if _held(made) not in self._known_held:
                 raise Leak("something is held that was not, or is not that was")

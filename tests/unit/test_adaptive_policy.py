@@ -166,7 +166,7 @@ def test_an_observer_that_raises_leaves_what_was_decided_taken_back():
     def fail(event):
         raise OSError("full")
 
-    service.pool.add_observer(fail)
+    service.pool.listeners.add(fail)
     prompt = service.pool.begin_request(PromptFacts([70, 71, 72, 73], 16, 0, 4))
     [block] = service.kv_blocks.allocate_memory_blocks(1)
     with pytest.raises(OSError, match="full"):

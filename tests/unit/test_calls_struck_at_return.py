@@ -83,7 +83,7 @@ def blocks_in_use(policy, *, is_observed):
     """A pool with blocks of each kind."""
     pool = KVBlockAllocator(13, eviction_policy=policy)
     if is_observed:
-        pool.add_observer(lambda event: None)
+        pool.listeners.add(lambda event: None)
     held = {"used": pool.allocate_memory_blocks(2), "arriving": pool.begin_arriving(1)}
     gone = pool.allocate_memory_blocks(1)
     pool.register_kv_block_hashes(gone, prefix(5))
@@ -146,7 +146,7 @@ def slots_in_use(*, is_observed=False):
     """Five slots: one cached, and one each that is reserved, leaving, arriving and pinned."""
     pool = make_pool(5, 9)
     if is_observed:
-        pool.add_observer(lambda event: None)
+        pool.listeners.add(lambda event: None)
     held = {"reserved": pool.reserve_slots([1])}
     [gone] = pool.allocate_slots_batch([2])
     held["leaving"] = pool.begin_leaving([gone])
@@ -215,20 +215,6 @@ def test_slots_with_states_are_poisoned(name):
     assert slots.reserve_slots([]) == []
 
 
-def test_slots_that_leave_are_in_doubt_when_an_observer_is_interrupted():
-    """The copy that would free them never came to its caller."""
-
-    def interrupted(event):
-        raise KeyboardInterrupt("struck")
-
-    pool, _ = slots_in_use()
-    pool.add_observer(interrupted)
-    with pytest.raises(KeyboardInterrupt, match="struck"):
-        pool.begin_leaving([pool.get_slot(0)])
-    with pytest.raises(PoisonedError, match="reset"):
-        pool.reserve_slots([])
-
-
 @pytest.mark.parametrize("name", ["commit", "deregister", "invalidate", "register", "have arrived"])
 def test_an_observer_that_raises_leaves_slots_in_order(name):
     """All is done by then: whoever is not observing goes on."""
@@ -237,19 +223,11 @@ def test_an_observer_that_raises_leaves_slots_in_order(name):
         raise OSError("observed")
 
     pool, held = slots_in_use()
-    pool.add_observer(failing)
+    pool.listeners.add(failing)
     with pytest.raises(OSError, match="observed"):
         SLOT_CALLS[name][1](pool, held)
     pool.check_invariants()
     assert pool.reserve_slots([]) == []
-
-
-def test_an_interrupt_after_the_observers_loses_the_copy_that_was_about_to_begin():
-    """The slots are leaving by the books, and nobody knows the copy that would end it."""
-    pool, _ = slots_in_use(is_observed=True)
-    struck(SlotPool, "_call_observers", lambda: pool.begin_leaving([pool.get_slot(0)]))
-    with pytest.raises(PoisonedError, match="begin_leaving"):
-        pool.reserve_slots([])
 
 
 def test_a_policy_that_breaks_off_while_it_is_told_of_a_request_poisons():

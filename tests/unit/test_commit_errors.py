@@ -113,8 +113,8 @@ def test_after_any_error_out_of_commit_the_books_are_proved(monkeypatch, owner, 
     assert_same_run(generate(context, prompt, 2), prompt)
 
 
-def test_a_state_that_outlived_the_content_of_its_block_is_seen(monkeypatch):
-    """The slots' callback broke off; the block's next tokens would have had the state of these."""
+def test_slots_that_were_not_freed_with_their_blocks_make_the_context_unusable(monkeypatch):
+    """Freeing the slots broke off; the block's next tokens would have had the state of these."""
     context = make_context(make_config(num_kv_blocks=6))
     generate(context, OTHER, 1)
 
@@ -122,48 +122,10 @@ def test_a_state_that_outlived_the_content_of_its_block_is_seen(monkeypatch):
         raise OSError("broken")
 
     with monkeypatch.context() as patches:
-        patches.setattr(context.kv_block_allocator, "on_blocks_deregistered", broken)
+        patches.setattr(context.slot_allocator, "free_states", broken)
         with pytest.raises(OSError, match="broken"):
             add(context, "x", OTHER[::-1] * 2)
-    with pytest.raises(PoisonedError, match="have states of what they held before"):
+    with pytest.raises(PoisonedError, match="add_request broke off"):
         add(context, "x", OTHER)
     context.reset()
     assert_same_run(generate(context, OTHER, 2), OTHER)
-
-
-@pytest.mark.parametrize("by_an_observer", [False, True])
-def test_blocks_whose_observers_were_not_all_told_are_not_used_again(monkeypatch, by_an_observer):
-    pool, told = KVBlockAllocator(9), []
-    pool.add_deregistration_observer(lambda *given: told.append(given))
-    blocks = pool.allocate_memory_blocks(2)
-    pool.register_kv_block_hashes(blocks, [1, 2])
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patches:
-        if by_an_observer:
-            patches.setattr(pool, "on_blocks_deregistered", interrupted)
-        else:
-            patches.setattr(pool, "_notify", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.deregister_blocks(blocks)
-    with pytest.raises(PoisonedError, match="observers were not called with"):
-        pool.find_block(1)
-    pool.reset()
-    assert told == [(blocks, [1, 2])]
-    assert pool.allocate_memory_blocks(8)
-
-
-def test_an_observer_that_is_poisoned_itself_is_passed_over():
-    """Nothing is found there until its reset, so there is nothing to take from it."""
-    pool = KVBlockAllocator(9)
-    blocks = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes(blocks, [1])
-
-    def poisoned(*_):
-        raise PoisonedError("reset me")
-
-    pool.add_deregistration_observer(poisoned)
-    pool.deregister_blocks(blocks)
-    assert pool.find_block(1) is None

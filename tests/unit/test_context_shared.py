@@ -13,6 +13,7 @@ from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.events import Stored
 from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator
 from mamba_cache.states import StatePool
 
@@ -32,7 +33,6 @@ def make_store(blocks=20, slots=10, states=None, policy=None):
     made = MambaSlotAllocator.from_spec(
         fields, slots, STATES, states=states, policy=policy, evicts_held=True
     )
-    kv_blocks.on_blocks_deregistered = made.on_kv_blocks_deregistered
     kv_cache = KV.allocate(blocks + 1, BLOCK, "cpu")
     return SharedStore(slots=made, kv_cache=kv_cache, counters=StatsCounters())
 
@@ -122,10 +122,11 @@ def test_states_of_another_size_are_refused():
 @pytest.mark.parametrize("tells", [True, False, None])
 def test_observers_are_told_what_a_request_says(tells):
     context, told = make_context(), []
-    context.kv_block_allocator.add_observer(told.append)
+    context.listeners.add(told.append, Stored)
     request = {"lora_id": "a", "tells_tokens": tells}
     generate(context, PROMPT, 1, **request)
-    assert [event.tokens is not None for event in told] == [bool(tells)]
+    has_tokens = [event.tokens is not None for event in told if event.kind == "block"]
+    assert has_tokens == [bool(tells)]
 
 
 def test_who_tells_tokens_says_so_by_a_bool():

@@ -1,4 +1,4 @@
-"""What the allocators announce: blocks and states that are stored, and that are removed."""
+"""The events that listeners get: blocks and states stored and removed, requests admitted."""
 
 import numpy as np
 import pytest
@@ -6,18 +6,25 @@ from engine_rig import BLOCK, SamplingParams, make_engine
 from kv_rig import cache, prefix
 from slot_rig import full, make_allocator, make_pool, refer
 
-from mamba_cache.blocks import BlocksRemoved, BlocksStored, KVBlockAllocator
-from mamba_cache.errors import InvalidArgumentError, InvariantError, PoisonedError
-from mamba_cache.slots import StatesRemoved, StatesStored
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.events import Admitted, Listeners, Removed, Stored
+from mamba_cache.slots import SlotPool
 
 
 @pytest.fixture
 def pool():
     pool = KVBlockAllocator(9)
     pool.heard = []
-    pool.add_observer(pool.heard.append)
+    pool.listeners.add(pool.heard.append, Stored, Removed)
     yield pool
-    pool.check_between_calls()
+    pool.check_invariants()
+
+
+def first_listener(pool, listener):
+    """Add a listener that is called before those that are there."""
+    for listeners in pool.listeners._listeners.values():
+        listeners.insert(0, listener)
 
 
 def told(pool):
@@ -63,7 +70,7 @@ def test_what_nobody_told_is_not_made_up(pool):
     [block] = pool.allocate_memory_blocks(1)
     pool.register_kv_block_hashes([block], list(hashes[1:]), parent_hash=hashes[0])
     assert told(pool) == [
-        BlocksStored((block,), (hashes[1],), (None,), hashes[0], None, None, None)
+        Stored("block", (block,), (hashes[1],), digests=(None,), parent_hash=hashes[0])
     ]
 
 
@@ -93,27 +100,23 @@ def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool
 
 
 def test_tokens_are_worth_gathering_only_if_somebody_listens(pool):
-    assert pool.is_observed
-    assert not KVBlockAllocator(9).is_observed
+    assert pool.listeners.wants(Stored)
+    assert not KVBlockAllocator(9).listeners.wants(Stored)
 
 
 def test_removed_blocks_are_told_with_their_digests_after_the_deregistration(pool):
-    order = []
-    pool.on_blocks_deregistered = lambda blocks, hashes: order.append(("first", blocks, hashes))
-    pool.add_observer(order.append)
     cached, hashes = cache(pool, 1, 2), prefix(1, 2)
     pool.allocate_memory_blocks(7)
-    stored, first, removed = order
+    stored, removed = told(pool)
     assert stored.block_ids == tuple(cached)
-    assert first == ("first", [cached[1]], [hashes[1]])
-    assert removed == BlocksRemoved((cached[1],), (hashes[1],), (hashes.digests[1],))
+    assert removed == Removed("block", (cached[1],), (hashes[1],), digests=(hashes.digests[1],))
 
 
 def test_what_leaves_is_removed_and_what_arrives_is_stored(pool):
     [block] = cache(pool, 1)
     told(pool)
     leaving = pool.begin_leaving([block])
-    assert [type(event) for event in told(pool)] == [BlocksRemoved]
+    assert [type(event) for event in told(pool)] == [Removed]
     pool.end_leaving(leaving)
     copy = pool.begin_arriving(2)
     assert told(pool) == []
@@ -128,17 +131,20 @@ def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
     told(pool)
     pool.reset()
     pool.reset()
-    removed = BlocksRemoved((*cached,), (prefix(1)[0],), prefix(1).digests, is_reset=True)
-    assert told(pool) == [removed, BlocksRemoved((), (), (), is_reset=True)]
+    hashes = prefix(1)
+    assert told(pool) == [
+        Removed("block", (*cached,), (*hashes,), digests=hashes.digests, is_reset=True),
+        Removed("block", (), (), is_reset=True),
+    ]
 
 
 def fails(event):
-    raise OSError("observer's own fault")
+    raise OSError("listener's own fault")
 
 
-def test_an_observer_that_raises_stops_no_other_and_costs_no_block(pool):
+def test_a_listener_that_raises_stops_no_other_and_costs_no_block(pool):
     cached = cache(pool, 1, 2)
-    pool._observers.insert(0, fails)
+    first_listener(pool, fails)
     told(pool)
     with pytest.raises(OSError, match="own fault"):
         pool.begin_leaving(cached)
@@ -152,32 +158,68 @@ def test_an_observer_that_raises_stops_no_other_and_costs_no_block(pool):
         pool.register_kv_block_hashes([block], prefix(5))
     assert pool.match_prefix(prefix(5)) == [block]
     assert [type(event).__name__ for event in told(pool)] == [
-        "BlocksRemoved", "BlocksStored", "BlocksStored"
+        "Removed", "Stored", "Stored"
     ]  # fmt: skip
 
 
-def test_what_was_not_told_poisons_and_a_reset_tells_it():
-    pool, heard = KVBlockAllocator(9), []
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("make", [lambda: KVBlockAllocator(9), lambda: make_pool(2, 9)])
+def test_a_reset_is_done_whatever_a_listener_raises(make, error):
+    pool = make()
 
-    def breaks_off(event):
-        raise KeyboardInterrupt
+    def refuses(event):
+        raise error("not now")
 
-    pool.add_observer(breaks_off)
-    [block] = pool.allocate_memory_blocks(1)
-    with pytest.raises(KeyboardInterrupt):
-        pool.register_kv_block_hashes([block], prefix(1))
-    with pytest.raises(PoisonedError, match="observers were not called with BlocksStored"):
-        pool.allocate_memory_blocks(1)
-    pool._observers[:] = [heard.append]
+    pool.listeners.add(refuses)
+    with pytest.raises(error, match="not now"):
+        pool.reset()
+    pool.check_invariants()
+    pool.listeners.remove(refuses)
     pool.reset()
-    assert heard == [BlocksRemoved((block,), (prefix(1)[0],), prefix(1).digests, is_reset=True)]
 
 
-@pytest.mark.parametrize("observer", [None, 5, "print"])
-def test_an_observer_must_be_callable(pool, observer):
-    for it in (pool, make_allocator()):
-        with pytest.raises(InvalidArgumentError, match="must be callable"):
-            it.add_observer(observer)
+# The list of listeners.
+
+
+@pytest.mark.parametrize("listener", [None, 5, "print"])
+def test_a_listener_must_be_callable(listener):
+    with pytest.raises(InvalidArgumentError, match="must be callable"):
+        Listeners().add(listener)
+
+
+@pytest.mark.parametrize("kind", [int, "Stored", None])
+def test_a_kind_of_events_must_be_one(kind):
+    with pytest.raises(InvalidArgumentError, match=r"kinds of events are .*'Stored'"):
+        Listeners().add(print, Removed, kind)
+
+
+def test_a_listener_gets_the_kinds_that_it_was_added_for():
+    listeners, heard, all_heard = Listeners(), [], []
+    listeners.add(heard.append, Removed)
+    listeners.add(all_heard.append)
+    events = [Stored("block", (1,), (2,)), Removed("block", (1,), (2,))]
+    for event in events:
+        listeners.put(event)
+    listeners.tell()
+    assert heard == events[1:]
+    assert all_heard == events
+    listeners.remove(all_heard.append)
+    assert [listeners.wants(kind) for kind in (Admitted, Stored, Removed)] == [False, False, True]
+
+
+def test_slots_and_blocks_have_one_list_and_states_go_before_their_blocks():
+    blocks = KVBlockAllocator(9)
+    slots, heard = SlotPool(2, blocks), []
+    assert slots.listeners is blocks.listeners
+    blocks.listeners.add(heard.append, Stored, Removed)
+    [block] = cache(blocks, 1)
+    [slot] = slots.reserve_slots([block])
+    slots.commit_reserved([slot], [block], [prefix(1)[0]])
+    blocks.deregister_blocks([block])
+    assert [(type(event), event.kind) for event in heard] == [
+        (Stored, "block"), (Stored, "state"), (Removed, "state"), (Removed, "block")
+    ]  # fmt: skip
+    assert (slots.free_count, slots.get_slot(block)) == (2, -1)
 
 
 # States.
@@ -188,7 +230,7 @@ def allocator():
     """Blocks 0 to 3 have slots 3 to 0, and hashes 100 to 103."""
     allocator = full()
     allocator.heard = []
-    allocator.add_observer(allocator.heard.append)
+    allocator.listeners.add(allocator.heard.append, Stored, Removed)
     yield allocator
     allocator.check_invariants()
 
@@ -196,27 +238,28 @@ def allocator():
 def test_states_are_told_when_they_are_committed_or_have_arrived():
     allocator = make_allocator()
     allocator.heard = []
-    allocator.add_observer(allocator.heard.append)
+    allocator.listeners.add(allocator.heard.append, Stored, Removed)
     slots = allocator.reserve_slots([5, 6, 7])
     copy = allocator.begin_arriving([8])
     assert told(allocator) == []
     allocator.commit_reserved(slots, [5, 6, 7], [50, 60, -1])
     allocator.complete_arriving(copy, [8], [80])
     assert told(allocator) == [
-        StatesStored((slots[0], slots[1]), (5, 6), (50, 60)), StatesStored(copy.ids, (8,), (80,))
-    ]  # fmt: skip
+        Stored("state", (5, 6), (50, 60), slots=(slots[0], slots[1])),
+        Stored("state", (8,), (80,), slots=copy.ids),
+    ]
     allocator.register_block_hashes_batch([5, 7], [50, 70])
-    assert told(allocator) == [StatesStored((slots[2],), (7,), (70,))]
+    assert told(allocator) == [Stored("state", (7,), (70,), slots=(slots[2],))]
 
 
 def test_states_are_told_that_get_their_slot_after_their_hash():
     allocator = make_allocator()
     allocator.heard = []
-    allocator.add_observer(allocator.heard.append)
+    allocator.listeners.add(allocator.heard.append, Stored, Removed)
     allocator.register_block_hashes_batch([5], [50])
     assert told(allocator) == []
     [slot] = allocator.allocate_slots_batch([5])
-    assert told(allocator) == [StatesStored((slot,), (5,), (50,))]
+    assert told(allocator) == [Stored("state", (5,), (50,), slots=(slot,))]
 
 
 def test_another_hash_for_a_state_removes_the_one_before(allocator):
@@ -224,10 +267,10 @@ def test_another_hash_for_a_state_removes_the_one_before(allocator):
     allocator.register_block_hashes_batch([1], [200])
     slots = allocator.slots_of([0, 1])
     assert told(allocator) == [
-        StatesRemoved((slots[0],), (0,), (100,)),
-        StatesStored((slots[0],), (0,), (200,)),
-        StatesRemoved((*slots,), (0, 1), (200, 101)),
-        StatesStored((slots[1],), (1,), (200,)),
+        Removed("state", (0,), (100,), slots=(slots[0],)),
+        Stored("state", (0,), (200,), slots=(slots[0],)),
+        Removed("state", (0, 1), (200, 101), slots=(*slots,)),
+        Stored("state", (1,), (200,), slots=(slots[1],)),
     ]
 
 
@@ -245,25 +288,8 @@ def test_states_that_are_lost_are_told(allocator, lose):
     refer(allocator, 0, 2, 3)
     slot = allocator.get_slot(1)
     lose(allocator)
-    assert told(allocator) == [StatesRemoved((slot,), (1,), (101,))]
+    assert told(allocator) == [Removed("state", (1,), (101,), slots=(slot,))]
     allocator.reset()  # some of the calls handed the slot out
-
-
-@pytest.mark.parametrize("make", [lambda: KVBlockAllocator(9), lambda: make_pool(2, 9)])
-def test_a_reset_of_which_an_observer_did_not_hear_ends_only_with_another(make):
-    pool = make()
-
-    def refuses(event):
-        raise InvalidArgumentError("not now")
-
-    pool.add_observer(refuses)
-    with pytest.raises(InvalidArgumentError, match="not now"):
-        pool.reset()
-    with pytest.raises(PoisonedError, match="reset"):
-        pool.end_leaving(None)
-    pool._observers.clear()
-    pool.reset()
-    pool.check_invariants()
 
 
 def test_a_reset_removes_all_states_and_says_so(allocator):
@@ -273,13 +299,13 @@ def test_a_reset_removes_all_states_and_says_so(allocator):
     allocator.reset()
     allocator.reset()
     assert told(allocator) == [
-        StatesRemoved((*slots,), (0, 1, 2), (100, 101, 102), is_reset=True),
-        StatesRemoved((), (), (), is_reset=True),
+        Removed("state", (0, 1, 2), (100, 101, 102), slots=(*slots,), is_reset=True),
+        Removed("state", (), (), is_reset=True),
     ]
 
 
-def test_an_observer_of_states_that_raises_costs_no_slot(allocator):
-    allocator._observers.insert(0, fails)
+def test_a_listener_that_raises_costs_no_slot(allocator):
+    first_listener(allocator, fails)
     for take in (
         lambda: allocator.reserve_slots([7]),
         lambda: allocator.begin_leaving([allocator.get_slot(1)]),
@@ -297,21 +323,28 @@ def test_an_observer_of_states_that_raises_costs_no_slot(allocator):
     assert len(told(allocator)) == 4
 
 
-def test_a_state_that_an_observer_made_findable_unwritten_poisons():
-    allocator = make_allocator()
-    allocator.add_observer(fails)
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_slots_whose_caller_never_learns_them_are_taken_back(error):
+    allocator, heard = make_allocator(), []
+
+    def fails(event):
+        heard.append(event)
+        raise error("listener's own fault")
+
+    allocator.listeners.add(fails)
     allocator.register_block_hashes_batch([5], [50])
-    with pytest.raises(OSError, match="own fault"):
+    with pytest.raises(error, match="own fault"):
         allocator.allocate_slots_batch([5])
-    with pytest.raises(PoisonedError):
-        allocator.get_slot(5)
-
-
-def test_the_proof_finds_what_was_not_told(allocator):
-    allocator._unsent.append((StatesStored, 0, 0, 100))
-    with pytest.raises(InvariantError, match="observers were not called"):
-        allocator.check_invariants()
-    allocator._unsent.clear()
+    assert not allocator.has_state(5)
+    allocator.listeners.remove(fails)
+    allocator.listeners.add(heard.append)
+    [slot] = allocator.allocate_slots_batch([6])
+    assert allocator.get_slot(6) == slot
+    assert heard == [
+        Stored("state", (5,), (50,), slots=(slot,)),
+        Removed("state", (5,), (50,), slots=(slot,)),
+    ]
+    allocator.check_invariants()
 
 
 # A context.
@@ -319,11 +352,11 @@ def test_the_proof_finds_what_was_not_told(allocator):
 
 def test_a_context_tells_the_tokens_of_prompts_and_answers():
     engine, heard = make_engine(), []
-    engine.context.kv_block_allocator.add_observer(heard.append)
+    engine.context.listeners.add(heard.append, Stored)
     prompt = list(range(20))
     [done] = engine.generate([prompt], SamplingParams(max_new_tokens=16))
     said = [*prompt, *done.tokens]
-    stored = [event for event in heard if isinstance(event, BlocksStored)]
+    stored = [event for event in heard if event.kind == "block"]
     assert [event.block_size_tokens for event in stored] == [BLOCK] * len(stored)
     told = np.concatenate([event.tokens for event in stored]).tolist()
     assert told == said[: len(told)]
@@ -336,8 +369,8 @@ def test_a_context_tells_the_tokens_of_prompts_and_answers():
 )
 def test_a_context_does_not_tell_tokens_that_do_not_name_the_prefix(keys):
     engine, heard = make_engine(), []
-    engine.context.kv_block_allocator.add_observer(heard.append)
+    engine.context.listeners.add(heard.append, Stored)
     engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
     list(engine.stream())
     assert [event.tokens for event in heard] == [None] * len(heard)
-    assert heard
+    assert {event.kind for event in heard} == {"block", "state"}

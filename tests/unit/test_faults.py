@@ -18,6 +18,7 @@ from injectors import OutOfMemory
 from mamba_cache import DeviceTokens, Request
 from mamba_cache.context import RequestStatus
 from mamba_cache.errors import InvariantError, PoisonedError, StepOrderError
+from mamba_cache.events import Removed
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -195,16 +196,16 @@ def test_what_a_caller_gives_may_raise_itself(context):
     go_on(context)
 
 
-def test_an_observer_that_raises_does_not_harm_the_context():
+def test_a_listener_that_raises_does_not_harm_the_context():
     context = make_context(make_config(num_kv_blocks=7))
     generate(context, PROMPT, 1)
     observed = []
 
-    def observer(blocks, hashes):
-        observed.append(blocks)
+    def listener(event):
+        observed.append(event)
         raise OSError("broken")
 
-    context.kv_block_allocator.add_deregistration_observer(observer)
+    context.listeners.add(listener, Removed)
     with pytest.raises(OSError, match="broken"):
         add(context, "x", OTHER[::-1] * 2)
     assert observed

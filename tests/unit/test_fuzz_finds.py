@@ -27,11 +27,6 @@ def test_a_digest_is_bytes(pool, digest):
         pool.find_block(1, digest)
 
 
-def test_an_observer_can_be_called(pool):
-    with pytest.raises(InvalidArgumentError, match="must be callable, got 5"):
-        pool.add_deregistration_observer(5)
-
-
 @pytest.mark.parametrize("positions", [np.array(3), torch.tensor(3), 7])
 def test_what_has_no_items_is_no_collection(positions):
     with pytest.raises(InvalidArgumentError, match="decode_ids must be a collection"):

@@ -15,6 +15,7 @@ from mamba_cache.errors import (
     InvariantError,
     UnknownBlockError,
 )
+from mamba_cache.events import Removed
 
 
 @pytest.fixture
@@ -266,61 +267,63 @@ def test_an_unknown_policy_is_refused_and_a_foreign_one_understood():
 def test_ref_zero_forgets_a_block_with_its_last_reference():
     pool = KVBlockAllocator(9, eviction_policy=EvictionPolicy.REF_ZERO)
     told = []
-    pool.on_blocks_deregistered = lambda *told_of: told.append(told_of)
+    pool.listeners.add(told.append, Removed)
     block_ids = pool.allocate_memory_blocks(3)
     pool.register_kv_block_hashes(block_ids[:2], prefix(1, 2))
     pool.retain_memory_blocks(block_ids[:1])
     pool.release_memory_blocks(block_ids)
     assert pool.match_prefix(prefix(1, 2)) == block_ids[:1]
     pool.release_memory_blocks(block_ids[:1])
-    assert told == [([block_ids[1]], [prefix(1, 2)[1]]), ([block_ids[0]], list(prefix(1)))]
+    assert [(event.block_ids, event.hash_ids) for event in told] == [
+        ((block_ids[1],), (prefix(1, 2)[1],)), ((block_ids[0],), (prefix(1)[0],))
+    ]  # fmt: skip
     assert (pool.num_free_blocks, pool.evicted_blocks_total) == (8, 0)
     pool.check_invariants()
 
 
-def test_observers_see_finished_bookkeeping(pool):
+def test_listeners_see_finished_bookkeeping(pool):
     seen = []
 
-    def look(block_ids, hash_ids):
+    def look(event):
         pool.check_invariants()
-        seen.append([pool.find_block(hash_id) for hash_id in hash_ids])
-        seen.append([int(pool.block_hashes[block_id]) for block_id in block_ids])
-        block_ids.clear()  # Each observer has lists of its own.
+        seen.append([pool.find_block(hash_id) for hash_id in event.hash_ids])
+        seen.append([int(pool.block_hashes[block_id]) for block_id in event.block_ids])
 
-    pool.on_blocks_deregistered = look
-    pool.add_deregistration_observer(look)
+    pool.listeners.add(look, Removed)
+    pool.listeners.add(look, Removed)
     cache(pool, 1, 2)
     pool.allocate_memory_blocks(8)
     assert seen == [[None, None], [-1, -1]] * 2
 
 
-def test_an_observer_that_raises_loses_no_block_and_stops_no_other(pool):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_listener_that_raises_loses_no_block_and_stops_no_other(pool, error):
     told = []
 
-    def fail(block_ids, hash_ids):
+    def fail(event):
         told.append("failed")
-        raise RuntimeError("observer's own fault")
+        raise error("listener's own fault")
 
-    pool.on_blocks_deregistered = fail
-    pool.add_deregistration_observer(fail)
-    pool.add_deregistration_observer(lambda block_ids, hash_ids: told.append(block_ids))
+    pool.listeners.add(fail, Removed)
+    pool.listeners.add(fail, Removed)
+    pool.listeners.add(lambda event: told.append(event.block_ids), Removed)
     (block_id,) = cache(pool, 1)
-    with pytest.raises(RuntimeError, match="observer's own fault"):
+    with pytest.raises(error, match="listener's own fault"):
         pool.allocate_memory_blocks(8)
-    assert told == ["failed", "failed", [block_id]]
+    assert told == ["failed", "failed", (block_id,)]
     assert pool.num_free_blocks == 8
     pool.check_invariants()
 
 
 def test_reset_frees_everything_and_says_so(pool):
     told = []
-    pool.add_deregistration_observer(lambda *told_of: told.append(told_of))
+    pool.listeners.add(told.append, Removed)
     fresh = snapshot(pool)
     cached = cache(pool, 1)
     pool.allocate_memory_blocks(3)
     pool.reset()
     assert snapshot(pool) == fresh
-    assert told == [(cached, list(prefix(1)))]
+    assert [(event.block_ids, event.hash_ids) for event in told] == [((*cached,), (*prefix(1),))]
     assert len(pool.allocate_memory_blocks(8)) == 8
 
 

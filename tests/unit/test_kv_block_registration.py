@@ -10,6 +10,7 @@ from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,
 )
+from mamba_cache.events import Removed
 
 
 @pytest.fixture
@@ -164,10 +165,11 @@ def test_deregistered_blocks_are_freed_or_lose_their_hash(pool):
     block_ids = cache(pool, 1, 2, 3)
     pool.retain_memory_blocks(block_ids[:1])
     told = []
-    pool.on_blocks_deregistered = lambda *told_of: told.append(told_of)
+    pool.listeners.add(told.append, Removed)
     hashes = list(prefix(1, 2, 3))
     pool.deregister_blocks([block_ids[0], block_ids[1], block_ids[1], 7])
-    assert told == [(block_ids[:2], hashes[:2])]
+    assert [(*event.block_ids,) for event in told] == [(*block_ids[:2],)]
+    assert [*told[0].hash_ids] == hashes[:2]
     assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks) == (6, 1, 1)
     assert [pool.find_block(hash_id) for hash_id in hashes] == [None, None, block_ids[2]]
     pool.check_invariants()

@@ -17,6 +17,7 @@ from work import lines_executed  # noqa: E402
 from mamba_cache.blocks import BlockHasher  # noqa: E402
 from mamba_cache.context import DynamicInferenceContext, Request  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
+from mamba_cache.events import Removed, Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 from mamba_cache.integrations.events.publisher import _is_bound  # noqa: E402
 from mamba_cache.integrations.events.wire import (  # noqa: E402
@@ -145,9 +146,8 @@ def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
     engine = make_engine()
     with by_hand(block_size=BLOCK) as publisher:
         books = Books()
-        for allocator in (engine.context.kv_block_allocator, engine.context.slot_allocator):
-            allocator.add_observer(publisher._take)
-            allocator.add_observer(books._record)
+        engine.context.listeners.add(publisher._take, Stored, Removed)
+        engine.context.listeners.add(books._record, Stored, Removed)
         with Subscriber(publisher) as subscriber:
             history = list(range(20))
             for _ in range(3):
@@ -224,7 +224,7 @@ def test_without_an_observer_no_tokens_are_gathered(monkeypatch):
     engine.generate([[1] * 40], SamplingParams(max_new_tokens=20))
     assert len(seen) > 2
     assert set(map(type, seen)) == {type(None)}
-    engine.context.kv_block_allocator.add_observer(lambda event: None)
+    engine.context.listeners.add(lambda event: None, Stored)
     engine.generate([[2] * 40], SamplingParams(max_new_tokens=20))
     assert isinstance(seen[-1], np.ndarray)
 

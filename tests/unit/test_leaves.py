@@ -5,6 +5,7 @@ import pytest
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
+from mamba_cache.events import Removed
 
 
 class States:
@@ -108,7 +109,7 @@ def test_the_allocator_evicts_what_no_state_needs_before_what_one_needs():
         pool.release_memory_blocks(blocks)
     states.blocks = [old[2], new[1]]
     gone = []
-    pool.add_deregistration_observer(lambda blocks, _: gone.extend(blocks))
+    pool.listeners.add(lambda event: gone.extend(event.block_ids), Removed)
     pool.release_memory_blocks(pool.allocate_memory_blocks(2))
     assert gone == [new[2]]  # the older ones lead up to a state
     pool.check_invariants()

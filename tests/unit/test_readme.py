@@ -14,6 +14,7 @@ from sources import ROOT
 
 from mamba_cache import DynamicInferenceContext, Request
 from mamba_cache.cli.serve import serve as serve_command
+from mamba_cache.events import Stored
 from mamba_cache.integrations.vllm import plugin
 from mamba_cache.reference import HybridModel
 
@@ -139,7 +140,7 @@ def test_the_lines_for_several_machines_run() -> None:
     assert "tcp://127.0.0.1:5557" in code
     _, context = engine()
     made = run(code.replace("5557", str(port)), context=context)
-    assert context.kv_block_allocator.is_observed
+    assert context.listeners.wants(Stored)
     made["publisher"].close()
 
 

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_kind, check_number
 from mamba_cache._extras import install_hint
-from mamba_cache.blocks import BlockEvent
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError, StepOrderError
+from mamba_cache.events import Listeners, Removed, Stored
 from mamba_cache.integrations.events.view import (
+    Announced,
     EventMode,
     EventView,
-    Removed,
-    Stored,
     ViewEvent,
+    Withdrawn,
 )
 from mamba_cache.integrations.events.wire import (
     encode_batch,
@@ -27,7 +27,6 @@ from mamba_cache.integrations.events.wire import (
     encode_removed,
     encode_stored,
 )
-from mamba_cache.slots import StateEvent
 
 try:
     import zmq
@@ -55,7 +54,7 @@ _LOCAL = ("ipc://", "inproc://")
 
 
 class CacheBooks(Protocol):
-    """What is read of a cache: its allocators, which announce what happens, and its block size.
+    """What is read of a cache: its listeners, its block hashes and its block size.
 
     A ``DynamicInferenceContext`` is one, ``Engine.context`` of the reference engine, and a
     ``PrefixCache`` of transformers.
@@ -63,11 +62,11 @@ class CacheBooks(Protocol):
 
     @property
     def kv_block_allocator(self) -> Any:
-        """A ``KVBlockAllocator``, or what has its ``add_observer`` and ``block_hashes``."""
+        """A ``KVBlockAllocator``, or what has its ``block_hashes``."""
 
     @property
-    def slot_allocator(self) -> Any:
-        """A ``SlotPool``, of which a ``MambaSlotAllocator`` is one."""
+    def listeners(self) -> Listeners:
+        """The cache's listeners."""
 
     @property
     def block_size_tokens(self) -> int:
@@ -152,7 +151,7 @@ class EventPublisher:
         check_number("heartbeat_seconds", heartbeat_seconds, maximum=3600.0)
         self.mode: EventMode = mode
         # The cache's thread appends to it, the publisher's takes from it; neither waits.
-        self._waiting: deque[BlockEvent | StateEvent] = deque()
+        self._waiting: deque[Stored | Removed] = deque()
         self._is_listening = True
         self._topic = topic.encode()
         self._rank = data_parallel_rank
@@ -190,14 +189,14 @@ class EventPublisher:
         """Tell of a cache from now on; it holds nothing yet.
 
         Args:
-            cache: The cache. It keeps the publisher as an observer, and does nothing for it any
-                more once that is closed.
+            cache: The cache; the publisher becomes one of its listeners. After ``close`` it ignores
+                events.
 
         Raises:
             InvalidArgumentError: It is no cache, or holds something already.
             StepOrderError: The publisher tells of another one, or is closed.
         """
-        for name in ("kv_block_allocator", "slot_allocator", "block_size_tokens"):
+        for name in ("kv_block_allocator", "listeners", "block_size_tokens"):
             if not hasattr(cache, name):
                 raise InvalidArgumentError(
                     f"cache must have a {name}, but {type(cache).__name__} has none: give a "
@@ -206,8 +205,8 @@ class EventPublisher:
         if self._thread is not None or self._stopping.is_set():
             state = "closed" if self._stopping.is_set() else "telling of a cache already"
             raise StepOrderError(f"the publisher is {state}: make one for each cache")
-        kv_blocks, slots = cache.kv_block_allocator, cache.slot_allocator
-        num_registered = sum(hash_id >= 0 for hash_id in kv_blocks.block_hashes.tolist())
+        block_hashes = cache.kv_block_allocator.block_hashes
+        num_registered = sum(hash_id >= 0 for hash_id in block_hashes.tolist())
         if num_registered:
             raise InvalidArgumentError(
                 f"the cache holds {num_registered} blocks, whose tokens nobody told: watch it "
@@ -220,8 +219,7 @@ class EventPublisher:
             daemon=True,
         )
         self._thread.start()
-        kv_blocks.add_observer(self._take)
-        slots.add_observer(self._take)
+        cache.listeners.add(self._take, Stored, Removed)
 
     def close(self) -> None:
         """Tell subscribers that nothing is held, and stop; the cache goes on without it."""
@@ -242,7 +240,7 @@ class EventPublisher:
             waiting_events=len(self._waiting),
         )
 
-    def _take(self, event: BlockEvent | StateEvent) -> None:
+    def _take(self, event: Stored | Removed) -> None:
         """Called by the cache with all that happens."""
         if self._is_listening:
             self._waiting.append(event)
@@ -362,7 +360,7 @@ def _is_bound(endpoint: str) -> bool:
 def _encode_all(events: Iterable[ViewEvent], block_size: int) -> list[bytes]:
     encoded = []
     for event in events:
-        if isinstance(event, Stored):
+        if isinstance(event, Announced):
             encoded.append(
                 encode_stored(
                     event.hashes,
@@ -373,7 +371,7 @@ def _encode_all(events: Iterable[ViewEvent], block_size: int) -> list[bytes]:
                 )
             )
             time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
-        elif isinstance(event, Removed):
+        elif isinstance(event, Withdrawn):
             encoded.append(encode_removed(event.hashes, group=event.group))
         else:
             encoded.append(encode_cleared())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from mamba_cache.blocks import BlockEvent, BlockHasher, BlocksStored
-from mamba_cache.slots import StateEvent, StatesRemoved, StatesStored
+from mamba_cache.blocks import BlockHasher
+from mamba_cache.events import Removed, Stored
 
-__all__ = ["Cleared", "EventMode", "EventView", "Removed", "Stored", "ViewEvent"]
+__all__ = ["Announced", "Cleared", "EventMode", "EventView", "ViewEvent", "Withdrawn"]
 
 EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
@@ -18,7 +18,7 @@ _DIGEST = BlockHasher().digest
 """The function alone, without the secret."""
 
 
-class Stored(NamedTuple):
+class Announced(NamedTuple):
     """Consecutive blocks of one sequence are held.
 
     Attributes:
@@ -34,11 +34,11 @@ class Stored(NamedTuple):
     token_ids: list[int]
 
 
-class Removed(NamedTuple):
+class Withdrawn(NamedTuple):
     """Blocks are not held any more.
 
     Attributes:
-        group: As in ``Stored``.
+        group: As in ``Announced``.
         hashes: Of the blocks, children before their parents.
     """
 
@@ -50,7 +50,7 @@ class Cleared(NamedTuple):
     """Nothing is held any more."""
 
 
-ViewEvent: TypeAlias = "Stored | Removed | Cleared"
+ViewEvent: TypeAlias = "Announced | Withdrawn | Cleared"
 """What subscribers are told."""
 
 
@@ -120,16 +120,14 @@ class EventView:
         self._events: list[ViewEvent] = []
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
 
-    def apply(self, event: BlockEvent | StateEvent) -> None:
+    def apply(self, event: Stored | Removed) -> None:
         """Take over what happened in a cache."""
-        if isinstance(event, BlocksStored):
+        if event.kind == "state":
+            change = self._store_state if isinstance(event, Stored) else self._remove_state
+            for hash_id in event.hash_ids:
+                change(hash_id)
+        elif isinstance(event, Stored):
             self._store_blocks(event)
-        elif isinstance(event, StatesStored):
-            for hash_id in event.hash_ids:
-                self._store_state(hash_id)
-        elif isinstance(event, StatesRemoved):
-            for hash_id in event.hash_ids:
-                self._remove_state(hash_id)
         elif event.is_reset:
             self._clear_blocks()
         else:
@@ -141,7 +139,7 @@ class EventView:
         events, self._events = self._events, []
         return events
 
-    def snapshot(self) -> list[Stored]:
+    def snapshot(self) -> list[Announced]:
         """Return all that subscribers are told of, parents before children."""
         events: list[ViewEvent] = []
         pending = list(self._children.get(None, ()))
@@ -151,9 +149,9 @@ class EventView:
             if block.is_told:
                 self._add_stored(events, hash_id, block)
                 pending += self._children.get(hash_id, ())
-        return [event for event in events if isinstance(event, Stored)]
+        return [event for event in events if isinstance(event, Announced)]
 
-    def _store_blocks(self, event: BlocksStored) -> None:
+    def _store_blocks(self, event: Stored) -> None:
         size, parent = self._block_bytes, event.parent_hash
         data = None if event.tokens is None else event.tokens.tobytes()
         if data is None:
@@ -286,24 +284,24 @@ class EventView:
     def _add_stored(self, events: list[ViewEvent], hash_id: int, block: _Block) -> None:
         """Add to ``events`` that a block is held, and its state if it has one."""
         last = events[-1] if events else None
-        if isinstance(last, Stored) and last.group == 0 and last.hashes[-1] == block.parent_hash:
+        if isinstance(last, Announced) and last.group == 0 and last.hashes[-1] == block.parent_hash:
             last.hashes.append(block.hash)
             last.token_ids.extend(_token_ids(block))
         else:
-            events.append(Stored(0, [block.hash], block.parent_hash, _token_ids(block)))
+            events.append(Announced(0, [block.hash], block.parent_hash, _token_ids(block)))
         if hash_id in self._states:
             events.append(_stored_state(block))
 
     def _add_removed(self, group: int, block: _Block) -> None:
         last = self._events[-1] if self._events else None
-        if isinstance(last, Removed) and last.group == group:
+        if isinstance(last, Withdrawn) and last.group == group:
             last.hashes.append(block.hash)
         else:
-            self._events.append(Removed(group, [block.hash]))
+            self._events.append(Withdrawn(group, [block.hash]))
 
 
-def _stored_state(block: _Block) -> Stored:
-    return Stored(1, [block.hash], block.parent_hash, _token_ids(block))
+def _stored_state(block: _Block) -> Announced:
+    return Announced(1, [block.hash], block.parent_hash, _token_ids(block))
 
 
 def _token_ids(block: _Block) -> list[int]:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_cache._observers import check_observer
-from mamba_cache.blocks import BlockEvent, BlockObserver, BlocksRemoved, BlocksStored
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.events import Listeners, Removed, Stored
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["MegatronBooks"]
@@ -37,6 +36,7 @@ class MegatronBooks:
     Attributes:
         slot_allocator: Its slots.
         kv_block_allocator: This object, which stands for its KV blocks.
+        listeners: Those of its slots.
         block_size_tokens: Tokens of a KV block.
         block_hashes: [total_count] int64 tensor, CPU: Megatron's hash of each block, -1 for none.
 
@@ -56,7 +56,7 @@ class MegatronBooks:
         self.block_size_tokens = int(context.block_size_tokens)
         blocks = context.kv_block_allocator
         self.block_hashes: torch.Tensor = blocks.block_hashes
-        self._observers: list[BlockObserver] = []
+        self.listeners: Listeners = slots.listeners
         self._registered: set[int] = set()
         self._request: Any = None
         context.add_request = self._adding(context.add_request)
@@ -64,18 +64,9 @@ class MegatronBooks:
         blocks.reset = self._resetting(blocks.reset)
         blocks.on_blocks_deregistered = self._deregistering(blocks.on_blocks_deregistered)
 
-    def add_observer(self, observer: BlockObserver) -> None:
-        """Have ``observer(event)`` called for all blocks that are stored and removed from now on.
-
-        Raises:
-            InvalidArgumentError: It cannot be called.
-        """
-        check_observer(observer)
-        self._observers.append(observer)
-
-    def _tell(self, event: BlockEvent) -> None:
-        for observer in self._observers:
-            observer(event)
+    def _tell(self, event: Stored | Removed) -> None:
+        self.listeners.put(event)
+        self.listeners.tell()
 
     def _adding(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(theirs)
@@ -107,7 +98,8 @@ class MegatronBooks:
         tokens = self._request.prompt_tokens[first * size : (first + len(hashes)) * size]
         self._registered.update(hashes)
         self._tell(
-            BlocksStored(
+            Stored(
+                "block",
                 block_ids=tuple(block_ids),
                 hash_ids=tuple(hashes),
                 digests=(None,) * len(hashes),
@@ -126,7 +118,7 @@ class MegatronBooks:
             self._registered.difference_update(gone)
             if gone:
                 # Megatron says which hashes are gone, and not of which of the blocks each was.
-                self._tell(BlocksRemoved((-1,) * len(gone), gone, (None,) * len(gone)))
+                self._tell(_removed(gone))
 
         return on_blocks_deregistered
 
@@ -136,8 +128,12 @@ class MegatronBooks:
             result = theirs(*args, **kwargs)
             gone = tuple(self._registered)
             self._registered.clear()
-            nothing = (-1,) * len(gone)
-            self._tell(BlocksRemoved(nothing, gone, (None,) * len(gone), is_reset=True))
+            self._tell(_removed(gone, is_reset=True))
             return result
 
         return reset
+
+
+def _removed(hashes: tuple[int, ...], *, is_reset: bool = False) -> Removed:
+    nothing = (None,) * len(hashes)
+    return Removed("block", (-1,) * len(hashes), hashes, digests=nothing, is_reset=is_reset)

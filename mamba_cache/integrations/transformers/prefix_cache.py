@@ -25,6 +25,7 @@ from mamba_cache.errors import (
     StepOrderError,
     UnresumableModelError,
 )
+from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers.batching.batcher import (
     Batcher,
     BatcherSettings,
@@ -611,8 +612,13 @@ class PrefixCache:
         return self._store.pins.current
 
     @property
+    def listeners(self) -> Listeners:
+        """The listeners, which get the events of ``mamba_cache.events``."""
+        return self._store.kv_blocks.listeners
+
+    @property
     def kv_block_allocator(self) -> KVBlockAllocator:
-        """The books of KV blocks, to be observed; they belong to the cache."""
+        """The books of KV blocks; they belong to the cache."""
         return self._store.kv_blocks
 
     @property

@@ -26,6 +26,7 @@ from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
+from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.prompts import PromptHint
@@ -52,7 +53,7 @@ class SoughtPrompt:
     min_computed: int  # tokens of it that are left to compute in any case
     with_logits: bool  # but of a prompt that is cached whole, with the logits that follow, none
     cache_salt: ExtraKey  # the salt of the chain
-    is_told: bool  # whether observers are told the tokens of what is brought from lower tiers
+    is_told: bool  # whether listeners get the tokens of what is brought from lower tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,11 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, eviction)
         self.slots.max_owned = most_owned(max_salt_share, num_slots)
-        # Weakly: in a cycle the tensors would stay until the garbage collector finds it.
-        self.kv_blocks.on_blocks_deregistered = WeakCallback(self.slots.on_kv_blocks_deregistered)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
         self.paths = PromptPaths(layout.block_size_tokens)
         self._parts = _PartIndex()
         self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
-        self.kv_blocks.add_deregistration_observer(self._parts.forget)
+        self.kv_blocks.listeners.add(self._parts.forget, Removed)
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
@@ -298,7 +297,7 @@ class PrefixStore:
     ) -> int | None:
         """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
 
-        Observers are told that it holds ``told``.
+        Listeners get ``told`` as its tokens.
 
         Returns:
             As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
@@ -379,10 +378,10 @@ class PrefixStore:
         return lora_id if self.tiers is None else self.tiers.key_for(lora_id)
 
     def is_told(self, cache_salt: ExtraKey, lora_id: ExtraKey) -> bool:
-        """Say whether observers are told the tokens of sequences of a salt and a key."""
-        if not self.kv_blocks.is_observed or cache_salt is not None:
+        """Return whether listeners get the tokens of sequences of a salt and a key."""
+        if not self.kv_blocks.listeners.wants(Stored) or cache_salt is not None:
             return False
-        # Observers know prefixes by their tokens alone, so it must be one key's.
+        # Listeners know prefixes by their tokens alone, so it must be one key's.
         self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
         return self._told_lora_id == lora_id
 
@@ -420,7 +419,7 @@ class PrefixStore:
         Raises:
             InvariantError: They contradict themselves, or something is still held.
         """
-        self.kv_blocks.check_between_calls()
+        self.kv_blocks.check_invariants()
         self.slots.check_invariants()
         check_states_of_blocks(self.slots)
         self.pins.check_invariants()
@@ -460,13 +459,13 @@ class _PartIndex:
         """Returns the lengths of parts that are registered after a prefix, the longest first."""
         return sorted({*self._lengths.get(parent, {}).values()}, reverse=True)
 
-    def forget(self, block_ids: Iterable[int], _: Iterable[int]) -> None:
+    def forget(self, event: Removed) -> None:
         """Takes out the blocks that are no longer registered.
 
         It must end well after an interrupt between any two lines of this class: it is called while
         what a call held is given back.
         """
-        for block in block_ids:
+        for block in event.block_ids if event.kind == "block" else ():
             parent = self.blocks.get(block, (b"", 0))[0]
             after = self._lengths.get(parent, {})
             after.pop(block, None)
