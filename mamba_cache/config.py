@@ -106,10 +106,6 @@ class CacheConfig:
             to 1: ``DynamicInferenceContext.take_verification`` hands them out. 0: none.
         log_requests: Log a line for each request that begins to run, in the logger
             ``mamba_cache.requests`` at level INFO: what was found of it, where, and why not more.
-        max_salt_share: Of slots, how much the states of requests of one ``cache_salt`` may hold by
-            evicting those of others, from 0 to 1; those without a salt count together. Free slots
-            anybody may have. Of KV blocks, from how many on the salt's own cached ones are evicted
-            before those of others; a request that runs has what it needs in any case.
         max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
             0 to 1.
         store: A store that several processes share, as a tier below the host tier and the disk: a
@@ -165,7 +161,6 @@ class CacheConfig:
     disk_write_on_use: int = 2
     verify_hits: float = 0.0
     log_requests: bool = False
-    max_salt_share: float = 1.0
     max_pinned_share: float = 0.25
     store: Any = field(default=None, repr=False)  # its URL may hold a password
     store_write_on_use: int = 2
@@ -183,9 +178,8 @@ class CacheConfig:
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
-        for name in ("max_salt_share", "max_pinned_share"):
-            share = check_number(name, getattr(self, name), maximum=1)
-            object.__setattr__(self, name, share)
+        share = check_number("max_pinned_share", self.max_pinned_share, maximum=1)
+        object.__setattr__(self, "max_pinned_share", share)
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()

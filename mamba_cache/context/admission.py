@@ -186,7 +186,7 @@ class Admitter:
             # Before anything is evicted for it: what raises later must have changed nothing.
             index, blocks = extended.state_matched_blocks - 1, match.block_ids
             block = blocks[index] if index < len(blocks) else None
-            if not self._slots.can_reserve(block, blocks, owner=active.request.cache_salt):
+            if not self._slots.can_reserve(block, blocks):
                 break
             load = tiering.read(active, extended)
             if load is not None:
@@ -238,9 +238,7 @@ class Admitter:
         elif load is None:
             lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
-            row = self._rows.take(
-                match.block_ids, end, active.request_id, active.request.cache_salt
-            )
+            row = self._rows.take(match.block_ids, end, active.request_id)
         except BaseException:
             self._unpin(lease)
             raise
@@ -284,9 +282,7 @@ class Admitter:
         start, positions = active.num_computed, active.checkpoint_positions
         left = active.num_tokens - start
         num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)
-        self._rows.grow(
-            active.row, start + num_tokens, active.request_id, active.request.cache_salt
-        )
+        self._rows.grow(active.row, start + num_tokens, active.request_id)
         try:
             active.checkpoint_positions += checkpoint_positions
             chunk = active.chunk_from(start, num_tokens)

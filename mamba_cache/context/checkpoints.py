@@ -193,7 +193,6 @@ class Checkpoints:
             hashes[first:end],
             parent_hash=parent_hash,
             tokens=tokens,
-            owner=active.request.cache_salt,
         )
         active.num_published = end
         if self._tiering is not None:
@@ -373,8 +372,7 @@ class Checkpoints:
                     for each, is_wanted in zip(proposals, wanted, strict=True)
                 ]
         blocks = [active.block_before(p) for p in positions]
-        owner = active.request.cache_salt
-        slots = self._slots.reserve_slots(blocks, proposals, owner=owner)
+        slots = self._slots.reserve_slots(blocks, proposals)
         epoch = self._slots.epoch
         return [
             Checkpoint(p, slot, epoch)

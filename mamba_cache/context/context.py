@@ -38,7 +38,6 @@ from mamba_cache.context.memory import (
     layer_labels,
     layers_by_kind,
     make_slot_allocator,
-    most_owned,
     paired,
     slot_spec,
 )
@@ -272,7 +271,6 @@ class DynamicInferenceContext:
                 pool_size,
                 eviction_policy=config.eviction_policy,
                 enable_prefix_caching=config.enable_prefix_caching,
-                max_owned=most_owned(config.max_salt_share, pool_size - 1),
                 as_tensor=torch.from_numpy,
             )
             blocks = self.kv_block_allocator.pool_size, config.block_size_tokens

@@ -46,7 +46,6 @@ __all__ = [
     "layer_labels",
     "layers_by_kind",
     "make_slot_allocator",
-    "most_owned",
     "paired",
     "slot_spec",
 ]
@@ -267,20 +266,13 @@ def make_slot_allocator(
         BudgetError: The budget does not hold one slot.
         InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
     """
-    slots = MambaSlotAllocator.from_spec(
+    return MambaSlotAllocator.from_spec(
         cast(SlotContext, fields),
         _num_slots(config, slot_spec(config, state_spec)),
         state_spec,
         policy=_default_policy(config) if policy is None else policy,
         quantization=_quantization(config),
     )
-    slots.max_owned = most_owned(config.max_salt_share, slots.max_slots)
-    return slots
-
-
-def most_owned(share: float, count: int) -> int | None:
-    """Return how many of some slots or blocks one salt may have; None if it may have all."""
-    return int(share * count) if share < 1 else None
 
 
 def check_shared(

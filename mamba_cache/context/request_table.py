@@ -10,7 +10,6 @@ import numpy as np
 
 from mamba_cache._checks import as_items
 from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.blocks.leaves import NOBODY
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -315,7 +314,6 @@ class RequestTable:
         shared_blocks: Sequence[int],
         num_tokens: int,
         name: object,
-        owner: Hashable = NOBODY,
     ) -> int:
         """Take a row with cached blocks and new ones.
 
@@ -323,7 +321,6 @@ class RequestTable:
             shared_blocks: Cached blocks of the prompt, from its start.
             num_tokens: Tokens of the sequence that must have room.
             name: Of the request, for the message.
-            owner: In whose share of the KV blocks they count.
 
         Returns:
             The row, of which nothing but the blocks is set.
@@ -340,7 +337,7 @@ class RequestTable:
         if shared:
             self._kv_blocks.retain_memory_blocks(shared)
         try:
-            blocks = self._allocate(missing, [name], num_tokens, owner)
+            blocks = self._allocate(missing, [name], num_tokens)
         except BaseException:
             if shared:
                 self._kv_blocks.release_memory_blocks(shared)
@@ -409,14 +406,13 @@ class RequestTable:
         heapq.heappush(self._free_rows, row)
         self._kv_blocks.release_memory_blocks(blocks)
 
-    def grow(self, row: int, num_tokens: int, name: object, owner: Hashable = NOBODY) -> None:
+    def grow(self, row: int, num_tokens: int, name: object) -> None:
         """Give one row the blocks that it lacks.
 
         Args:
             row: The row.
             num_tokens: Tokens of its sequence that must have room.
             name: Of the request, for the message.
-            owner: As in ``take``.
 
         Raises:
             BlockCapacityError: Not enough KV blocks; it has those that it had.
@@ -425,7 +421,7 @@ class RequestTable:
         missing = self._blocks_for(num_tokens) - held
         lacks = missing > 0
         if lacks:
-            self._append(row, held, self._allocate(missing, [name], num_tokens, owner))
+            self._append(row, held, self._allocate(missing, [name], num_tokens))
 
     def grow_by_one(self, rows: Int64Array, num_tokens: int, names: Iterable[object]) -> None:
         """Give each of several rows one block more, or none of them any.
@@ -669,7 +665,6 @@ class RequestTable:
         num_blocks: int,
         names: Iterable[object],
         num_tokens: int,
-        owner: Hashable = NOBODY,
     ) -> list[int]:
         """Take KV blocks.
 
@@ -677,13 +672,12 @@ class RequestTable:
             num_blocks: How many.
             names: Of the requests that need them.
             num_tokens: Tokens of the longest sequence among theirs that must have room.
-            owner: Whose share they count in before they are filled.
 
         Raises:
             BlockCapacityError: There are not enough; it says for whom, and what to do.
         """
         try:
-            return self._kv_blocks.allocate_memory_blocks(num_blocks, owner=owner)
+            return self._kv_blocks.allocate_memory_blocks(num_blocks)
         except BlockCapacityError as error:
             requests = list(names)
             listed = ", ".join(map(repr, requests[:8]))

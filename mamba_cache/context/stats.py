@@ -46,13 +46,9 @@ class CacheStats:
         free_blocks: KV blocks that hold nothing, now.
         cached_blocks: KV blocks that hold a prefix and belong to no request, now.
         used_blocks: KV blocks of requests, now.
-        leaving_blocks: KV blocks given up while a copy reads them, now.
-        arriving_blocks: KV blocks that a copy fills, now.
         free_slots: Slots that hold nothing, now.
         reserved_slots: Slots taken for states that are being computed, now.
         cached_slots: Slots that hold a state, now.
-        leaving_slots: Slots given up while a copy reads them, now.
-        arriving_slots: Slots that a copy fills, now.
         bytes_per_slot: What one slot holds, in bytes.
     """
 
@@ -76,13 +72,9 @@ class CacheStats:
     free_blocks: int
     cached_blocks: int
     used_blocks: int
-    leaving_blocks: int
-    arriving_blocks: int
     free_slots: int
     reserved_slots: int
     cached_slots: int
-    leaving_slots: int
-    arriving_slots: int
     bytes_per_slot: int
 
 
@@ -147,12 +139,8 @@ def collect_stats(
         free_blocks=kv_blocks.num_free_blocks,
         cached_blocks=kv_blocks.num_cached_blocks,
         used_blocks=kv_blocks.num_used_blocks,
-        leaving_blocks=kv_blocks.num_leaving_blocks,
-        arriving_blocks=kv_blocks.num_arriving_blocks,
         free_slots=slots.free_count,
         reserved_slots=slots.num_reserved_slots,
         cached_slots=slots.num_cached_slots,
-        leaving_slots=slots.num_leaving_slots,
-        arriving_slots=slots.num_arriving_slots,
         bytes_per_slot=bytes_per_slot,
     )

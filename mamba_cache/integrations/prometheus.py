@@ -65,10 +65,9 @@ _OF_PREFIX_CACHES = {
 }
 """Fields that a ``PrefixCache`` of transformers has besides."""
 
-_WAYS = ("leaving", "arriving")
 _KINDS = {
-    "blocks": ("KV blocks, by what they hold", ("free", "cached", "used", *_WAYS)),
-    "slots": ("Slots, by what they hold", ("free", "reserved", "cached", *_WAYS)),
+    "blocks": ("KV blocks, by what they hold", ("free", "cached", "used")),
+    "slots": ("Slots, by what they hold", ("free", "reserved", "cached")),
 }
 """Fields of ``CacheStats`` such as "free_blocks": one metric each, with a label ``kind``."""
 

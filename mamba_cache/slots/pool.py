@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, query
-from mamba_cache._in_flight import CopiesInFlight, CopyInFlight
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -61,10 +60,9 @@ class SlotLease:
 class SlotPool:
     """Slots over KV blocks: decisions only, no tensors of states.
 
-    A slot is *free*, *reserved* (taken for a block, not yet written, not findable), *cached* (the
-    state of the block that ``slot_to_block`` names), *leaving* or *arriving* (held by a copy out of
-    it or into it, neither free nor findable). A block has at most one slot, and a slot at most one
-    block. A cached slot that is pinned is being read and is never evicted.
+    A slot is *free*, *reserved* (taken for a block, not yet written, not findable) or *cached* (the
+    state of the block that ``slot_to_block`` names). A block has at most one slot, and a slot at
+    most one block. A cached slot that is pinned is being read and is never evicted.
 
     Every method checks its arguments before it changes anything. ``free_slots``, ``block_to_slot``,
     ``slot_to_block``, ``free_count`` and ``hash_to_block_id`` may also be written from outside: no
@@ -107,8 +105,6 @@ class SlotPool:
             adds those that did not fit into a step.
         pin_references: [num_blocks] how many of the references to each block are there to keep its
             keys and values alone, so that its slot may be evicted in spite of them; None: none are.
-        max_owned: Slots that one owner, as ``reserve_slots`` names them, may hold by evicting those
-            of others; None: as many as there are.
         before_reset: What ``reset`` calls first, so that whoever is writing into reserved slots can
             refuse by raising; or None.
 
@@ -133,10 +129,8 @@ class SlotPool:
         self._prefix_policy = _as_prefix_policy(self.policy)
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
-        self.max_owned: int | None = None
         listeners = getattr(kv_blocks, "listeners", None)
         self.listeners = listeners if isinstance(listeners, Listeners) else Listeners()
-        self._owner_of: dict[int, Hashable] = {}  # of slots taken while ``max_owned`` was set
         self._evicts_held = evicts_held
         self._ref_counts, self._block_hashes = HostView(), HostView()
         self._guard = CallGuard(self.check_invariants, proves_changes=False)
@@ -153,8 +147,7 @@ class SlotPool:
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
-        self._copies = CopiesInFlight()
-        self._awaited: set[int] = set()  # blocks with a slot that is reserved or arriving
+        self._awaited: set[int] = set()  # blocks for which a slot is reserved
         # Slot, block and hash of each state stored or removed, until listeners are told.
         self._changed: list[tuple[type[Stored | Removed], int, int, int]] = []
         self.hash_to_block_id: dict[int, int] = {}
@@ -177,8 +170,8 @@ class SlotPool:
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
         self.pin_counts.fill(0)
-        for entries in (self.reserved, self._awaited, self._copies, self._owner_of):
-            entries.clear()
+        self.reserved.clear()
+        self._awaited.clear()
         self.hash_to_block_id.clear()
         self._hash_of.clear()
         self.evicted_slots_total = 0
@@ -200,16 +193,6 @@ class SlotPool:
     def num_reserved_slots(self) -> int:
         """Slots taken for states that are not written yet."""
         return len(self.reserved)
-
-    @property
-    def num_leaving_slots(self) -> int:
-        """Slots that were given up, and whose states are still being read."""
-        return self._copies.num_leaving
-
-    @property
-    def num_arriving_slots(self) -> int:
-        """Slots whose states are being written by a copy, and that will be findable then."""
-        return self._copies.num_arriving
 
     @query
     def get_slot(self, block_id: int) -> int:
@@ -267,20 +250,16 @@ class SlotPool:
         return int(with_state[-1]) + 1 if len(with_state) else 0
 
     @query
-    def can_reserve(
-        self, block_id: int | None, kept: Sequence[int], *, owner: Hashable = None
-    ) -> bool:
+    def can_reserve(self, block_id: int | None, kept: Sequence[int]) -> bool:
         """Say whether ``reserve_slots`` would give a block a slot, were no policy asked.
 
         Args:
             block_id: The block; None: one that is still to be allocated.
             kept: Blocks that will be held by then, with the states that they have.
-            owner: Whose state it is, as there.
         """
         if block_id is not None and (block_id in self._awaited or self.has_state(block_id)):
             return False
-        protected = [*kept, *self._others_blocks(owner, 1)]
-        return self.free_count > 0 or len(self._evictable(protected)) > 0
+        return self.free_count > 0 or len(self._evictable(kept)) > 0
 
     @query
     def is_pinned(self, slot: int) -> bool:
@@ -349,8 +328,6 @@ class SlotPool:
         self,
         block_ids: Iterable[int],
         proposals: Sequence[StateProposal] | None = None,
-        *,
-        owner: Hashable = None,
     ) -> list[int | None]:
         """Reserve a slot for each block, to be written and then committed or cancelled.
 
@@ -362,9 +339,6 @@ class SlotPool:
             proposals: What the state of each is, for a policy that knows prompts: it may refuse
                 some, which are counted in ``refused_states_total``. None, or with another policy:
                 none is refused.
-            owner: Whose states they are, such as a salt. Who would have more than ``max_owned``
-                slots gets free ones, or evicts their own; or as many as they lack of it, for the
-                last blocks, if those are more.
 
         Returns:
             For each block its reserved slot, or None: it has a slot or a reservation already, or
@@ -384,17 +358,11 @@ class SlotPool:
         new = [b for b in wanted if slot_at[b] < 0 and b not in awaited]
         if not new:
             return [None] * len(ids)
-        protected = ids
-        if self.max_owned is not None:
-            within_share = self._within_share(self.max_owned, owner, new, ids)
-            self.skipped_checkpoints_total += len(new) - len(within_share)
-            new = within_share
-            protected = ids + self._others_blocks(owner, len(new))
         policy = self._prefix_policy if proposals is not None else None
         if policy is None:
-            victims = self._choose_victims(len(new) - self.free_count, protected=protected)
+            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
         else:
-            new, victims = self._admit(policy, new, [wanted[b] for b in new], protected)
+            new, victims = self._admit(policy, new, [wanted[b] for b in new], ids)
         kept = new[: self.free_count + len(victims)]
         try:
             taken = self._take(len(kept), victims)
@@ -406,8 +374,6 @@ class SlotPool:
         slots = dict(zip(kept, taken, strict=True))
         awaited.update(kept)
         self.reserved.update(zip(taken, kept, strict=True))
-        if self.max_owned is not None:
-            self._owner_of.update(dict.fromkeys(taken, owner))
         if policy is not None:
             policy.on_reserved([slots.get(block_id) for block_id in new])
         return [slots.pop(block_id, None) for block_id in ids]
@@ -513,164 +479,8 @@ class SlotPool:
         self._register(ids, hash_ids)
         self._tell()
 
-    @guarded(nests=True)
-    def begin_leaving(self, slots: Sequence[int]) -> CopyInFlight:
-        """Give up cached slots whose states are still to be read: ``end_leaving`` frees them.
-
-        Call it before the copy is enqueued. The blocks stay what they are, but have no state.
-
-        Args:
-            slots: Different cached slots that are not pinned.
-
-        Returns:
-            What ``end_leaving`` takes.
-
-        Raises:
-            InvalidArgumentError: A slot is outside the pool, comes twice, is not cached or is
-                pinned. Nothing was given up.
-        """
-        leaving = self._check_evictable(slots)
-        self._guard.is_changing = True
-        copy = self._copies.begin("leaving", leaving)
-        self._unassign(leaving)
-        try:
-            self._tell()
-        except BaseException:
-            # The caller never learns which copy it was, so it reads nothing.
-            self._push(self._copies.end(copy))
-            self._guard.is_changing = False
-            raise
-        return copy
-
-    @guarded(nests=True)
-    def end_leaving(self, copy: CopyInFlight) -> None:
-        """Free the slots of a copy that has been read to its end.
-
-        After a reset, which freed them, it does nothing.
-
-        Raises:
-            InvalidArgumentError: It is no copy, or one that goes the other way.
-            DoubleFreeError: It was ended already, or is another pool's.
-        """
-        if self._copies.is_held(copy, "leaving"):
-            self._guard.is_changing = True
-            self._push(self._copies.end(copy))
-
-    @guarded(nests=True)
-    def begin_arriving(self, block_ids: Iterable[int]) -> CopyInFlight:
-        """Take a slot for each block, which a copy from elsewhere is to write.
-
-        As long as it is in flight, no slot can be reserved for these blocks.
-
-        Args:
-            block_ids: Different blocks without a slot, a reservation or another such copy.
-
-        Returns:
-            What ``complete_arriving`` and ``cancel_arriving`` take; its ``ids`` are the slots.
-
-        Raises:
-            UnknownBlockError: An id is outside the KV pool.
-            InvalidArgumentError: A block comes twice, or has a slot or is about to have one.
-            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
-                of the blocks named here are not evictable.
-        """
-        ids = self._block_ids(block_ids)
-        served = [b for b in ids if b in self._awaited or self._block_to_slot[b] >= 0]
-        if served or len(set(ids)) < len(ids):
-            raise InvalidArgumentError(
-                f"blocks must be different and without a slot, got {ids}, of which {served} have "
-                "one or are about to"
-            )
-        victims = self._choose_victims(len(ids) - self.free_count)
-        if len(ids) > self.free_count + len(victims):
-            raise MambaSlotCapacityError(len(ids), self.free_count + len(victims))
-        taken = self._take(len(ids), victims)
-        self._awaited.update(ids)
-        return self._copies.begin("arriving", taken, ids)
-
-    @guarded(nests=True)
-    def complete_arriving(
-        self,
-        copy: CopyInFlight,
-        block_ids: Iterable[int],
-        hashes: Iterable[int],
-        *,
-        saved_tokens: Sequence[int] | None = None,
-    ) -> list[int]:
-        """Make states findable whose copy is done.
-
-        Args:
-            copy: What ``begin_arriving`` returned. After a reset, which freed its slots, nothing
-                is done.
-            block_ids: The block of each slot, as in ``commit_reserved``.
-            hashes: The hash id of each block, likewise.
-            saved_tokens: Likewise.
-
-        Returns:
-            The slot that caches each block now, as ``commit_reserved`` does.
-
-        Raises:
-            UnknownBlockError: A block id is outside the KV pool.
-            InvalidArgumentError: It is no such copy, or as in ``commit_reserved``. The slots are
-                still arriving.
-            DoubleFreeError: It was ended already, or is another pool's.
-        """
-        ids = self._block_ids(block_ids)
-        if not self._copies.is_held(copy, "arriving"):
-            return self._slots_of(ids)
-        slots = list(copy.ids)
-        hash_ids, saved = _read_states(slots, ids, hashes, saved_tokens)
-        self._guard.is_changing = True
-        self._copies.end(copy)
-        self._awaited.difference_update(copy.block_ids)
-        return self._publish(slots, ids, hash_ids, saved)
-
-    @guarded(nests=True)
-    def cancel_arriving(self, copy: CopyInFlight) -> None:
-        """Free the slots of a copy that failed, or is not wanted, once nothing writes them.
-
-        After a reset, which freed them, it does nothing.
-
-        Raises:
-            InvalidArgumentError: It is no copy, or one that goes the other way.
-            DoubleFreeError: It was ended already, or is another pool's.
-        """
-        if self._copies.is_held(copy, "arriving"):
-            self._guard.is_changing = True
-            self._awaited.difference_update(copy.block_ids)
-            self._push(self._copies.end(copy))
-
-    def _within_share(
-        self, max_owned: int, owner: Hashable, new: list[int], ids: list[int]
-    ) -> list[int]:
-        """Return the last of some new blocks, if that is how an owner gets more slots.
-
-        For all of them no slot of others may be evicted, and for as many as the share leaves some.
-        """
-        left = max_owned - sum(name == owner for name in self._owner_of.values())
-        if len(new) <= left or left <= self.free_count:
-            return new
-        num_own = len(self._evictable([*ids, *self._others_blocks(owner, len(new))]))
-        return new[-left:] if left > self.free_count + num_own else new
-
-    def _others_blocks(self, owner: Hashable, num_new: int) -> list[int]:
-        """Return the blocks whose slots an owner may not evict for some new ones."""
-        if self.max_owned is None:
-            return []
-        owned = {slot for slot, name in self._owner_of.items() if name == owner}
-        if len(owned) + num_new <= self.max_owned:
-            return []
-        cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        return [self._slot_to_block.item(slot) for slot in cached if slot not in owned]
-
     def _release(self, slots: Sequence[int]) -> None:
-        """Forget whose slots these are that hold or await no state any more, and tell the policy.
-
-        The policy is told if it is one that knows prompts.
-        """
-        if self._owner_of:
-            for slot in slots:
-                self._owner_of.pop(slot, None)
+        """Tell a policy that knows prompts of slots that hold or await no state any more."""
         if self._prefix_policy is not None:
             self._prefix_policy.on_removed(slots)
 
@@ -882,9 +692,6 @@ class SlotPool:
             self.pin_counts[cached],
             self._free_slots[: self.free_count],
             _by_key(self.reserved),
-            _first_of_each(self._owner_of),
-            _by_key(self._copies.block_of_slot()),
-            self._copies.ids("leaving"),
             _by_key(self.hash_to_block_id),
             self.policy.state(),
         )
@@ -910,8 +717,6 @@ class SlotPool:
         self._check_ties()
         self._check_hashes()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        strays = self._owner_of.keys() - {*cached, *self.reserved}
-        _require(not strays, f"slots {sorted(strays)} have an owner, but no state")
         if self._prefix_policy is not None:
             self._prefix_policy.check_invariants([*cached, *self.reserved])
 
@@ -919,13 +724,11 @@ class SlotPool:
         _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
         free = self._free_slots[: self.free_count].tolist()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        leaving, arriving = self._copies.ids("leaving"), self._copies.ids("arriving")
-        together = sorted([*free, *self.reserved, *cached, *leaving, *arriving])
+        together = sorted([*free, *self.reserved, *cached])
         _require(
             together == list(range(self.max_slots)),
-            f"{len(free)} free, {len(self.reserved)} reserved, {len(cached)} cached, "
-            f"{len(leaving)} leaving and {len(arriving)} arriving slots are not each of "
-            f"{self.max_slots} slots once",
+            f"{len(free)} free, {len(self.reserved)} reserved and {len(cached)} cached slots are "
+            f"not each of {self.max_slots} slots once",
         )
 
     def _check_ties(self) -> None:
@@ -934,11 +737,11 @@ class SlotPool:
         _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
         _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
-        blocks = [*self.reserved.values(), *self._copies.block_of_slot().values()]
+        blocks = list(self.reserved.values())
         _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
         _require(
             self._awaited == set(blocks),
-            "the blocks awaited are not those of reserved and arriving slots",
+            "the blocks awaited are not those of reserved slots",
         )
         _require(bool((self.pin_counts >= 0).all()), "a slot has a negative number of readers")
         pinned = self.pin_counts[self._slot_to_block < 0]
@@ -1198,12 +1001,6 @@ def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:
     """Return [2, n] int64: keys in ascending order, and their values."""
     pairs = np.array([list(table.keys()), list(table.values())], np.int64)
     return pairs[:, pairs[0].argsort()]
-
-
-def _first_of_each(owners: Mapping[int, Hashable]) -> list[tuple[int, int]]:
-    """Return each owned slot with the first of the same owner: no names, so that ranks agree."""
-    first: dict[Hashable, int] = {}
-    return [(slot, first.setdefault(owners[slot], slot)) for slot in sorted(owners)]
 
 
 def _require(holds: bool, message: str) -> None:

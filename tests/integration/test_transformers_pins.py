@@ -270,39 +270,3 @@ def test_repair_makes_the_bookkeeping_that_of_the_pins(nemotron, generator):
         store.check_invariants()
     store.let_go()
     cache.check_invariants()
-
-
-@pytest.mark.parametrize("is_batch", [False, True])
-def test_a_flood_of_one_salt_leaves_others_their_share(nemotron, is_batch, generator):
-    left = {}
-    for share in (1.0, 0.5):
-        cache, _ = small(nemotron, slots=8, blocks=24, max_salt_share=share)
-        prompts = [tokens(generator, 2 * BLOCK) for _ in range(2)]
-        for prompt in prompts:
-            answer(cache, prompt, is_batch=is_batch, cache_salt="b")
-        for _ in range(8):
-            flood = tokens(generator, 3 * BLOCK + 2)
-            answer(cache, flood, is_batch=is_batch, cache_salt="a")
-        stats = cache.stats().skipped_tokens
-        for prompt in prompts:
-            again = answer(cache, [*prompt, 7], is_batch=not is_batch, cache_salt="b")
-            assert again == nemotron.answer([*prompt, 7], 3)
-        left[share] = cache.stats().skipped_tokens - stats
-    assert left == {1.0: 0, 0.5: 4 * BLOCK}
-    with pytest.raises(InvalidArgumentError, match="max_salt_share must be a number in"):
-        nemotron.cache(max_salt_share=-1)
-
-
-def test_what_comes_from_host_memory_counts_in_the_share_of_its_salt(nemotron, generator):
-    cache, _ = small(nemotron, slots=8, blocks=20, max_salt_share=0.5, host_cache_gb=0.01)
-    theirs = tokens(generator, 2 * BLOCK)
-    mine = [tokens(generator, 3 * BLOCK + 2) for _ in range(4)]
-    answer(cache, theirs, is_batch=False, cache_salt="b")
-    for prompt in mine * 2:
-        answer(cache, prompt, is_batch=False, cache_salt="a")
-    before = cache._store.tiers.num_restored
-    assert before > 0
-    shares = cache._store.kv_blocks._shares
-    assert shares._num_owned["a"] + shares._num_owned["b"] == cache.stats().cached_blocks
-    assert found(cache, theirs, is_batch=False, cache_salt="b") == 2 * BLOCK
-    assert cache._store.tiers.num_restored == before

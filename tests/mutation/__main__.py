@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTROL_PLANE = (
     *("blocks", "slots", "stores", "tiers", "context", "metadata"),
     *("integrations/vllm/mamba2_attention.py", "config.py", "errors.py", "protocols.py"),
-    *("_checks.py", "_eviction_queue.py", "_extras.py", "_guard.py", "_in_flight.py"),
+    *("_checks.py", "_eviction_queue.py", "_extras.py", "_guard.py"),
     *("_indices.py", "_inference_mode.py", "_observers.py", "_weak_callback.py"),
 )
 TESTS = (
@@ -50,7 +50,7 @@ KINDS = ("mutants", "noticed", "explained", "neither")
 # which takes too long.
 OTHER_TESTS = (
     *("align", "bench", "extraction", "kv_events", "model_", "plan.", "prometheus", "state_copy"),
-    *("docs", "property/test_faults", "interrupts.py", "figures", "layers"),
+    *("docs", "property/test_faults", "figures", "layers"),
     *("mutation_page", "package", "peers", "readme", "style"),
 )
 

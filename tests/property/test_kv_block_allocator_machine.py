@@ -14,12 +14,10 @@ from mamba_cache.blocks import (
     compute_block_hashes,
     prefix_tree,
 )
-from mamba_cache.blocks.leaves import NOBODY
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     DoubleFreeError,
-    InvalidArgumentError,
     UnknownBlockError,
 )
 from mamba_cache.events import Removed, Stored
@@ -31,21 +29,13 @@ SEQUENCES = st.lists(st.integers(0, 1), max_size=5).map(tuple)
 BLOCKS = st.integers(0, POOL_SIZE - 2)
 
 
-def owner_of(prefix):
-    """All blocks of a prefix belong to one, as to a salt."""
-    return f"salt {prefix[0]}" if prefix else NOBODY
-
-
 class Model:
     """What the allocator should do, by scanning everything. A prefix stands for its hash."""
 
-    def __init__(self, max_owned=None):
-        self.max_owned = max_owned
-        self.over = []  # owners that have more than the share, in the order in which they came to
+    def __init__(self):
         self.refs = [0] * (POOL_SIZE - 1)
         self.used_at = [0] * (POOL_SIZE - 1)
         self.block_of = {}  # prefix -> block
-        self.in_flight = set()
         self.clock = 0
 
     @property
@@ -53,8 +43,7 @@ class Model:
         return {block: prefix for prefix, block in self.block_of.items()}
 
     def free(self):
-        held = {*self.prefix_of, *self.in_flight}
-        return [b for b, refs in enumerate(self.refs) if not refs and b not in held]
+        return [b for b, refs in enumerate(self.refs) if not refs and b not in self.prefix_of]
 
     def leaves(self):
         """Cached blocks without cached children, the first to evict in front.
@@ -71,45 +60,16 @@ class Model:
         ]
         return [block for _, _, block in sorted(leaves)]
 
-    def victims(self, owner=NOBODY, num_new=0):
-        """All that could be evicted, in order, if an owner wants blocks."""
+    def victims(self):
+        """All that could be evicted, in order."""
         trial = Model()
         trial.refs, trial.used_at = self.refs, self.used_at
-        trial.block_of, trial.in_flight = dict(self.block_of), self.in_flight
-        excess = self.excess(owner, num_new)
+        trial.block_of = dict(self.block_of)
         order = []
         while leaves := trial.leaves():
-            chosen = leaves[0]
-            while excess:
-                name = next(iter(excess))
-                own = [b for b in leaves if owner_of(trial.prefix_of[b]) == name]
-                if own and excess[name]:
-                    excess[name] -= 1
-                    chosen = own[0]
-                    break
-                del excess[name]
-            order.append(chosen)
-            del trial.block_of[trial.prefix_of[chosen]]
+            order.append(leaves[0])
+            del trial.block_of[trial.prefix_of[leaves[0]]]
         return order
-
-    def excess(self, owner, num_new):
-        """How many blocks go first of each who has more than the share."""
-        if self.max_owned is None:
-            return {}
-        counts = Counter(map(owner_of, self.block_of))
-        own = counts[owner] + num_new - self.max_owned
-        excess = {owner: own} if owner is not NOBODY and own > 0 else {}
-        return excess | {o: counts[o] - self.max_owned for o in self.over if o not in excess}
-
-    def count_owner(self, prefix):
-        """Say that blocks of a prefix were registered; of none, that some were forgotten."""
-        if self.max_owned is None:
-            return
-        counts = Counter(map(owner_of, self.block_of))
-        self.over = [name for name in self.over if counts[name] > self.max_owned]
-        name = owner_of(prefix)
-        if counts[name] > self.max_owned and name not in self.over:
-            self.over.append(name)
 
     def touch(self, blocks):
         self.clock += 1
@@ -120,19 +80,15 @@ class Model:
 class AllocatorMachine(RuleBasedStateMachine):
     policy = EvictionPolicy.LRU
     few = prefix_tree.FEW
-    max_owned = None
 
     @initialize()
     def start(self):
         prefix_tree.FEW = self.few
-        self.pool = KVBlockAllocator(
-            POOL_SIZE, eviction_policy=self.policy, max_owned=self.max_owned
-        )
-        self.model = Model(self.max_owned)
+        self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
+        self.model = Model()
         self.requests = []
         self.told = []
         self.evicted = 0
-        self.leaving, self.arriving, self.ended, self.before_reset = [], [], [], []
         self.known = {}  # digest -> prefix
         self.index = {}  # digest -> block, as somebody knows it who only hears of events
         self.pool.listeners.add(self.hear, Stored, Removed)
@@ -169,26 +125,22 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Take the blocks' hashes from the model, and expect that observers are told."""
         gone = {b: self.hashes(p)[-1] for b, p in self.model.prefix_of.items() if b in set(blocks)}
         self.model.block_of = {p: b for p, b in self.model.block_of.items() if b not in gone}
-        self.model.count_owner(())
         assert self.told == ([gone] if gone else [])
         self.told.clear()
 
-    @rule(
-        num_blocks=st.integers(0, POOL_SIZE),
-        owner=st.sampled_from([NOBODY, "salt 0", "salt 1", "salt of nothing"]),
-    )
-    def allocate(self, num_blocks, owner):
-        self.take(num_blocks, owner)
+    @rule(num_blocks=st.integers(0, POOL_SIZE))
+    def allocate(self, num_blocks):
+        self.take(num_blocks)
 
-    def take(self, num_blocks, owner):
+    def take(self, num_blocks):
         """Allocate, and return the blocks or None."""
-        free, victims = self.model.free(), self.model.victims(owner, num_blocks)
+        free, victims = self.model.free(), self.model.victims()
         if num_blocks > len(free) + len(victims):
             with pytest.raises(BlockCapacityError) as caught:
-                self.pool.allocate_memory_blocks(num_blocks, owner=owner)
+                self.pool.allocate_memory_blocks(num_blocks)
             assert caught.value.available == len(free) + len(victims)
             return None
-        taken = self.pool.allocate_memory_blocks(num_blocks, owner=owner)
+        taken = self.pool.allocate_memory_blocks(num_blocks)
         evicted = victims[: max(num_blocks - len(free), 0)]
         assert set(taken) <= set(free) | set(evicted)
         assert taken[len(taken) - len(evicted) :] == evicted
@@ -202,7 +154,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(BLOCKS, max_size=3), times=st.sampled_from([1, 1, 2, 5]))
     def retain(self, blocks, times=1):
-        if set(blocks) & {*self.model.free(), *self.model.in_flight}:
+        if set(blocks) & {*self.model.free()}:
             with pytest.raises(UnknownBlockError):
                 self.pool.retain_memory_blocks(blocks, times)
             return
@@ -218,7 +170,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert matched == self.expected_match(prefix)
         matched = matched if looks_first else []
         self.retain(matched)
-        taken = self.take(len(prefix) - len(matched), owner_of(prefix))
+        taken = self.take(len(prefix) - len(matched))
         if taken is None:
             self.release(matched)
             return
@@ -258,108 +210,13 @@ class AllocatorMachine(RuleBasedStateMachine):
                 hashes[start:],
                 parent_hash=hashes[start - 1] if start else None,
                 tokens=prefix[start:],
-                owner=owner_of(prefix),
             )
             assert canonical == expected
-        self.model.count_owner(prefix)
 
     @rule(blocks=st.lists(BLOCKS, max_size=3))
     def deregister(self, blocks):
         self.pool.deregister_blocks(blocks)
         self.forget(blocks)
-
-    # Copies in flight.
-
-    @rule(blocks=st.lists(BLOCKS, max_size=3))
-    def begin_leaving(self, blocks):
-        model = self.model
-        cached = [b for b in model.prefix_of if not model.refs[b]]
-        may_go = all(model.refs[b] == 1 or b in cached for b in blocks)
-        if not may_go or len(set(blocks)) < len(blocks):
-            with pytest.raises(InvalidArgumentError, match="blocks that leave must be"):
-                self.pool.begin_leaving(blocks)
-            return
-        copy = self.pool.begin_leaving(blocks)
-        assert copy.ids == tuple(blocks)
-        self.forget(blocks)
-        for block in blocks:
-            model.refs[block] = 0
-        model.in_flight.update(blocks)
-        self.requests = [r for r in self.requests if not set(r) & set(blocks)]
-        self.leaving.append(copy)
-
-    @rule(num_blocks=st.integers(0, 4))
-    def begin_arriving(self, num_blocks):
-        free, victims = self.model.free(), self.model.victims()
-        if num_blocks > len(free) + len(victims):
-            with pytest.raises(BlockCapacityError):
-                self.pool.begin_arriving(num_blocks)
-            return
-        copy = self.pool.begin_arriving(num_blocks)
-        evicted = victims[: max(num_blocks - len(free), 0)]
-        assert set(copy.ids) <= set(free) | set(evicted)
-        assert len(set(copy.ids)) == num_blocks
-        self.forget(evicted)
-        self.evicted += len(evicted)
-        self.model.in_flight.update(copy.ids)
-        self.arriving.append(copy)
-
-    def draw_copy(self, data, copies):
-        copy = copies.pop(data.draw(st.integers(0, len(copies) - 1)))
-        self.model.in_flight -= set(copy.ids)
-        self.ended.append(copy)
-        return copy
-
-    @precondition(lambda self: self.leaving)
-    @rule(data=st.data())
-    def end_leaving(self, data):
-        self.pool.end_leaving(self.draw_copy(data, self.leaving))
-
-    @precondition(lambda self: self.arriving)
-    @rule(data=st.data())
-    def cancel_arriving(self, data):
-        self.pool.cancel_arriving(self.draw_copy(data, self.arriving))
-
-    @precondition(lambda self: self.arriving)
-    @rule(data=st.data(), start=SEQUENCES)
-    def complete_arriving(self, data, start):
-        copy = self.draw_copy(data, self.arriving)
-        num_blocks = len(copy.ids)
-        rest = data.draw(st.lists(st.integers(0, 1), min_size=num_blocks, max_size=num_blocks))
-        prefix, hashes = (*start, *rest), self.hashes((*start, *rest))
-        expected, model = [], self.model
-        for index, block in enumerate(copy.ids):
-            holder = model.block_of.setdefault(prefix[: len(start) + index + 1], block)
-            expected.append(holder)
-        stored = [block for block in copy.ids if block in expected]
-        parent = hashes[len(start) - 1] if start else None
-        options = {"parent_hash": parent, "tokens": rest, "owner": owner_of(prefix)}
-        if num_blocks:
-            with pytest.raises(InvalidArgumentError, match="of one length"):
-                self.pool.complete_arriving(copy, hashes[len(start) + 1 :], **options)
-        got = self.pool.complete_arriving(copy, hashes[len(start) :], **options)
-        assert got == expected
-        model.touch(stored)
-        model.count_owner(prefix)
-
-    @precondition(lambda self: self.ended)
-    @rule(data=st.data())
-    def end_a_copy_again(self, data):
-        copy = data.draw(st.sampled_from(self.ended))
-        ends = [self.pool.end_leaving]
-        if copy.way == "arriving":
-            with pytest.raises(InvalidArgumentError, match="what begin_leaving returned"):
-                self.pool.end_leaving(copy)
-            ends = [
-                self.pool.cancel_arriving,
-                lambda ended: self.pool.complete_arriving(ended, [1] * len(ended.ids)),
-            ]
-        for end in ends:
-            if copy in self.before_reset:
-                assert end(copy) in (None, [None] * len(copy.ids))
-            else:
-                with pytest.raises(DoubleFreeError, match="was ended already"):
-                    end(copy)
 
     @rule()
     def reset(self):
@@ -367,10 +224,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pool.reset()
         assert self.told == ([gone] if gone else [])
         self.told.clear()
-        self.ended += self.leaving + self.arriving
-        self.before_reset = list(self.ended)
-        self.model, self.requests, self.evicted = Model(self.max_owned), [], 0
-        self.leaving, self.arriving = [], []
+        self.model, self.requests, self.evicted = Model(), [], 0
 
     def expected_match(self, prefix):
         matched = []
@@ -393,13 +247,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert pool.find_block(int(hashes[block]), digest) == block
         assert pool.block_hashes.tolist() == hashes.tolist()
         used = sum(refs > 0 for refs in model.refs)
-        cached = POOL_SIZE - 1 - used - len(model.free()) - len(model.in_flight)
+        cached = POOL_SIZE - 1 - used - len(model.free())
         assert pool.num_free_blocks == len(model.free())
         assert sorted(pool.free_block_ids) == model.free()
-        leaving = sorted(block for copy in self.leaving for block in copy.ids)
-        arriving = sorted(block for copy in self.arriving for block in copy.ids)
-        assert (pool.num_leaving_blocks, pool.num_arriving_blocks) == (len(leaving), len(arriving))
-        assert sorted([*leaving, *arriving]) == sorted(model.in_flight)
         assert self.index == {
             self.hashes(prefix).digests[-1]: block for prefix, block in model.block_of.items()
         }
@@ -420,18 +270,6 @@ class WholeArraysMachine(AllocatorMachine):
     few = 0
 
 
-class SharesMachine(AllocatorMachine):
-    """Who has more than the share gives up their own blocks first."""
-
-    max_owned = 2
-
-
-class NoShareMachine(WholeArraysMachine):
-    max_owned = 0
-
-
 TestLru = AllocatorMachine.TestCase
 TestRefZero = RefZeroMachine.TestCase
 TestWholeArrays = WholeArraysMachine.TestCase
-TestShares = SharesMachine.TestCase
-TestNoShare = NoShareMachine.TestCase

@@ -21,7 +21,7 @@ from slot_rig import (
     state_bits,
 )
 
-from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, UnknownBlockError
+from mamba_cache.errors import MambaSlotCapacityError, UnknownBlockError
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
@@ -64,7 +64,6 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.kv_blocks.block_hashes[:] = torch.arange(NUM_BLOCKS) + 1
         self.cached, self.reserved, self.bits = {}, {}, {}
         self.found, self.hash_of, self.leases = {}, {}, []
-        self.leaving, self.arriving = {}, {}  # copy -> bits, copy -> block
         self.last_use, self.clock = {}, 0
         self.skipped = self.evicted = self.refused = 0
 
@@ -76,8 +75,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
 
     @property
     def num_free(self):
-        in_flight = len(self.leaving) + len(self.arriving)
-        return self.max_slots - len(self.cached) - len(self.reserved) - in_flight
+        return self.max_slots - len(self.cached) - len(self.reserved)
 
     def victims(self, protected):
         """Evictable slots, the first to go first."""
@@ -182,7 +180,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             b
             for b in dict.fromkeys(wanted)
             if b not in self.slot_of
-            if b not in self.reserved.values() and b not in self.arriving.values()
+            if b not in self.reserved.values()
         ]
         victims = self.victims(wanted)
         kept = new[: self.num_free + len(victims)]
@@ -212,7 +210,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             for n in range(len(wanted))
         ]
         could_go, cached = self.victims(wanted), dict(self.cached)
-        pending = {*self.cached.values(), *self.reserved.values(), *self.arriving.values()}
+        pending = {*self.cached.values(), *self.reserved.values()}
         new = [b for b in wanted if b not in pending]
         refused, num_free = pool.refused_states_total, self.num_free
         got = self.allocator.reserve_slots(wanted, proposals)
@@ -361,55 +359,6 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.allocator.note_consumed([slot])
         self.touch([slot])
 
-    # Copies in flight.
-
-    @rule(data=st.data())
-    def leave(self, data):
-        held = {lease.slot for lease in self.leases if self.allocator.is_current(lease)}
-        slots = sorted(set(self.cached) & set(self.bits) - held)
-        for slot in slots[:1] and [data.draw(st.sampled_from(slots))]:
-            bits = self.bits[slot]
-            copy = self.allocator.begin_leaving([slot])
-            self.vacate(slot)
-            self.leaving[copy] = bits
-
-    @precondition(lambda self: self.leaving)
-    @rule(data=st.data())
-    def has_left(self, data):
-        copy = data.draw(st.sampled_from([*self.leaving]))
-        del self.leaving[copy]
-        self.allocator.end_leaving(copy)
-
-    @rule(block=blocks)
-    def arrive(self, block):
-        pending = {*self.cached.values(), *self.reserved.values(), *self.arriving.values()}
-        victims = self.victims([block])
-        if block in pending or not self.num_free + len(victims):
-            with pytest.raises((InvalidArgumentError, MambaSlotCapacityError)):
-                self.allocator.begin_arriving([block])
-            return
-        short = max(1 - self.num_free, 0)
-        self.arriving[self.allocator.begin_arriving([block])] = block
-        self.evict(victims[:short])
-
-    @precondition(lambda self: self.arriving)
-    @rule(data=st.data(), is_good=st.booleans())
-    def has_arrived(self, data, is_good):
-        copy = data.draw(st.sampled_from([*self.arriving]))
-        block, [slot] = self.arriving.pop(copy), copy.ids
-        if not is_good:
-            self.allocator.cancel_arriving(copy)
-            return
-        request, hash_id = data.draw(requests), data.draw(st.integers(-1, 15))
-        row = int(self.context.mamba_metadata.request_to_mamba_state_idx[request])
-        self.allocator.copy_live_to_slots([row], [slot])
-        [housing] = self.allocator.complete_arriving(copy, [block], [hash_id])
-        assert housing == self.slot_of.get(block, slot)
-        if block not in self.slot_of:
-            self.cached[slot], self.bits[slot] = block, self.row_bits(request)
-            self.touch([slot])
-        self.publish(block, hash_id)
-
     # Losing.
 
     @rule(block=blocks)
@@ -463,8 +412,6 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             slot: block for slot, block in enumerate(allocator.slot_to_block.tolist()) if block >= 0
         } == self.cached
         assert allocator.pool.reserved == self.reserved
-        for copy, bits in self.leaving.items():
-            assert slot_bits(allocator, *copy.ids) == bits
         assert allocator.hash_to_block_id == self.found
         assert allocator.free_count == self.num_free
         assert allocator.num_reserved_slots == len(self.reserved)

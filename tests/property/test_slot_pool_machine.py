@@ -33,7 +33,6 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.found = {}
         self.hash_of = {}
         self.skipped = 0
-        self.leaving, self.arriving, self.ended, self.before_reset = [], [], [], []
         self.index = {}  # hash -> (slot, block), as somebody knows it who only hears of events
         self.pool.listeners.add(self.hear, Stored, Removed)
 
@@ -50,14 +49,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
     @property
     def free(self):
         held = {*self.cached, *self.reserved}
-        held.update(slot for copy in self.leaving for slot in copy.ids)
-        held.update(slot for copy, _ in self.arriving for slot in copy.ids)
         return [slot for slot in range(self.max_slots) if slot not in held]
-
-    @property
-    def awaited(self):
-        """Blocks that are about to have a slot."""
-        return [*self.reserved.values(), *(b for _, named in self.arriving for b in named)]
 
     def pinned(self, slot):
         return any(lease.slot == slot for lease in self.leases)
@@ -118,7 +110,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), wanted=st.lists(blocks, max_size=3))
     def reserve(self, data, wanted):
-        taken = [*self.cached.values(), *self.awaited]
+        taken = [*self.cached.values(), *self.reserved.values()]
         new = [b for b in dict.fromkeys(wanted) if b not in taken]
         free, victims = self.free, self.draw_victims(data, new, wanted)
         kept = new[: len(free) + len(victims)]
@@ -144,101 +136,6 @@ class SlotPoolMachine(RuleBasedStateMachine):
         for block, hash_id in zip(named, ids, strict=True):
             self.publish(block, hash_id)
         assert [self.cached[slot] for slot in got] == named
-
-    # Copies in flight.
-
-    @rule(slots=st.lists(st.integers(0, 4), max_size=2))
-    def begin_leaving(self, slots):
-        may_go = all(slot in self.cached and not self.pinned(slot) for slot in slots)
-        if not may_go or len(set(slots)) < len(slots):
-            before = books(self.pool)
-            with pytest.raises(InvalidArgumentError):
-                self.pool.begin_leaving(slots)
-            assert books(self.pool) == before
-            return
-        copy = self.pool.begin_leaving(slots)
-        assert copy.ids == tuple(slots)
-        for slot in slots:
-            self.vacate(slot)
-        self.leaving.append(copy)
-
-    @precondition(lambda self: self.leaving)
-    @rule(data=st.data())
-    def end_leaving(self, data):
-        copy = self.leaving.pop(data.draw(st.integers(0, len(self.leaving) - 1)))
-        self.pool.end_leaving(copy)
-        self.ended.append(copy)
-
-    @rule(data=st.data(), wanted=st.lists(blocks, max_size=2))
-    def begin_arriving(self, data, wanted):
-        served = {*self.cached.values(), *self.awaited}
-        free, victims = self.free, self.draw_victims(data, wanted, wanted)
-        before = books(self.pool)
-        if served & set(wanted) or len(set(wanted)) < len(wanted):
-            with pytest.raises(InvalidArgumentError, match="without a slot"):
-                self.pool.begin_arriving(wanted)
-            assert books(self.pool) == before
-        elif len(wanted) > len(free) + len(victims):
-            with pytest.raises(MambaSlotCapacityError) as caught:
-                self.pool.begin_arriving(wanted)
-            assert caught.value.available == len(free) + len(victims)
-            assert books(self.pool) == before
-        else:
-            copy = self.pool.begin_arriving(wanted)
-            assert len(set(copy.ids)) == len(wanted)
-            assert set(copy.ids) <= {*free, *victims}
-            for slot in victims:
-                self.vacate(slot)
-            self.arriving.append((copy, wanted))
-
-    def draw_arrival(self, data):
-        copy, _ = self.arriving.pop(data.draw(st.integers(0, len(self.arriving) - 1)))
-        self.ended.append(copy)
-        return copy
-
-    @precondition(lambda self: self.arriving)
-    @rule(data=st.data())
-    def complete_arriving(self, data):
-        copy = self.draw_arrival(data)
-        size = {"min_size": len(copy.ids), "max_size": len(copy.ids)}
-        named, ids = data.draw(st.lists(blocks, **size)), data.draw(st.lists(hashes, **size))
-        before = books(self.pool)
-        with pytest.raises(InvalidArgumentError, match="equally long"):
-            self.pool.complete_arriving(copy, [*named, 0], ids)
-        assert books(self.pool) == before
-        got = self.pool.complete_arriving(copy, named, ids)
-        for slot, block in zip(copy.ids, named, strict=True):
-            if block not in self.cached.values():
-                self.cached[slot] = block
-        for block, hash_id in zip(named, ids, strict=True):
-            self.publish(block, hash_id)
-        assert [self.cached[slot] for slot in got] == named
-
-    @precondition(lambda self: self.arriving)
-    @rule(data=st.data())
-    def cancel_arriving(self, data):
-        self.pool.cancel_arriving(self.draw_arrival(data))
-
-    @precondition(lambda self: self.ended)
-    @rule(data=st.data())
-    def end_a_copy_again(self, data):
-        copy = data.draw(st.sampled_from(self.ended))
-        named, before = [0] * len(copy.ids), books(self.pool)
-        ends = [self.pool.end_leaving]
-        if copy.way == "arriving":
-            with pytest.raises(InvalidArgumentError, match="what begin_leaving returned"):
-                self.pool.end_leaving(copy)
-            ends = [
-                self.pool.cancel_arriving,
-                lambda ended: self.pool.complete_arriving(ended, named, [1] * len(named)),
-            ]
-        for end in ends:
-            if copy in self.before_reset:
-                end(copy)
-            else:
-                with pytest.raises(DoubleFreeError, match="was ended already"):
-                    end(copy)
-        assert books(self.pool) == before
 
     # Reservations.
 
@@ -323,9 +220,6 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def reset(self):
         self.pool.reset()
         self.old_leases += self.leases
-        self.ended += [*self.leaving, *(copy for copy, _ in self.arriving)]
-        self.before_reset = list(self.ended)
-        self.leaving, self.arriving = [], []
         self.cached, self.reserved, self.leases = {}, {}, []
         self.found, self.hash_of, self.skipped = {}, {}, 0
 
@@ -339,8 +233,6 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert pool.hash_to_block_id == self.found
         slot_of = {block: slot for slot, block in self.cached.items()}
         assert self.index == {h: (slot_of[b], b) for h, b in self.found.items() if b in slot_of}
-        assert pool.num_leaving_slots == sum(len(copy.ids) for copy in self.leaving)
-        assert pool.num_arriving_slots == sum(len(copy.ids) for copy, _ in self.arriving)
         assert pool.num_cached_slots == len(self.cached)
         assert pool.skipped_checkpoints_total == self.skipped
         assert all(pool.is_current(lease) for lease in self.leases)

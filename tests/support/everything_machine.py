@@ -51,7 +51,6 @@ class Watched:
             "verify_hits": 1.0,
             "log_requests": True,
             "trace_path": str(Path(self.home.name, "trace")),
-            "max_salt_share": 0.6,
             "max_pinned_share": 0.5,
         }
 

@@ -144,18 +144,6 @@ def slot_pool():
     return pool
 
 
-def slots_arriving():
-    pool = slot_pool()
-    pool.arriving = pool.begin_arriving([5])
-    return pool
-
-
-def blocks_arriving():
-    pool = kv_pool()
-    pool.arriving = pool.begin_arriving(2)
-    return pool
-
-
 def slot_allocator():
     allocator = full_slots()
     add_live_states(allocator.context, torch.Generator().manual_seed(1))
@@ -288,49 +276,9 @@ TARGETS = {
     "kv.make": plain(
         KVBlockAllocator, pool_size=9, eviction_policy="lru", enable_prefix_caching=True
     ),
-    "kv.begin_leaving": method(kv_pool, "begin_leaving", block_ids=[2, 4]),
-    "kv.begin_arriving": method(kv_pool, "begin_arriving", num_blocks=2),
-    "kv.end_leaving": Target(
-        kv_pool,
-        lambda it, **given: it.end_leaving(**given),
-        lambda it: {"copy": it.begin_leaving([2])},
-    ),
-    "kv.complete_arriving": Target(
-        blocks_arriving,
-        lambda it, **given: it.complete_arriving(**given),
-        lambda it: {
-            "copy": it.arriving,
-            "block_hashes": [8, 9],
-            "digests": list(HASHES.digests),
-            "parent_hash": 5,
-            "tokens": [1, 2],
-        },
-    ),
-    "kv.cancel_arriving": Target(
-        blocks_arriving,
-        lambda it, **given: it.cancel_arriving(**given),
-        lambda it: {"copy": it.arriving},
-    ),
     "pool.make": plain(SlotPool, max_slots=3, kv_blocks=KVBlockAllocator(5)),
     "pool.slots_of": method(slot_pool, "slots_of", block_ids=[0, 3]),
     "listeners.add": method(Listeners, "add", listener=lambda event: 0),
-    "pool.begin_leaving": method(slot_pool, "begin_leaving", slots=[2]),
-    "pool.begin_arriving": method(slot_pool, "begin_arriving", block_ids=[5]),
-    "pool.end_leaving": Target(
-        slot_pool,
-        lambda it, **given: it.end_leaving(**given),
-        lambda it: {"copy": it.begin_leaving([2])},
-    ),
-    "pool.complete_arriving": Target(
-        slots_arriving,
-        lambda it, **given: it.complete_arriving(**given),
-        lambda it: {"copy": it.arriving, "block_ids": [6], "hashes": [66], "saved_tokens": [8]},
-    ),
-    "pool.cancel_arriving": Target(
-        slots_arriving,
-        lambda it, **given: it.cancel_arriving(**given),
-        lambda it: {"copy": it.arriving},
-    ),
     "slots.get_slot": method(slot_allocator, "get_slot", block_id=1),
     "slots.has_state": method(slot_allocator, "has_state", block_id=1),
     "slots.allocate": method(slot_allocator, "allocate_slots_batch", block_ids=[6, 7]),

@@ -99,8 +99,6 @@ def books(pool):
         pool.slot_to_block.tolist(),
         pool.pin_counts.tolist(),
         dict(pool.reserved),
-        pool._copies.block_of_slot(),
-        pool._copies.ids(),
         dict(pool.hash_to_block_id),
         pool.evicted_slots_total,
     )

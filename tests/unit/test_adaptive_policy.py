@@ -443,17 +443,6 @@ def test_more_candidates_than_there_is_room_for_make_the_arrays_grow():
     assert values.min() == values[-1] < 0
 
 
-def test_a_state_that_arrives_is_that_of_the_ghost_it_belongs_to():
-    pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
-    prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
-    pool.cancel_reserved(pool.reserve_slots([3], [StateProposal(prompt, 2)]))
-    before = pool.policy.num_candidates
-    copy = pool.begin_arriving([3])
-    pool.complete_arriving(copy, [3], [2])
-    assert (pool.policy.num_candidates, pool.num_cached_slots) == (before, 1)
-    pool.check_invariants()
-
-
 def test_a_tree_that_contradicts_itself_is_noticed():
     service = Service(2)
     service.ask(range(1, 4))

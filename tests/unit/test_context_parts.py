@@ -93,7 +93,7 @@ def test_where_the_whole_block_is_cached_too_nothing_is_copied():
 
 
 def lost_block(context, block):
-    context.kv_block_allocator.end_leaving(context.kv_block_allocator.begin_leaving([block]))
+    context.kv_block_allocator.deregister_blocks([block])
 
 
 @pytest.mark.parametrize(

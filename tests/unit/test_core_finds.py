@@ -65,21 +65,6 @@ def test_a_prompt_with_multimodal_keys_resumes_at_no_part_of_a_block():
     assert context.add_request(request, resume_at=3).skip_tokens == 0
 
 
-@pytest.mark.parametrize("name", [([],), [], {}])
-def test_who_owns_blocks_can_be_a_key_throughout(name):
-    """A tuple says that it is hashable whatever is in it, and the pool was poisoned half-way."""
-    blocks = KVBlockAllocator(10, max_owned=3)
-    taken = blocks.allocate_memory_blocks(2)
-    for call in (
-        lambda: blocks.register_kv_block_hashes(taken, [5, 6], owner=name),
-        lambda: blocks.allocate_memory_blocks(1, owner=name),
-    ):
-        with pytest.raises(InvalidArgumentError, match="an owner must be hashable"):
-            call()
-    assert blocks.num_used_blocks == 2
-    blocks.check_invariants()
-
-
 def test_who_sends_hints_can_be_a_key_throughout():
     with pytest.raises(InvalidArgumentError, match="source must be hashable"):
         Request(request_id=1, prompt_tokens=PROMPT, source=([],))
@@ -155,24 +140,6 @@ def test_a_policy_that_chooses_nothing_is_named():
     with pytest.raises(InvalidArgumentError, match=r"NoPolicy chose must be ints .* got None"):
         slots.allocate_slots_batch([1])
     assert slots.get_slot(0) == 0
-
-
-@pytest.mark.parametrize("policy", [LruSlotPolicy, AdaptiveSlotPolicy])
-def test_who_asks_for_more_than_the_share_gets_the_share(policy):
-    """Of others' slots it got none, though it had none: each of its prompts asked for three."""
-    config = make_config(max_slots=8, max_salt_share=0.25)
-    context = make_context(config, slot_policy=policy())
-    for first in range(8):
-        prompt = [first, *PROMPT[: BLOCK + 1]]
-        generate(context, prompt, 1, cache_salt=f"{first}", checkpoint_positions=[BLOCK])
-    assert context.stats().free_slots == 0
-    asked = [BLOCK, 2 * BLOCK, 3 * BLOCK]
-    generate(context, PROMPT, 1, cache_salt="new", checkpoint_positions=asked)
-    own = Request(request_id=0, prompt_tokens=PROMPT, cache_salt="new")
-    assert context.match(own).skip_tokens == 3 * BLOCK
-    assert context.stats().evicted_slots == 2
-    assert context.stats().skipped_checkpoints == 1
-    context.check_invariants()
 
 
 def test_slots_are_no_part_of_a_graph_of_autograd():

@@ -112,20 +112,6 @@ def test_removed_blocks_are_told_with_their_digests_after_the_deregistration(poo
     assert removed == Removed("block", (cached[1],), (hashes[1],), digests=(hashes.digests[1],))
 
 
-def test_what_leaves_is_removed_and_what_arrives_is_stored(pool):
-    [block] = cache(pool, 1)
-    told(pool)
-    leaving = pool.begin_leaving([block])
-    assert [type(event) for event in told(pool)] == [Removed]
-    pool.end_leaving(leaving)
-    copy = pool.begin_arriving(2)
-    assert told(pool) == []
-    pool.complete_arriving(copy, prefix(1, 2), tokens=[1, 2])
-    [event] = told(pool)
-    assert (event.block_ids, event.digests) == (copy.ids, prefix(1, 2).digests)
-    assert event.tokens.tolist() == [1, 2]
-
-
 def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
     cached = cache(pool, 1)
     told(pool)
@@ -147,18 +133,14 @@ def test_a_listener_that_raises_stops_no_other_and_costs_no_block(pool):
     first_listener(pool, fails)
     told(pool)
     with pytest.raises(OSError, match="own fault"):
-        pool.begin_leaving(cached)
-    assert (pool.num_leaving_blocks, pool.num_free_blocks) == (0, 8)
-    copy = pool.begin_arriving(2)
-    with pytest.raises(OSError, match="own fault"):
-        pool.complete_arriving(copy, prefix(3, 4))
-    assert pool.match_prefix(prefix(3, 4)) == list(copy.ids)
+        pool.deregister_blocks(cached)
+    assert pool.num_free_blocks == 8
     [block] = pool.allocate_memory_blocks(1)
     with pytest.raises(OSError, match="own fault"):
         pool.register_kv_block_hashes([block], prefix(5))
     assert pool.match_prefix(prefix(5)) == [block]
     assert [type(event).__name__ for event in told(pool)] == [
-        "Removed", "Stored", "Stored"
+        "Removed", "Stored"
     ]  # fmt: skip
 
 
@@ -235,18 +217,15 @@ def allocator():
     allocator.check_invariants()
 
 
-def test_states_are_told_when_they_are_committed_or_have_arrived():
+def test_states_are_told_when_they_are_committed():
     allocator = make_allocator()
     allocator.heard = []
     allocator.listeners.add(allocator.heard.append, Stored, Removed)
     slots = allocator.reserve_slots([5, 6, 7])
-    copy = allocator.begin_arriving([8])
     assert told(allocator) == []
     allocator.commit_reserved(slots, [5, 6, 7], [50, 60, -1])
-    allocator.complete_arriving(copy, [8], [80])
     assert told(allocator) == [
         Stored("state", (5, 6), (50, 60), slots=(slots[0], slots[1])),
-        Stored("state", (8,), (80,), slots=copy.ids),
     ]
     allocator.register_block_hashes_batch([5, 7], [50, 70])
     assert told(allocator) == [Stored("state", (7,), (70,), slots=(slots[2],))]
@@ -278,10 +257,8 @@ def test_another_hash_for_a_state_removes_the_one_before(allocator):
     lambda it: it.invalidate_block(1),
     lambda it: it.on_kv_blocks_deregistered([1], [101]),
     lambda it: it.on_kv_blocks_deregistered([], [101]),
-    lambda it: it.begin_leaving([it.get_slot(1)]),
     lambda it: it.reserve_slots([7]),
     lambda it: it.allocate_slots_batch([7]),
-    lambda it: it.begin_arriving([7]),
     lambda it: it._evict_lru_slots_batch(1),
 ])  # fmt: skip
 def test_states_that_are_lost_are_told(allocator, lose):
@@ -308,19 +285,18 @@ def test_a_listener_that_raises_costs_no_slot(allocator):
     first_listener(allocator, fails)
     for take in (
         lambda: allocator.reserve_slots([7]),
-        lambda: allocator.begin_leaving([allocator.get_slot(1)]),
         lambda: allocator._evict_lru_slots_batch(1),
     ):
         with pytest.raises(OSError, match="own fault"):
             take()
         allocator.check_invariants()
-    assert (allocator.free_count, allocator.num_cached_slots) == (3, 1)
-    assert (allocator.num_leaving_slots, allocator.num_reserved_slots) == (0, 0)
+    assert (allocator.free_count, allocator.num_cached_slots) == (2, 2)
+    assert allocator.num_reserved_slots == 0
     [slot] = allocator.reserve_slots([7])
     with pytest.raises(OSError, match="own fault"):
         allocator.commit_reserved([slot], [7], [70])
     assert allocator.get_slot(7) == slot
-    assert len(told(allocator)) == 4
+    assert len(told(allocator)) == 3
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -532,59 +532,6 @@ def routers() -> Iterator[str]:
     )
 
 
-def summed(found: list[dict], columns: list[str]) -> Iterator[str]:
-    """How many calls there are, and the sums of their figures."""
-    yield f"{len(found):,}"
-    yield from (f"{sum(one[name] for one in found):,}" for name in columns)
-
-
-def calls_broken_off() -> Iterator[str]:
-    found = records("faults-xeon")
-    yield f"`{run('faults-xeon')['command']}`"
-    figures = [name for name in found[0] if name not in ("call", "injected")]
-    yield row("injected", "calls", *figures)
-    kinds = {
-        "an interrupt before an instruction": "an interrupt",
-        "no memory for an array or tensor": "no memory",
-        "an exception in a launch or callback": "an exception",
-        "an error of the package in an inner call": "a refusal",
-    }
-    assert {one["injected"] for one in found} == set(kinds)
-    for injected, title in kinds.items():
-        struck = [one for one in found if one["injected"] == injected and one["struck"]]
-        yield row(title, *summed(struck, figures))
-
-
-SUBJECTS = {
-    "Engine.": "`Engine`",
-    "PrefixCache.": "`PrefixCache`",
-    "PrefixCache over tiers": "`PrefixCache` over tiers",
-    "Tiers,": "a context over tiers",
-    "KVBlockAllocator.": "`KVBlockAllocator` alone",
-    "MambaSlotAllocator.": "`MambaSlotAllocator` alone",
-    "DiskTier.": "`DiskTier` alone",
-    "RemoteTier.": "`RemoteTier` alone",
-}
-
-
-def interrupts() -> Iterator[str]:
-    kept, found = run("interrupts-xeon"), records("interrupts-xeon")
-    yield f"`{kept['command']}`"
-    figures = [name for name in found[0] if name != "call"]
-    yield row("calls of", "calls", *figures)
-    of = {name: [one for one in found if one["call"].startswith(name)] for name in SUBJECTS}
-    assert sum(map(len, of.values())) == len(found)
-    for name, title in SUBJECTS.items():
-        yield row(title, *summed(of[name], figures))
-    below = of["DiskTier."] + of["RemoteTier."]
-    assert all(one["moments"] == one["went on"] for one in below)  # the page says so in words
-    signals = kept["real_signals"]
-    yield (
-        f"Of {signals['struck']:,} real signals at random instants of `Engine.step`, "
-        f"{signals['poisoned']:,} poisoned the engine, and of the {signals['ended']:,} requests"
-    )
-
-
 def faults_of_tiers() -> Iterator[str]:
     yield f"`{run('tier-faults-xeon')['command']}`"
     for one in records("tier-faults-xeon"):
@@ -646,7 +593,7 @@ QUOTES: list[tuple[str, Callable[[], Iterator[str]]]] = [
     *(
         ("explanation/faults.md", part)
         for part in (
-            calls_broken_off, interrupts, faults_of_tiers, faults_put_in, conversations,
+            faults_of_tiers, faults_put_in, conversations,
         )
     ),
     ("explanation/kernels.md", copies),

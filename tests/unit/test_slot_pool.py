@@ -417,13 +417,6 @@ def test_a_state_without_a_hash_is_never_stale():
     assert pool.stale_blocks() == [1]
 
 
-def test_slot_0_is_a_slot_when_states_arrive():
-    pool = make_pool(2, 4)
-    slots = pool.allocate_slots_batch([3, 2])
-    with pytest.raises(InvalidArgumentError, match="without a slot"):
-        pool.begin_arriving([[3, 2][slots.index(0)]])
-
-
 def test_what_finds_a_state_is_part_of_the_fingerprint():
     prints = set()
     for hash_id in (7, 8):

@@ -23,8 +23,6 @@ READ_CLOCKS = {
     "tests/conftest.py",
     "tests/support/clocks.py",
     "tests/conversation_search.py",
-    "tests/fault_table.py",
-    "tests/interrupt_table.py",
     "tests/store_kills.py",
     "tests/store_rates.py",
     "tests/store_waits.py",

@@ -138,8 +138,6 @@ class PrefixCache:
         hash_secret: The same secret bytes in all processes that share a store.
         max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
             together, from 0 to 1.
-        max_salt_share: As in ``CacheConfig``: from which part of the saved states and of the KV
-            blocks on the prompts of one salt push out no others.
         clock: Returns the seconds by which pins end, and never goes back.
 
     Raises:
@@ -177,7 +175,6 @@ class PrefixCache:
         store: Any = None,
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
-        max_salt_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
@@ -186,7 +183,6 @@ class PrefixCache:
         check_int("max_batch_size", max_batch_size, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
-        max_salt_share = check_number("max_salt_share", max_salt_share, maximum=1)
         check_kind("log_requests", log_requests, bool)
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
@@ -223,7 +219,6 @@ class PrefixCache:
             num_blocks=num_blocks,
             eviction=_read_policy(eviction, num_slots),
             max_pinned_share=max_pinned_share,
-            max_salt_share=max_salt_share,
             clock=clock,
         )
         self._store.join(self._guard)

@@ -20,7 +20,6 @@ from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.memory import most_owned
 from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
@@ -95,17 +94,12 @@ class PrefixStore:
         num_slots: int,
         eviction: SlotEvictionPolicy,
         max_pinned_share: float = 0.25,
-        max_salt_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
-        self.kv_blocks = KVBlockAllocator(
-            num_blocks + 1,  # and the dummy block
-            max_owned=most_owned(max_salt_share, num_blocks),
-        )
+        self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, eviction)
-        self.slots.max_owned = most_owned(max_salt_share, num_slots)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
         self.paths = PromptPaths(layout.block_size_tokens)
         self._parts = _PartIndex()
@@ -293,7 +287,6 @@ class PrefixStore:
         tokens: npt.NDArray[np.int32],
         *,
         told: npt.NDArray[np.int32] | None,
-        cache_salt: ExtraKey,
     ) -> int | None:
         """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
 
@@ -305,7 +298,7 @@ class PrefixStore:
         part, hashes = chain.part_hash(depth, tokens), chain.hashes
         parent = hashes[depth - 1] if depth else None
         [holder] = self.kv_blocks.register_kv_block_hashes(
-            [block], part, parent_hash=parent, tokens=told, owner=cache_salt
+            [block], part, parent_hash=parent, tokens=told
         )
         if holder == block:
             self._parts.add(block, chain.parent_digest(depth), len(tokens))
@@ -618,7 +611,7 @@ class SequenceRecord:
             if block is None or self._store.slots.has_state(block):
                 continue
             proposals = self._propose(position, is_end=False)
-            [slot] = self._store.slots.reserve_slots([block], proposals, owner=self.cache_salt)
+            [slot] = self._store.slots.reserve_slots([block], proposals)
             if slot is not None:
                 self._store.forget_logits(slot)
                 self._reserved[position] = slot
@@ -709,7 +702,6 @@ class SequenceRecord:
             hashes[first : first + len(blocks)],
             parent_hash=hashes[first - 1] if first else None,
             tokens=self._tokens[first * size : end] if self._is_told else None,
-            owner=self.cache_salt,
         )
         for index, holder in enumerate(holders, first + 1):
             if holder is not None:
@@ -746,7 +738,7 @@ class SequenceRecord:
             self._store.save_logits(own, memory.logits)
             return
         proposals = self._propose(num_tokens, is_end=True)
-        [slot] = self._store.slots.reserve_slots([block], proposals, owner=self.cache_salt)
+        [slot] = self._store.slots.reserve_slots([block], proposals)
         if slot is None:
             return
         try:
@@ -765,9 +757,7 @@ class SequenceRecord:
         for block in taken:
             self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
             told = part if self._is_told else None
-            holder = self._store.register_part(
-                block, self._chain, depth, part, told=told, cache_salt=self.cache_salt
-            )
+            holder = self._store.register_part(block, self._chain, depth, part, told=told)
             if holder is not None:
                 self._offer(EntryKind.KV, num_tokens, holder)
             return holder
@@ -793,8 +783,8 @@ class SequenceRecord:
         """Takes up to ``count`` blocks, as many as there are."""
         if count <= 0:
             return []
-        kv_blocks, owner = self._store.kv_blocks, self.cache_salt
+        kv_blocks = self._store.kv_blocks
         try:
-            return kv_blocks.allocate_memory_blocks(count, owner=owner)
+            return kv_blocks.allocate_memory_blocks(count)
         except BlockCapacityError as error:
-            return kv_blocks.allocate_memory_blocks(min(count, error.available), owner=owner)
+            return kv_blocks.allocate_memory_blocks(min(count, error.available))

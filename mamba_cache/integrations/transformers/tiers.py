@@ -384,7 +384,7 @@ class PrefixTiers:
         kv_blocks.retain_memory_blocks(held)
         try:
             try:
-                blocks = kv_blocks.allocate_memory_blocks(len(ends), owner=prompt.cache_salt)
+                blocks = kv_blocks.allocate_memory_blocks(len(ends))
             except BlockCapacityError:
                 return False
             held += blocks
@@ -405,7 +405,7 @@ class PrefixTiers:
         leases: list[HostLease] = []
         if store.slots.has_state(last_block):
             return False
-        [slot] = store.slots.reserve_slots([last_block], owner=prompt.cache_salt)
+        [slot] = store.slots.reserve_slots([last_block])
         if slot is None:
             return False
         is_committed = False
@@ -444,7 +444,7 @@ class PrefixTiers:
     def _publish(self, prompt: SoughtPrompt, end: int, blocks: list[int], slot: int) -> bool:
         """Make loaded blocks and their state findable; say whether they are."""
         store, size = self._store, self._store.layout.block_size_tokens
-        chain, hashes, salt = prompt.chain, prompt.chain.hashes, prompt.cache_salt
+        chain, hashes = prompt.chain, prompt.chain.hashes
         depth, rest = divmod(end, size)
         part = prompt.tokens[end - rest : end]
         has_part = rest > 0 and store.find_part(chain, depth, part) is None
@@ -456,13 +456,12 @@ class PrefixTiers:
                 hashes[first:depth],
                 parent_hash=hashes[first - 1] if first else None,
                 tokens=prompt.tokens[first * size : depth * size] if prompt.is_told else None,
-                owner=salt,
             )
             if None in holders:
                 return False
         if has_part:
             told = part if prompt.is_told else None
-            store.register_part(blocks[-1], chain, depth, part, told=told, cache_salt=salt)
+            store.register_part(blocks[-1], chain, depth, part, told=told)
         hash_id, block = store.find_end(chain, prompt.tokens, end)
         if block is None:
             return False

@@ -615,7 +615,7 @@ class Batcher:
             self._placement.is_off, self._store.watch = False, watch
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
-                blocks.end_leaving(blocks.begin_leaving(blocks.match_prefix(one.hashes)))
+                blocks.deregister_blocks(blocks.match_prefix(one.hashes))
             self._store.counters.restore(before)
             self.counts = BatchCounts()
 
