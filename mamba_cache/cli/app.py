@@ -8,18 +8,22 @@ from typing import Annotated, Any
 import typer
 
 from mamba_cache._version import __version__
-from mamba_cache.bench.command import exit_code
-from mamba_cache.bench.command import main as run_benchmark
-from mamba_cache.cli.cache import cache
-from mamba_cache.cli.demo import demo
+from mamba_cache.cli.disk import du, rm
 from mamba_cache.cli.doctor import doctor
 from mamba_cache.cli.output import Command, Group
 from mamba_cache.cli.plan import plan
+from mamba_cache.cli.replay import replay
 from mamba_cache.cli.serve import serve
 from mamba_cache.cli.usage import usage_line
-from mamba_cache.errors import MambaCacheError
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    MambaCacheError,
+    MissingExtraError,
+    UnsupportedVersionError,
+)
 
-__all__ = ["app", "bench", "main_options", "run"]
+__all__ = ["app", "main_options", "run"]
 
 app = typer.Typer(
     cls=Group,
@@ -30,29 +34,12 @@ app = typer.Typer(
 )
 """The command line."""
 
-for _command in (demo, plan, doctor):
+for _command in (plan, doctor, replay, du, rm):
     app.command(cls=Command)(_command)
 
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(serve)
-
-
-app.add_typer(cache, name="cache")
-
-
-@app.command(
-    cls=Command,
-    add_help_option=False,  # its parser has one, and so has each benchmark's
-    context_settings={
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,
-        "ignore_unknown_options": True,
-    },
-)
-def bench(context: typer.Context) -> None:
-    """Measure this machine: one benchmark, with options of its own."""
-    raise typer.Exit(run_benchmark(context.args))
 
 
 _UsageError: Any = typer.BadParameter.__base__  # its home differs between versions of typer
@@ -83,8 +70,14 @@ def run() -> int:
         code = app(prog_name="mamba-cache", standalone_mode=False)
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
-        return exit_code(error)
+        return _exit_code(error)
     except _UsageError as error:
         print(usage_line(error, sys.argv[1:]), file=sys.stderr)
         return 2
     return int(code or 0)
+
+
+def _exit_code(error: MambaCacheError) -> int:
+    """Return 2 if a command cannot run as it was called, 1 if it failed."""
+    cannot_run = (InvalidArgumentError, MissingExtraError, UnsupportedVersionError)
+    return 2 if isinstance(error, cannot_run) and not isinstance(error, BudgetError) else 1

@@ -6,8 +6,9 @@ no terminal, and colour where ``NO_COLOR`` is set.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["AsJson", "Command", "Group", "console", "make_table", "size_text"]
+__all__ = ["AsJson", "Command", "Group", "console", "make_table", "print_json", "size_text"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
 """The option that every command has."""
@@ -64,6 +65,11 @@ def make_table(columns: Sequence[str]) -> Table:
         is_figure = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if is_figure else "left")
     return table
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    print(json.dumps(result, indent=2))
 
 
 def size_text(num_bytes: int) -> str:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.bench.measure import print_json
-from mamba_cache.cli.output import AsJson, console, make_table, size_text
-from mamba_cache.cli.plan_tiers import (
-    SplitOfTrace,
-    TierPlan,
-    plan_tiers,
-    show_splits,
-    show_tiers,
-    split_by_trace,
-)
+from mamba_cache.cli.output import AsJson, console, make_table, print_json, size_text
+from mamba_cache.cli.replay import run_replay
+from mamba_cache.cli.traces import read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
@@ -31,10 +25,12 @@ from mamba_cache.states import SlotQuantization
 __all__ = [
     "GpuMemory",
     "Plan",
+    "SplitOfTrace",
     "Workload",
     "make_plan",
     "plan",
     "plan_report",
+    "split_by_trace",
     "suggest_block_size",
 ]
 
@@ -46,6 +42,9 @@ _MOST_BLOCK = 2**16
 _USUAL_BLOCK = 256
 _USUAL_LENGTH = 32_768
 """Tokens of the longest sequence, unless the mean is above."""
+
+_SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+"""Shares of slots to try with a trace."""
 
 _BLOCKS_PER_PREFIX = 8
 """Blocks that a shared prefix should have at least: one may be lost at its end."""
@@ -86,19 +85,11 @@ _BlockSize = Annotated[
     int | None, _Count(max=_MOST_BLOCK, help="Tokens of a block. Default: suggested.")
 ]
 _Int8 = Annotated[bool, typer.Option("--int8", help="Keep saved states in 8 bits.")]
-_Host = Annotated[float | None, _Gib(help="Host memory for a tier below the GPU, GiB.")]
-_Disk = Annotated[float | None, _Gib(help="Disk for a tier below that, GiB.")]
-_Rate = partial(typer.Option, metavar="X")
-_PrefillRate = Annotated[
-    float, _Rate(help="Prompt tokens that the model computes in a second, for tiers.")
-]
-_HostRate = Annotated[float, _Rate(help="GB/s of loads from host memory.")]
-_DiskRate = Annotated[float, _Rate(help="GB/s of reads from the disk.")]
 _Trace = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Requests to replay (as for bench replay): divides the memory as they hit the most.",
+        help="Requests to replay (as for `replay`): divides the memory as they hit the most.",
     ),
 ]
 _Limit = Annotated[int, _Count(help="Requests of the trace to replay.")]
@@ -206,6 +197,25 @@ class Plan:
         return (self.config.max_slots or 0) * self.bytes_per_slot
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOfTrace:
+    """How a trace hits with several splits of one budget.
+
+    Attributes:
+        cache_gb: The budget for slots and KV blocks together, in GiB.
+        requests: Requests replayed.
+        hit_rates: Of each share of slots that was tried, the share of prompt tokens that hit.
+        best_share: The share that hit the most.
+        unlimited_hit_rate: The same with room for everything.
+    """
+
+    cache_gb: float
+    requests: int
+    hit_rates: dict[float, float]
+    best_share: float
+    unlimited_hit_rate: float
+
+
 def suggest_block_size(ssm_chunk_size: int, workload: Workload) -> int:
     """Return a block size: a multiple of the chunk, near 256, and small beside what is shared.
 
@@ -283,11 +293,6 @@ def plan(
     shared: _Shared = 0,
     block_size: _BlockSize = None,
     int8: _Int8 = False,
-    host_gb: _Host = None,
-    disk_gb: _Disk = None,
-    prefill_rate: _PrefillRate = 12_000.0,
-    host_rate: _HostRate = 20.0,
-    disk_rate: _DiskRate = 2.0,
     trace: _Trace = None,
     limit: _Limit = 4000,
     as_json: AsJson = False,
@@ -303,26 +308,55 @@ def plan(
     )
     gpu = _memory(shape, memory, weights, reserve)
     made = make_plan(shape, workload, gpu, block_size_tokens=block_size, int8_slots=int8)
-    tiers = plan_tiers(
-        shape, made.config.block_size_tokens, host_gb=host_gb, disk_gb=disk_gb,
-        prefill_rate=prefill_rate, host_rate=host_rate, disk_rate=disk_rate,
-        slot_bytes=made.bytes_per_slot,
-    )  # fmt: skip
     split = None
     if trace is not None:
         split = split_by_trace(shape, made.slot_bytes + made.kv_bytes, trace, limit=limit,
                                slot_bytes=made.bytes_per_slot)  # fmt: skip
-    report = plan_report(shape, made, tiers, split)
+    report = plan_report(shape, made, split)
     if as_json:
         print_json(report)
     else:
-        _show(shape, made, tiers, split)
+        _show(shape, made, split)
+
+
+def split_by_trace(
+    shape: ModelShape, room: int, trace: str, *, limit: int, slot_bytes: int
+) -> SplitOfTrace:
+    """Replay the first requests of a trace with several splits of one budget, ``room`` bytes.
+
+    Raises:
+        InvalidArgumentError: The trace cannot be read.
+        BudgetError: No split holds a slot and the longest prompt.
+    """
+    replayed = partial(run_replay, read_trace(trace, limit), policies=["adaptive"])
+    found = replayed(slots=[None])
+    block = shape.kv_spec.bytes_per_block(found["settings"]["block_size_tokens"])
+    rates: dict[float, float] = {}
+    for share in _SHARES if block else (1.0,):
+        slots = int(room * share) // slot_bytes
+        blocks = int(room * (1 - share)) // block if block else None
+        if not slots or blocks == 0:
+            continue
+        result = replayed(slots=[slots], kv_blocks=blocks)
+        if result["passed"]:
+            rates[share] = result["records"][0]["token_hit_rate"]
+    if not rates:
+        raise BudgetError(
+            f"no split of {size_text(room)} holds a state of {size_text(slot_bytes)} beside the "
+            "longest prompt of the trace"
+        )
+    return SplitOfTrace(
+        cache_gb=math.floor(room / _GIB * 1000) / 1000,
+        requests=found["workload"]["requests"],
+        hit_rates=rates,
+        best_share=max(rates, key=lambda share: (rates[share], -share)),
+        unlimited_hit_rate=found["records"][0]["token_hit_rate"],
+    )
 
 
 def plan_report(
     shape: ModelShape,
     made: Plan,
-    tiers: Sequence[TierPlan] = (),
     split: SplitOfTrace | None = None,
 ) -> dict[str, Any]:
     """Return a plan as a JSON object; sizes in bytes unless they say otherwise."""
@@ -346,16 +380,13 @@ def plan_report(
             "kv_blocks": made.kv_bytes,
             "slots": made.slot_bytes,
         },
-        "tiers": [asdict(tier) for tier in tiers],
         "trace": None if split is None else asdict(split),
-        "config": _settings(made, tiers, split),
+        "config": _settings(made, split),
         "prefix_cache": _budgets(made),
     }
 
 
-def _settings(
-    made: Plan, tiers: Sequence[TierPlan] = (), split: SplitOfTrace | None = None
-) -> dict[str, int | float | str | None]:
+def _settings(made: Plan, split: SplitOfTrace | None = None) -> dict[str, int | float | str | None]:
     """Return the arguments of ``CacheConfig`` that the plan decides."""
     names = (
         "block_size_tokens",
@@ -372,8 +403,6 @@ def _settings(
         del settings["num_kv_blocks"], settings["max_slots"]
         settings["cache_gb"] = split.cache_gb
         settings["state_share"] = split.best_share
-    for tier in tiers:
-        settings |= tier.settings
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -412,9 +441,7 @@ def _memory(
     return GpuMemory(total, weight_bytes, int(reserve * total))
 
 
-def _show(
-    shape: ModelShape, made: Plan, tiers: Sequence[TierPlan], split: SplitOfTrace | None
-) -> None:
+def _show(shape: ModelShape, made: Plan, split: SplitOfTrace | None) -> None:
     out = console()
     layers, chunk = shape.state_spec.tensors[0].num_layers, shape.ssm_chunk_size
     chunks = "no SSM chunks" if chunk == 1 else f"SSM chunks of {chunk} tokens"
@@ -434,11 +461,21 @@ def _show(
         f"States saved, on average: {made.first_checkpoints:.1f} by the first prompt and its "
         f"answer, {made.later_checkpoints:.1f} by each later one.\n"
     )
-    if tiers:
-        show_tiers(out, tiers)
     if split is not None:
-        show_splits(out, split)
-    out.print(_call("CacheConfig", _settings(made, tiers, split)), markup=False)
+        _show_split(out, split)
+    out.print(_call("CacheConfig", _settings(made, split)), markup=False)
+
+
+def _show_split(out: Console, split: SplitOfTrace) -> None:
+    table = make_table([">for states", ">tokens that hit", ""])
+    for share, rate in split.hit_rates.items():
+        mark = "best" if share == split.best_share else ""
+        table.add_row(f"{share:.0%}", f"{rate:.1%}", mark)
+    out.print(table)
+    out.print(
+        f"Replayed {split.requests:,} requests over {split.cache_gb:g} GiB; with room for "
+        f"everything {split.unlimited_hit_rate:.1%} hit.\n"
+    )
 
 
 def _call(name: str, settings: Mapping[str, object]) -> str:

@@ -1,12 +1,12 @@
 """The host tier on a GPU: pinned memory, streams of its own, checksums on the device."""
 
+import bench_tiers
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
 from gpu_rig import BUSY_CYCLES, assert_same_bits, held_stream, random_bits_, waiting_raises
 from tier_rig import KV, STATE, always, cached_rows, flip, host_stats
 
-from mamba_cache.bench.tiers import run_tiers
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.reference import HybridModel
 from mamba_cache.tiers import (
@@ -226,8 +226,9 @@ def test_the_first_request_does_not_wait_for_the_memory(model):
 def test_the_benchmark_of_tiers_runs(tmp_path):
     """On a GPU it says more than where it is tested otherwise."""
     parts = ["copies", "first", "disk", "ready"]
-    found = run_tiers(device="cuda", small=True, only=parts, disk_path=str(tmp_path), ready_gb=0.01)
-    assert len({each.name for each in found}) == len(found) > len(parts)
-    stages = [each.detail for each in found if "share of a plain copy" in each.name]
+    options = ["--device", "cuda", "--small", "--disk-path", str(tmp_path), "--ready-gb", "0.01"]
+    found = bench_tiers.main([*options, "--only", *parts])["measurements"]
+    assert len({each["name"] for each in found}) == len(found) > len(parts)
+    stages = [each["detail"] for each in found if "share of a plain copy" in each["name"]]
     assert len(stages) == 4
     assert all("the link takes" in stage for stage in stages)

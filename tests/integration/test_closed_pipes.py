@@ -11,7 +11,7 @@ from sources import ROOT
 
 @pytest.mark.parametrize(
     "command",
-    [["examples/prefix_reuse.py"], ["-m", "mamba_cache.bench"], ["-m", "mamba_cache.cli"]],
+    [["examples/prefix_reuse.py"], ["-m", "mamba_cache.cli"]],
 )
 def test_a_command_that_nobody_reads_ends_without_a_traceback(command):
     read, write = os.pipe()

@@ -15,15 +15,15 @@ import pytest
 from sources import ROOT
 
 from mamba_cache._version import __version__
-from mamba_cache.bench.command import BENCHMARKS
-from mamba_cache.bench.measure import Measurement
-from mamba_cache.cli import demo, doctor, main
+from mamba_cache.cli import doctor, main, replay
 from mamba_cache.cli.app import run
 from mamba_cache.cli.doctor import Check
 from mamba_cache.cli.output import size_text
 from mamba_cache.integrations.model_shapes import load_shape
+from mamba_cache.reference import Engine
 
 PLAN = ["plan", "nemotron-h-8b", "--memory", "80", "--shared", "2000"]
+TRACE = "the path of a trace"
 ESCAPE = "\x1b["
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
 
@@ -145,36 +145,30 @@ def test_a_plan_takes_every_option(call):
         (["plan", "nemotron-h-8b", "--memory", "-5"], 2, "or equal to 0, got '-5'"),
         (["plan", "nemotron-h-8b", "--memory=-5"], 2, "or equal to 0, got '-5'"),
         (["plan"], 2, "mamba-cache plan: Missing argument 'MODEL' (mamba-cache plan --help"),
-        (["demo", "--sed", "4"], 2, "No such option: --sed; it has --json"),
-        (["demo", "four"], 2, "unexpected extra argument(s) (four)"),
-        (["cache", "frobnicate", "x"], 2, "'frobnicate'; it has ls, prune, verify"),
-        (["cache", "prune", ".", "--older-than", "-1"], 2, "--older-than"),
-        (["cache", "prune", ".", "--keep", "-1"], 2, "got '-1'"),
         (["serve", "--port", "80"], 2, "MODEL comes before all other options, got --port first"),
         (["plan", "nvidia/Nemotron-H-8B"], 2, "hf download nvidia/Nemotron-H-8B config.json"),
         (["plan", "zamba2-7b", "--memory", "inf"], 2, "--memory must be a number in"),
         (["plan", "zamba2-7b", "--memory", "80", "--weights", "inf"], 2, "--weights must be"),
         (["plan", "zamba2-7b", "--shared", "9", "--prompt", "8"], 2, "at most --prompt (8)"),
         (["plan", "zamba2-7b", "--memory", "80", "--block-size", "9999999999"], 2, "65536"),
-        (["bench", "ttft", "--family", "nemotron"], 2, "did you mean 'nemotron-h-8b'?"),
         (["plan", "/nowhere/config.json"], 2, "There is no file or folder of that name"),
-        (["bench", "cpy"], 2, "copy"),
-        (["bench", "tiers", "--only", "dsk"], 2, "'dsk' (choose from"),
-        (["bench", "ttft", "--familly", "x"], 2, "no '--familly'; mamba-cache bench ttft --help"),
         (["dctor"], 2, "doctor"),
         (["doctor", "--jsn"], 2, "--json"),
         (["doctor", "--store", "ftp://host"], 2, "a store must be one of mooncake://"),
-        (["bench", "replay", "--slots", "5", "--slots", "many"], 2, "a number or 'unlimited'"),
-        (["bench", "replay", "--policy", "scor"], 2, "did you mean 'score'?"),
-        (["bench", "replay", "--policy", "LRU"], 2, "did you mean 'lru'?"),
-        (["bench", "replay", "--trace", "nowhere.jsonl"], 2, "nowhere.jsonl"),
-        (["bench", "soak", "--minutes", "0"], 2, "minutes must be > 0"),
-        (["bench", "soak", "--seed", "-1"], 2, "seed must be an int >= 0, got -1"),
-        (["bench", "replay", "--state-share", "0.5"], 2, "state_shares divide cache_gb"),
+        (["du", "--sed", "4"], 2, "No such option: --sed; it has --json"),
+        (["doctor", "four"], 2, "unexpected extra argument(s) (four)"),
+        (["frobnicate", "x"], 2, "'frobnicate'; it has doctor, du, plan, replay, rm, serve"),
+        (["replay"], 2, "mamba-cache replay: Missing argument 'TRACE'"),
+        (["replay", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+        (["replay", TRACE, "--slots", "5,many"], 2, "--slots must be numbers or 'unlimited'"),
+        (["replay", TRACE, "--kv-blocks", "5,6"], 2, "--kv-blocks must be a number or 'unlimited'"),
+        (["replay", TRACE, "--policy", "lru,LRU"], 2, "policies must be of ['adaptive', "),
+        (["replay", TRACE, "--placement", "all"], 2, "placement must be of ['megatron', "),
+        (["replay", TRACE, "--limit", "0"], 2, "got '0'"),
     ],
 )
-def test_an_error_says_what_was_wrong_and_sets_the_exit_code(call, arguments, code, said):
-    given, out, err = call(*arguments)
+def test_an_error_says_what_was_wrong_and_sets_the_exit_code(call, trace, arguments, code, said):
+    given, out, err = call(*(trace if one is TRACE else one for one in arguments))
     assert (given, out, err.count("\n")) == (code, "", 1)
     assert said in err
 
@@ -193,7 +187,7 @@ def test_a_plan_needs_to_know_the_memory_and_the_weights(call, monkeypatch, tmp_
     assert (code, "give --weights" in err) == (2, True)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["plan", "-h"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "-h"]])
 def test_help_goes_to_stdout(call, arguments):
     code, out, err = call(*arguments)
     assert (code, err) == (0, "")
@@ -201,24 +195,16 @@ def test_help_goes_to_stdout(call, arguments):
     assert ESCAPE not in out
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("plan",), ("doctor",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [(), ("plan",), ("doctor",), ("replay",), ("du",), ("rm",)], ids=" ".join
+)
 def test_help_shows_flags_as_flags_and_names_what_options_take(call, command):
     code, out, _ = call(*command, "--help")
     assert code == 0
     assert re.search(r"--help +-h +Show", out)
-    assert not re.search(r"<(bool|int|float|list|str)\b(?!> +A Hugging Face)", out)
+    assert not re.search(r"<(bool|int|float|list|str)\b(?!> +(A Hugging|A file|The disk))", out)
     if command:
         assert re.search(r"--json +Print one JSON object", out)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_help_of_a_benchmark_says_what_each_option_takes(call, name):
-    code, out, _ = call("bench", name, "--help")
-    assert code == 0
-    assert out.startswith(f"usage: mamba-cache bench {name} [-h] [--json]")
-    assert re.search(r"--json +print one JSON object", out)
-    for line in re.findall(r"^  --.*\n?.*", out, re.MULTILINE):
-        assert re.search(r"(?:  |\n {20,})\S", line), f"no help: {line}"
 
 
 def test_no_command_is_wrong_usage(call):
@@ -252,122 +238,60 @@ def test_an_import_that_fails_for_another_reason_is_not_hidden(monkeypatch):
         main()
 
 
-@pytest.mark.parametrize(("limit", "code"), [(2.0, 0), (1.0, 1)])
-def test_a_benchmark_that_misses_its_limit_exits_with_1(call, monkeypatch, limit, code):
-    measured = [Measurement("a figure", 1.5, "x", limit)]
-    changed = BENCHMARKS["control"]._replace(run=lambda: measured)
-    monkeypatch.setitem(BENCHMARKS, "control", changed)
-    given, out, _ = call("bench", "control", "--json")
-    assert given == code
-    assert json.loads(out)["measurements"][0]["value"] == 1.5
-    given, out, _ = call("bench", "control")
-    assert (given, "a figure" in out) == (code, True)
+@pytest.fixture
+def trace(tmp_path):
+    """The path of a trace: one prompt twice, of a block and a part of one."""
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [4, 5]}
+    path.write_text(2 * (json.dumps(line) + "\n"), encoding="utf-8")
+    return str(path)
 
 
-@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
-def test_options_of_a_benchmark_reach_it(call, monkeypatch, passed, code):
-    seen = {}
-
-    def run_ttft(**options):
-        seen.update(options)
-        result = {"benchmark": "ttft", "family": "tiny", "machine": "none", "versions": {}}
-        result |= {"kernels": {"scan": "fla"}}
-        return result | {"passed": passed, "measurements": [], "failed": {"chat": "broken"}}
-
-    monkeypatch.setitem(BENCHMARKS, "ttft", BENCHMARKS["ttft"]._replace(run=run_ttft))
-    given, out, _ = call(
-        "bench", "ttft", "--family", "tiny", "--prefix", "64", "--prefix", "128",
-        "--suffix", "5", "--rounds", "2", "--chat", "--reference",
-    )  # fmt: skip
-    assert (given, "scan: fla" in out, "chat: broken" in out) == (code, True, True)
-    assert seen == {
-        "family": "tiny", "prefix": [64, 128], "suffix": 5, "rounds": 2, "chat": True,
-        "reference": True,
-    }  # fmt: skip
-    seen.clear()
-    assert json.loads(call("bench", "ttft", "--json")[1])["passed"] is passed
-    assert seen == {}, "the benchmark has the defaults"
-
-
-@pytest.mark.parametrize(
-    "slots", [("--slots", "5", "--slots", "unlimited"), ("--slots", "5", "unlimited")]
-)
-def test_a_trace_is_replayed_under_every_setting_asked_for(call, slots):
-    """An option of many values may be repeated, or be given all of them at once."""
-    code, out, _ = call(
-        "bench", "replay", "--limit", "20", *slots,
-        "--policy", "lru", "--placement", "last", "--placement", "every",
-        "--kv-blocks", "unlimited", "--json",
-    )  # fmt: skip
-    records = json.loads(out)["records"]
+def test_a_trace_is_replayed_under_every_policy_and_budget(call, trace):
+    code, out, _ = call("replay", trace, "--slots", "4,unlimited", "--policy", "lru,score",
+                        "--placement", "last", "--json")  # fmt: skip
     assert code == 0
-    assert [(one["placement"], one["policy"], one["slots"]) for one in records] == [
-        ("last", "lru", 5), ("last", "lru", None), ("every", "lru", 5), ("every", "lru", None),
-    ]  # fmt: skip
-    assert all(one["requests"] == 20 and one["kv_blocks"] is None for one in records)
+    found = [(r["policy"], r["slots"], r["skipped_tokens"]) for r in json.loads(out)["records"]]
+    assert found == [("lru", 4, 512), ("lru", None, 512), ("score", 4, 512), ("score", None, 512)]
 
 
-@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
-def test_a_soak_that_fails_exits_with_1(call, monkeypatch, passed, code):
-    seen = {}
-
-    def run_soak(**options):
-        seen.update(options)
-        result = {"benchmark": "soak", "passed": passed, "broken": None}
-        return result | {"measurements": [], "counts": {"finished": 7}}
-
-    monkeypatch.setitem(BENCHMARKS, "soak", BENCHMARKS["soak"]._replace(run=run_soak))
-    given, out, _ = call("bench", "soak", "--minutes", "0.5", "--model", "tiny", "--seed", "3")
-    assert (given, "finished 7" in out) == (code, True)
-    assert seen == {"minutes": 0.5, "model": "tiny", "seed": 3}
-    assert json.loads(call("bench", "soak", "--json")[1])["passed"] is passed
+def test_a_replay_as_a_table_has_the_bound_beside_each_hit_rate(call, trace):
+    pytest.importorskip("scipy", reason="needs the extra bound")
+    code, out, _ = call("replay", trace, "--slots", "4,unlimited", "--policy", "lru", "--bound")
+    assert (code, ESCAPE in out) == (0, False)
+    assert re.search(r"lru +4 +36\.6% +36\.6% ", out)
+    assert "unlimited" in out
+    assert "2 requests, 700 prompt tokens each; placement megatron." in out
+    assert "bound: an upper limit" in out
 
 
-@pytest.fixture(scope="module")
-def answers():
-    return list(demo.play())
+def test_a_replay_that_finds_no_room_exits_with_1(call, trace):
+    code, out, _ = call("replay", trace, "--kv-blocks", "1", "--policy", "lru", "--slots", "1")
+    assert (code, "2 requests failed: --kv-blocks does not hold them" in out) == (1, True)
 
 
-def test_the_demo_hits_and_its_answers_are_equal(answers):
-    assert all(answer.outputs_match for answer in answers)
-    assert [answer.miss_reason for answer in answers[:3]] == ["no_kv_match", "no_state", None]
-    assert all(answer.skipped_tokens >= 1280 for answer in answers[2:])
-
-
-@pytest.mark.parametrize("equal", [True, False])
-def test_the_demo_shows_its_answers(call, monkeypatch, answers, equal):
-    shown = [dataclasses.replace(answer, outputs_match=equal) for answer in answers]
-    monkeypatch.setattr(demo, "play", lambda: iter(shown))
-    code, out, _ = call("demo")
-    assert (code, ESCAPE in out) == (0 if equal else 1, False)
-    assert "conversation goes on" in out
-    assert ("are equal" in out, "DIFFER" in out) == (equal, not equal)
-    code, out, _ = call("demo", "--json")
-    result = json.loads(out)
-    assert (code, result["outputs_match"]) == (0 if equal else 1, equal)
-    assert result["skipped_tokens"] == sum(answer.skipped_tokens for answer in answers)
-
-
-def test_the_demo_is_live_in_a_terminal(call, monkeypatch, answers):
-    monkeypatch.setattr(demo, "play", lambda: iter(answers))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
-    code, out, _ = call("demo")
-    # The table is drawn anew with each answer.
-    assert (code, out.count("the first prompt")) == (0, len(answers) + 1)
+def test_a_long_replay_says_on_stderr_how_far_it_is(call, trace, monkeypatch):
+    """It was silent for 20 minutes. The clock is read once and then before each request."""
+    monkeypatch.setattr(replay, "_PROGRESS_SECONDS", 0.0)
+    code, _, err = call("replay", trace, "--policy", "lru", "--slots", "5,unlimited")
+    assert (code, err.splitlines()) == (0, [
+        "replay: 0%, lru, 5 slots", "replay: 25%, lru, 5 slots",
+        "replay: 50%, lru, unlimited slots", "replay: 75%, lru, unlimited slots",
+    ])  # fmt: skip
 
 
 def test_the_doctor_fails_only_if_something_is_wrong(call, monkeypatch):
-    found = [Check("one", "ok", "fine"), Check("two", "slow", "takes [long]", "wait")]
+    found = [Check("one", "ok", "fine"), Check("two", "absent", "has [none]", "get it")]
     monkeypatch.setattr(doctor, "run_checks", lambda: iter(found))
     code, out, err = call("doctor")
     assert (code, ESCAPE in out + err) == (0, False)
-    assert all(text in out for text in ("takes [long]", "-> wait", "1 ok, 1 slow"))
+    assert all(text in out for text in ("has [none]", "-> get it", "1 ok, 1 absent"))
     found.append(Check("three", "failed", "wrong"))
     assert call("doctor")[0] == 1
     code, out, _ = call("doctor", "--json")
     result = json.loads(out)
     assert (code, result["passed"]) == (1, False)
-    assert [check["status"] for check in result["checks"]] == ["ok", "slow", "failed"]
+    assert [check["status"] for check in result["checks"]] == ["ok", "absent", "failed"]
 
 
 def test_the_doctor_knows_what_is_installed(monkeypatch):
@@ -376,65 +300,29 @@ def test_the_doctor_knows_what_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     [triton] = [check for check in doctor._versions() if check.name == "triton"]
     assert (triton.status, "pip install triton" in triton.advice) == ("absent", True)
-    assert [check.status for check in doctor._kernels()] == ["absent"]
     assert {check.status for check in doctor._extras()} == {"absent"}
     assert "pip install -e '.[metrics]'" in [check.advice for check in doctor._extras()][1]
 
 
-def test_the_doctor_compares_kernels_with_their_twins(monkeypatch):
-    monkeypatch.setattr(doctor, "_KERNEL_SECONDS", None)  # however busy the machine is
-    found = list(doctor._kernels())
-    assert len(found) == 6
-    assert [(check.status, check.advice) for check in found] == 6 * [("ok", "")]
+def test_the_doctor_finds_that_a_hit_equals_a_miss():
+    [check] = doctor._hits()
+    assert (check.status, check.detail) == (
+        "ok", "3,072 tokens skipped over 4 prompts, the same answers",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("import sys; sys.exit('the driver is too old')", "the driver is too old"),
-        ("print('no json')", "Expecting value"),
-        ('print(\'{"copy": "3 bytes differ"}\')', "3 bytes differ"),
-    ],
+    ("broken", "said"), [({"tokens": [1]}, "other answers"), ({"skipped_tokens": 0}, "no hit")]
 )
-def test_the_doctor_tells_what_became_of_kernels(monkeypatch, program, said):
-    run = subprocess.run
-    monkeypatch.setattr(
-        subprocess, "run", lambda _, **options: run([sys.executable, "-c", program], **options)
-    )
-    [check] = doctor._kernels()
+def test_the_doctor_fails_where_hits_are_wrong_or_missing(monkeypatch, broken, said):
+    class Broken(Engine):
+        def generate(self, *given):
+            wrong = broken if self.context.config.enable_prefix_caching else {}
+            return [dataclasses.replace(one, **wrong) for one in super().generate(*given)]
+
+    monkeypatch.setattr(doctor, "Engine", Broken)
+    [check] = doctor._hits()
     assert (check.status, said in check.detail, bool(check.advice)) == ("failed", True, True)
-
-
-def test_the_doctor_judges_hits(monkeypatch, answers):
-    monkeypatch.setattr(doctor, "play", lambda: answers)
-    assert [check.status for check in doctor._hits()] == ["ok"]
-    for broken in ({"outputs_match": False}, {"skipped_tokens": 0}):
-        wrong = [dataclasses.replace(answer, **broken) for answer in answers]
-        monkeypatch.setattr(doctor, "play", lambda wrong=wrong: wrong)
-        assert [check.status for check in doctor._hits()] == ["failed"]
-
-
-@pytest.mark.parametrize(("value", "status"), [(9, "ok"), (11, "slow")])
-def test_the_doctor_holds_decisions_to_their_limits(value, status):
-    [check] = doctor._decisions(lambda: iter([Measurement("deciding", value, "us", 10)]))
-    assert (check.name, check.status, bool(check.advice)) == ("deciding", status, status == "slow")
-
-
-@pytest.mark.parametrize(("ratio", "status"), [(1.1, "ok"), (1.2, "slow")])
-def test_the_doctor_judges_copies_on_a_gpu(monkeypatch, ratio, status):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 * 2**30, 100 * 2**30))
-    measured = [Measurement("copy", ratio, "x", detail="1 us")]
-    monkeypatch.setattr(doctor, "measure_copies", lambda *_: iter(measured))
-    [check] = doctor._copies()
-    assert (check.status, bool(check.advice)) == (status, status == "slow")
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 100 * 2**30))
-    assert [check.status for check in doctor._copies()] == ["absent"]
-
-
-def test_copies_on_the_cpu_are_timed():
-    check = doctor._cpu_copies()
-    assert (check.status, "GB/s" in check.detail) == ("ok", True)
 
 
 @pytest.mark.parametrize(

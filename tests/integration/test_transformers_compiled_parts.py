@@ -8,9 +8,8 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from batch_rig import Subject, answers, batch, tokens
+from bench_serve import compile_parts
 from transformers_rig import BLOCK
-
-from mamba_cache.bench.serve import compile_parts
 
 FAMILIES = ("nemotron_h", "granite 4", "qwen3_next")
 

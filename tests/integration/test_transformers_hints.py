@@ -6,12 +6,12 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import numpy as np
 from batch_rig import batch, subject, tokens
+from drawn_traces import draw_agents, draw_conversations, draw_mixed
 from prefix_replay import replay, turns_of
 from transformers_rig import BLOCK, budgets
 
-from mamba_cache.bench.traces import read_trace
-from mamba_cache.bench.workload import draw_agents, draw_conversations, draw_mixed
 from mamba_cache.blocks import BlockHashChain
+from mamba_cache.cli.traces import read_trace
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import AdaptiveSlotPolicy
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers_rig import BLOCK, cached, make_cache, make_model, text
 
-from mamba_cache.bench.replay import run_replay
-from mamba_cache.bench.traces import read_trace
+from mamba_cache.cli.replay import run_replay
+from mamba_cache.cli.traces import read_trace
 
 FAMILY = "granite 4"
 
@@ -33,9 +33,9 @@ def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_pat
     content = path.read_text(encoding="utf-8")
     assert "somebody" not in content
     assert json.loads(content.splitlines()[0])["block_size_tokens"] == BLOCK
-    [record] = run_replay(
-        trace=str(path), slots=[None], policies=["lru"], placements=["last"]
-    )["records"]  # fmt: skip
+    [record] = run_replay(read_trace(path), slots=[None], policies=["lru"], placement="last")[
+        "records"
+    ]
     assert record["skipped_tokens"] == 3 * BLOCK
 
 

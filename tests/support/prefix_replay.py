@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import drawn_traces
 import numpy as np
 import torch
 from transformers_rig import BLOCK, make_cache, make_model
 
-from mamba_cache.bench import workload
-from mamba_cache.bench.traces import TraceRequest, read_trace
+from mamba_cache.cli.traces import TraceRequest, read_trace
 from mamba_cache.integrations.transformers import store as store_module
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.store import PrefixStore
@@ -147,7 +147,7 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
     if options.trace:
         requests = read_trace(options.trace, options.limit)
     else:
-        requests = getattr(workload, f"draw_{options.drawn}")(options.limit)
+        requests = getattr(drawn_traces, f"draw_{options.drawn}")(options.limit)
     turns = turns_of(requests)
     for slots in options.slots:
         for policy in options.policy:

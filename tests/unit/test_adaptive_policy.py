@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 from context_rig import make_config, make_context
+from drawn_traces import draw_conversations
 
-from mamba_cache.bench.no_model import NoModel
-from mamba_cache.bench.replay import run_replay
 from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cli.replay import run_replay
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.reference import Engine, SamplingParams
+from mamba_cache.reference.no_model import NoModel
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
@@ -321,10 +322,7 @@ def test_hints_help_as_far_as_they_are_right_and_random_ones_cost_nothing():
 
 def test_one_value_for_states_and_kv_beats_two_orders():
     def skipped(policy):
-        result = run_replay(
-            workload="conversations", limit=500, policies=[policy], placements=["megatron"],
-            slots=[40], kv_blocks=900,
-        )  # fmt: skip
+        result = run_replay(draw_conversations(500), policies=[policy], slots=[40], kv_blocks=900)
         [record] = result["records"]
         assert record["evicted_blocks"] > 0
         return record["token_hit_rate"]
@@ -334,7 +332,7 @@ def test_one_value_for_states_and_kv_beats_two_orders():
 
 def test_refused_states_are_counted_and_never_written():
     result = run_replay(
-        workload="conversations", limit=400, policies=["adaptive"], placements=["last"], slots=[20]
+        draw_conversations(400), policies=["adaptive"], placement="last", slots=[20]
     )
     [record] = result["records"]
     assert record["refused_states"] > 50

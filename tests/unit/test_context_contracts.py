@@ -229,3 +229,18 @@ def test_many_sequences_save_their_own_states():
         tokens, logits, admission = generate(context, prompt, 2)
         assert admission.skip_tokens == 2 * BLOCK
         assert_same_run((tokens, logits), prompt)
+
+
+def test_a_state_is_published_only_beside_keys_and_values_of_the_same_prefix():
+    """The blocks of the second request stay private, and so does what it would save under them."""
+    context = make_context(placement=EveryNthBlock(1))
+    for name in ("first", "second"):
+        add(context, name, PROMPT)
+    run_step(context)
+    slots, hashes = context.slot_allocator, context.kv_block_allocator.block_hashes
+    housed = slots.slot_to_block[slots.slot_to_block >= 0]
+    assert len(housed) == 3
+    assert (hashes[housed.long()] >= 0).all()
+    for name in ("first", "second"):
+        context.finish(name)
+    assert generate(context, PROMPT, 2)[2].skip_tokens == 3 * BLOCK

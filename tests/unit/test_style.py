@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Iterator
 
-from sources import PACKAGE, Source, definitions, is_public, sources
+from sources import PACKAGE, ROOT, Source, definitions, is_public, sources
 
 from mamba_cache import errors
 
@@ -18,9 +18,11 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MODULES = [source for source in sources(PACKAGE) if source.path.name != "__main__.py"]
+BENCHMARKS = [path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py")]
 # These are no tests, or print what they have measured.
 READ_CLOCKS = {
     "tests/conftest.py",
+    *(f"tests/benchmarks/{name}.py" for name in BENCHMARKS),
     "tests/support/clocks.py",
     "tests/conversation_search.py",
     "tests/store_kills.py",

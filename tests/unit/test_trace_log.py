@@ -11,9 +11,9 @@ import pytest
 from context_rig import make_config, make_context
 from engine_rig import MODEL, cache_config
 
-from mamba_cache.bench.replay import run_replay
-from mamba_cache.bench.traces import read_trace
 from mamba_cache.blocks import compute_block_hashes
+from mamba_cache.cli.replay import run_replay
+from mamba_cache.cli.traces import read_trace
 from mamba_cache.context import Request, TraceLog, trace_log
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
@@ -64,9 +64,8 @@ def test_a_replay_of_the_log_hits_what_the_engine_hit(tmp_path, rng, policy):
     assert stats.skipped_tokens > 0
     assert stats.evicted_blocks > 0
     [record] = run_replay(
-        trace=str(path), slots=[6], kv_blocks=40, policies=[policy], placements=["megatron"],
-        max_tokens=160,
-    )["records"]  # fmt: skip
+        read_trace(path), slots=[6], kv_blocks=40, policies=[policy], max_tokens=160
+    )["records"]
     assert (record["requests"], record["hits"]) == (stats.requests, stats.hits)
     assert record["skipped_tokens"] == stats.skipped_tokens
     assert record["saved_states"] == stats.saved_states

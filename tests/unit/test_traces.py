@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mamba_cache.bench.traces import TraceRequest, prompt_tokens, read_trace
+from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
 from mamba_cache.errors import InvalidArgumentError
 
 MOONCAKE = {"timestamp": 7, "input_length": 600, "output_length": 5, "hash_ids": [3, 9]}

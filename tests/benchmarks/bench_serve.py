@@ -1,0 +1,642 @@
+"""Times many requests at once: one by one, in static batches, batched.
+
+    python tests/benchmarks/bench_serve.py --family nemotron-h-8b --json serve.json
+    python tests/benchmarks/bench_serve.py --tiny
+
+Each baseline is set up as its users set it up, on the same model and in the same run:
+``model.generate`` called one by one; ``model.generate`` over padded batches, at the best of several
+sizes; ``PrefixCache.generate`` called one by one. All prompts of a workload have the same length,
+so that static batches lose nothing to padding.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import random
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from measuring import Measurement, parser_for, progress, report
+from model_kernels import REFERENCE, kernels_of
+from models import Subject, add_family_option, describe_subject, make_subject
+
+from mamba_cache.integrations.transformers import PrefixCache
+from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.prompts import pad_prompts
+
+WAYS = {
+    "generate": "generate, one by one",
+    "static": "static batches of generate",
+    "cached": "PrefixCache.generate, one by one",
+    "batch": "generate_batch",
+}
+"""The ways to answer requests, and what figures call them."""
+
+WORKLOADS = {
+    "shared": "requests of a shared prefix",
+    "lengths": "the same, answers of mixed lengths",
+    "rollouts": "prompts with many samples each",
+}
+"""The workloads, and what each is."""
+
+_SAMPLE = 2
+_SECONDS_ON_A_GPU = 400
+"""A GPU is often lent for ten minutes; what is begun last may take one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How large workloads are."""
+
+    requests: int  # of the first two workloads
+    shared: int  # tokens that their prompts begin with
+    own: int  # tokens of each prompt's own
+    new: int  # tokens of each answer of the first
+    fewest: int  # tokens of an answer of mixed length
+    most: int  # likewise, and of a rollout
+    prompts: int  # of the rollouts
+    samples: int  # of each
+    static_rows: tuple[int, ...]  # sizes of static batches to try
+    decode_rows: tuple[int, ...]  # sizes of batches whose decode steps are timed
+    steps: int  # how many of these
+
+
+_FULL = _Scale(64, 2048, 256, 128, 16, 512, 8, 16, (32, 64, 128), (1, 8, 64), 64)
+_TINY = _Scale(6, 256, 16, 6, 2, 10, 2, 3, (3, 6), (1, 3), 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that come all at once."""
+
+    name: str  # one of ``WORKLOADS``
+    title: str  # what figures call it
+    prompts: list[list[int]]  # the tokens of each, all equally many
+    new_tokens: list[int]  # the most that each prompt's answers have
+    samples: int = 1  # answers to each prompt; if more than one, they are drawn
+    # Tokens that end an answer. None: each has as many as it may.
+    end_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts."""
+        return len(self.prompts) * self.samples
+
+    def options(self, prompt: int) -> dict[str, Any]:
+        """Return how ``generate`` makes an answer to a prompt."""
+        options: dict[str, Any] = {"max_new_tokens": self.new_tokens[prompt], "do_sample": False}
+        if self.samples > 1:
+            # As rollouts are drawn: from what the model says, nothing cut off.
+            options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        if self.end_tokens:
+            options["eos_token_id"] = self.end_tokens
+        return options
+
+    def cut(self, answer: Sequence[int], prompt: int) -> list[int]:
+        """Return an answer without what static batches add to it: padding, tokens past its end."""
+        kept = list(answer[: self.new_tokens[prompt]])
+        ends = set(self.end_tokens)
+        first = next((i for i, token in enumerate(kept) if token in ends), len(kept))
+        return kept[: first + 1]
+
+    def sample(self, size: int | None) -> list[int]:
+        """Return some of the prompts, spread evenly over the lengths of their answers."""
+        everyone = sorted(range(len(self.prompts)), key=lambda i: (self.new_tokens[i], i))
+        if size is None or size >= len(everyone):
+            return sorted(everyone)
+        middles = [(2 * i + 1) * len(everyone) // (2 * size) for i in range(size)]
+        return [everyone[i] for i in middles]
+
+
+def make_workloads(
+    names: Sequence[str], scale: _Scale, vocabulary: int, seed: int = 0
+) -> list[Workload]:
+    """Draw workloads, the same ones for a seed."""
+    drawn = random.Random(seed)
+
+    def tokens(number: int) -> list[int]:
+        return [drawn.randrange(3, vocabulary) for _ in range(number)]
+
+    made = []
+    for name in WORKLOADS:
+        if name == "rollouts":
+            title = f"{scale.prompts} x {scale.samples} rollouts"
+            prompts = [tokens(4 * scale.own) for _ in range(scale.prompts)]
+            # An answer of a random model ends where any of these comes: after half the most that
+            # it may have, on average, and at no length that anybody knows before.
+            ends = drawn.sample(range(3, vocabulary), 2 * vocabulary // scale.most)
+            lengths = [scale.most] * scale.prompts
+            workload = Workload(name, title, prompts, lengths, scale.samples, ends)
+        else:
+            shared = tokens(scale.shared)
+            prompts = [shared + tokens(scale.own) for _ in range(scale.requests)]
+            lengths = [scale.new] * scale.requests
+            title = f"{scale.requests} requests, {scale.new} new"
+            if name == "lengths":
+                lengths = [drawn.randint(scale.fewest, scale.most) for _ in prompts]
+                title = f"{scale.requests} requests, {scale.fewest} to {scale.most} new"
+            workload = Workload(name, title, prompts, lengths)
+        if name in names:
+            made.append(workload)
+    return made
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one way made of a workload, or of a part of it.
+
+    Attributes:
+        seconds: All of it took.
+        answers: The tokens of each answer, by prompt and number of the sample.
+        first_seconds: Until each answer's first token was on the host: from the moment that all
+            requests came, or from the beginning of the call where they are called one by one.
+        step_seconds: From one token of an answer to the next.
+        rows: Answers computed side by side at most; 0: the way decides.
+    """
+
+    seconds: float = 0.0
+    answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    first_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    rows: int = 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second."""
+        return sum(map(len, self.answers.values())) / self.seconds
+
+    def as_dict(self, workload: Workload) -> dict[str, Any]:
+        """Return what the result keeps of it."""
+        return {
+            "rows": self.rows,
+            "answers": len(self.answers),
+            "of": workload.num_answers,
+            "new_tokens": sum(map(len, self.answers.values())),
+            "seconds": round(self.seconds, 6),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "first_token_ms": _spread_ms(self.first_seconds),
+            "step_ms": _spread_ms(self.step_seconds),
+        }
+
+
+class _Stamps:
+    """A stopping criterion that stops nothing, and keeps when each token came.
+
+    ``generate`` itself waits for the device after each token, to see whether all answers are over.
+    """
+
+    def __init__(self, device: torch.device, wait: Callable[[], None]) -> None:
+        self._device = device
+        self._wait = wait
+        self.at: list[float] = []
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        self._wait()
+        self.at.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=self._device)
+
+
+def _answer_one_by_one(
+    subject: Subject, who: Any, workload: Workload, prompts: Sequence[int]
+) -> Outcome:
+    """Call ``generate`` of the model or of a prefix cache for one answer after the other."""
+    outcome = Outcome()
+    for prompt in prompts:
+        ids = torch.tensor([workload.prompts[prompt]], device=subject.model.device)
+        for number in range(workload.samples if len(prompts) == len(workload.prompts) else 1):
+            first = subject.first_token(who, ids, **workload.options(prompt))
+            answer = workload.cut(first.ids[0, ids.shape[1] :].tolist(), prompt)
+            outcome.answers[prompt, number] = answer
+            outcome.seconds += first.call_seconds
+            outcome.first_seconds.append(first.seconds)
+            if len(answer) > 1:
+                step = (first.call_seconds - first.seconds) / (len(answer) - 1)
+                outcome.step_seconds.append(step)
+    return outcome
+
+
+def _answer_in_batches(
+    subject: Subject, workload: Workload, rows: int, most_batches: int | None = None
+) -> Outcome:
+    """Call ``model.generate`` for batches in the order of arrival, each until all of it is over."""
+    model, outcome = subject.model, Outcome(rows=rows)
+    size = max(1, rows // workload.samples)
+    batches = [
+        range(i, min(i + size, len(workload.prompts)))
+        for i in range(0, len(workload.prompts), size)
+    ]
+    subject.synchronize()
+    start = time.perf_counter()
+    for batch in batches[:most_batches]:
+        prompts = [workload.prompts[i] for i in batch]
+        vocabulary = model.config.get_text_config().vocab_size
+        ids, mask = pad_prompts(prompts, vocabulary, 0, model.device)
+        options = workload.options(batch[0])
+        options["max_new_tokens"] = max(workload.new_tokens[i] for i in batch)
+        stamps = _Stamps(model.device, subject.synchronize)
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            num_return_sequences=workload.samples,
+            stopping_criteria=[stamps],
+            **options,
+        )
+        answers = found[:, ids.shape[1] :].tolist()
+        for place, answer in enumerate(answers):
+            prompt, number = batch[place // workload.samples], place % workload.samples
+            outcome.answers[prompt, number] = workload.cut(answer, prompt)
+        outcome.first_seconds += [stamps.at[0] - start] * len(answers)
+        outcome.step_seconds += _gaps(stamps.at)
+    subject.synchronize()
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def _answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) -> Outcome:
+    """Call ``generate_batch`` of a prefix cache for all requests."""
+    outcome = Outcome(rows=0)
+    configs = [_config(workload, i) for i in range(len(workload.prompts))]
+    subject.synchronize()
+    start = time.perf_counter()
+    found = cache.generate_batch(
+        workload.prompts, generation_config=configs, record_timestamps=True
+    )
+    subject.synchronize()
+    outcome.seconds = time.perf_counter() - start
+    by_prompt: dict[tuple[int, ...], list[Any]] = {}
+    for output in found.values():
+        by_prompt.setdefault(tuple(output.prompt_ids), []).append(output)
+    for prompt, tokens in enumerate(workload.prompts):
+        for number, output in enumerate(by_prompt[tuple(tokens)]):
+            if output.error is not None:
+                raise RuntimeError(f"generate_batch failed for a request: {output.error}")
+            outcome.answers[prompt, number] = workload.cut(output.generated_tokens, prompt)
+            outcome.first_seconds.append(output.timestamps[0] - start)
+            outcome.step_seconds += _gaps(output.timestamps)
+    return outcome
+
+
+def _time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: int) -> list[float]:
+    """Return the seconds of each step in which so many requests decode and nobody else is there."""
+    prompts = [subject.random(64)[0].tolist() for _ in range(rows)]
+    config = _config(Workload("steps", "", prompts, [steps + 1] * rows), 0)
+    found = cache.generate_batch(prompts, generation_config=config, record_timestamps=True)
+    stamps = [output.timestamps for output in found.values()]
+    everybody_from, until = max(one[0] for one in stamps), min(one[-1] for one in stamps)
+    # Between two tokens of one request lies a step of all.
+    times = [at for at in stamps[-1] if everybody_from <= at <= until]
+    return _gaps(times)
+
+
+def _config(workload: Workload, prompt: int) -> Any:
+    options = workload.options(prompt) | {"num_return_sequences": workload.samples}
+    return transformers().GenerationConfig(pad_token_id=0, **options)
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median and 99th percentile in milliseconds; nothing of no times."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    last = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return {
+        "median": round(1e3 * statistics.median(ordered), 3),
+        "p99": round(1e3 * last, 3),
+    }
+
+
+def compile_parts(model: torch.nn.Module) -> list[str]:
+    """Compile in place what computes each token by itself; return the names of the classes.
+
+    The norms, MLPs and experts of a model. What reads a cache stays as it is.
+    """
+    parts: list[torch.nn.Module] = []
+    seen: set[torch.nn.Module] = set()
+    for module in model.modules():  # a part before what is in it
+        if module not in seen and re.search(r"(Norm|NormGated|MLP|MoE)$", type(module).__name__):
+            parts.append(module)
+            seen.update(module.modules())
+    for part in parts:
+        part.compile(dynamic=True)
+    return sorted({type(part).__name__ for part in parts})
+
+
+@dataclass(slots=True)
+class _Report:
+    """The figures of one model."""
+
+    subject: Subject
+    workloads: Sequence[Workload]
+    ways: Sequence[str]
+    sample: int | None
+    seconds: float | None
+    static_rows: Sequence[int]
+    decode_rows: Sequence[int]
+    steps: int
+    figures: list[Measurement] = field(default_factory=list)
+    outcomes: dict[str, dict[str, list[Outcome]]] = field(default_factory=lambda: defaultdict(dict))
+    failed: dict[str, str] = field(default_factory=dict)
+    is_lost: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    start: float = 0.0
+
+    def result(self) -> dict[str, Any]:
+        """Return all of the result but the figures."""
+        return {
+            "sample": self.sample,
+            "seconds": round(time.perf_counter() - self.start, 1),
+            "failed": self.failed,
+            "workloads": {
+                one.name: {
+                    "prompts": len(one.prompts),
+                    "prompt_tokens": len(one.prompts[0]),
+                    "samples": one.samples,
+                    "new_tokens": [min(one.new_tokens), max(one.new_tokens)],
+                    "ways": {
+                        way: [outcome.as_dict(one) for outcome in outcomes]
+                        for way, outcomes in self.outcomes[one.name].items()
+                    },
+                }
+                for one in self.workloads
+            },
+            **self.extra,
+        }
+
+    def run(self) -> None:
+        self.start = time.perf_counter()
+        subject, model = self.subject, self.subject.model
+        if "generate" in self.ways:
+            self._warm_up(lambda: subject.generate(model, self._fresh(1), max_new_tokens=8))
+            for one in self.workloads:
+                run = partial(_answer_one_by_one, subject, model, one, one.sample(self.sample))
+                self._measure("generate", one, run)
+        if "batch" in self.ways:
+            self._attempt(WAYS["batch"], self._run_batch)
+        if "static" in self.ways:
+            self._warm_up(lambda: subject.generate(model, self._fresh(2), max_new_tokens=8))
+            for one in self.workloads:
+                self._measure_static(one)
+        if "cached" in self.ways:
+            self._attempt(WAYS["cached"], self._run_cached)
+        for one in self.workloads:
+            for way in self.ways:
+                if way not in self.outcomes[one.name]:
+                    self.failed.setdefault(f"{WAYS[way]}, {one.title}", "nothing was measured")
+            self.figures += self._compare(one)
+
+    def _measure(self, way: str, workload: Workload, run: Callable[[], Outcome]) -> None:
+        def add() -> None:
+            outcome = run()
+            self.outcomes[workload.name].setdefault(way, []).append(outcome)
+            part = f"{len(outcome.answers)} of {workload.num_answers} answers"
+            rate = f"{outcome.tokens_per_second:,.0f} new tokens/s"
+            total = time.perf_counter() - self.start
+            progress(
+                f"{workload.title}: {WAYS[way]}: {part} in {outcome.seconds:.1f} s, {rate} "
+                f"({total:.0f} s so far)"
+            )
+
+        self._attempt(f"{WAYS[way]}, {workload.title}", add)
+
+    def _measure_static(self, workload: Workload) -> None:
+        most = None if self.sample is None else 1
+        sizes = sorted({min(rows, workload.num_answers) for rows in self.static_rows})
+        for rows in sizes:
+            run = partial(_answer_in_batches, self.subject, workload, rows, most)
+            self._measure("static", workload, run)
+
+    def _run_cached(self) -> None:
+        with self._make_cache() as cache:
+            self._warm_up(lambda: self.subject.generate(cache, self._fresh(1), max_new_tokens=8))
+            for one in self.workloads:
+                chosen = one.sample(self.sample)
+                others = [i for i in range(len(one.prompts)) if i not in chosen][:2]
+                for other in others if one.samples == 1 else ():
+                    # Of a part, most would be the first to see what all share.
+                    ids = torch.tensor([one.prompts[other]], device=self.subject.model.device)
+                    self.subject.generate(cache, ids)
+                run = partial(_answer_one_by_one, self.subject, cache, one, chosen)
+                self._measure("cached", one, run)
+
+    def _run_batch(self) -> None:
+        with self._make_cache() as cache:
+            seconds = self.subject.time(lambda: self._warm_up_batches(cache))
+            self.figures.append(
+                Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
+            )
+            for rows in self.decode_rows:
+                title = f"generate_batch: decode step of {rows} requests, host time included"
+                self._attempt(title, partial(self._add_decode_steps, title, cache, rows))
+            for one in self.workloads:
+                self._measure("batch", one, partial(_answer_batched, self.subject, cache, one))
+            stats = cache.batch_stats()
+            if stats is not None:
+                self.extra["batch"] = json.loads(json.dumps(asdict(stats), default=str))
+
+    def _add_decode_steps(self, title: str, cache: PrefixCache, rows: int) -> None:
+        seconds = _time_decode_steps(self.subject, cache, rows, self.steps)
+        spread = _spread_ms(seconds)
+        self.figures.append(
+            Measurement(
+                title,
+                spread["median"],
+                "ms",
+                runs=len(seconds),
+                detail=f"99th percentile {spread['p99']:.2f} ms",
+            )
+        )
+        self.extra.setdefault("decode_step_ms", {})[str(rows)] = spread
+
+    def _make_cache(self) -> PrefixCache:
+        """Make a prefix cache that gives nothing up that a workload needs."""
+        self._empty()
+        tokens = max(
+            len(one.prompts[0]) * len(one.prompts) + max(one.new_tokens) * one.num_answers
+            for one in self.workloads
+        )
+        return self.subject.prefix_cache(
+            num_tokens=2 * tokens,
+            num_calls=max(len(one.prompts) for one in self.workloads) + 8,
+            max_batch_size=max([*self.decode_rows, *(one.num_answers for one in self.workloads)]),
+        )
+
+    def _compare(self, workload: Workload) -> Iterator[Measurement]:
+        """Return the figures of a workload, the best of each way."""
+        found = self.outcomes[workload.name]
+        best = {
+            way: max(outcomes, key=lambda one: one.tokens_per_second)
+            for way in WAYS
+            if (outcomes := found.get(way))
+        }
+        for way, outcome in best.items():
+            yield from _figures_of(way, workload, outcome)
+        for way in ("generate", "static"):
+            if way in best and "batch" in best:
+                ratio = best["batch"].tokens_per_second / best[way].tokens_per_second
+                name = f"generate_batch over {WAYS[way]}, {workload.title}"
+                yield Measurement(name, ratio, "x")
+        if "cached" in best and "generate" in best:
+            ratio = best["cached"].tokens_per_second / best["generate"].tokens_per_second
+            name = f"{WAYS['cached']}, over {WAYS['generate']}, {workload.title}"
+            yield Measurement(name, ratio, "x")
+        if workload.samples == 1:
+            yield from self._equality(workload, found)
+
+    def _equality(
+        self, workload: Workload, found: dict[str, list[Outcome]]
+    ) -> Iterator[Measurement]:
+        """Compare the answers of all ways with those of the first one, as far as both have some."""
+        answers = {
+            way: {key: answer for one in found[way] for key, answer in one.answers.items()}
+            for way in WAYS
+            if way in found
+        }
+        first, *others = answers or [""]
+        for way in others:
+            expected, actual = answers[first], answers[way]
+            both = sorted(expected.keys() & actual.keys())
+            if not both:
+                continue
+            equal = sum(expected[key] == actual[key] for key in both)
+            share = statistics.fmean(_common(expected[key], actual[key]) for key in both)
+            yield Measurement(
+                f"{WAYS[way]}: answers equal to those of {WAYS[first]}, {workload.title}",
+                100 * equal / len(both),
+                "%",
+                detail=f"{equal} of {len(both)}; equal tokens before the first other one: "
+                f"{share:.0%}",
+            )
+
+    def _attempt(self, title: str, run: Callable[[], None]) -> None:
+        """Measure something; a failure is part of the result, and the rest is measured still."""
+        if self.seconds is not None and time.perf_counter() - self.start > self.seconds:
+            self.failed[title] = f"not begun: {self.seconds} s were over"
+            return
+        if self.is_lost:
+            self.failed[title] = "not begun: the device had failed"
+            return
+        try:
+            run()
+        except torch.cuda.OutOfMemoryError as error:
+            progress(f"{title}: out of memory")
+            self.extra.setdefault("out_of_memory", {})[title] = str(error).partition(". ")[0]
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self.failed[title] = f"{type(error).__name__}: {error}"
+        try:
+            self._empty()
+        except RuntimeError as error:
+            # An assertion of a kernel, in whichever way: no process recovers from it.
+            self.is_lost = True
+            self.failed.setdefault(title, f"{type(error).__name__}: {error}")
+
+    def _warm_up(self, run: Callable[[], object]) -> None:
+        """Have kernels compiled and tuned before anything is timed."""
+        self.subject.time(run)
+
+    def _warm_up_batches(self, cache: PrefixCache) -> None:
+        """Do the same for batches: prompts with a common beginning, as long as the longest."""
+        _time_decode_steps(self.subject, cache, 2, 4)
+        [stem], ends = self._fresh(1).tolist(), self._fresh(4).tolist()
+        part = len(stem) // 9
+        prompts = [stem[part:] + end[:part] for end in ends]
+        cache.generate_batch(prompts, max_new_tokens=2, do_sample=False)
+
+    def _fresh(self, rows: int) -> torch.Tensor:
+        """Return prompts of nobody, as long as the longest: [rows, length]."""
+        length = max(len(one.prompts[0]) for one in self.workloads)
+        return torch.cat([self.subject.random(length) for _ in range(rows)])
+
+    def _empty(self) -> None:
+        gc.collect()
+        if self.subject.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def _figures_of(way: str, workload: Workload, outcome: Outcome) -> Iterator[Measurement]:
+    name, answers = f"{WAYS[way]}, {workload.title}", len(outcome.answers)
+    detail = f"{answers} of {workload.num_answers} answers in {outcome.seconds:.2f} s"
+    if way == "static":
+        detail += f"; batches of {outcome.rows}"
+    yield Measurement(f"{name}: new tokens", outcome.tokens_per_second, "/s", detail=detail)
+    for title, seconds in (
+        ("time to first token", outcome.first_seconds),
+        ("from token to token", outcome.step_seconds),
+    ):
+        if spread := _spread_ms(seconds):
+            detail = f"99th percentile {spread['p99']:,.1f} ms"
+            if way in ("generate", "cached") and seconds is outcome.first_seconds:
+                detail += "; from its own call on"
+            figure = spread["median"]
+            yield Measurement(f"{name}: {title}", figure, "ms", runs=len(seconds), detail=detail)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> float:
+    """Return what share of two answers is equal from their beginnings on."""
+    same = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same / max(len(one), len(other), 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Make a model on the GPU, or else on the CPU, and measure ways to serve requests with it."""
+    parser = parser_for(__doc__)
+    add = parser.add_argument
+    add_family_option(parser)
+    about = "the same as --family tiny, and tiny workloads: seconds on a CPU, to see that all works"
+    add("--tiny", dest="family", action="store_const", const="tiny", help=about)
+    add("--workload", nargs="+", choices=WORKLOADS, help="workloads to run; default: all")
+    add("--only", nargs="+", choices=WAYS, help="ways to run them; default: all")
+    about = "prompts that are called one by one, and one batch of each size, instead of all; "
+    about += f"default: {_SAMPLE}, or with tiny workloads all"
+    add("--sample", type=int, metavar="N", help=about)
+    about = "begin nothing new after so long, and report what there is; default: on a GPU "
+    about += f"{_SECONDS_ON_A_GPU}, with tiny workloads no limit"
+    add("--seconds", type=int, metavar="N", help=about)
+    add("--static-rows", type=int, nargs="+", metavar="N", help="sizes of static batches to try")
+    about = "sizes of batches whose decode steps are timed"
+    add("--decode-rows", type=int, nargs="+", metavar="N", help=about)
+    about = "compile the model's norms, MLPs and experts in place, for all ways alike"
+    add("--compile", action="store_true", help=about)
+    options = parser.parse_args(arguments)
+    subject = make_subject(options.family)
+    scale = _TINY if subject.family_name == "tiny" else _FULL
+    compiled = compile_parts(subject.model) if options.compile else []
+    if subject.is_cuda and REFERENCE in kernels_of(subject.model).values():
+        progress("not all kernels are installed: the baselines are slower than what people run")
+    names, size = options.workload or [*WORKLOADS], subject.model.config.vocab_size
+    found = _Report(
+        subject,
+        workloads=make_workloads(names, scale, size),
+        ways=[way for way in WAYS if way in (options.only or WAYS)],
+        sample=options.sample if options.sample or scale is _TINY else _SAMPLE,
+        seconds=options.seconds if options.seconds or scale is _TINY else _SECONDS_ON_A_GPU,
+        static_rows=sorted(options.static_rows or scale.static_rows),
+        decode_rows=sorted(options.decode_rows or scale.decode_rows),
+        steps=scale.steps,
+    )
+    found.run()
+    more = describe_subject(subject) | {"compiled": compiled} | found.result()
+    return report("serve", found.figures, options.json, **more)
+
+
+if __name__ == "__main__":
+    main()

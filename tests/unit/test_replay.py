@@ -1,0 +1,102 @@
+"""What a replayed trace hits, against a model of it in plain Python."""
+
+import json
+
+import pytest
+from drawn_traces import draw_agents, draw_conversations
+
+from mamba_cache.cli.replay import run_replay
+from mamba_cache.cli.traces import TOKENS_PER_HASH_ID, read_trace
+from mamba_cache.errors import InvalidArgumentError
+
+UNLIMITED = {"slots": [None], "policies": ["lru"], "placement": "last"}
+
+
+def expected_hits(requests):
+    """Tokens of KV matches and of state matches, where the last block of a prompt has a state."""
+    seen, states, matched, skipped = set(), set(), 0, 0
+    for request in requests:
+        whole = request.hash_ids[: request.input_length // TOKENS_PER_HASH_ID]
+        found = [n for n, hash_id in enumerate(whole, 1) if hash_id in seen]
+        usable = [n for n in found if whole[n - 1] in states and n * 512 < request.input_length]
+        matched += max(found, default=0) * 512
+        skipped += max(usable, default=0) * 512
+        seen.update(whole)
+        states.update(whole[-1:])
+    return matched, skipped
+
+
+def test_unlimited_hits_are_those_of_the_trace():
+    requests = draw_conversations(200)
+    [record] = run_replay(requests, **UNLIMITED)["records"]
+    matched, skipped = expected_hits(requests)
+    total = sum(request.input_length for request in requests)
+    assert 0 < skipped < matched
+    assert (record["prompt_tokens"], record["skipped_tokens"]) == (total, skipped)
+    assert record["kv_hit_rate"] == round(matched / total, 4)
+    assert record["token_hit_rate"] == round(skipped / total, 4)
+    assert (record["evicted_slots"], record["skipped_checkpoints"]) == (0, 0)
+    assert record["kept_states"] == record["saved_states"] > 0
+
+
+def test_chunks_change_no_hit():
+    whole, chunked = (
+        run_replay(draw_conversations(100), max_tokens=tokens, **UNLIMITED)["records"][0]
+        for tokens in (200_000, 1_024)
+    )
+    assert whole["skipped_tokens"] == chunked["skipped_tokens"] > 0
+
+
+def test_every_combination_is_a_record():
+    result = run_replay(
+        draw_conversations(60), slots=[8, None], policies=["lru", "score"], placement="every"
+    )
+    combinations = [(r["placement"], r["policy"], r["slots"]) for r in result["records"]]
+    assert combinations == [
+        ("every", policy, slots) for policy in ("lru", "score") for slots in (8, None)
+    ]
+    assert (result["passed"], result["workload"]["requests"]) == (True, 60)
+    for record in result["records"]:
+        assert record["requests"] == 60
+        assert record["us_per_request"] > 0
+        assert record["kept_states"] <= (record["slots"] or 10**9)
+
+
+def test_a_saved_state_is_worth_more_under_the_score_policy():
+    result = run_replay(draw_agents(400), slots=[40], policies=["lru", "score"])
+    lru, score = (record["token_hit_rate"] for record in result["records"])
+    assert score > 1.02 * lru
+
+
+def test_few_blocks_are_evicted_and_too_few_fail():
+    requests = draw_conversations(40)
+    enough = run_replay(requests, kv_blocks=300, **UNLIMITED)
+    assert enough["passed"]
+    assert enough["records"][0]["evicted_blocks"] > 0
+    too_few = run_replay(requests, kv_blocks=10, **UNLIMITED)
+    assert not too_few["passed"]
+    assert 0 < too_few["records"][0]["failed_requests"] < 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"max_tokens": -1}, "max_tokens must be an int >= 1"),
+        ({"policies": ["fifo"]}, r"policies must be of \['adaptive', .*\], got \['fifo'\]"),
+        ({"policies": []}, "policies must be of"),
+        ({"placement": "all"}, r"placement must be of .*, got \['all'\]"),
+        ({"slots": [-1]}, "max_slots must be an int in"),
+    ],
+)
+def test_settings_are_checked(settings, complaint):
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        run_replay(draw_conversations(5), **settings)
+
+
+def test_hints_and_tenants_of_a_trace_count(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [{"hashes": [1, 2], "tenant": each, "will_continue": True} for each in ("a", "b", "a")]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    result = run_replay(read_trace(path, block_size=16), **UNLIMITED)
+    assert result["settings"]["block_size_tokens"] == 16
+    assert result["records"][0]["skipped_tokens"] == 32

@@ -1,0 +1,138 @@
+"""The bound of a trace: what it is on small ones, and that nothing comes above it."""
+
+import sys
+from itertools import product
+
+import pytest
+from drawn_traces import WORKLOADS
+
+from mamba_cache.cli import bound as module
+from mamba_cache.cli.bound import bound_of
+from mamba_cache.cli.replay import run_replay
+from mamba_cache.cli.traces import TraceRequest
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+
+
+def test_without_scipy_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(MissingExtraError, match=r"needs scipy.*bound"):
+        bound_of([request(1)], 1)
+
+
+def request(*ids, tail=1, tenant=None):
+    size = len(ids) * 8 + tail
+    return TraceRequest(0, size, 1, ids, block_size=8, tenant=tenant)
+
+
+def blocks(requests, *rooms, **options):
+    """Blocks that the bound says are skipped."""
+    pytest.importorskip("scipy", reason="needs the extra bound")
+    found = bound_of(requests, *rooms, **options)
+    assert found.is_solved
+    return found.token_hit_rate * sum(each.input_length for each in requests) / 8
+
+
+def exact(requests, num_states):
+    """The most blocks that can be skipped with whole states, found by trying all ways to keep some.
+
+    Between two requests any set of boundaries is kept that were kept before or just passed.
+    """
+    best = {frozenset(): 0}
+    for each in requests:
+        path = [each.hash_ids[:n] for n in range(1, len(each.hash_ids) + 1)]
+        usable = [prefix for prefix in path if 8 * len(prefix) < each.input_length]
+        after = {}
+        for kept, skipped in best.items():
+            gained = max((len(prefix) for prefix in usable if prefix in kept), default=0)
+            choices = [*kept, *(prefix for prefix in path if prefix not in kept)]
+            for is_in in product((False, True), repeat=len(choices)):
+                now = frozenset(c for c, chosen in zip(choices, is_in, strict=True) if chosen)
+                if len(now) <= num_states:
+                    after[now] = max(after.get(now, 0), skipped + gained)
+        best = after
+    return max(best.values())
+
+
+def test_one_state_serves_what_comes_next():
+    requests = [request(1, 2, 3), request(1, 2, 3), request(4, 5), request(1, 2, 3)]
+    assert blocks(requests, 0) == pytest.approx(0)
+    assert blocks(requests, 1) == pytest.approx(6)
+    assert blocks(requests, None) == pytest.approx(6)
+
+
+def test_room_is_shared_by_what_is_kept_at_once():
+    requests = [request(1, 2, 3), request(4, 5), request(1, 2, 3), request(4, 5)]
+    assert blocks(requests, 1) == pytest.approx(3)
+    assert blocks(requests, 2) == pytest.approx(5)
+
+
+def test_where_prompts_part_one_state_does_for_all():
+    requests = [request(1, 2, end) for end in (3, 4, 5)]
+    assert blocks(requests, 1) == pytest.approx(4)
+
+
+def test_a_token_is_computed_in_any_case():
+    """A prompt of whole blocks resumes a block earlier."""
+    requests = [request(1, 2, tail=0), request(1, 2, tail=0)]
+    assert blocks(requests, 9) == pytest.approx(1)
+
+
+def test_tenants_share_nothing():
+    requests = [request(1, 2, tenant="a"), request(1, 2, tenant="b"), request(1, 2, tenant="a")]
+    assert blocks(requests, 9) == pytest.approx(2)
+
+
+def test_a_state_is_of_use_with_its_blocks_alone():
+    requests = [request(1, 2, 3), request(4, 5), request(1, 2, 3), request(4, 5)]
+    assert blocks(requests, None, num_blocks=0) == pytest.approx(0)
+    assert blocks(requests, 2, num_blocks=3) == pytest.approx(3)
+    assert blocks(requests, 2, num_blocks=5) == pytest.approx(5)
+    assert blocks(requests, 1, num_blocks=5) == pytest.approx(3)
+
+
+def test_requests_that_share_nothing_have_a_bound_of_nothing():
+    assert blocks([request(1), request(2), request()], 3) == 0
+
+
+@pytest.mark.parametrize("num_states", [1, 2])
+def test_no_way_to_keep_whole_states_exceeds_it(rng, num_states):
+    for _ in range(8):
+        heads = [(1,), (1, 2), (3,)]
+        requests = [
+            request(*heads[rng.integers(3)], *rng.integers(10, 12, rng.integers(0, 2)).tolist())
+            for _ in range(6)
+        ]
+        found, best = blocks(requests, num_states), exact(requests, num_states)
+        assert best <= found + 1e-6
+        assert found <= exact(requests, 9) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["conversations", "agents"])
+def test_no_replay_exceeds_it(name):
+    pytest.importorskip("scipy", reason="needs the extra bound")
+    result = run_replay(
+        WORKLOADS[name](70), slots=[1, 40], kv_blocks=3000, policies=["adaptive"], bound=True
+    )  # fmt: skip
+    for record in result["records"]:
+        assert record["token_hit_rate"] <= record["bound"] + 1e-4
+        assert record["bound_is_solved"]
+    few, many = (record["bound"] for record in result["records"])
+    assert 0 < few < many
+
+
+def test_a_solver_that_takes_too_long_is_said_so():
+    pytest.importorskip("scipy", reason="needs the extra bound")
+    requests = WORKLOADS["conversations"](300)
+    found = bound_of(requests, 5, seconds=0.0)
+    assert not found.is_solved
+    assert found.token_hit_rate == pytest.approx(bound_of(requests, None).token_hit_rate)
+    assert module._SECONDS > 0
+
+
+def test_rooms_are_checked():
+    for rooms in ({"num_states": -1}, {"num_states": 1, "num_blocks": -1}):
+        with pytest.raises(InvalidArgumentError, match="must be an int >= 0"):
+            bound_of([request(1)], **rooms)
+    with pytest.raises(InvalidArgumentError, match="seconds must be"):
+        bound_of([request(1)], 1, seconds=-1)
