@@ -16,9 +16,11 @@ from transformers.generation.logits_process import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers_rig import BLOCK, VOCABULARY
 
+from mamba_cache.integrations.transformers.batching import answers as answer_settings
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler, uniforms
 
@@ -273,3 +275,76 @@ def test_an_answer_has_one_log_probability_for_each_token(cache, nemotron, gener
     assert answers(outputs) == [nemotron.answer(prompt, 4)] * 2
     assert [len(output.logprobs) for output in outputs] == [4, 4]
     assert outputs[0].logprobs == pytest.approx(outputs[1].logprobs, abs=1e-4)
+
+
+class _Broken(BaseStreamer):
+    """Raises where it is told to: at the prompt, at a token or at the end."""
+
+    def __init__(self, place):
+        self.place = place
+        self.num_put = 0
+
+    def put(self, value):
+        self.num_put += 1
+        if self.place == min(self.num_put, 3):
+            raise TypeError("broken on purpose")
+
+    def end(self):
+        if self.place == "end":
+            raise TypeError("broken on purpose")
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, "end"])
+def test_a_streamer_that_raises_fails_its_own_request(cache, nemotron, generator, place):
+    """Every answer of the call was lost in its error."""
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+    first, second = batch(cache, prompts, streamer=[_Broken(place), _Heard()], max_new_tokens=4)
+    assert (first.error, first.status.name) == ("broken on purpose", "FAILED")
+    kept = {1: 0, 2: 1, 3: 2, "end": 4}[place]
+    assert first.generated_tokens == nemotron.answer(prompts[0], 4)[:kept]
+    assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
+
+
+def test_a_function_that_raises_fails_the_request_it_was_told_of(cache, nemotron, generator):
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+
+    def hear(name, token):
+        if name == "req_0":
+            raise TypeError("broken on purpose")
+
+    first, second = batch(cache, prompts, streamer=hear, max_new_tokens=4)
+    assert first.error == "broken on purpose"
+    assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
+
+
+def test_processors_that_cannot_be_made_fail_their_own_request(
+    cache, nemotron, generator, monkeypatch
+):
+    """They are made once to read the settings, and anew for each answer."""
+    made, make = [], answer_settings._processors
+
+    def fails(*arguments):
+        made.append(1)
+        if len(made) == 3:
+            raise TypeError("broken on purpose")
+        return make(*arguments)
+
+    monkeypatch.setattr(answer_settings, "_processors", fails)
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+    configs = [nemotron.config(max_new_tokens=4, repetition_penalty=x) for x in (2.0, 3.0)]
+    first, second = batch(cache, prompts, generation_config=configs)
+    assert (first.error, first.generated_tokens, len(made)) == ("broken on purpose", [], 4)
+    expected = nemotron.model.generate(torch.tensor([prompts[1]]), configs[1])[0]
+    assert (second.error, second.generated_tokens) == (None, expected[9:].tolist())
+
+
+def test_stop_strings_that_cannot_be_looked_for_fail_their_own_request(
+    cache, nemotron, generator, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(StopStringCriteria, "__call__", lambda *_: 1 / 0)
+    prompts = [tokens(generator, 5), tokens(generator, 9)]
+    configs = [nemotron.config(max_new_tokens=4, stop_strings=["x"]), nemotron.config()]
+    configs[1].max_new_tokens = 4
+    outputs = batch(cache, prompts, generation_config=configs, tokenizer=tokenizer)
+    assert [output.error for output in outputs] == ["division by zero", None]
+    assert outputs[1].generated_tokens == nemotron.answer(prompts[1], 4)

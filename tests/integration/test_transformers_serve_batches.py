@@ -180,15 +180,6 @@ def test_an_unloaded_model_gives_its_cache_back(server, folders, found):
     assert found[-1].find(server.timed(main).model).cache.batch_stats().counts.steps
 
 
-def test_a_request_that_cannot_be_served_fails_alone(server, folders):
-    messages = [{"role": "user", "content": "x" * 200_000}]
-    status, _ = server.post(
-        "/v1/chat/completions", {"model": folders["main"], "messages": messages}
-    )
-    assert status == 500
-    assert server.chat(folders["main"], "And now?").choices[0].message.content
-
-
 def test_a_model_that_cannot_be_batched_is_served_request_by_request(server, folders, caplog):
     with caplog.at_level(logging.WARNING, logger="mamba_cache"):
         for _ in range(2):

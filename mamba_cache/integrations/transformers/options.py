@@ -30,6 +30,8 @@ __all__ = [
     "ROWS_MIXED",
     "OptionsReader",
     "ServedOptions",
+    "has_librarys_loop",
+    "join_config",
     "read_answer_config",
     "read_options",
 ]
@@ -168,7 +170,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     return ServedOptions(
         # "dynamic" is what the cache hands over, and generate refuses to be told so then.
         _arguments(options, has_implementation=config.cache_implementation is not None),
-        mode in ROWS_FOLLOWED and _is_known(config) and _has_the_librarys_loop(model),
+        mode in ROWS_FOLLOWED and _is_known(config) and has_librarys_loop(model),
         eos,
         pad[0] if pad else None,
     )
@@ -189,12 +191,7 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
     given = {name: value for name, value in options.items() if value is not None}
     _refuse(given)
     own = _arguments_of_generate(model)
-    try:
-        joined, left = _prepare(model, {**options, "generation_config": config}, own)
-    except InvalidArgumentError:
-        raise
-    except ValueError as error:  # what the library itself refuses
-        raise InvalidArgumentError(f"transformers refuses the configuration: {error}") from error
+    joined, left = _prepare(model, {**options, "generation_config": config}, own)
     unknown = sorted({*(given.keys() & own), *left})
     if unknown:
         raise InvalidArgumentError(
@@ -208,6 +205,16 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
             f"generation mode {mode!r} cannot be used in a batch whose requests come and go: modes "
             f"that can: {sorted(ROWS_FOLLOWED)}"
         )
+    if joined.max_time is not None:
+        raise InvalidArgumentError("generate_batch takes no max_time: stop taking tokens instead")
+    return joined
+
+
+def join_config(model: Any, config: Any) -> Any:
+    """Return the configuration that ``generate`` makes of ``config``, checked by the library."""
+    joined, _ = _prepare(model, {"generation_config": config}, _arguments_of_generate(model))
+    joined.validate()
+    joined.get_generation_mode(None)
     return joined
 
 
@@ -366,7 +373,8 @@ def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in values.items() if name not in known)
 
 
-def _has_the_librarys_loop(model: Any) -> bool:
+def has_librarys_loop(model: Any) -> bool:
+    """Say whether ``model.generate`` is the library's, and the loop that it runs."""
     library, kind = transformers().GenerationMixin, type(model)
     loop = ("generate", "_sample")
     return all(getattr(kind, name, None) is getattr(library, name) for name in loop)

@@ -401,7 +401,8 @@ class PrefixCache:
         Returns:
             What ``model.generate_batch`` returns: by request id a ``GenerationOutput``, in the
             order of the prompts, further answers before the first one. An answer that stops because
-            no sequence may be longer, or that a processor refuses, has its ``error`` set.
+            no sequence may be longer, or because its processors, its stop strings or its streamer
+            raised, has its ``error`` set.
 
         Raises:
             InvalidArgumentError: The prompts or another argument are malformed, an option cannot be
@@ -440,8 +441,11 @@ class PrefixCache:
         )
 
     @guarded(waits=True, trusts=())
-    def prepare_batches(self) -> None:
+    def prepare_batches(self) -> int:
         """Sets up what ``generate_batch`` needs, which its first call does otherwise.
+
+        Returns:
+            Tokens of the longest sequence that can be batched.
 
         Raises:
             InvalidArgumentError: The model cannot be served in batches.
@@ -450,7 +454,7 @@ class PrefixCache:
             UnresumableModelError: The model computes something else for several requests at once.
         """
         self._check_ready()
-        self._ready_batcher()
+        return self._ready_batcher().context.config.max_sequence_length
 
     @guarded(waits=True, trusts=())
     def run_batches(self, manager: BatchManager) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.options import read_answer_config
+from mamba_cache.integrations.transformers.options import join_config, read_answer_config
 
 __all__ = ["AnswerSettings", "AnswerSettingsReader"]
 
@@ -55,12 +56,24 @@ class AnswerSettings:
 
 
 class AnswerSettingsReader:
-    """Reads the settings of one call's requests, whose configurations ``options`` changes."""
+    """Reads the settings of one call's requests, whose configurations ``options`` changes.
 
-    def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
+    With ``tries_processors`` those of the library's processors that cannot be computed for all
+    requests at once are called once: some check their settings only then.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: Mapping[str, Any],
+        *,
+        tries_processors: bool = False,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._options = dict(options)
+        self._tries_processors = tries_processors
         self._known: list[tuple[Any, int | None, AnswerSettings]] = []
         self._joined: list[tuple[Any, Any]] = []
 
@@ -74,19 +87,22 @@ class AnswerSettingsReader:
             if known is config and length in (None, prompt_tokens):
                 return settings
         joined = next((its for known, its in self._joined if known is config), None)
-        if joined is None:
-            joined = read_answer_config(self._model, config, self._options)
-            self._joined.append((config, joined))
-        try:
+        with _refused_by_library(config):
+            if joined is None:
+                joined = read_answer_config(self._model, config, self._options)
+                self._joined.append((config, joined))
             settings, is_for_any = self._read(joined, prompt_tokens)
-        except MambaCacheError:
-            raise
-        except Exception as error:  # what the library itself refuses, in whatever way
-            raise InvalidArgumentError(
-                f"transformers refuses the configuration: {error}"
-            ) from error
         self._known.append((config, None if is_for_any else prompt_tokens, settings))
         return settings
+
+    def check(self, config: Any, prompt_tokens: int) -> None:
+        """Check that ``generate`` can make an answer as ``config`` says; compute no forward.
+
+        Raises:
+            InvalidArgumentError: The library refuses something that is set.
+        """
+        with _refused_by_library(config):
+            self._read(join_config(self._model, config), prompt_tokens)
 
     def _read(self, joined: Any, prompt_tokens: int) -> tuple[AnswerSettings, bool]:
         config = copy.copy(joined)
@@ -100,16 +116,11 @@ class AnswerSettingsReader:
                     f"{config.max_length}: set max_new_tokens instead"
                 )
         check_int("max_new_tokens", max_new_tokens, minimum=1)
-        if config.max_time is not None:
-            raise InvalidArgumentError(
-                "generate_batch takes no max_time: stop taking tokens instead"
-            )
         config.max_length = prompt_tokens + max_new_tokens
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
-        self._model._prepare_special_tokens(config, False, device=self._model.device, batch_size=1)
-        some_ids = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=self._model.device)
-        processors = _processors(self._model, config, some_ids)
+        # On the CPU: this thread must not wait for the device, which other requests use.
+        processors = _processors(self._model, config, torch.zeros(1, prompt_tokens).long(), "cpu")
         eos = config._eos_token_tensor
         settings = AnswerSettings(
             max_new_tokens=max_new_tokens,
@@ -123,11 +134,25 @@ class AnswerSettingsReader:
             for processor, name in zip(processors, names, strict=True):
                 setattr(settings, _WARPERS[name], getattr(processor, _WARPERS[name]))
         else:
+            if self._tries_processors:
+                self._try_out(processors, config)
             # Some keep what they have seen of an answer, and some read the prompt.
             settings.make_processors = partial(_processors_for, self._model, config)
         if config.stop_strings:
             self._read_stops(settings, config)
         return settings, is_plain and not has_length
+
+    def _try_out(self, processors: Any, config: Any) -> None:
+        """Call the processors once, on the CPU."""
+        size = self._model.config.get_text_config(decoder=True).vocab_size
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            ids = getattr(config, name)
+            for one in ids if isinstance(ids, list) else [ids]:
+                # Out of range, it is an error of the device in the step that applies it.
+                if one is not None and not 0 <= one < size:
+                    raise InvalidArgumentError(f"{name} must be below {size}, got {one}")
+        if config.guidance_scale in (None, 1):  # its processor runs the model
+            processors(torch.zeros(1, 1).long(), torch.zeros(1, size))
 
     def _read_stops(self, settings: AnswerSettings, config: Any) -> None:
         if self._tokenizer is None:
@@ -139,17 +164,36 @@ class AnswerSettingsReader:
         settings._longest_stop = int(criteria.maximum_token_len)
 
 
+@contextmanager
+def _refused_by_library(config: Any) -> Iterator[None]:
+    """Turn whatever the library raises of a configuration into this package's error."""
+    try:
+        yield
+    except MambaCacheError:
+        raise
+    except Exception as error:
+        reason = str(error)
+        if not isinstance(error, ValueError):  # of Python, so it does not name the field
+            values = getattr(config, "__dict__", {}).items()
+            given = [name for name, value in values if value is not None and name[0] != "_"]
+            reason = f"{error!r}, with {', '.join(sorted(given))} set"
+        raise InvalidArgumentError(f"transformers refuses the configuration: {reason}") from error
+
+
 def _processors_for(model: Any, config: Any, prompt: Sequence[int]) -> Any:
     """Make the library's processors for one answer to a prompt."""
-    return _processors(model, config, torch.tensor([prompt], device=model.device))
+    own = copy.copy(config)
+    ids = torch.tensor([prompt], device=model.device)
+    return _processors(model, own, ids, str(model.device))
 
 
-def _processors(model: Any, config: Any, prompt: torch.Tensor) -> Any:
+def _processors(model: Any, config: Any, prompt: torch.Tensor, device: str) -> Any:
+    model._prepare_special_tokens(config, False, device=device, batch_size=1)
     return model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=prompt.shape[1],
         encoder_input_ids=prompt,
-        device=str(model.device),
+        device=device,
         model_kwargs={},
     )
 

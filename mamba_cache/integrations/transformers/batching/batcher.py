@@ -555,16 +555,18 @@ class Batcher:
             return True
         answer.append(token)
         request.timestamps.append(time.perf_counter())
-        if request.tell is not None:
-            request.tell(token)
-        if token in settings.eos_token_ids:
-            return True
-        if settings.stops is not None and settings.ends(request.prompt, answer):
+        try:
+            if request.tell is not None:
+                request.tell(token)
+            if token in settings.eos_token_ids or settings.ends(request.prompt, answer):
+                return True
+        except Exception as error:  # of this request's streamer or settings: the others go on
+            request.refuse(error)
             return True
         if len(answer) < request.most_tokens:
             return False
         if len(answer) < settings.max_new_tokens:
-            request.error = (
+            request.error = SequenceLengthError(
                 f"request {request.request_id!r} has {request.num_tokens} tokens and cannot go on: "
                 f"the longest sequence is {request.num_tokens - 1} tokens"
             )

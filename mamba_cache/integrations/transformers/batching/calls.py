@@ -122,11 +122,9 @@ class BatchCall:
         }
 
     def _submit(self, batcher: Batcher, index: int) -> list[BatchRequest]:
-        request_id, streamer = f"req_{index}", self._streamers[index]
-        if streamer is not None:
-            streamer.put(torch.from_numpy(self.prompts[index]).long())
-        return batcher.submit(
-            request_id,
+        streamer = self._streamers[index]
+        made = batcher.submit(
+            f"req_{index}",
             self.prompts[index],
             self._settings[index],
             seed=self._seeds[index],
@@ -136,6 +134,13 @@ class BatchCall:
             source=self._hints[index].source,
             tell=self._teller(streamer),
         )
+        if streamer is not None:
+            try:
+                streamer.put(torch.from_numpy(self.prompts[index]).long())
+            except Exception as error:  # of this request alone
+                made[0].refuse(error)
+                batcher.end(made[0])
+        return made
 
     def _teller(self, streamer: Any) -> Callable[[str, int], None] | None:
         if streamer is not None:
@@ -146,7 +151,10 @@ class BatchCall:
     def _end_stream(self, request: BatchRequest) -> None:
         number = request.request_id.removeprefix("req_")
         if number.isdigit() and self._streamers[int(number)] is not None:
-            self._streamers[int(number)].end()
+            try:
+                self._streamers[int(number)].end()
+            except Exception as error:  # of this request alone
+                request.refuse(error)
 
 
 def configure(batcher: Batcher, batching_config: Any) -> None:
@@ -264,7 +272,7 @@ def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any
         prompt_ids=request.prompt,
         generated_tokens=list(request.answer),
         logprobs=list(request.logprobs),
-        error=request.error,
+        error=None if request.error is None else _message_of(request.error),
         status=status if request.is_over else statuses.DECODING,
         created_time=request.created_time,
         lifespan=(request.started_time, request.finished_time),
@@ -275,8 +283,11 @@ def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any
 def failed_output(request_id: str, prompt: Sequence[int], error: BaseException) -> Any:
     """Returns a ``GenerationOutput`` of a request that could not begin, or go on."""
     kind, statuses = _output_types()
-    message = str(error) or repr(error)
-    return kind(request_id, list(prompt), error=message, status=statuses.FAILED)
+    return kind(request_id, list(prompt), error=_message_of(error), status=statuses.FAILED)
+
+
+def _message_of(error: BaseException) -> str:
+    return str(error) or repr(error)
 
 
 def _output_types() -> tuple[Any, Any]:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.errors import MambaCacheError, ModelChangedError, PoisonedError, StepOrderError
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MambaCacheError,
+    ModelChangedError,
+    PoisonedError,
+    SequenceLengthError,
+    StepOrderError,
+)
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
@@ -33,57 +40,66 @@ SERVER = "transformers server"
 class ArrivalDetails:
     """What the server knows of a request beside its prompt."""
 
-    config: Any  # its ``GenerationConfig``
-    tokenizer: Any = None  # for stop strings
+    settings: AnswerSettings  # how its answer is made
     cache_salt: ExtraKey = None  # prompts of different salts never share anything
     checkpoints: Sequence[int] = ()  # positions at which others will branch off
     # Called with the tokens of the prompt that were not computed.
     tell_cached: Callable[[int], None] | None = None
-    will_continue: bool | None = None  # whether a longer prompt is to follow; None: nobody knows
+    tell_failed: Callable[[BaseException], None] | None = None  # called if it fails, with the cause
+    will_continue: bool | None = None  # whether a longer prompt is to follow; None: unknown
 
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A request that somebody waits for."""
+    """A request of a client."""
 
     request_id: str
     tokens: list[int]
     details: ArrivalDetails
-    is_streaming: bool  # every token is told as it comes
-    request: BatchRequest | None = None  # what runs of it
-    is_cancelled: bool = False  # nobody waits for it any more
-    deliver: Callable[[Any], None] | None = None  # None before somebody says how he hears of it
-    num_told: int = 0  # tokens of it that were
+    is_streaming: bool  # an output is delivered for every token
+    request: BatchRequest | None = None  # its request in the batch
+    is_cancelled: bool = False  # the client has gone away
+    deliver: Callable[[Any], None] | None = None  # result callback; None until registered
+    num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
+    was_restarted: bool = False  # it was submitted again after a call that broke off
 
 
 class BatchManager:
     """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
 
     It has those methods of the library's ``ContinuousBatchingManager`` that the server calls.
-    ``describe`` says what is known of a request that is being added, given its tokens.
 
-    Attributes:
+    A request whose settings, processors or prompt are at fault fails alone. When the cache's call
+    breaks off, the cache is reset if it must be. Requests of which no token was delivered are then
+    run again from their beginning, once each; the others fail with the reason.
+
+    Args:
+        cache: The cache that runs the batches.
+        describe: Returns what is known of a request that is being added, given its tokens. What it
+            raises goes to the caller of ``add_request``.
         batching_config: The server's ``ContinuousBatchingConfig``; None: it has none.
+        max_sequence_length: Tokens of the longest sequence; None: not checked here.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
         describe: Callable[[list[int]], ArrivalDetails],
-        model: Any,
         batching_config: Any = None,
+        *,
+        max_sequence_length: int | None = None,
     ) -> None:
         self.batching_config = batching_config
         self._cache = cache
         self._describe = describe
-        self._model = model
+        self._max_sequence_length = max_sequence_length
         self._lock = threading.Lock()
         self._arrivals: dict[str, _Arrival] = {}
-        self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests that are not here yet
-        self._untold: dict[str, list[Any]] = {}  # outputs of those that nobody listens to yet
+        self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests not yet added
+        self._untold: dict[str, list[Any]] = {}  # outputs without a listener yet
         self._wake = threading.Event()
         self._is_stopped = False
-        self._is_over = False  # nobody looks at what arrives
+        self._is_over = False  # the thread has ended
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.background_thread_status = SimpleNamespace(fatal_error=None)
         self.batch_processor = None
@@ -106,9 +122,25 @@ class BatchManager:
 
         Returns:
             The name; another one if a request of this name runs, for clients may choose it.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty, or the request's settings cannot be served.
+            SequenceLengthError: The prompt is longer than the longest sequence.
         """
         tokens = list(input_ids)
-        arrival = _Arrival(request_id, tokens, self._describe(tokens), streaming)
+        try:
+            longest = self._max_sequence_length
+            if not tokens:
+                raise InvalidArgumentError("the prompt must have at least one token, got none")
+            if longest is not None and len(tokens) > longest:
+                raise SequenceLengthError(
+                    f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
+                )
+            arrival = _Arrival(request_id, tokens, self._describe(tokens), streaming)
+        except BaseException:
+            with self._lock:
+                self._listeners.pop(request_id, None)
+            raise
         with self._lock:
             arrival.deliver = self._listeners.pop(request_id, None)
             while arrival.request_id in self._arrivals or arrival.request_id in self._untold:
@@ -155,25 +187,27 @@ class BatchManager:
             with self._lock:
                 self._is_over = True
             self._fail_all(StepOrderError("the thread that runs requests has ended"))
-            del self._cache, self._model  # the server keeps this when the model is unloaded
+            del self._cache  # the server keeps this object when the model is unloaded
 
     def _run_until_stopped(self) -> None:
         while True:
             try:
                 self._cache.run_batches(self)
-            except BaseException as error:
-                self._fail_all(error)
-                if not isinstance(error, Exception):
-                    self.background_thread_status.fatal_error = error
-                    raise
-                if isinstance(error, MambaCacheError) and not self._recovers(error):
+            except Exception as error:
+                if not self._recovers(error):
+                    self._fail_all(error)
                     return
+                self._restart(error)
+            except BaseException as error:
+                self.background_thread_status.fatal_error = error
+                self._fail_all(error)
+                raise
             if self._is_stopped and not self._arrivals:
                 return
             self._wake.wait()
 
-    def _recovers(self, error: MambaCacheError) -> bool:
-        """Begin anew after an error that would come again."""
+    def _recovers(self, error: Exception) -> bool:
+        """Reset the cache after an error that every later call would raise again."""
         if isinstance(error, (ModelChangedError, PoisonedError)):
             try:
                 self._cache.reset()
@@ -181,6 +215,18 @@ class BatchManager:
                 self.background_thread_status.fatal_error = reason
                 return False
         return True
+
+    def _restart(self, error: Exception) -> None:
+        """Run requests of a call that broke off again; fail those that cannot be."""
+        with self._lock:
+            known = list(self._arrivals.values())
+        for arrival in known:
+            is_heard = arrival.is_streaming and arrival.num_told > 0
+            if is_heard or arrival.was_restarted:
+                self._fail(arrival, error)
+            else:
+                arrival.was_restarted, arrival.request, arrival.num_told = True, None, 0
+                self._wake.set()
 
     def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
         """Run what has arrived, and what arrives meanwhile, until nobody waits.
@@ -207,21 +253,18 @@ class BatchManager:
     def _submit(self, batcher: Batcher, arrival: _Arrival) -> None:
         details = arrival.details
         try:
-            reader = AnswerSettingsReader(self._model, details.tokenizer, {})
-            settings = reader.read(details.config, len(arrival.tokens))
-            settings.num_answers = 1
             [arrival.request] = batcher.submit(
                 arrival.request_id,
                 arrival.tokens,
-                settings,
+                details.settings,
                 seed=int(torch.randint(2**62, (), device="cpu")),
                 cache_salt=details.cache_salt,
                 checkpoints=[p for p in details.checkpoints if 0 < p <= len(arrival.tokens)],
                 will_continue=details.will_continue,
                 source=SERVER,
             )
-        except MambaCacheError as error:  # of this request alone
-            self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
+        except Exception as error:  # of this request alone: nothing was submitted
+            self._fail(arrival, error)
 
     def _cancel(self, batcher: Batcher, arrival: _Arrival) -> None:
         if arrival.request is not None and not arrival.request.is_over:
@@ -240,6 +283,8 @@ class BatchManager:
             is_new = len(request.answer) > arrival.num_told
             arrival.num_told = len(request.answer)
             if request.is_over:
+                if request.error is not None and arrival.details.tell_failed is not None:
+                    arrival.details.tell_failed(request.error)
                 self._end(arrival, answer_output(request))
             elif is_new and arrival.is_streaming:
                 self._deliver(arrival, answer_output(request))
@@ -256,9 +301,14 @@ class BatchManager:
                 return
         arrival.deliver(output)
 
+    def _fail(self, arrival: _Arrival, error: BaseException) -> None:
+        if arrival.details.tell_failed is not None:
+            arrival.details.tell_failed(error)
+        self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
+
     def _fail_all(self, error: BaseException) -> None:
         with self._lock:
             known = list(self._arrivals.values())
         for arrival in known:
             if not arrival.is_cancelled:
-                self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
+                self._fail(arrival, error)

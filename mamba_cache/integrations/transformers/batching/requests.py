@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mamba_cache.context import PreparedRequest
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.sampling import Draw
 
@@ -35,7 +36,7 @@ class BatchRequest:
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)  # when each was there, likewise
     most_tokens: int = 0  # of its answer, as many as it may have and as there is room for
-    error: str | None = None  # why it could not run
+    error: Exception | None = None  # why it could not run
     is_over: bool = False  # it has ended, one way or the other
     cached_tokens: int = 0  # of its prompt, not computed when it was first admitted
     computed: int = 0  # tokens that it had computed before the chunk that is scheduled
@@ -94,13 +95,18 @@ class BatchRequest:
         if self.settings.make_processors is not None:
             tokens = [*self.prompt, *self.answer]
             if not self.answer:
-                self.processors = self.settings.make_processors(self.prompt)
+                try:
+                    self.processors = self.settings.make_processors(self.prompt)
+                except Exception as error:  # of this request's settings: the others go on
+                    self.refuse(error)
         number = len(self.answer)
         return Draw(self.settings, self.seed, number, tokens, self.processors, self.refuse)
 
     def refuse(self, error: Exception) -> None:
-        """Note why it cannot go on."""
-        self.error = str(error) or repr(error)
+        """Note that its own settings, processors or streamer keep it from going on."""
+        if self.error is None:
+            self.error = InvalidArgumentError(str(error) or repr(error))
+            self.error.__cause__ = error
 
 
 def common_blocks(request: BatchRequest, other: BatchRequest) -> int:

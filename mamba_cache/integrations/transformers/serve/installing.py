@@ -19,9 +19,11 @@ from mamba_cache.errors import (
     StepOrderError,
     UnsupportedVersionError,
 )
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.options import has_librarys_loop
 from mamba_cache.integrations.transformers.serve.models import ServedModels
 from mamba_cache.integrations.transformers.serve.requests import (
     SALT_HEADER,
@@ -67,9 +69,10 @@ def install(
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
     Functions and classes of ``transformers.cli.serving`` are replaced in this process, so it comes
-    before the server is made: ``transformers.cli.serve.Serve(...)``. Requests are served as ever; a
-    model that cannot be cached, and a request that its cache does not serve, go past it with one
-    warning in the log ``mamba_cache`` that names the reason. With continuous batching hybrid models
+    before the server is made: ``transformers.cli.serve.Serve(...)``. A model that cannot be cached,
+    and a request that its cache does not serve, go past it with one warning in the log
+    ``mamba_cache`` that names the reason. A request whose settings cannot be served gets status 400
+    with the reason. With continuous batching hybrid models
     are batched by their caches, and others as ever.
 
     Args:
@@ -210,10 +213,23 @@ def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..
     """A manager of generations, whose calls of ``model.generate`` go through the model's cache."""
 
     @wraps(original)
-    def generate(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, served.asked(model), *args, **kwargs)
+    def generate(
+        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if has_librarys_loop(model):
+            # Before a stream begins, so that the status of the answer can still say it.
+            _reader(model, processor).check(gen_config, inputs["input_ids"].shape[-1])
+        return original(self, served.asked(model), processor, inputs, gen_config, *args, **kw)
 
     return generate
+
+
+def _reader(model: Any, processor: Any) -> AnswerSettingsReader:
+    return AnswerSettingsReader(model, _tokenizer_of(processor), {}, tries_processors=True)
+
+
+def _tokenizer_of(processor: Any) -> Any:
+    return getattr(processor, "tokenizer", processor)
 
 
 def _use_batches(served: ServedModels, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -239,34 +255,43 @@ def _init_batches(served: ServedModels, original: Callable[..., None]) -> Callab
         if one is None or cache is None:
             original(self, model, gen_config)
         elif self._cb is None or self._cb is not one.manager:  # it was of a model since unloaded
-            config = getattr(self, "_cb_config", None)
-            self._cb = one.manager = BatchManager(cache, _describe_arrival, model, config)
+            self._cb = one.manager = BatchManager(
+                cache,
+                _describe_arrival,
+                getattr(self, "_cb_config", None),
+                max_sequence_length=one.max_sequence_length,
+            )
             self._cb.start()
 
     return init_cb
 
 
-_arriving: ContextVar[tuple[Any, Any]] = ContextVar("_arriving")
-"""Configuration and tokenizer of the request that is handed to a manager of batches."""
+_arriving: ContextVar[tuple[Any, Any, Any]] = ContextVar("_arriving")
+"""Model, configuration and tokenizer of the request that is handed to a manager of batches."""
 
 
 def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
     """Return what is known of the request that is being answered."""
-    config, processor = _arriving.get()
+    model, config, processor = _arriving.get()
     config = copy.copy(config)
     config.use_cache = True  # for the library's own batches the server says that there is none
-    served, tokenizer = current_request.get(), getattr(processor, "tokenizer", processor)
+    served = current_request.get()
+    settings = _reader(model, processor).read(config, len(tokens))
+    settings.num_answers = 1
     if served is None:
-        return ArrivalDetails(config, tokenizer)
+        return ArrivalDetails(settings)
     checkpoints = []
     with suppress(Exception):  # the server has read the request already, in its own way
-        checkpoints = served.checkpoints(tokenizer, tokens)
+        checkpoints = served.checkpoints(_tokenizer_of(processor), tokens)
 
     def tell_cached(count: int) -> None:
         served.cached_tokens = count
 
+    def tell_failed(error: BaseException) -> None:
+        served.error = error
+
     return ArrivalDetails(
-        config, tokenizer, served.cache_salt, checkpoints, tell_cached, served.will_continue
+        settings, served.cache_salt, checkpoints, tell_cached, tell_failed, served.will_continue
     )
 
 
@@ -277,7 +302,7 @@ def _batched(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any
     def generate(
         self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
     ) -> Any:
-        _arriving.set((gen_config, processor))
+        _arriving.set((model, gen_config, processor))
         return original(self, model, processor, inputs, gen_config, *args, **kw)
 
     return generate
@@ -289,10 +314,42 @@ def _handle_request(_: ServedModels, original: Callable[..., Any]) -> Callable[.
     @wraps(original)
     async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
         salt = salt_of(salt_values.get(), body.get("user"))
-        current_request.set(ServedRequest(self, body, salt))
-        return await original(self, body, request_id)
+        request = ServedRequest(self, body, salt)
+        current_request.set(request)
+        try:
+            return await original(self, body, request_id)
+        except InvalidArgumentError as error:
+            raise _http_error(error) from error
+        except RuntimeError as error:
+            # The library's, which names no status, for an output of a batch with an error.
+            if request.error is None or type(error) is not RuntimeError:
+                raise
+            raise _http_error(request.error) from error
 
     return handle_request
+
+
+def _http_error(error: BaseException) -> Exception:
+    """Return the server's error for a request: 400 if the request is at fault, else 500."""
+    fastapi = importlib.import_module("fastapi")
+    status = 400 if isinstance(error, InvalidArgumentError) else 500
+    made: Exception = fastapi.HTTPException(status, str(error) or repr(error))
+    return made
+
+
+def _build_config(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes a configuration of a body."""
+
+    @wraps(original)
+    def build_generation_config(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:  # whatever a value of a wrong type leads to
+            raise InvalidArgumentError(
+                f"the request's settings cannot be read: {str(error) or repr(error)}"
+            ) from error
+
+    return build_generation_config
 
 
 def _read_messages(_: ServedModels, original: Any) -> Any:
@@ -411,6 +468,9 @@ _REPLACEMENTS: dict[str, _Make] = {
     "chat_completion.ChatCompletionHandler.handle_request": _handle_request,
     "completion.CompletionHandler.handle_request": _handle_request,
     "response.ResponseHandler.handle_request": _handle_request,
+    "chat_completion.ChatCompletionHandler._build_generation_config": _build_config,
+    "completion.CompletionHandler._build_generation_config": _build_config,
+    "response.ResponseHandler._build_generation_config": _build_config,
     "chat_completion.CompletionUsage": _usage,
     "completion.CompletionUsage": _usage,
     "response.compute_usage": _response_usage,

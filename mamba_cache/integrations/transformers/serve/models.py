@@ -112,6 +112,7 @@ class ServedModel:
     Attributes:
         cache: Its cache; None before it is made, and where the model can have none.
         manager: What runs its requests in batches; None before.
+        max_sequence_length: Tokens of the longest sequence of a batch; None before.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ServedModel:
         self._tell_routers = tell
         self.cache: PrefixCache | None = None
         self.manager: BatchManager | None = None
+        self.max_sequence_length: int | None = None
         self._settings = settings
         self._is_tried = False
         self._serves_batches: bool | None = None
@@ -152,7 +154,7 @@ class ServedModel:
         cache = self.prepare()
         if cache is not None and self._serves_batches is None:
             try:
-                cache.prepare_batches()
+                self.max_sequence_length = cache.prepare_batches()
                 self._serves_batches = True
             except (MambaCacheError, torch.OutOfMemoryError) as error:
                 self._serves_batches = False

@@ -33,6 +33,7 @@ class ServedRequest:
         messages: The chat as the template is given it; None: there is none.
         cached_tokens: Tokens of the prompt that were not computed; None: not known yet, or the
             model has no cache.
+        error: Why it failed in a batch; None: it did not.
     """
 
     handler: Any
@@ -40,6 +41,7 @@ class ServedRequest:
     cache_salt: str | None = None
     messages: Sequence[Any] | None = None
     cached_tokens: int | None = None
+    error: BaseException | None = None
 
     @property
     def will_continue(self) -> bool | None:
