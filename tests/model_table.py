@@ -20,13 +20,10 @@ BEGIN = "<!-- supported models, written by tests/model_table.py -->"
 END = "<!-- end of supported models -->"
 
 
-def describe(family: str) -> tuple[str, str, str]:
-    """What a layer of a family's models keeps, and how ``generate`` and batches serve them."""
+def describe(family: str) -> tuple[str, str]:
+    """What a layer of a family's models keeps, and whether batches serve them."""
     model = make_model(family)
-    try:
-        cache, served = make_cache(model), "yes"
-    except UnresumableModelError:
-        cache, served = make_cache(model, on_unresumable="step"), "one token at a time after a hit"
+    cache = make_cache(model)
     layers = cache._store.layout.layers
     kept = {
         "conv window": any(parts.convs for parts in layers),
@@ -39,19 +36,19 @@ def describe(family: str) -> tuple[str, str, str]:
         batches = "yes"
     except (InvalidArgumentError, UnresumableModelError):
         batches = "no"
-    return ", ".join(name for name, is_kept in kept.items() if is_kept), served, batches
+    return ", ".join(name for name, is_kept in kept.items() if is_kept), batches
 
 
 def table() -> str:
     """The table: families that are alike share a row."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     for family in FAMILIES:
         name = f"`{_CONFIGS[family]['model_type']}`"
         families = rows.setdefault(describe(family), [])
         if name not in families:
             families.append(name)
-    lines = ["| `model_type` | what its layers keep | `generate` | `generate_batch` |"]
-    lines.append("|---|---|---|---|")
+    lines = ["| `model_type` | what its layers keep | `generate_batch` |"]
+    lines.append("|---|---|---|")
     lines += [f"| {', '.join(names)} | {' | '.join(facts)} |" for facts, names in rows.items()]
     return "\n".join(lines)
 

@@ -456,25 +456,6 @@ def test_memory_that_runs_out_beside_the_model(model, cache, prompt, monkeypatch
     assert_same(expected, cached(cache, prompt))
 
 
-@pytest.mark.parametrize("call", ["generate", "prefill"])
-def test_single_tokens_that_do_not_fit_are_not_tried_again(generator, call):
-    model = make_model("mamba")
-    model.get_input_embeddings().register_forward_pre_hook(hook := NoMemory())
-    cache = make_cache(model, segment_tokens=None, on_unresumable="step")
-    hook.is_on = True
-    with pytest.raises(torch.OutOfMemoryError):
-        getattr(cache, call)(text(generator, 20), **(GREEDY if call == "generate" else {}))
-    cache.check_invariants()
-
-
-class NoMemory:
-    is_on = False
-
-    def __call__(self, *_):
-        if self.is_on:
-            out_of_memory()
-
-
 def test_a_request_that_is_tried_again_counts_once(model, prompt):
     cache, failures = make_cache(model, segment_tokens=None), [1, 1]
 

@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from transformers.models.nemotron_h import modeling_nemotron_h
-from transformers_rig import BLOCK, FAMILIES, UNRESUMABLE, make_cache, make_model, text
+from transformers_rig import BLOCK, FAMILIES, make_cache, make_model, text
 
 from mamba_cache.integrations.transformers import capture as capture_module
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -17,7 +17,7 @@ from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.slots import EveryNthBlock
 
-INSEPARABLE = ("zaya", *UNRESUMABLE)
+INSEPARABLE = ("zaya",)
 """Families whose states are not what a function returns; their prompts are cut at checkpoints."""
 
 IN_FLOAT32 = ("nemotron_h with experts", "kimi_linear", "bailing_hybrid")

@@ -161,18 +161,6 @@ def test_a_prompt_that_is_computed_in_segments(model, users):
     assert served(cache, users[1])[0] == BOUNDARY
 
 
-def test_models_that_take_single_tokens(generator):
-    model = make_model("mamba")
-    cache = make_cache(model, on_unresumable="step")
-    system = text(generator, SYSTEM)
-    for number in range(2):
-        user = join(system, text(generator, 5))
-        expected = plain(model, user)
-        hit, output = served(cache, user, checkpoints=[SYSTEM])
-        assert hit == number * BOUNDARY
-        assert_same(expected, output)
-
-
 def test_no_room_for_them_is_no_error(model, cache, users):
     small = make_cache(model, **budgets(cache, slots=1, blocks=3))
     assert_same(plain(model, users[0]), cached(small, users[0], checkpoints=[SYSTEM, BLOCK]))

@@ -256,18 +256,6 @@ def test_a_prompt_that_ran_out_of_memory_uses_its_hit(model, machine, sent, gene
     assert machine.prompts == [NEW]
 
 
-def test_single_tokens_after_a_hit_may_take_longer_than_all_at_once(sent, generator):
-    """On models that cannot go on otherwise."""
-    machine, model = Machine(), timed_model("mamba")
-    cache = make_cache(model, on_unresumable="step", measure_costs=True)
-    machine.times(cache)
-    shared = learn(cache, sent, generator)
-    declined, prompt = cache.stats().declined_hits, sent(shared)
-    assert_same(plain(model, prompt, max_new_tokens=1), ask(cache, prompt))
-    assert cache.stats().declined_hits - declined == 1
-    assert machine.prompts[-1] == SHARED + NEW
-
-
 # Splits.
 
 

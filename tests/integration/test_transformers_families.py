@@ -27,15 +27,10 @@ from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
-def cache_of(name, model, **settings):
-    mode = "step" if name in UNRESUMABLE else "error"
-    return make_cache(model, on_unresumable=mode, **settings)
-
-
 @every_family
 def test_prompts_that_share_prefixes(name, generator):
     model = make_model(name)
-    cache = cache_of(name, model)
+    cache = make_cache(model)
     prompt = text(generator, 5 * BLOCK + 5)
 
     def check(ids):
@@ -62,7 +57,7 @@ def test_prompts_that_share_prefixes(name, generator):
 def test_prompts_in_a_list(name, generator):
     """Each row is what it is alone, which padding on the left makes of no model by itself."""
     model = make_model(name)
-    cache = cache_of(name, model)
+    cache = make_cache(model)
     shared = text(generator, 3 * BLOCK)
     rows = [join(shared, text(generator, 9)), text(generator, 1), join(shared, text(generator, 2))]
     prompts = [row[0].tolist() for row in rows]
@@ -83,8 +78,8 @@ def test_prompts_in_a_list(name, generator):
 @every_family
 def test_after_eviction(name, generator):
     model = make_model(name)
-    room = budgets(cache_of(name, model), slots=2, blocks=30)
-    cache = cache_of(name, model, **room)
+    room = budgets(make_cache(model), slots=2, blocks=30)
+    cache = make_cache(model, **room)
     prompts = [text(generator, 4 * BLOCK + 3) for _ in range(3)]
     expected = [plain(model, prompt) for prompt in prompts]
     for number in (0, 1, 2, 0, 1, 2):
@@ -95,7 +90,7 @@ def test_after_eviction(name, generator):
 @every_family
 def test_prefill_for_those_who_loop_themselves(name, generator):
     model = make_model(name)
-    cache = cache_of(name, model)
+    cache = make_cache(model)
     prompt, rest = text(generator, 4 * BLOCK), text(generator, 1)
     with torch.no_grad():
         expected = model(join(prompt, rest)).logits[:, -1]
@@ -114,20 +109,6 @@ def test_prefill_for_those_who_loop_themselves(name, generator):
 def test_models_that_forget_are_refused(name):
     with pytest.raises(UnresumableModelError, match=r"layer 0 of kind 'linear_attention' .* by "):
         make_cache(make_model(name))
-
-
-def test_models_that_forget_are_fed_single_tokens_after_a_hit(generator):
-    model = make_model("mamba")
-    cache = cache_of("mamba", model)
-    prompt, lengths = text(generator, 3 * BLOCK + 5), []
-    hook = model.get_input_embeddings().register_forward_pre_hook(
-        lambda _, args: lengths.append(args[0].shape[1])
-    )
-    cached(cache, prompt)
-    lengths.clear()
-    cached(cache, join(prompt, text(generator, 5)), max_new_tokens=1)
-    hook.remove()
-    assert lengths == [1] * 5
 
 
 @pytest.mark.parametrize("name", UNKNOWN_LAYERS)

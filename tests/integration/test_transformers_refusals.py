@@ -17,6 +17,7 @@ from mamba_cache.errors import (
     MissingExtraError,
     ModelChangedError,
     StepOrderError,
+    UnresumableModelError,
     UnsupportedVersionError,
 )
 from mamba_cache.integrations.transformers.probe import probe
@@ -83,7 +84,6 @@ def test_prefill_takes_one_prompt(cache):
         ({"block_size_tokens": 12}, r"block_size_tokens must be .* SSM chunk \(8\), got 12"),
         ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
         ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
-        ({"on_unresumable": "hope"}, r"must be one of \['error', 'step'\], got 'hope'"),
     ],
 )
 def test_settings_out_of_range(model, settings, message):
@@ -124,6 +124,44 @@ def test_changed_weights_are_noticed(model, cache, prompt):
     assert cache.stats().hits == 0
 
 
+def layers_of(model):
+    return getattr(model, model.base_model_prefix).layers
+
+
+@pytest.mark.parametrize("index", [0, 1, -1])
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "lfm2", "falcon_h1"])
+def test_a_model_without_one_of_its_layers_needs_another_cache(name, index, prompt):
+    """It raised AttributeError: a tensor of its cache was None."""
+    model = make_model(name)
+    cache = make_cache(model)
+    cached(cache, prompt)
+    expected = plain(model, prompt)
+    layer = layers_of(model).pop(index)
+    for call in (
+        lambda: cache.generate(prompt, **GREEDY),
+        lambda: cache.prefill(prompt),
+        lambda: cache.generate_batch(prompt.tolist(), max_new_tokens=3),
+    ):
+        with pytest.raises(ModelChangedError, match=r"expected|not those that"):
+            call()
+        cache.check_invariants()
+    layers_of(model).insert(index if index >= 0 else len(layers_of(model)), layer)
+    cache.reset()
+    assert_same(expected, cached(cache, prompt))
+
+
+def test_what_a_removed_layer_kept_is_named(model, cache, prompt):
+    del layers_of(model)[1]
+    with pytest.raises(ModelChangedError, match=r"where keys and values in layer 1 are expected"):
+        cache.prefill(prompt)
+    model = make_model("qwen3_5")
+    cache = make_cache(model)
+    del layers_of(model)[-1]
+    model.config.num_hidden_layers -= 1
+    with pytest.raises(ModelChangedError, match=r"layers of the model's cache were .* are .* now"):
+        cache.prefill(prompt)
+
+
 def test_a_moved_model_needs_another_cache(model, cache, prompt):
     model.to(torch.float64)
     for call in (lambda: cache.generate(prompt), cache.reset):
@@ -146,7 +184,7 @@ def test_a_closed_cache_is_of_no_use(model, prompt):
 def test_a_state_that_is_lost_between_forwards_is_noticed(name, monkeypatch):
     """The same model, made to forget what a multi-token forward begins with."""
     model = make_model(name)
-    assert probe(ModelRunner(model), BLOCK).fault is None
+    probe(ModelRunner(model), BLOCK)
 
     def forget(self, states, *args, **kwargs):
         if states.shape[-1] > 1 and next(iter(self.has_previous_state.values())):
@@ -157,7 +195,8 @@ def test_a_state_that_is_lost_between_forwards_is_noticed(name, monkeypatch):
 
     original = cache_utils.LinearAttentionLayer.update_conv_state
     monkeypatch.setattr(cache_utils.LinearAttentionLayer, "update_conv_state", forget)
-    assert "differ from those of an unbroken run by" in probe(ModelRunner(model), BLOCK).fault
+    with pytest.raises(UnresumableModelError, match="differ from those of an unbroken run by"):
+        probe(ModelRunner(model), BLOCK)
 
 
 # The library.

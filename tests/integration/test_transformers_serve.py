@@ -760,7 +760,6 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"segment_tokens": 1.5}, "segment_tokens"),
         ({"reuse_answers": 1}, "reuse_answers"),
         ({"measure_costs": "no"}, "measure_costs"),
-        ({"on_unresumable": "no"}, "on_unresumable must be one of"),
         ({"weights_check": "some"}, "weights_check must be one of"),
         ({"events_mode": "all"}, "events_mode must be one of"),
         ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),

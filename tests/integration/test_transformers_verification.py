@@ -8,7 +8,6 @@ from batch_rig import SERVED, subject, tokens
 from transformers_rig import (
     BLOCK,
     FAMILIES,
-    UNRESUMABLE,
     budgets,
     cached,
     join,
@@ -28,8 +27,7 @@ CLEAN = {"state": 0, "kv": 0}
 
 def make_verified(name="granite 4", dtype=torch.float32, **settings):
     model = make_model(name).to(dtype)
-    options = {"on_unresumable": "step"} if name in UNRESUMABLE else {}
-    return make_cache(model, verify_hits=1.0, **options, **settings)
+    return make_cache(model, verify_hits=1.0, **settings)
 
 
 def find(cache, hit):

@@ -28,7 +28,6 @@ import torch
 import transformers
 from transformers_rig import (
     FAMILIES,
-    UNRESUMABLE,
     VOCABULARY,
     budgets,
     make_cache,
@@ -224,7 +223,6 @@ class Judge:
 
     def __init__(self, model: Any, subject: str, rng: random.Random) -> None:
         self.model = model
-        self._resumes = family_of(subject) not in UNRESUMABLE
         self._fewest = 2 if _is_clamping(subject) else 1
         self._rng = rng
         accepted = inspect.signature(model.forward).parameters
@@ -271,8 +269,6 @@ class Judge:
         if not inside:
             return []
         first = self._rng.choice(inside)
-        if not self._resumes:
-            return list(range(first, prompt_tokens))
         if self._fewest == 1 and number % 2:  # as where an answer was decoded
             return list(range(first, min(prompt_tokens, first + self._rng.randrange(2, 20))))
         cuts = sorted({first, *self._rng.choices(inside, k=number // 2)})
@@ -976,11 +972,8 @@ def _model(subject: str) -> Any:
 def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any) -> Any:
     """A cache of just so many slots and blocks, whose sizes are measured once."""
     size = settings["block_size_tokens"]
-    mode = "step" if family_of(subject) in UNRESUMABLE else "error"
     if (subject, size) not in _bytes:
-        measured = make_cache(
-            model, block_size_tokens=size, segment_tokens=size, on_unresumable=mode
-        )
+        measured = make_cache(model, block_size_tokens=size, segment_tokens=size)
         zero, one = (budgets(measured, slots=n, blocks=n) for n in (0, 1))
         _bytes[subject, size] = tuple(one[name] - zero[name] for name in sorted(one))
     of_blocks, of_slots = _bytes[subject, size]
@@ -988,7 +981,7 @@ def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any
         "mamba_cache_gb": (slots + 0.5) * of_slots,
         "kv_cache_gb": (blocks + 0.5) * of_blocks,
     }
-    return make_cache(model, on_unresumable=mode, **room, **settings)
+    return make_cache(model, **room, **settings)
 
 
 def _write(weight: torch.Tensor, values: torch.Tensor) -> None:

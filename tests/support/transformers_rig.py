@@ -149,7 +149,7 @@ _CONFIGS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 UNRESUMABLE = ("mamba", "falcon_mamba", "jamba")
-"""Their forwards of several tokens forget the state that they begin with."""
+"""Refused: their forwards of several tokens forget the state that they begin with."""
 
 UNKNOWN_LAYERS = ("qwen4_exp",)
 """Their caches keep more of each token than keys and values."""
@@ -157,7 +157,7 @@ UNKNOWN_LAYERS = ("qwen4_exp",)
 FAMILIES = [
     name
     for name, config in _CONFIGS.items()
-    if config["model_type"] in CONFIG_MAPPING and name not in UNKNOWN_LAYERS
+    if config["model_type"] in CONFIG_MAPPING and name not in (*UNKNOWN_LAYERS, *UNRESUMABLE)
 ]
 
 

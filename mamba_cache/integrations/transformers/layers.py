@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = [
@@ -135,16 +135,45 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
 
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
-    """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
-    memory = SequenceMemory(num_tokens)
-    for layer, parts in zip(_layers(cache), layers, strict=True):
+    """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied.
+
+    Raises:
+        ModelChangedError: A layer left nothing there, or the layers are not those learned.
+    """
+    memory, filled = SequenceMemory(num_tokens), _layers(cache)
+    kinds, expected = [type(layer).__name__ for layer in filled], [parts.kind for parts in layers]
+    if kinds != expected:
+        raise ModelChangedError(
+            f"the layers of the model's cache were {expected} when the prefix cache was made and "
+            f"are {kinds} now: make a new prefix cache"
+        )
+    for layer, parts in zip(filled, layers, strict=True):
         memory.states += [_numbered(layer.conv_states)[i] for i in parts.convs]
         memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
         if parts.window:
             memory.windows += [layer.keys, layer.values]
         elif parts.has_tokens:
             memory.tokens += [layer.keys, layer.values]
+    if any(tensor is None for tensor in (*memory.states, *memory.windows, *memory.tokens)):
+        raise _nothing_left(filled, layers)
     return memory
+
+
+def _nothing_left(filled: Sequence[Any], layers: Sequence[LayerParts]) -> ModelChangedError:
+    missing = []
+    for index, (layer, parts) in enumerate(zip(filled, layers, strict=True)):
+        expected = {
+            "conv states": [_numbered(layer.conv_states)[i] for i in parts.convs],
+            "recurrent states": [_numbered(layer.recurrent_states)[i] for i in parts.recurrents],
+            "keys and values": [layer.keys] if parts.window or parts.has_tokens else [],
+        }
+        names = [name for name, tensors in expected.items() if any(t is None for t in tensors)]
+        if names:
+            missing.append(f"{' and '.join(names)} in layer {index}")
+    return ModelChangedError(
+        f"the model left nothing in its cache where {', '.join(missing)} are expected: a layer was "
+        "removed or replaced after the prefix cache was made, so make a new prefix cache"
+    )
 
 
 def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Tensor:

@@ -97,8 +97,6 @@ class Prefiller:
         costs: Which hits and which of the placement's positions pay.
         segment_tokens: The most that one forward computes, a multiple of the block size.
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
-        is_stepwise: After the first forward, or after a restored state, the model must be given
-            single tokens.
         fewest_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
             exact, else 1. A prompt of one token is computed at once all the same.
     """
@@ -114,7 +112,6 @@ class Prefiller:
         costs: CostModel,
         segment_tokens: int,
         may_shrink: bool,
-        is_stepwise: bool,
         fewest_tokens: int,
     ) -> None:
         self._runner = runner
@@ -125,7 +122,6 @@ class Prefiller:
         self._costs = costs
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
-        self._is_stepwise = is_stepwise
         self.fewest_tokens = fewest_tokens
 
     def begin(self, task: PrefillTask, cache: Any, *, is_retry: bool = False) -> Prefill:
@@ -199,7 +195,7 @@ class Prefiller:
         longest = max((s.end - s.start for s in prefill.segments), default=0)
         size = self._store.layout.block_size_tokens
         smaller = longest // 2 // size * size
-        may_help = self._may_shrink and not self._is_stepwise and smaller > 0
+        may_help = self._may_shrink and smaller > 0
         if not may_help or not isinstance(error, torch.OutOfMemoryError):
             return False
         self._segment_tokens = smaller
@@ -279,15 +275,15 @@ class Prefiller:
 
         Args:
             tokens: Its token ids.
-            in_pieces: Compute it block by block and its last tokens one by one, as far as the model
-                can be given it so, rather than in as few forwards as possible.
+            in_pieces: Compute it block by block, and its last tokens one by one if single tokens
+                are exact, rather than in as few forwards as possible.
 
         Returns:
             What the model's layers keep of it, and the logits that follow.
         """
         end, size = len(tokens), self._store.layout.block_size_tokens
-        cuts = set() if self._is_stepwise else {*self._segment_ends(0, end)}
-        if in_pieces and not self._is_stepwise:
+        cuts = {*self._segment_ends(0, end)}
+        if in_pieces:
             cuts |= {*range(size, end, size)}
         if in_pieces and self.fewest_tokens == 1:
             cuts |= {*range(max(end - _DECODED, 1), end)}
@@ -342,10 +338,7 @@ class Prefiller:
 
     def _seconds(self, start: int, end: int) -> float | None:
         """Return what the forwards over a part of a prompt take, None if that is not known."""
-        if self._is_stepwise and start:
-            one = self._costs.forward_seconds(1, start)
-            return None if one is None else one * (end - start)
-        total, ends = 0.0, () if self._is_stepwise else self._segment_ends(start, end)
+        total, ends = 0.0, self._segment_ends(start, end)
         for begin, stop in pairwise([start, *ends, end]):
             if begin < stop:
                 seconds = self._costs.forward_seconds(stop - begin, begin)
@@ -408,9 +401,7 @@ class Prefiller:
     ) -> list[Segment]:
         checkpoints = self._checkpoints(record, num_tokens, start, end, named)
         cuts = set(self._segment_ends(start, end))
-        if self._is_stepwise:
-            cuts = self._step_cuts(checkpoints, start, end)
-        elif self._capture is None:
+        if self._capture is None:
             splits = checkpoints - cuts - {end}
             for position in splits:
                 self._costs.spent.splits += 1
@@ -428,8 +419,3 @@ class Prefiller:
         """Return where a part of a prompt is divided because of the memory that it needs."""
         first = start // self._segment_tokens + 1
         return range(first * self._segment_tokens, end, self._segment_tokens)
-
-    def _step_cuts(self, checkpoints: set[int], start: int, end: int) -> set[int]:
-        """Single tokens, but for the first forward of all, which goes to the first checkpoint."""
-        first = start if start else min(checkpoints, default=end)
-        return set(range(first, end)) or {end}

@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -23,7 +23,6 @@ from mamba_cache.errors import (
     ModelChangedError,
     NotCopyableError,
     StepOrderError,
-    UnresumableModelError,
 )
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers.batching.batcher import (
@@ -57,7 +56,6 @@ from mamba_cache.integrations.transformers.prompts import (
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
-from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
 from mamba_cache.integrations.transformers.verification import PromptWatch, verify_prefixes
 from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
@@ -101,9 +99,6 @@ class PrefixCache:
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
-        on_unresumable: What to do with a model that does not go on correctly from a saved state
-            when given several tokens at once: "error" raises, "step" gives it single tokens then,
-            which is slow and exact.
         reuse_answers: Keep the states of answers, for the next turn of a conversation. They come
             from decoding, and in low precision decoding rounds otherwise than a prompt's
             computation does, as with transformers' own caches. False: keep prompts only, and
@@ -161,7 +156,6 @@ class PrefixCache:
         segment_tokens: int | None = None,
         eviction: SlotEvictionPolicy | SlotPolicyName | None = None,
         placement: CheckpointPlacement | None = None,
-        on_unresumable: Literal["error", "step"] = "error",
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
         measure_costs: bool = True,
@@ -194,12 +188,13 @@ class PrefixCache:
             )
         self._runner = ModelRunner(model, weights_check)
         _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
-        layout, fault, is_step_exact = _probe(self._runner, block_size_tokens, on_unresumable)
+        probed = probe(self._runner, block_size_tokens)
+        layout, is_step_exact = probed.layout, probed.is_step_exact
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
         num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
-        self._capture = probe_capture(self._runner, layout) if fault is None else None
+        self._capture = probe_capture(self._runner, layout)
         self._costs = make_cost_model(layout.device, is_on=measure_costs)
         self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
@@ -231,10 +226,8 @@ class PrefixCache:
             costs=self._costs,
             segment_tokens=most_tokens,
             may_shrink=segment_tokens is None,
-            is_stepwise=fault is not None,
             fewest_tokens=self._batcher_settings.fewest_tokens,
         )
-        self._fault = fault
         self._batcher: Batcher | None = None
         self._trace_log = None
         if trace_path is not None:
@@ -496,11 +489,6 @@ class PrefixCache:
             )
         if self._batcher is not None:
             return self._batcher
-        if self._fault is not None:
-            raise InvalidArgumentError(
-                "generate_batch cannot serve a model that must be given single tokens after a "
-                f"restored state ({self._fault}); generate serves it"
-            )
         batcher = Batcher(
             self._runner, self._store, self._filler, self._capture, self._batcher_settings
         )
@@ -856,21 +844,6 @@ def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size:
             raise InvalidArgumentError(
                 f"{name} must be a positive multiple of {unit} ({multiple_of}), got {size!r}"
             )
-
-
-def _probe(
-    runner: ModelRunner, block_size_tokens: int, on_unresumable: str
-) -> tuple[PrefixLayout, str | None, bool]:
-    """Learns what the model keeps, why several tokens do not go on from it, and if one does."""
-    check_choice("on_unresumable", on_unresumable, ("error", "step"))
-    result = probe(runner, block_size_tokens)
-    if result.fault and on_unresumable == "error":
-        raise UnresumableModelError(
-            f"{type(runner.model).__name__} does not go on correctly from a saved state when given "
-            f"several tokens at once: {result.fault}. on_unresumable='step' gives it single "
-            "tokens there, which is slow and exact; a newer transformers may do better"
-        )
-    return result.layout, result.fault, result.is_step_exact
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:

@@ -12,6 +12,7 @@ from mamba_cache._checks import as_items, check_int
 from mamba_cache.errors import (
     CapacityError,
     InvalidArgumentError,
+    ModelChangedError,
     UnresumableModelError,
     UnsupportedVersionError,
 )
@@ -206,7 +207,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
     name = type(runner.model).__name__
     try:
         logits = batcher.try_out(prompts)
-    except (InvalidArgumentError, CapacityError):
+    except (InvalidArgumentError, CapacityError, ModelChangedError):
         raise
     except Exception as error:
         raise UnresumableModelError(

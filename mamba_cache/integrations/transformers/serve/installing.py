@@ -55,7 +55,6 @@ def install(
     kv_cache_gb: float,
     block_size_tokens: int = 256,
     segment_tokens: int | None = None,
-    on_unresumable: Literal["error", "step"] = "error",
     reuse_answers: bool = True,
     weights_check: WeightsCheck = "sample",
     measure_costs: bool = True,
@@ -80,8 +79,6 @@ def install(
         kv_cache_gb: Likewise for its keys and values.
         block_size_tokens: As for ``PrefixCache``, like those that follow.
         segment_tokens: The most that one forward computes of a prompt.
-        on_unresumable: What becomes of models that do not go on from a saved state: "error" serves
-            them without a cache.
         reuse_answers: Keep the states of answers.
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
@@ -115,7 +112,6 @@ def install(
     check_number("verify_hits", verify_hits, maximum=1)
     check_kind("log_requests", log_requests, bool)
     for name, value, allowed in (
-        ("on_unresumable", on_unresumable, ("error", "step")),
         ("weights_check", weights_check, ("full", "sample", "off")),
         ("events_mode", events_mode, ("resident", "reachable")),
     ):
@@ -136,7 +132,6 @@ def install(
             "kv_cache_gb": kv_cache_gb,
             "block_size_tokens": block_size_tokens,
             "segment_tokens": segment_tokens,
-            "on_unresumable": on_unresumable,
             "reuse_answers": reuse_answers,
             "weights_check": weights_check,
             "measure_costs": measure_costs,
