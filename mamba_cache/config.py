@@ -114,9 +114,6 @@ class CacheConfig:
         store_write_on_use: As ``disk_write_on_use``, of the store.
         store_patience_seconds: For how long a request waits for a store that owes an answer; then
             it is computed. 0: no request waits for the store.
-        trace_path: A file to which a line is added for each request: when it came, how long its
-            prompt is and keyed digests of its blocks, no text and no token ids, for
-            ``mamba-cache bench replay`` (docs/how-to/traces.md). None: no log is kept.
         hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
         hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
             bytes to processes that must agree.
@@ -165,7 +162,6 @@ class CacheConfig:
     store: Any = field(default=None, repr=False)  # its URL may hold a password
     store_write_on_use: int = 2
     store_patience_seconds: float = 0.03
-    trace_path: str | None = None
     hash_algorithm: HashAlgorithm = "xxh3_128"
     hash_secret: bytes | None = field(default=None, repr=False)
 
@@ -184,7 +180,6 @@ class CacheConfig:
         self._check_host_tier()
         self._check_disk_tier()
         self._check_store()
-        self._check_trace()
         self._check_alignment()
         self._check_drafts()
         self._check_choices()
@@ -326,17 +321,6 @@ class CacheConfig:
                 "a store needs a host tier, through whose rows entries come and go: give "
                 "host_cache_gb (GiB)"
             )
-
-    def _check_trace(self) -> None:
-        if self.trace_path is None:
-            return
-        if not isinstance(self.trace_path, (str, os.PathLike)):
-            raise InvalidArgumentError(f"trace_path must be a path, got {self.trace_path!r}")
-        if not self.enable_prefix_caching:
-            raise InvalidArgumentError(
-                "trace_path needs enable_prefix_caching: without it no block is hashed"
-            )
-        object.__setattr__(self, "trace_path", os.fspath(self.trace_path))
 
     def _check_alignment(self) -> None:
         if self.chunk_alignment % self.ssm_chunk_size:

@@ -19,7 +19,6 @@ class Admitted:
     Attributes:
         request_id: Its id; None for a prompt of ``PrefixCache``, which has none.
         num_tokens: Tokens of its prompt.
-        skip_tokens: Tokens of it that are not computed again.
         digests: The digest of each complete block of the prompt.
         block_size_tokens: Tokens of a block.
         will_continue: Whether its sender says that a longer prompt will follow; None: unknown.
@@ -28,11 +27,10 @@ class Admitted:
 
     request_id: Hashable
     num_tokens: int
-    skip_tokens: int
     digests: Sequence[bytes]
     block_size_tokens: int
     will_continue: bool | None = None
-    cache_salt: Hashable = None
+    cache_salt: str | bytes | int | None = None
 
 
 @dataclass(frozen=True, slots=True)

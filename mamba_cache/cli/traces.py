@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import as_ints, check_int
-from mamba_cache.context import TRACE_FORMAT
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.trace import TRACE_FORMAT
 
 __all__ = ["TOKENS_PER_HASH_ID", "TraceRequest", "prompt_tokens", "read_trace"]
 
@@ -101,8 +101,8 @@ def read_trace(
     - a list of block hashes, numbers or strings, of a prompt whose complete blocks they name; or an
       object with such a list as ``hashes``, and where they are known ``length``, ``timestamp``,
       ``will_continue`` and ``tenant``;
-    - a line of a log that ``CacheConfig.trace_path`` asked for, which begins with a line that says
-      what follows.
+    - a line of a log of ``integrations.trace.TraceLog``, which begins with a line that says what
+      follows.
 
     Empty lines are passed over.
 

@@ -17,11 +17,9 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
-from mamba_cache.context.trace_log import TRACE_FORMAT, TraceLog
 from mamba_cache.context.verification import HitToVerify, SkippedVerification, VerificationStats
 
 __all__ = [
-    "TRACE_FORMAT",
     "Admission",
     "CacheStats",
     "CapturedExtractions",
@@ -42,6 +40,5 @@ __all__ = [
     "SharedStore",
     "SkippedVerification",
     "Step",
-    "TraceLog",
     "VerificationStats",
 ]

@@ -68,7 +68,6 @@ from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering
 from mamba_cache.context.tiering import Tiering
-from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.context.verification import (
     HitSampler,
     HitToVerify,
@@ -77,6 +76,7 @@ from mamba_cache.context.verification import (
     log_difference,
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
+from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import RankAgreement, SlotContext, StatesOfBlocks
 from mamba_cache.slots import (
@@ -174,7 +174,6 @@ class DynamicInferenceContext:
             values; None without ``kv_spec``. The last block is the dummy block.
         live_states: The states that running requests read and write,
             ``config.live_rows_per_request`` rows each.
-        trace_log: Where ``config.trace_path`` has requests written; None without.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -234,15 +233,6 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
                 self._closes_lower = finalize(self, self._tiering.lower.abandon)
-        self.trace_log: TraceLog | None = None
-        if config.trace_path is not None:
-            self.trace_log = TraceLog(
-                config.trace_path,
-                block_size_tokens=config.block_size_tokens,
-                secret=config.hash_secret,
-            )
-            # Its thread would outlive a context that nobody closes.
-            finalize(self, self.trace_log.close)
         self._counters = StatsCounters() if shared is None else shared.counters
         self._make_parts(placement, shared)
         if shared is not None and shared.pins is not None:
@@ -276,6 +266,7 @@ class DynamicInferenceContext:
             blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
             self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
         self.listeners = self.kv_block_allocator.listeners
+        self._tells_admitted = shared is None  # the owner of a shared store tells of its prompts
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(
@@ -505,14 +496,27 @@ class DynamicInferenceContext:
             resume_at = check_int("resume_at", resume_at, minimum=0)
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room(), resume_at)
         self.request_table.add(active)
-        if self.trace_log is not None:
-            self.trace_log.add(
-                active.hashes,
-                active.num_tokens,
-                will_continue=active.request.will_continue,
-                cache_salt=active.request.cache_salt,
-            )
+        if self._tells_admitted and self.listeners.wants(Admitted):
+            self._tell_admitted(active)
         return active.current_admission
+
+    def _tell_admitted(self, active: ActiveRequest) -> None:
+        """Tell the listeners of a new request; if one raises, the request is taken back."""
+        request = active.request
+        event = Admitted(
+            request.request_id,
+            active.num_tokens,
+            active.hashes.digests,
+            self.block_size_tokens,
+            will_continue=request.will_continue,
+            cache_salt=request.cache_salt,
+        )
+        self.listeners.put(event)
+        try:
+            self.listeners.tell()
+        except BaseException:
+            self._end(active)
+            raise
 
     @exclusive
     def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
@@ -1326,14 +1330,12 @@ class DynamicInferenceContext:
         return lower.store if lower is not None and isinstance(lower.store, RemoteTier) else None
 
     def close(self) -> None:
-        """End the tiers below the host tier: threads, and a folder's lock; end the log.
+        """End the tiers below the host tier: threads, and a folder's lock.
 
         Whatever is still to be written is written before. The context goes on without them. It
         is called when the context is collected, or at the end of the process, but then what is
         queued for a tier is given up.
         """
-        if self.trace_log is not None:
-            self.trace_log.close()
         if self._tiering is not None and self._tiering.lower is not None:
             self._wait_for_lower(self._tiering)
             self._tiering.lower.close()

@@ -388,8 +388,15 @@ def test_the_page_on_int8_slots(page) -> None:
     assert page("how-to/quantised_slots.md").run().config.slot_quantization == "int8"
 
 
-def test_the_page_on_traces(page) -> None:
-    assert page("how-to/traces.md").run().config.trace_path == "requests.jsonl"
+def test_the_page_on_traces(page, tmp_path) -> None:
+    context = make_context()
+    opened = page("how-to/traces.md", context=context)
+    with contextlib.chdir(tmp_path):
+        log = opened.run().log
+        context.add_request(Request(request_id="a", prompt_tokens=[1] * 20))
+        log.close()
+    assert (log.num_written, log.num_errors) == (1, 0)
+    assert Path(tmp_path, "requests.jsonl").exists()
 
 
 def test_the_page_on_stores(page, monkeypatch) -> None:

@@ -13,6 +13,7 @@ from transformers_rig import BLOCK, budgets
 from mamba_cache.blocks import BlockHashChain
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.trace import TraceLog
 from mamba_cache.slots import AdaptiveSlotPolicy
 
 SHORT = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
@@ -26,7 +27,8 @@ def nemotron():
 def test_hints_are_logged_with_their_prompts(nemotron, generator, tmp_path):
     path = tmp_path / "requests.jsonl"
     prompts = [tokens(generator, BLOCK + 1) for _ in range(3)]
-    with nemotron.cache(trace_path=path) as cache:
+    with nemotron.cache() as cache, TraceLog(path) as log:
+        cache.listeners.add(log)
         cache.generate([prompts[0]], will_continue=True, source="a", **SHORT)
         cache.generate([prompts[1]], **SHORT)
         cache.generate(prompts, will_continue=False, **SHORT)

@@ -8,6 +8,7 @@ from transformers_rig import BLOCK, cached, make_cache, make_model, text
 
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
+from mamba_cache.integrations.trace import TraceLog
 
 FAMILY = "granite 4"
 
@@ -20,7 +21,8 @@ def model():
 def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_path) -> None:
     path = tmp_path / "requests.jsonl"
     head = text(generator, 3 * BLOCK + 1)
-    with make_cache(model, trace_path=path) as cache:
+    with make_cache(model) as cache, TraceLog(path) as log:
+        cache.listeners.add(log)
         cached(cache, head)
         cached(cache, head[:, :-1], cache_salt="somebody")
         cache.generate_batch([head[0].tolist()], max_new_tokens=2, do_sample=False)
@@ -45,7 +47,8 @@ def test_a_prompt_whose_first_token_is_known_is_logged_as_it_came(
 ) -> None:
     path = tmp_path / "requests.jsonl"
     head = text(generator, 3 * BLOCK - 1)  # a token more would fill a block
-    with make_cache(model, trace_path=path) as cache:
+    with make_cache(model) as cache, TraceLog(path) as log:
+        cache.listeners.add(log)
         cached(cache, head)
         cache.generate_batch([head[0].tolist()], max_new_tokens=count, do_sample=False)
     first, batched = read_trace(path)
@@ -57,7 +60,8 @@ def test_a_prompt_that_is_computed_anew_in_smaller_pieces_is_logged_once(
     model, generator, tmp_path, monkeypatch
 ) -> None:
     path = tmp_path / "requests.jsonl"
-    with make_cache(model, trace_path=path, segment_tokens=None) as cache:
+    with make_cache(model, segment_tokens=None) as cache, TraceLog(path) as log:
+        cache.listeners.add(log)
         forward, failures = cache._runner.forward, [torch.OutOfMemoryError()]
 
         def fail_once(*args):
@@ -71,9 +75,3 @@ def test_a_prompt_that_is_computed_anew_in_smaller_pieces_is_logged_once(
         assert cache.stats().requests == 1
     [only] = read_trace(path)
     assert len(only.hash_ids) == 4
-
-
-def test_without_a_path_there_is_no_log(model, generator) -> None:
-    with make_cache(model) as cache:
-        cached(cache, text(generator, BLOCK))
-        assert cache._trace_log is None

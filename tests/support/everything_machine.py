@@ -16,6 +16,7 @@ from verification_rig import verify
 
 from mamba_cache.context import SkippedVerification
 from mamba_cache.context.verification import MAX_WAITING
+from mamba_cache.integrations.trace import TraceLog
 
 LOG = logging.getLogger("mamba_cache.requests")
 
@@ -50,13 +51,14 @@ class Watched:
         return super().more_settings() | {
             "verify_hits": 1.0,
             "log_requests": True,
-            "trace_path": str(Path(self.home.name, "trace")),
             "max_pinned_share": 0.5,
         }
 
     def open_context(self, **options):
         context = super().open_context(**options)
         self.num_added = self.lines.count = 0
+        self.trace = TraceLog(Path(self.home.name, "trace"))
+        context.listeners.add(self.trace)
         add_request = context.add_request
 
         def add(*args, **kwargs):
@@ -101,14 +103,15 @@ class Watched:
     def each_request_has_its_line(self):
         if hasattr(self, "context"):
             assert self.lines.count == self.context.stats().requests
-            trace = self.context.trace_log
-            trace.flush()
-            assert (trace.num_written, trace.num_dropped) == (self.num_added, 0)
+            self.trace.flush()
+            assert (self.trace.num_written, self.trace.num_dropped) == (self.num_added, 0)
 
     def teardown(self):
         try:
             super().teardown()
         finally:
+            if hasattr(self, "trace"):
+                self.trace.close()
             LOG.removeHandler(self.lines)
             LOG.setLevel(self.level)
             LOG.propagate = self.propagates

@@ -1,7 +1,6 @@
 """The log of requests: what stands in it, what it survives, and that a replay finds the same."""
 
 import errno
-import gc
 import json
 import os
 import threading
@@ -14,8 +13,10 @@ from engine_rig import MODEL, cache_config
 from mamba_cache.blocks import compute_block_hashes
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
-from mamba_cache.context import Request, TraceLog, trace_log
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.context import Request
+from mamba_cache.events import Admitted, Removed
+from mamba_cache.integrations import trace
+from mamba_cache.integrations.trace import TraceLog
 from mamba_cache.reference import Engine, SamplingParams
 
 FIRST = SamplingParams(max_new_tokens=1)
@@ -39,9 +40,21 @@ def serve(engine, requests):
         list(engine.stream())
 
 
+def admitted(length, *, tokens=None, **fields):
+    hashes = compute_block_hashes(list(range(length)) if tokens is None else tokens, 4)
+    return Admitted(None, length, hashes.digests, 4, **fields)
+
+
 def add(log, *lengths):
     for length in lengths:
-        log.add(compute_block_hashes(list(range(length)), 4), length)
+        log(admitted(length))
+
+
+def logging_engine(config, path):
+    """An engine, and the log of its requests."""
+    engine, log = Engine(MODEL, config), TraceLog(path)
+    engine.context.listeners.add(log)
+    return engine, log
 
 
 def written(path):
@@ -55,11 +68,11 @@ def test_a_replay_of_the_log_hits_what_the_engine_hit(tmp_path, rng, policy):
     budgets = {"max_slots": 6, "num_kv_blocks": 40}
     config = cache_config(
         **budgets, slot_policy=policy, max_sequence_length=160, max_tokens=160,
-        max_requests=1, trace_path=path,
+        max_requests=1,
     )  # fmt: skip
-    engine = Engine(MODEL, config)
+    engine, log = logging_engine(config, path)
     serve(engine, prompts(rng, 120))
-    engine.context.close()
+    log.close()
     stats = engine.context.stats()
     assert stats.skipped_tokens > 0
     assert stats.evicted_blocks > 0
@@ -74,11 +87,11 @@ def test_a_replay_of_the_log_hits_what_the_engine_hit(tmp_path, rng, policy):
 
 def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     path = tmp_path / "log"
-    log = TraceLog(path, block_size_tokens=4)
-    hashes = compute_block_hashes([11, 12, 13, 14, 15, 16, 17, 18, 19], 4)
-    log.add(hashes, 9, will_continue=False, cache_salt="somebody")
-    log.add(hashes, 9)
-    log.close()
+    event = admitted(9, will_continue=False, cache_salt="somebody")
+    with TraceLog(path) as log:
+        log(event)
+        log(admitted(9))
+        log(Removed("block", (1,), (2,)))
     content = path.read_text(encoding="utf-8")
     header, first, second = map(json.loads, content.splitlines())
     assert header.keys() == {"mamba_cache_trace", "block_size_tokens", "began"}
@@ -87,32 +100,17 @@ def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     assert first["hashes"] == second["hashes"]
     assert len(set(first["hashes"])) == 2
     assert first["timestamp"] <= second["timestamp"]
-    assert not any(digest.hex()[:12] in content for digest in hashes.digests)
+    assert not any(digest.hex()[:12] in content for digest in event.digests)
     assert "somebody" not in content
     assert path.stat().st_mode & 0o077 == 0, "others need not read it"
 
 
-def test_who_writes_is_woken_once_when_the_queue_is_half_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_log, "_MAX_QUEUED", 8)
-    log = TraceLog(tmp_path / "log", block_size_tokens=4)
-    woken_at = []
-
-    class Wake:
-        def set(self):
-            woken_at.append(len(log._queue))
-
-    log._wake, log._thread = Wake(), threading.current_thread()  # which writes nothing
-    for _ in range(9):
-        add(log, 8)
-    assert woken_at == [4]
-
-
 def test_a_context_logs_what_it_was_told_of_a_request(tmp_path):
-    config = make_config(trace_path=tmp_path / "log")
-    context = make_context(config)
+    context, log = make_context(make_config()), TraceLog(tmp_path / "log")
+    context.listeners.add(log)
     for name, hint in enumerate((True, False, None)):
         context.add_request(Request(request_id=name, prompt_tokens=[1] * 20, will_continue=hint))
-    context.close()
+    log.close()
     lines = written(tmp_path / "log")
     assert [line.get("will_continue") for line in lines] == [True, False, None]
 
@@ -120,7 +118,7 @@ def test_a_context_logs_what_it_was_told_of_a_request(tmp_path):
 def test_logs_go_together_only_under_one_secret(tmp_path):
     names = []
     for number, secret in enumerate([None, None, b"s", b"s", b"t"]):
-        log = TraceLog(tmp_path / str(number), block_size_tokens=4, secret=secret)
+        log = TraceLog(tmp_path / str(number), secret=secret)
         add(log, 8)
         log.close()
         names.append(tuple(written(tmp_path / str(number))[0]["hashes"]))
@@ -129,10 +127,10 @@ def test_logs_go_together_only_under_one_secret(tmp_path):
 
 
 def test_a_thread_writes_what_is_queued_without_being_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_log, "_SECONDS_BETWEEN_WRITES", 0.001)
-    log = TraceLog(tmp_path / "log", block_size_tokens=4)
-    was_written, append = threading.Event(), trace_log._append
-    monkeypatch.setattr(trace_log, "_append", lambda *given: (append(*given), was_written.set()))
+    monkeypatch.setattr(trace, "_SECONDS_BETWEEN_WRITES", 0.001)
+    log = TraceLog(tmp_path / "log")
+    was_written, append = threading.Event(), trace._append
+    monkeypatch.setattr(trace, "_append", lambda *given: (append(*given), was_written.set()))
     add(log, 8)
     assert log._thread.daemon  # a log that nobody closes keeps no process from its end
     assert was_written.wait(60)
@@ -141,10 +139,10 @@ def test_a_thread_writes_what_is_queued_without_being_asked(tmp_path, monkeypatc
 
 
 def test_a_full_queue_drops_and_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_log, "_MAX_QUEUED", 4)
-    monkeypatch.setattr(trace_log, "_SECONDS_BETWEEN_WRITES", 1e6)
+    monkeypatch.setattr(trace, "_MAX_QUEUED", 4)
+    monkeypatch.setattr(trace, "_SECONDS_BETWEEN_WRITES", 1e6)
     monkeypatch.setattr(TraceLog, "_run", lambda self: None)
-    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    log = TraceLog(tmp_path / "log")
     add(log, 1, 2, 3, 4, 5, 6)
     assert log.num_dropped == 2
     log.flush()
@@ -155,22 +153,9 @@ def test_a_full_queue_drops_and_counts(tmp_path, monkeypatch):
     assert (log.num_written, log.num_dropped, log.num_errors) == (5, 3, 0)
 
 
-def test_half_a_full_queue_wakes_the_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_log, "_MAX_QUEUED", 8)
-    monkeypatch.setattr(trace_log, "_SECONDS_BETWEEN_WRITES", 1e6)
-    log = TraceLog(tmp_path / "log", block_size_tokens=4)
-    woken = threading.Event()
-    monkeypatch.setattr(log, "_write_queued", woken.set)
-    add(log, 1, 2, 3)
-    add(log, 4)
-    assert woken.wait(60)
-    monkeypatch.undo()
-    log.close()
-
-
 def test_a_disk_that_is_full_costs_lines_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "log"
-    log = TraceLog(path, block_size_tokens=4)
+    log = TraceLog(path)
     add(log, 1)
     log.flush()
     write = os.write
@@ -194,28 +179,15 @@ def test_a_disk_that_is_full_costs_lines_and_nothing_else(tmp_path, monkeypatch)
 
 
 def test_a_path_that_cannot_be_opened_is_counted_and_the_engine_serves(tmp_path, rng):
-    engine = Engine(MODEL, cache_config(trace_path=tmp_path / "no" / "such" / "folder"))
+    engine, log = logging_engine(cache_config(), tmp_path / "no" / "such" / "folder")
     serve(engine, [([1, 2, 3], None, None)])
-    engine.context.close()
-    log = engine.context.trace_log
+    log.close()
     assert (log.num_written, log.num_dropped, log.num_errors) == (0, 1, 1)
     assert engine.context.stats().requests == 1
 
 
-def test_a_context_that_nobody_closes_writes_its_log(tmp_path):
-    path = tmp_path / "log"
-    engine = Engine(MODEL, cache_config(trace_path=path))
-    serve(engine, [([1, 2, 3], None, None), ([4] * 20, None, None)])
-    thread = engine.context.trace_log._thread
-    del engine
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert [line["length"] for line in written(path)] == [3, 20]
-
-
 def test_a_log_says_once_what_it_is(tmp_path):
-    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    log = TraceLog(tmp_path / "log")
     for length in (3, 5):
         add(log, length)
         log.flush()
@@ -226,7 +198,7 @@ def test_a_log_says_once_what_it_is(tmp_path):
 
 def test_a_log_is_added_to(tmp_path):
     for length in (3, 5):
-        log = TraceLog(tmp_path / "log", block_size_tokens=4)
+        log = TraceLog(tmp_path / "log")
         log.flush()
         add(log, length)
         log.close()
@@ -235,7 +207,7 @@ def test_a_log_is_added_to(tmp_path):
 
 
 def test_a_process_that_was_forked_leaves_the_log_alone(tmp_path, monkeypatch):
-    log = TraceLog(tmp_path / "log", block_size_tokens=4)
+    log = TraceLog(tmp_path / "log")
     monkeypatch.setattr(os, "getpid", lambda: -1)
     add(log, 3)
     log.flush()
@@ -248,24 +220,41 @@ def test_a_process_that_was_forked_leaves_the_log_alone(tmp_path, monkeypatch):
 
 def test_a_request_that_is_preempted_and_resumed_is_one_line(tmp_path, rng):
     path = tmp_path / "log"
-    config = cache_config(num_kv_blocks=12, max_requests=3, trace_path=path)
-    engine = Engine(MODEL, config)
+    engine, log = logging_engine(cache_config(num_kv_blocks=12, max_requests=3), path)
     lengths = [20, 21, 22]
     engine.generate(
         [np.arange(1, n + 1).tolist() for n in lengths], SamplingParams(max_new_tokens=24)
     )
-    engine.context.close()
+    log.close()
     assert engine.context.stats().requests > 3, "one was resumed"
     assert sorted(line["length"] for line in written(path)) == lengths
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"trace_path": 3}, "trace_path must be a path, got 3"),
-        ({"trace_path": "x", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
-    ],
-)
-def test_settings_are_checked(settings, complaint):
-    with pytest.raises(InvalidArgumentError, match=complaint):
-        cache_config(**settings)
+def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(trace.atexit, "register", at_exit.append)
+    log = TraceLog(tmp_path / "log")
+    add(log, 3, 20)
+    [close] = at_exit
+    close()
+    assert not log._thread.is_alive()
+    assert [line["length"] for line in written(tmp_path / "log")] == [3, 20]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_listener_that_raises_takes_the_request_back_and_keeps_the_cache(error):
+    context, heard = make_context(), []
+
+    def fails(event):
+        raise error("full")
+
+    context.listeners.add(fails, Admitted)
+    context.listeners.add(heard.append, Admitted)
+    request = Request(request_id="a", prompt_tokens=[1] * 20)
+    with pytest.raises(error, match="full"):
+        context.add_request(request)
+    assert not list(context.request_table)
+    context.check_invariants()
+    context.listeners.remove(fails)
+    context.add_request(request)
+    assert [event.request_id for event in heard] == ["a", "a"]

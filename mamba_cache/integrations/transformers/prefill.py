@@ -307,11 +307,10 @@ class Prefiller:
 
     def _count(self, record: SequenceRecord, start: int, hint: PromptHint) -> None:
         match, counters = record.match, self._store.counters
-        if self._store.trace_log is not None:
-            tokens, chain, (salt, _) = record.prompt
-            self._store.trace_log.add(
-                chain.hashes, len(tokens), will_continue=hint.will_continue, cache_salt=salt
-            )
+        tokens, chain, (salt, _) = record.prompt
+        self._store.tell_admitted(
+            chain.hashes, len(tokens), will_continue=hint.will_continue, cache_salt=salt
+        )
         if self._store.watch is not None:
             self._store.watch.counted(record, start)
         if start or not match.skip_tokens:

@@ -6,7 +6,6 @@ import math
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -16,7 +15,7 @@ from mamba_cache._checks import as_items, check_choice, check_int, check_kind, c
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import SlotPolicyName
-from mamba_cache.context import Pin, TraceLog, VerificationStats
+from mamba_cache.context import Pin, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -126,8 +125,6 @@ class PrefixCache:
             to 1, in ``verify_pending``.
         log_requests: Log a line for each prompt, in the logger ``mamba_cache.requests`` at level
             INFO: what was found of it, where, and why not more.
-        trace_path: A file to which a line is added for each prompt: when it came, its length and
-            keyed digests of its blocks, no text and no token ids, for ``mamba-cache bench replay``.
         store: A store of prefixes that several processes share, on this machine or others: a
             ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
         hash_secret: The same secret bytes in all processes that share a store.
@@ -165,7 +162,6 @@ class PrefixCache:
         disk_cache_gb: float = 16.0,
         verify_hits: float = 0.0,
         log_requests: bool = False,
-        trace_path: str | os.PathLike[str] | None = None,
         store: Any = None,
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
@@ -229,11 +225,6 @@ class PrefixCache:
             fewest_tokens=self._batcher_settings.fewest_tokens,
         )
         self._batcher: Batcher | None = None
-        self._trace_log = None
-        if trace_path is not None:
-            self._trace_log = TraceLog(trace_path, block_size_tokens=block_size_tokens)
-            weakref.finalize(self, self._trace_log.close)  # its thread would outlive this
-        self._store.trace_log = self._trace_log
         if verify_hits or log_requests:
             self._store.watch = PromptWatch(self._store, verify_hits=verify_hits, logs=log_requests)
         self._is_closed = False
@@ -720,8 +711,6 @@ class PrefixCache:
         tiers, self._store.tiers = self._store.tiers, None
         if tiers is not None:
             tiers.close()
-        if self._trace_log is not None:
-            self._trace_log.close()
         self._batcher = None
         self._store.close()
 

@@ -16,16 +16,15 @@ import torch
 from mamba_cache._guard import CallGuard
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
-from mamba_cache.blocks import BlockHashChain, ExtraKey, KVBlockAllocator
+from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
-from mamba_cache.context.trace_log import TraceLog
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
-from mamba_cache.events import Removed, Stored
+from mamba_cache.events import Admitted, Removed, Stored
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.prompts import PromptHint
@@ -110,7 +109,6 @@ class PrefixStore:
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
         self.watch: PromptWatch | None = None
-        self.trace_log: TraceLog | None = None
 
     @outside_inference_mode
     def _make_slots(self, num_slots: int, eviction: SlotEvictionPolicy) -> SlotPool:
@@ -377,6 +375,22 @@ class PrefixStore:
         # Listeners know prefixes by their tokens alone, so it must be one key's.
         self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
         return self._told_lora_id == lora_id
+
+    def tell_admitted(
+        self,
+        hashes: BlockHashes,
+        num_tokens: int,
+        *,
+        will_continue: bool | None,
+        cache_salt: ExtraKey,
+    ) -> None:
+        """Tell the listeners that a prompt was admitted."""
+        listeners = self.kv_blocks.listeners
+        if listeners.wants(Admitted):
+            size = self.layout.block_size_tokens
+            event = Admitted(None, num_tokens, hashes.digests, size, will_continue, cache_salt)
+            listeners.put(event)
+            listeners.tell()
 
     def stats(self) -> CacheStats:
         """Returns what the cache did so far and what it holds now."""

@@ -297,13 +297,12 @@ class Batcher:
         first.children = made[1:]
         self._num_requests += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
-        if self._store.trace_log is not None:
-            self._store.trace_log.add(
-                prepared.hashes,
-                len(prepared.tokens),
-                will_continue=will_continue,
-                cache_salt=cache_salt,
-            )
+        self._store.tell_admitted(
+            prepared.hashes,
+            len(prepared.tokens),
+            will_continue=will_continue,
+            cache_salt=cache_salt,
+        )
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
             one.most_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)

@@ -1,0 +1,153 @@
+"""The trace log: a listener that writes a line for each request, for ``mamba-cache replay``."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import Final
+
+from mamba_cache.events import Admitted, Event
+from mamba_cache.tiers import tenant_digest
+
+__all__ = ["TRACE_FORMAT", "TraceLog"]
+
+TRACE_FORMAT: Final = "mamba_cache_trace"
+"""Key of the first line of a log; its value is the version of the format."""
+
+_MAX_QUEUED: Final = 4096
+_SECONDS_BETWEEN_WRITES: Final = 1.0
+
+
+class TraceLog:
+    """A listener that appends a line for each admitted request to a file.
+
+    A line holds no text and no token ids, but 8 bytes of a keyed digest of each complete block of
+    the prompt. A thread writes once a second; requests do not wait for it. Lines that do not fit
+    the queue, or that cannot be written, are dropped and counted.
+
+    Example::
+
+        with TraceLog("requests.jsonl") as log:
+            context.listeners.add(log)
+            ...
+
+    Args:
+        path: The file, readable for its owner only. Give each process its own.
+        secret: Key of the digests; logs with equal keys can be joined. Default: drawn at random,
+            and not written anywhere.
+
+    Attributes:
+        num_written: Requests written.
+        num_dropped: Requests dropped.
+        num_errors: Writes that failed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, secret: bytes | None = None) -> None:
+        self._path = os.fspath(path)
+        self.num_written = self.num_dropped = self.num_errors = 0
+        self._key = hashlib.blake2b(secret or os.urandom(32), person=b"mc trace log").digest()
+        self._began = time.monotonic()
+        self._queue: deque[tuple[float, Admitted]] = deque()
+        self._pid = os.getpid()
+        self._has_header = False
+        self._closing = threading.Event()
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> TraceLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __call__(self, event: Event) -> None:
+        """Queue an ``Admitted`` event; ignore others."""
+        if not isinstance(event, Admitted):
+            return
+        # A forked process has neither the thread nor a right to the file.
+        if self._closing.is_set() or len(self._queue) >= _MAX_QUEUED or os.getpid() != self._pid:
+            self.num_dropped += 1
+            return
+        self._queue.append(((time.monotonic() - self._began) * 1e3, event))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mamba-cache-trace", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        with self._writing:
+            entries = [self._queue.popleft() for _ in range(len(self._queue))]
+            if not entries or os.getpid() != self._pid:
+                return
+            lines = [self._fields(*entry) for entry in entries]
+            if not self._has_header:
+                lines.insert(0, _header(entries[0][1]))
+            content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+            try:
+                _append(self._path, content)
+            except OSError:
+                self.num_errors += 1
+                self.num_dropped += len(entries)
+            else:
+                self._has_header = True
+                self.num_written += len(entries)
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread. Later requests are dropped."""
+        self._closing.set()
+        if self._thread is not None and os.getpid() == self._pid:
+            self._thread.join()
+            atexit.unregister(self.close)
+        self.flush()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_SECONDS_BETWEEN_WRITES):
+            self.flush()
+
+    def _fields(self, milliseconds: float, event: Admitted) -> dict[str, object]:
+        hashes = [
+            hashlib.blake2b(digest, digest_size=8, key=self._key).hexdigest()
+            for digest in event.digests
+        ]
+        fields: dict[str, object] = {
+            "timestamp": round(milliseconds, 1), "length": event.num_tokens, "hashes": hashes
+        }  # fmt: skip
+        if event.will_continue is not None:
+            fields["will_continue"] = event.will_continue
+        if event.cache_salt is not None:
+            fields["tenant"] = tenant_digest(self._key, event.cache_salt).hex()
+        return fields
+
+
+def _header(event: Admitted) -> dict[str, object]:
+    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {TRACE_FORMAT: 1, "block_size_tokens": event.block_size_tokens, "began": began}
+
+
+def _append(path: str, content: bytes) -> None:
+    """Append all of the content or nothing.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(file).st_size
+        if os.write(file, content) != len(content):
+            os.ftruncate(file, size)
+            raise OSError("the file took only a part of the lines")
+    finally:
+        os.close(file)
