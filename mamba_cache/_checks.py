@@ -21,6 +21,7 @@ __all__ = [
     "check_kind",
     "check_names",
     "check_number",
+    "check_secret",
     "is_unreadable",
 ]
 
@@ -90,6 +91,18 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def check_secret(name: str, secret: object) -> bytes | None:
+    """Return a secret, or None if none is given.
+
+    Raises:
+        InvalidArgumentError: It is empty or not ``bytes``. The message does not show it.
+    """
+    if secret is None or (isinstance(secret, bytes) and secret):
+        return secret
+    got = "none" if isinstance(secret, bytes) else type(secret).__name__
+    raise InvalidArgumentError(f"{name} must be bytes, at least one of them, or None, got {got}")
 
 
 def check_names(name: str, values: Any) -> tuple[str, ...]:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, get_args
 
-from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_names, check_number
+from mamba_cache._checks import (
+    INT32_MAX,
+    check_choice,
+    check_int,
+    check_names,
+    check_number,
+    check_secret,
+)
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
@@ -24,7 +31,8 @@ MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 _MAX_GB = 2.0**33
 """GiB that an address of 63 bits reaches."""
 
-HashAlgorithm = Literal["xxh3_128", "sha256"]
+HashAlgorithm = Literal["blake2b", "sha256", "xxh3_128"]
+"""Hash functions of block digests (docs/explanation/threat_model.md)."""
 
 SlotPolicyName = Literal["adaptive", "lru", "consumed", "score"]
 
@@ -114,9 +122,12 @@ class CacheConfig:
         store_write_on_use: As ``disk_write_on_use``, of the store.
         store_patience_seconds: For how long a request waits for a store that owes an answer; then
             it is computed. 0: no request waits for the store.
-        hash_algorithm: "xxh3_128", or "sha256" where tenants do not trust each other.
-        hash_secret: Key of the block hashes. Default: drawn anew in each process. Give the same
-            bytes to processes that must agree.
+        hash_algorithm: Hash function of block digests. "blake2b" is keyed with ``hash_secret``, and
+            a client cannot craft a prompt that matches another one. "sha256" is as safe, with
+            digests of 32 bytes. "xxh3_128" is fast, and only for where every client is trusted.
+        hash_secret: Key of the block digests, not empty. Default: drawn anew in each process; with
+            ``disk_cache_path`` drawn once and kept in a file there. Give the same bytes to
+            processes that must agree.
 
     Raises:
         InvalidArgumentError: A value is out of range, or two do not fit each other.
@@ -162,7 +173,7 @@ class CacheConfig:
     store: Any = field(default=None, repr=False)  # its URL may hold a password
     store_write_on_use: int = 2
     store_patience_seconds: float = 0.03
-    hash_algorithm: HashAlgorithm = "xxh3_128"
+    hash_algorithm: HashAlgorithm = "blake2b"
     hash_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -357,11 +368,8 @@ class CacheConfig:
         object.__setattr__(self, "quantized_tensors", names)
         check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
         self._check_count("slot_rounding_seed", minimum=0)
-        check_choice("hash_algorithm", self.hash_algorithm, ("xxh3_128", "sha256"))
-        if self.hash_secret is not None and not isinstance(self.hash_secret, bytes):
-            raise InvalidArgumentError(
-                f"hash_secret must be bytes or None, got {type(self.hash_secret).__name__}"
-            )
+        check_choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
+        check_secret("hash_secret", self.hash_secret)
 
     def _check_diagnostics(self) -> None:
         rate = check_number("verify_hits", self.verify_hits, maximum=1)

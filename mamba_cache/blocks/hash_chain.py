@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, as_items, check_int
-from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey
+from mamba_cache.blocks.hashing import BlockHasher, BlockHashes, ExtraKey, encode_keys
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.errors import InvalidArgumentError
 
@@ -22,10 +22,12 @@ _TOKEN_BYTES = 4
 class BlockHashChain:
     """The block hashes of one sequence that grows.
 
-    The digest of a block is the hash of its parent's digest followed by the block's tokens as
-    little-endian int32, so it names the whole prefix. Block 0's parent is a root made of the
-    hasher's secret, the block size, the salt and the LoRA id. A multimodal key is mixed into the
-    parent of the block in which its position lies, so it concerns that block and all after it.
+    The digest of a block is the hash of its parent's digest, the block's tokens as little-endian
+    int32, and the block's multimodal keys, so it names the whole prefix. Digests and blocks have
+    one size each, and every key is encoded with its length: different inputs never give the same
+    bytes. Block 0's parent is a root made of the hasher's secret, the block size, the salt and the
+    LoRA id. A multimodal key belongs to the block in which its position lies, so it concerns that
+    block and all after it.
 
     Args:
         block_size_tokens: Tokens of one block, >= 1.
@@ -108,7 +110,7 @@ class BlockHashChain:
             return chain
         end = check_int("num_blocks", num_blocks, minimum=0, maximum=len(self._digests))
         chain._parent = self.parent_digest(end)
-        # Keys of a block are mixed in when it is hashed, and then forgotten.
+        # Keys of a block are forgotten when it is hashed.
         chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
         chain._digests, chain._ids = self._digests[:end], self._ids[:end]
         chain._tail = bytearray()
@@ -173,17 +175,25 @@ class BlockHashChain:
         self._tail += data[complete:]
 
     def _hash_blocks(self, data: memoryview) -> None:
-        """Hash whole blocks, in runs that start where keys must be mixed in."""
+        """Hash whole blocks: one by one where they have keys, and in runs between."""
         while data:
             next_block = len(self._digests)
-            if self._keys and self._keys[-1][0] == next_block:
-                self._parent = self._hasher.with_keys(self._parent, self._keys.pop()[1])
             if not self._keys:
                 self._hash_run(data)
                 return
-            run = (self._keys[-1][0] - next_block) * self._block_bytes
-            self._hash_run(data[:run])
-            data = data[run:]
+            num_plain = self._keys[-1][0] - next_block
+            if num_plain:
+                end = num_plain * self._block_bytes
+                self._hash_run(data[:end])
+            else:
+                end = self._block_bytes
+                self._hash_with_keys(bytes(data[:end]), self._keys.pop()[1])
+            data = data[end:]
+
+    def _hash_with_keys(self, block: bytes, keys: list[tuple[int, str | bytes]]) -> None:
+        encoded = encode_keys(*(part for key in keys for part in key))
+        self._parent = self._hasher.digest(self._parent + block + encoded)
+        self._digests.append(self._parent)
 
     def _hash_run(self, data: memoryview) -> None:
         digest, parent = self._hasher.digest, self._parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 import zmq
 
 from mamba_cache.blocks import BlockHashChain, BlockHasher, KVBlockAllocator
@@ -100,8 +100,8 @@ class Books:
         for index, each in enumerate(self._path(hash_id) or []):
             data = np.array(self.blocks[each][1], "<i4").tobytes()
             start = before.to_bytes(8, "little") if index else b""
-            digest = xxhash.xxh3_128_digest(start + data)
-            before = int.from_bytes(digest[:8], "little")
+            digest = hashlib.blake2b(start + data, digest_size=8).digest()
+            before = int.from_bytes(digest, "little")
         return before
 
     def _path(self, hash_id: int | None) -> list[int] | None:

@@ -14,12 +14,16 @@ from mamba_cache.blocks import (
     as_token_array,
     compute_block_hashes,
 )
-from mamba_cache.blocks.hashing import _encode, hash_id_of
+from mamba_cache.blocks.hashing import encode_keys, hash_id_of
 from mamba_cache.errors import InvalidArgumentError
 
 HASHERS = pytest.mark.parametrize(
-    "hasher", [BlockHasher("xxh3_128", b"key"), BlockHasher("sha256", b"key")], ids=str
+    "hasher", [BlockHasher(name, b"key") for name in ("blake2b", "sha256", "xxh3_128")], ids=str
 )
+
+
+def blake2b(data, person=b"mamba_cache node", key=b"key"):
+    return hashlib.blake2b(data, key=key, person=person, digest_size=16).digest()
 
 
 @pytest.fixture
@@ -35,20 +39,46 @@ def hashes(tokens, **options):
 @pytest.mark.parametrize(
     ("algorithm", "reference"),
     [
+        ("blake2b", blake2b),
         ("xxh3_128", xxhash.xxh3_128_digest),
         ("sha256", lambda data: hashlib.sha256(data).digest()),
     ],
 )
-def test_a_digest_hashes_the_full_parent_digest_and_the_tokens_as_int32(
+def test_a_digest_is_of_the_parent_digest_the_tokens_as_int32_and_the_keys(
     tokens, algorithm, reference
 ):
     hasher = BlockHasher(algorithm, b"key")
     parent = hasher.root(4, None, None)
     expected = []
     for start in range(0, 48, 4):
-        parent = reference(parent + np.array(tokens[start : start + 4], dtype="<i4").tobytes())
+        data = parent + np.array(tokens[start : start + 4], dtype="<i4").tobytes()
+        if start == 20:
+            data += encode_keys(1, "a", 3, b"b")
+        parent = reference(data)
         expected.append(parent)
-    assert hashes(tokens, hasher=hasher).digests == tuple(expected)
+    keys = [(23, b"b"), (21, "a")]
+    assert hashes(tokens, hasher=hasher, multimodal_keys=keys).digests == tuple(expected)
+
+
+@HASHERS
+def test_the_root_is_keyed_and_names_block_size_salt_and_adapter(hasher):
+    spelled = hashlib.blake2b(
+        encode_keys(4, "salt", 7),
+        key=b"key",
+        person=b"mamba_cache root",
+        digest_size=hasher.digest_size_bytes,
+    )
+    assert hasher.root(4, "salt", 7) == spelled.digest()
+
+
+def test_a_secret_of_any_length_keys_every_block():
+    """All of a secret that is longer than a key of BLAKE2b counts."""
+    secrets = [b"s", b"s\0", bytes(64), bytes(65), bytes(66), bytes(65) + b"\1"]
+    hashers = [BlockHasher(secret=secret) for secret in secrets]
+    assert len({hasher.digest(b"parent and tokens") for hasher in hashers}) == len(secrets)
+    assert len({hasher.root(1, None, None) for hasher in hashers}) == len(secrets)
+    long = hashlib.blake2b(bytes(65), person=b"mamba_cache key").digest()
+    assert BlockHasher(secret=bytes(65)).digest(b"x") == blake2b(b"x", key=long)
 
 
 @HASHERS
@@ -99,8 +129,8 @@ KEYS = [
     {"multimodal_keys": [(0, b"image"), (0, b"image")]},
     {"multimodal_keys": [(0, b"im"), (0, b"age")]},
     {"hasher": BlockHasher(secret=b"other")},
-    {"hasher": BlockHasher(secret=b"")},
     {"hasher": BlockHasher("sha256", b"key")},
+    {"hasher": BlockHasher("xxh3_128", b"key")},
 ]
 
 
@@ -132,7 +162,7 @@ def test_a_block_with_a_multimodal_key_names_the_prefix_before_it_too():
     assert not set(one) & set(other)
 
 
-@pytest.mark.parametrize(("algorithm", "size"), [("xxh3_128", 16), ("sha256", 32)])
+@pytest.mark.parametrize(("algorithm", "size"), [("blake2b", 16), ("xxh3_128", 16), ("sha256", 32)])
 def test_a_hasher_says_what_it_is(algorithm, size):
     hasher = BlockHasher(algorithm)
     assert (hasher.algorithm, hasher.digest_size_bytes) == (algorithm, size)
@@ -145,13 +175,17 @@ def test_the_order_of_multimodal_keys_is_free(tokens):
     assert hashes(tokens, multimodal_keys=keys) == hashes(tokens, multimodal_keys=keys[::-1])
 
 
-def test_a_multimodal_key_cannot_be_spelled_in_tokens(tokens):
-    """Mixing a key in is no chain step, so no block of tokens gives the parent it gives."""
-    hasher = BlockHasher("sha256", b"key")
-    root = hasher.root(4, None, None)
-    mixed = hasher.with_keys(root, [(0, "image")])
-    assert mixed != hasher.digest(_encode(root, 0, "image"))
-    assert len(mixed) == hasher.digest_size_bytes
+def test_a_multimodal_key_cannot_be_spelled_in_tokens():
+    """The same bytes as a longer block's tokens give another digest: the root names the size."""
+    key = encode_keys(0, "image ") + b"\0" * (-len(encode_keys(0, "image ")) % 4)
+    hasher = BlockHasher(secret=b"key")
+    keyed = compute_block_hashes([1, 2], 2, multimodal_keys=[(0, "image ")], hasher=hasher)
+    size = 2 + len(key) // 4
+    spelled = compute_block_hashes(
+        [1, 2, *np.frombuffer(key, dtype="<i4").tolist()], size, hasher=hasher
+    )
+    assert (len(keyed), len(spelled)) == (1, 1)
+    assert keyed.digest(0) != spelled.digest(0)
 
 
 def test_the_default_secret_is_the_process_s_own(tokens):
@@ -193,6 +227,11 @@ BAD_TOKENS = [
     ([3, True], "got True at position 1"),
     ([3, 1.0], "got 1.0 at position 1"),
     ([3, "a"], "got 'a' at position 1"),
+    ([3, np.True_], "got .*True.* at position 1"),
+    ([3, torch.tensor(5)], r"got tensor\(5\) at position 1"),
+    ([np.int64(3), np.int64(-1)], "got .*-1.* at position 1"),
+    ([2**31 - 1, np.uint64(2**63)], "at position 1"),
+    ((1, 2, -3), "got -3 at position 2"),
     ([[1, 2]], r"got \[1, 2\] at position 0"),
     ("text", "got str"),
     (7, "got int"),
@@ -258,6 +297,10 @@ def test_bad_hashers_and_digests_are_refused():
         BlockHasher("md5")
     with pytest.raises(InvalidArgumentError, match="got str"):
         BlockHasher(secret="text")
+    with pytest.raises(
+        InvalidArgumentError, match=r"secret must be bytes, at least one .* got none"
+    ):
+        BlockHasher(secret=b"")
     for digests in ([b"short"], [7], [b"x" * 16, b"x" * 32]):
         with pytest.raises(InvalidArgumentError, match="digest"):
             BlockHashes(digests)

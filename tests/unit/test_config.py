@@ -166,8 +166,9 @@ def test_policies_are_compared_by_value(given: Any) -> None:
         ({"eviction_policy": ["lru"]}, r"one of \['lru', 'ref_zero'\], got \['lru'\]"),
         ({"eviction_policy": np.array(["lru", "lru"])}, r"one of \['lru', 'ref_zero'\]"),
         ({"eviction_policy": "fifo"}, r"one of \['lru', 'ref_zero'\], got 'fifo'"),
-        ({"hash_algorithm": "md5"}, r"one of \['xxh3_128', 'sha256'\], got 'md5'"),
-        ({"hash_secret": "key"}, r"hash_secret must be bytes or None, got str"),
+        ({"hash_algorithm": "md5"}, r"one of \['blake2b', 'sha256', 'xxh3_128'\], got 'md5'"),
+        ({"hash_secret": "key"}, r"hash_secret must be bytes, at least one of them, .* got str"),
+        ({"hash_secret": b""}, r"hash_secret must be bytes, at least one of them, .* got none"),
     ],
 )
 def test_choices(settings: dict[str, Any], expected: str) -> None:

@@ -36,7 +36,7 @@ def memory_of(context):
     return [*tensors, slots.conv_states, slots.ssm_states]
 
 
-@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+@pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
 def test_tenants_adapters_and_images_share_nothing(algorithm):
     """Removed to see it fail: each of salt, LoRA id and multimodal keys in ``BlockHasher``."""
     context = make_context(make_config(hash_algorithm=algorithm))
@@ -48,7 +48,7 @@ def test_tenants_adapters_and_images_share_nothing(algorithm):
         assert generate(context, PROMPT, 1, **options)[2].skip_tokens == 3 * BLOCK, options
 
 
-@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+@pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
 def test_hashes_are_made_with_the_algorithm_and_secret_of_the_settings(algorithm):
     secret = b"known to the ranks of one model"
     context = make_context(make_config(hash_algorithm=algorithm, hash_secret=secret))
@@ -57,7 +57,7 @@ def test_hashes_are_made_with_the_algorithm_and_secret_of_the_settings(algorithm
 
 
 @pytest.mark.parametrize("num_ids", [1, 3])
-@pytest.mark.parametrize("algorithm", ["xxh3_128", "sha256"])
+@pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
 def test_forced_collisions_of_ids_serve_nothing_foreign(monkeypatch, algorithm, num_ids):
     """Removed to see it fail: the comparison of digests in ``PrefixTree.match``."""
     monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", num_ids)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal, NamedTuple, TypeAlias
 
-from mamba_cache.blocks import BlockHasher
 from mamba_cache.events import Removed, Stored
 
 __all__ = ["Announced", "Cleared", "EventMode", "EventView", "ViewEvent", "Withdrawn"]
@@ -13,9 +13,6 @@ EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
 
 _TOKEN_BYTES = 4
-
-_DIGEST = BlockHasher().digest
-"""The function alone, without the secret."""
 
 
 class Announced(NamedTuple):
@@ -85,7 +82,8 @@ class _Block:
         assert self.tokens, "nobody is told of a block without tokens"
         self.parent_hash = None if parent is None else parent.hash
         before = b"" if parent is None else parent.hash.to_bytes(8, "little")
-        self.hash = int.from_bytes(_DIGEST(before + self.tokens)[:8], "little")
+        digest = hashlib.blake2b(before + self.tokens, digest_size=8).digest()
+        self.hash = int.from_bytes(digest, "little")
         self.is_told = True
 
 

@@ -148,7 +148,7 @@ class PrefixTiers:
         if hash_secret is None:
             hash_secret = _secret_in(self._path) if self._path else secrets.token_bytes(32)
         self.hash_secret = hash_secret
-        self.hasher = BlockHasher("xxh3_128", self.hash_secret)
+        self.hasher = BlockHasher(secret=self.hash_secret)
         self._offers: list[_Offer] = []
         self._lengths: set[int] = set()
         self._keys: dict[ExtraKey, str | None] = {}

@@ -1,0 +1,108 @@
+"""A client that knows another client's prompt cannot have it answered from its own state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from clocks import ManualClock
+from context_rig import MODEL_CONFIG, generate, make_context
+from forged import BLOCK, FORGED, PUBLIC, VOCABULARY
+from restart_rig import slow_prefill
+
+from mamba_cache.blocks import BlockHasher, compute_block_hashes
+from mamba_cache.config import CacheConfig
+from mamba_cache.context import Request, prefetch
+from mamba_cache.reference import HybridModel
+from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import ModelIdentity, remote
+
+MODEL = HybridModel(
+    replace(MODEL_CONFIG, vocab_size=VOCABULARY, ssm_chunk_size=BLOCK), dtype=torch.float64, seed=7
+)
+TAIL = [5, 6, 7]
+
+
+def open_context(**changes):
+    settings = {
+        "block_size_tokens": BLOCK,
+        "ssm_chunk_size": BLOCK,
+        "max_requests": 2,
+        "max_sequence_length": 4 * BLOCK,
+        "num_kv_blocks": 8,
+        "max_slots": 6,
+    }
+    tiers = ("disk_cache_path", "store")
+    options = {}
+    if any(name in changes for name in tiers):
+        settings |= {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"of this test"}
+        options["identity"] = ModelIdentity(name="model", weights="w")
+        options["load_planner"] = options["disk_planner"] = slow_prefill()
+    return make_context(CacheConfig(**(settings | changes)), model=MODEL, **options)
+
+
+def answer(context, prompt):
+    tokens, _, admission = generate(context, prompt, 4, model=MODEL)
+    return tokens, admission.skip_tokens
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the model says after the public prompt."""
+    with_no_cache = open_context(enable_prefix_caching=False)
+    return answer(with_no_cache, PUBLIC + TAIL)[0]
+
+
+def digests(tokens, algorithm, secret):
+    hasher = BlockHasher(algorithm, secret)
+    return compute_block_hashes(tokens, BLOCK, hasher=hasher).digests
+
+
+@pytest.mark.parametrize("secret", [b"one", b"another"])
+def test_the_pair_collides_under_xxh3_alone(secret):
+    """Also behind other blocks: whatever the parent is."""
+    start = list(range(BLOCK))
+    assert FORGED != PUBLIC
+    for before in ([], start):
+        forged, public = before + FORGED, before + PUBLIC
+        assert digests(forged, "xxh3_128", secret) == digests(public, "xxh3_128", secret)
+        for algorithm in ("blake2b", "sha256"):
+            one, other = (digests(each, algorithm, secret) for each in (forged, public))
+            assert one[:-1] == other[:-1]
+            assert one[-1] != other[-1]
+
+
+def test_a_forged_block_is_a_miss_in_a_context(expected):
+    context = open_context()
+    answer(context, FORGED + TAIL)
+    assert answer(context, FORGED + TAIL)[1] == BLOCK
+    assert answer(context, PUBLIC + TAIL) == (expected, 0)
+    assert answer(context, PUBLIC + TAIL) == (expected, BLOCK)
+
+
+def test_a_forged_block_is_a_miss_on_a_disk(tmp_path, expected):
+    settings = {
+        "disk_cache_path": str(tmp_path), "disk_cache_gb": 0.01, "disk_write_on_use": 1
+    }  # fmt: skip
+    _check_a_tier(settings, expected)
+
+
+def test_a_forged_block_is_a_miss_in_a_store(monkeypatch, expected):
+    for module in (remote, prefetch):  # loads are waited for as long as they take
+        monkeypatch.setattr(module, "time", ManualClock())
+    settings = {"store": MemoryStore(), "store_write_on_use": 1}
+    _check_a_tier(settings, expected)
+
+
+def _check_a_tier(settings, expected):
+    """One context writes the forged block, and another one reads what the first has written."""
+    context = open_context(**settings)
+    answer(context, FORGED + TAIL)
+    context.wait_for_tiers()
+    context.close()
+    context = open_context(**settings)
+    for prompt, skipped in ((FORGED + TAIL, BLOCK), (PUBLIC + TAIL, 0)):
+        context.prefetch(Request(request_id="early", prompt_tokens=prompt)).wait()
+        tokens, num_skipped = answer(context, prompt)
+        assert num_skipped == skipped
+    assert tokens == expected
+    context.close()
