@@ -92,7 +92,7 @@ class PlainLoop:
         self._block_size = block_size
         self._free = deque(range(num_blocks))
         self._block_of_hash: dict[bytes, int] = {}
-        self._digest = BlockHasher().digest
+        self._digest = BlockHasher("xxh3_128").digest  # that engine's is xxh64
         self.running = deque(_PlainRequest([1] * length) for length in lengths)
         for request in self.running:
             for _ in range(-(-len(request.tokens) // block_size)):
