@@ -212,7 +212,8 @@ def write_results(_app: object) -> None:
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         date = path.stem[-len("2026-01-01") :]
-        lines = [f"# {path.stem}", "", f"{result['machine']}; Python {result['python']}; {date}."]
+        made = [result[key] for key in ("machine", "python") if key in result]
+        lines = [f"# {path.stem}", "", f"{'; Python '.join(made)}; {date}."]
         lines += [f"{{download}}`The file <../{path.name}>`.", ""]
         if "kernels" in result:
             kinds = [*result["versions"].items(), *result["kernels"].items()]
@@ -227,8 +228,8 @@ def write_results(_app: object) -> None:
 
 def result_row(one: dict) -> str:
     """A measurement as a row: name, figure, limit if it has one, and what it was derived from."""
-    limit = "" if one["limit"] is None else f"{one['limit']:g} {one['unit']}"
-    kept = "" if one["passed"] else " **missed**"
+    limit = "" if one.get("limit") is None else f"{one['limit']:g} {one['unit']}"
+    kept = "" if one.get("passed", True) else " **missed**"
     sign = "" if not limit else "at least " if one["at_least"] else "at most "
     return (
         f"| {one['name']} | {one['value']:,.2f} {one['unit']} | {sign}{limit}{kept} "

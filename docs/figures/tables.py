@@ -153,7 +153,7 @@ def readme_row(run: dict[str, Any]) -> str:
         f"| Time to first token, {SHOWN_PREFIX} cached + 256 new tokens, Nemotron-H-8B's shape in "
         f"bf16, transformers with kernels of {kernels(run)} "
         f"| {hit:,.0f} ms instead of {plain:,.0f} ms; a miss takes {miss / plain:.2f}x of that "
-        f"| `mamba-cache bench ttft --family {SHOWN_FAMILY} --prefix {prefix}` |"
+        f"| `python tests/benchmarks/bench_ttft.py --family {SHOWN_FAMILY} --prefix {prefix}` |"
     )
 
 

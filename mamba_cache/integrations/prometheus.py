@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from mamba_cache._extras import install_hint
 from mamba_cache.context import CacheStats, MissReason, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.integrations import vllm
 from mamba_cache.tiers import TierStats
 
 try:
@@ -27,7 +26,6 @@ except ImportError as error:
 __all__ = [
     "DURATION_BUCKETS",
     "TIMED_CALLS",
-    "AlignCollector",
     "CacheCollector",
     "CallDurations",
     "StatsSource",
@@ -175,30 +173,6 @@ class CacheCollector(Collector):
                 for tier in getattr(cache, "tier_stats", tuple)()
             ]
         )
-
-
-class AlignCollector(Collector):
-    """Gives a registry what states in block tables were moved in this process, read at each scrape.
-
-    A scrape waits for the device, if kernels decide there what is moved.
-
-    Example::
-
-        REGISTRY.register(AlignCollector())
-    """
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        stats = vllm.stats()
-        text = "Batches whose states were looked after in block tables"
-        yield CounterMetricFamily("mamba_cache_align_steps", text, stats.steps)
-        text = "Requests whose states were moved between columns of block tables, by when"
-        moved = CounterMetricFamily("mamba_cache_align_moved_requests", text, labels=["when"])
-        moved.add_metric(["before"], stats.moved_before)
-        moved.add_metric(["after"], stats.moved_after)
-        yield moved
-        text = "States copied with them, over all layers"
-        yield CounterMetricFamily("mamba_cache_align_copied_states", text, stats.copied_states)
 
 
 class CallDurations:

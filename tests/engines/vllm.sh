@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a real vLLM on the CPU, with its own copies of states and with this package's.
+# Runs a real vLLM on the CPU, with its own copies of states and with this package's, which the tests patch in.
 #
 #   tests/engines/vllm.sh [FOLDER [PYTEST ARGUMENTS]]
 #
@@ -41,4 +41,3 @@ fi
 
 [ $# -gt 0 ] || set -- tests/integration/test_vllm_real.py
 timeout 1500 "$folder/venv/bin/python" -m pytest -q "$@"
-timeout 300 "$folder/venv/bin/python" -W ignore examples/vllm_offline.py

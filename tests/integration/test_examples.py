@@ -1,7 +1,6 @@
 """Examples print what the documentation shows of them, and do what they are there for."""
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -41,7 +40,7 @@ def test_output_is_as_shown(page, name, capsys):
 
 
 CHOOSER = (
-    *("own_engine", "megatron_core", "vllm_offline", "transformers_script", "transformers_server"),
+    *("own_engine", "megatron_core", "transformers_script", "transformers_server"),
     "several_machines",
 )
 """The examples of the README's chooser, one for each thing that somebody may have."""
@@ -83,7 +82,6 @@ def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "package", "said"),
     [
-        ("vllm_offline", "vllm", "This example needs vLLM: .*pip install -e '.\\[vllm]'"),
         ("transformers_script", "transformers", r"needs transformers: .*-e '\.\[transformers\]'"),
         ("transformers_server", "transformers", r"needs a server: .*pip install -e '\.\[serve\]'"),
         ("megatron_core", "megatron", r"needs Megatron Core: .*pip install -e '\.\[megatron\]'"),
@@ -124,31 +122,6 @@ def test_the_own_placement_doubles():
         prompt_tokens=700, block_size_tokens=64, num_matched_blocks=0, num_required_blocks=11
     )
     assert sorted(placement.positions(facts)) == [64, 128, 256, 512, 640]
-
-
-def test_a_trace_is_replayed_at_every_budget(tmp_path, capsys):
-    line = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(json.dumps(line | {"timestamp": n}) for n in range(4)))
-    example = load("replay_trace")
-    assert example.main([str(trace), "--limit", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert "3 requests, 1,100 prompt tokens each." in printed
-    share = 2 * 1024 / 3300  # two of three skip two blocks each
-    for policy in example.SLOT_POLICIES:
-        assert f"{policy:>8}: 10 slots, {share:.1%} of {share:.1%}" in printed
-
-
-def test_the_smallest_budget_that_is_near_enough_is_named():
-    example = load("replay_trace")
-    records = [
-        {"slots": slots, "token_hit_rate": rate}
-        for slots, rate in ((10, 0.5), (20, 0.885), (40, 0.89), (None, 0.9))
-    ]
-    assert example.smallest_budget(records, "lru") == "     lru: 20 slots, 88.5% of 90.0%"
-    assert example.smallest_budget(records[:1] + records[-1:], "lru").startswith(
-        "     lru: no limit"
-    )
 
 
 def test_the_page_on_examples_lists_each_with_its_length():

@@ -35,7 +35,6 @@ from mamba_cache.reference.verification import compute_prefix
 
 MEGATRON = "tests/integration/test_megatron_real.py::test_the_guides_lines_run"
 SERVER = "tests/integration/test_transformers_serve.py::test_the_guides_lines_run"
-VLLM = "tests/integration/test_vllm_real.py::test_the_guides_lines_run"
 
 ELSEWHERE = {
     ("how-to/megatron.md", "megatron.install()"): "the README's, run with it",
@@ -43,7 +42,6 @@ ELSEWHERE = {
     ("how-to/megatron.md", "slots.check_invariants()"): MEGATRON,
     ("how-to/serve.md", "OpenAI("): SERVER,
     ("how-to/serve.md", "serve.install("): SERVER,
-    ("how-to/vllm.md", "LLM(model"): VLLM,
 }
 """Blocks that need an engine, and the tests that run them there; or why nobody does."""
 
@@ -443,15 +441,3 @@ def test_the_page_on_metrics(page, monkeypatch) -> None:
     server.server_close()
     thread.join()
     opened.run()
-
-
-def test_the_page_on_vllm(page, monkeypatch) -> None:
-    """But for its first block, which makes an engine."""
-    registry = prometheus_client.CollectorRegistry()
-    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
-    from mamba_cache.integrations import vllm as states  # noqa: PLC0415 - the page's first block
-
-    opened = page("how-to/vllm.md", states=states)
-    opened.run()
-    opened.run()
-    assert b"mamba_cache_align_steps_total" in prometheus_client.generate_latest(registry)

@@ -4,11 +4,7 @@ tests/engines/vllm.sh makes an environment for it.
 """
 
 import importlib
-import inspect
-import re
-import shutil
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -16,15 +12,11 @@ import pytest
 import torch
 import vllm_rig
 from align_states import Group, Model, States
-from pages import python_blocks
-from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, random_tokens, save_model, serve, serve_drafts
+from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, patched, save_model, serve, serve_drafts
 
-from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
-from mamba_cache.integrations import vllm as adapter
+from mamba_cache.integrations import vllm as ours
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
 from mamba_cache.integrations.vllm.kernels import plain
-from mamba_cache.integrations.vllm.plugin import SWITCH
-from mamba_cache.integrations.vllm.plugin_checks import use_differences
 
 # Of vLLM's own code, and what it brings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,8 +36,6 @@ def saved(request, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def served_on_a_cpu(monkeypatch):
     vllm_rig.without_checkpoints_in_prefills(monkeypatch)
-    yield
-    adapter.uninstall()
 
 
 @pytest.fixture(scope="module")
@@ -58,38 +48,19 @@ def test_tokens_are_those_of_vllms_own_copies(saved, monkeypatch):
     with Engine(folder, name, **TIGHT) as engine:
         own = serve(engine)
         assert engine.counted("num_preemptions") > 0
-    assert not adapter.replaced()
-    before = adapter.stats()
-    with adapter.installed(), Engine(folder, name, **TIGHT) as engine:
-        ours = serve(engine)
+        assert not isinstance(engine.runner._mamba_bufs, ours.MambaBuffers)
+    with patched(), Engine(folder, name, **TIGHT) as engine:
+        found = serve(engine)
         assert engine.counted("num_preemptions") > 0
-        assert isinstance(engine.runner._mamba_bufs, adapter.MambaBuffers)
-    assert ours == own
+        assert isinstance(engine.runner._mamba_bufs, ours.MambaBuffers)
+    assert found == own
     assert all(own.cached[request] > 0 for request in HITS)
-    moved = adapter.stats()
-    assert moved.steps > before.steps
-    assert moved.moved_before >= before.moved_before + len(HITS)
-    assert moved.copied_states > before.copied_states
 
-    # Without copies the same steps say other things.
+    # The control: without copies the same steps say other things.
     monkeypatch.setattr(plain, "copy_regions", lambda buffers: None)
-    with adapter.installed(), Engine(folder, name, **TIGHT) as engine:
+    with patched(), Engine(folder, name, **TIGHT) as engine:
         wrong = serve(engine, with_preemptions=False)
-    assert {request for request in wrong.tokens if wrong.tokens[request] != own.tokens[request]}
-    assert wrong.tokens["cold", 0] != own.tokens["cold", 0] or any(
-        wrong.tokens[request] != own.tokens[request] for request in HITS
-    )
-
-
-def test_the_guides_lines_run(saved):
-    name, folder = saved
-    [code] = [code for code in python_blocks("how-to/vllm.md") if "LLM(model" in code]
-    names = {"model": folder, "LLM": lambda model, **options: Engine(model, name, **options)}
-    before = adapter.stats()
-    exec(compile(code, "how-to/vllm.md", "exec"), names)
-    with names["llm"] as engine:
-        engine.ask("guide", random_tokens(600, seed=1))
-    assert adapter.stats().steps > before.steps
+    assert any(wrong.tokens[request] != own.tokens[request] for request in wrong.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +80,17 @@ def drafting(tmp_path_factory):
 
 def test_drafts_with_prefix_caching_where_there_is_no_triton(drafting):
     make, uncached = drafting
-    before = adapter.stats()
-    with adapter.installed(), make() as engine:
-        ours = serve_drafts(engine)
+    with patched(), make() as engine:
+        found = serve_drafts(engine)
         assert engine.counted("spec_decode_num_accepted_tokens") > 0
-    assert ours.tokens == uncached.tokens
-    assert ours.cached["again", 0] > 0
-    moved = adapter.stats()
-    assert moved.moved_before > before.moved_before
-    assert moved.moved_after > before.moved_after
+    assert found.tokens == uncached.tokens
+    assert found.cached["again", 0] > 0
 
 
 def test_drafts_without_copies_say_other_things(drafting, monkeypatch):
     make, uncached = drafting
     monkeypatch.setattr(plain, "_copy", lambda *_: None)
-    with adapter.installed(), make() as engine:
+    with patched(), make() as engine:
         assert serve_drafts(engine).tokens != uncached.tokens
 
 
@@ -133,111 +100,6 @@ def test_drafts_with_prefix_caching_crash_in_vllms_own(drafting):
     crash = pytest.raises(TypeError, match=r"not subscriptable|not callable")
     with make() as engine, crash:
         serve_drafts(engine)
-
-
-def test_vllm_loads_the_plugin_where_the_environment_says_so(monkeypatch):
-    plugins = importlib.import_module("vllm.plugins")
-    for value in (None, "0", ""):
-        monkeypatch.setattr(plugins, "plugins_loaded", False)
-        monkeypatch.delenv(SWITCH, raising=False)
-        if value is not None:
-            monkeypatch.setenv(SWITCH, value)
-        plugins.load_general_plugins()
-        assert adapter.replaced() == []
-    monkeypatch.setenv(SWITCH, "1")
-    for _ in range(2):  # vLLM may load a plugin more than once
-        monkeypatch.setattr(plugins, "plugins_loaded", False)
-        plugins.load_general_plugins()
-        assert len(adapter.replaced()) == 9
-    monkeypatch.setenv(SWITCH, "yes")
-    monkeypatch.setattr(plugins, "plugins_loaded", False)
-    with pytest.raises(InvalidArgumentError, match="must be 0 or 1, got 'yes'"):
-        plugins.load_general_plugins()
-
-
-def test_what_was_replaced_is_given_back(utils):
-    state = importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid")
-    owners = (utils, state, state.MambaHybridModelState)
-    before = [dict(vars(owner)) for owner in owners]
-    with adapter.installed():
-        adapter.install()
-        assert len(adapter.replaced()) == 9
-        assert utils.MambaBuffers is adapter.MambaBuffers
-        assert state.MambaSpecDecodeGPUContext is adapter.MambaSpecDecodeGPUContext
-    assert [dict(vars(owner)) for owner in owners] == before
-
-
-DECIDED_OTHERWISE = {
-    "columns of another size": ("cdiv", lambda a, b: a // b + 1, "running columns of a small"),
-    "other addresses": (
-        "get_temporal_copy_spec",
-        lambda state, ids, column, accepted: SimpleNamespace(
-            start_addr=state.data_ptr(), num_elements=6),
-        "copy function must be one of"),
-    "no class": ("MambaBuffers", None, "mamba_utils has no MambaBuffers"),
-    "no function": ("preprocess_mamba", None, "mamba_utils has no preprocess_mamba"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("other", DECIDED_OTHERWISE.values(), ids=DECIDED_OTHERWISE)
-def test_a_version_that_decides_otherwise_is_refused(utils, monkeypatch, other):
-    name, replacement, message = other
-    if replacement is None:
-        monkeypatch.delattr(utils, name)
-    else:
-        monkeypatch.setattr(utils, name, replacement)
-    with pytest.raises(UnsupportedVersionError, match=message):
-        adapter.install()
-    assert adapter.replaced() == []
-
-
-ALTERED = {
-    "a further argument": (
-        "gpu_model_runner.py", r"align_ctx=mamba_bufs\.postprocess_align,", r"\g<0> further=1,",
-        r"gpu_model_runner\.py:\d+ calls mamba_utils\.preprocess_mamba\(.*further=1"),
-    "an unknown buffer": (
-        "gpu_model_runner.py", r"mamba_bufs\.preprocess,", "mamba_bufs.prepared,",
-        r"gpu_model_runner\.py:\d+ uses mamba_bufs\.prepared"),
-    "another call of the context": (
-        "gpu/model_states/mamba_hybrid.py", r"run_fused_precopy\(\n", r"run_fused_precopy(\n1, ",
-        r"mamba_hybrid\.py:\d+ calls ctx\.run_fused_precopy"),
-    "an unknown method of the context": (
-        "gpu/model_states/mamba_hybrid.py", r"_mamba_ctx\.run_fused_postprocess_align",
-        "_mamba_ctx.run_all", r"mamba_hybrid\.py:\d+ uses self\._mamba_ctx\.run_all"),
-    "another call of the state": (
-        "gpu/model_runner.py", r"self\.model_state\.preprocess_state\(\n", r"\g<0>1, ",
-        r"model_runner\.py:\d+ calls self\.model_state\.preprocess_state"),
-    "a state of other fields": (
-        "gpu/model_states/mamba_hybrid.py", r"_mamba_src_off_gpu", "_mamba_biases",
-        "has no _mamba_src_off_gpu"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("altered", ALTERED.values(), ids=ALTERED)
-def test_a_version_that_calls_otherwise_is_refused(utils, tmp_path, altered):
-    path, pattern, new, message = altered
-    worker = tmp_path / "v1" / "worker"
-    shutil.copytree(Path(utils.__file__).parent, worker, ignore=shutil.ignore_patterns("*.pyc"))
-    text = (worker / path).read_text(encoding="utf-8")
-    (worker / path).write_text(re.sub(pattern, new, text), encoding="utf-8")
-    assert (worker / path).read_text(encoding="utf-8") != text
-    plugin = importlib.import_module("mamba_cache.integrations.vllm.plugin")
-    state = importlib.import_module(plugin._MODEL_STATE)
-    uses = {name: function for name, (function, _, _) in plugin._FUNCTIONS.items()}
-    methods = {name: make(None) for name, make in plugin._METHODS.items()}
-
-    def differences():
-        home = SimpleNamespace(**{**vars(utils), "__file__": str(worker / "mamba_utils.py")})
-        model_state = ModuleType(state.__name__)
-        model_state.MambaHybridModelState = state.MambaHybridModelState
-        model_state.__file__ = str(worker / "gpu" / "model_states" / "mamba_hybrid.py")
-        names = {**uses, **plugin._CLASSES}
-        return use_differences(home, model_state, "MambaHybridModelState", names, methods)
-
-    found = differences()
-    assert any(re.search(message, line) for line in found), found
-    (worker / path).write_text(text, encoding="utf-8")
-    assert differences() == []
 
 
 @pytest.fixture(scope="module")
@@ -310,12 +172,12 @@ def test_kernels_leave_what_vllms_kernels_leave(
     model = Model(4, 3, 4, is_ds, (Group(1, gap=gap), Group(1, 5, ssm_shape=(7,))), max_requests=6)
     funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
 
-    def ours(*args):
+    def create(*args):
         return MambaSpecDecodeGPUContext.create(*args, backend=backend)
 
     worlds = [
         Copies(make, utils, model, funcs, seed)
-        for make in (interpreted.MambaSpecDecodeGPUContext.create, ours)
+        for make in (interpreted.MambaSpecDecodeGPUContext.create, create)
     ]
     rng = np.random.default_rng(seed)
 
@@ -354,16 +216,13 @@ def test_kernels_leave_what_vllms_kernels_leave(
     assert found.data_ptr() == own.aligned_state_indices.data_ptr()
 
 
-def test_the_resident_state_moves_as_vllms_functions_say(utils, interpreted, seed):
-    """vLLM's own class, whose methods are amended, beside its kernels one after the other."""
+def test_one_launch_moves_as_vllms_functions_one_after_the_other(utils, interpreted, seed):
+    """``run_resident_precopy`` and ``run_resident_postprocess`` beside vLLM's kernels."""
     model = Model(4, 3, 4, False, (Group(1), Group(1, 5)), max_requests=6)
     layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
     funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
-    hybrid = importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid")
     makers = interpreted.MambaSpecDecodeGPUContext.create, MambaSpecDecodeGPUContext.create
-    theirs, ours = (Copies(make, utils, model, funcs, seed) for make in makers)
-    state = object.__new__(hybrid.MambaHybridModelState)
-    state._align_mode, state.recoverssm, state._mamba_ctx = True, None, ours.context
+    theirs, own = (Copies(make, utils, model, funcs, seed) for make in makers)
     rng = np.random.default_rng(seed)
 
     def tensor(values):
@@ -371,34 +230,26 @@ def test_the_resident_state_moves_as_vllms_functions_say(utils, interpreted, see
 
     accepted, columns = tensor([1] * 6), tensor([0] * 6)
     sources, biases = tensor([-1] * 6), tensor([0] * 6)
-    state.num_accepted_tokens_gpu = accepted.clone()
-    state._mamba_state_idx_gpu = columns.clone()
-    state._mamba_src_col_gpu, state._mamba_src_off_gpu = sources.clone(), biases.clone()
+    by_slot = [each.clone() for each in (accepted, columns, sources, biases)]
     computed = tensor([1] * 6)
-    with adapter.installed():
-        for _ in range(5):
-            slots = tensor(rng.permutation(6)[:4])
-            lengths = tensor([0, *np.cumsum(rng.integers(1, 4, 4))])
-            batch = SimpleNamespace(num_reqs=4, idx_mapping=slots, query_start_loc=lengths)
-            state.preprocess_state(batch, None, None, computed)
-            interpreted.preprocess_mamba_align_fused_kernel[(1,)](
-                slots, columns, computed, lengths, accepted, sources, biases, 4, BLOCK_SIZE=4,
-                MAMBA_BLOCK_SIZE=4,
-            )  # fmt: skip
-            theirs.context.run_fused_precopy(4, columns, sources, biases, slots)
-            sampled = lengths.diff().clamp(max=3)
-            computed[slots.long()] += sampled
-            state.postprocess_state(slots, sampled, computed)
-            accepted[slots.long()] = sampled.clamp(min=1)
-            theirs.context.run_fused_postprocess_align(4, accepted, columns, computed, slots)
-            assert torch.equal(state.num_accepted_tokens_gpu, accepted)
-            assert torch.equal(state._mamba_state_idx_gpu, columns)
-            for own, other in zip(ours.states.bits(), theirs.states.bits(), strict=True):
-                assert torch.equal(own, other)
-        state.postprocess_state(slots, 0)  # a dummy step samples nothing
-        assert state.num_accepted_tokens_gpu[slots.long()].tolist() == [1] * 4
-        state.postprocess_state(slots[:0], 3)
-    assert list(inspect.signature(hybrid.MambaHybridModelState.preprocess_state).parameters)
+    for _ in range(5):
+        slots = tensor(rng.permutation(6)[:4])
+        lengths = tensor([0, *np.cumsum(rng.integers(1, 4, 4))])
+        own.context.run_resident_precopy(4, slots, lengths, computed, *by_slot, None)
+        interpreted.preprocess_mamba_align_fused_kernel[(1,)](
+            slots, columns, computed, lengths, accepted, sources, biases, 4, BLOCK_SIZE=4,
+            MAMBA_BLOCK_SIZE=4,
+        )  # fmt: skip
+        theirs.context.run_fused_precopy(4, columns, sources, biases, slots)
+        sampled = lengths.diff().clamp(max=3)
+        computed[slots.long()] += sampled
+        own.context.run_resident_postprocess(slots, sampled, *by_slot[:2], computed)
+        accepted[slots.long()] = sampled.clamp(min=1)
+        theirs.context.run_fused_postprocess_align(4, accepted, columns, computed, slots)
+        assert torch.equal(by_slot[0], accepted)
+        assert torch.equal(by_slot[1], columns)
+        for one, other in zip(own.states.bits(), theirs.states.bits(), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_the_resident_state_binds_tables_by_slot(utils, seed):
@@ -423,7 +274,7 @@ def test_the_resident_state_binds_tables_by_slot(utils, seed):
         block_tables=[SimpleNamespace(gpu=world.tables[0])],
         input_block_tables=[world.tables[0].flip(0).contiguous()],
     )
-    with adapter.installed():
+    with patched():
         state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]), tables)
     bound = state._mamba_ctx
     assert isinstance(bound, MambaSpecDecodeGPUContext)

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from mamba_cache.integrations.vllm.kernels import align_columns
 
 WIDE_POINTERS = {"chunks", "block_tables", "sources", "destinations", "sizes", "piece_bytes"}
-WIDE_POINTERS |= {"num_rows", "row_strides", "moved"}
+WIDE_POINTERS |= {"num_rows", "row_strides"}
 COUNTS = {"num_reqs", "num_padded", "num_chunks", "table_stride"}
 COUNTS |= {"num_groups", "row_stride", "group_stride"}
 

@@ -143,22 +143,6 @@ def test_saves_by_slot_write_the_counts_that_they_read(device, backend, seed):
     setup.expect(0, 2, 1, 1)
     setup.check()
     assert counts.tolist() == [3, 1]
-    assert setup.context.table.counts.moves == (0, 2)
-
-
-def test_moves_are_counted(device, backend, seed):
-    setup = Setup(make_model(False, LARGE), device, backend, seed)
-    setup.precopy([(1, 2, 0), (3, 4, 2)])
-    setup.precopy([(1, 1, 0), (3, 5, 2)])
-    setup.precopy([(1, 1, 0), (-1, 5, 2)])
-    one = torch.ones(1, dtype=torch.int32, device=device)
-    for drafts in (0, 2):  # a state that is where it belongs is not moved
-        setup.context.run_fused_postprocess(
-            1, one + drafts, one * 0, one * 4 - drafts, one * 0, one * 0
-        )
-    counts = setup.context.table.counts
-    assert counts.moves == (3, 1)
-    assert counts.copied_states == 4 * 4
 
 
 def test_blocks_of_the_running_columns_are_looked_up(device, backend, seed):

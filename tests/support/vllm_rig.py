@@ -1,11 +1,13 @@
 """A real vLLM on the CPU, over tiny random models of three families, and steps for it to serve."""
 
+import contextlib
 import gc
 import importlib.util
 import os
 import random
 import warnings
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 
@@ -26,6 +28,10 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms import current_platform
     from vllm.v1.metrics.reader import Counter
+    from vllm.v1.worker import mamba_utils
+    from vllm.v1.worker.gpu.model_states import mamba_hybrid
+
+from mamba_cache.integrations import vllm as ours
 
 VOCABULARY = 512
 FEW = 128
@@ -110,6 +116,30 @@ def without_checkpoints_in_prefills(monkeypatch):
     """On the CPU vLLM 0.32 looks for a state inside a prefill of Mamba2 at a wrong index."""
     if "get_kv_cache_spec" in vars(MambaMixer2):
         monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
+
+
+COPIES = {
+    mamba_utils: (
+        "MambaBuffers",
+        "MambaCopyBuffers",
+        "MambaSpecDecodeGPUContext",
+        "postprocess_mamba_align_gpu",
+        "preprocess_mamba",
+        "stage_postprocess_inputs_to_gpu",
+    ),
+    mamba_hybrid: ("MambaSpecDecodeGPUContext",),
+}
+
+
+@contextlib.contextmanager
+def patched():
+    """Puts this package's copies in the place of vLLM's, for engines made in the ``with`` block."""
+    with contextlib.ExitStack() as stack:
+        for module, names in COPIES.items():
+            for name in names:
+                assert hasattr(module, name)
+                stack.enter_context(mock.patch.object(module, name, getattr(ours, name)))
+        yield
 
 
 @dataclass

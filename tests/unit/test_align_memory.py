@@ -11,7 +11,6 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm import (
     MambaSpec,
     MambaSpecDecodeGPUContext,
-    before_0_32,
     get_conv_copy_spec,
     get_conv_copy_spec_ds,
     get_mamba_group_ids,
@@ -20,6 +19,7 @@ from mamba_cache.integrations.vllm import (
     validate_mamba_state_copy_funcs,
 )
 from mamba_cache.integrations.vllm.copy_specs import count_states, describe_states
+from mamba_cache.integrations.vllm.mamba_spec import shared_schedule
 from mamba_cache.integrations.vllm.state_table import CHUNK_FIELDS
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
@@ -49,13 +49,11 @@ def test_a_foreign_spec_is_known_by_its_attributes():
     foreign = SimpleNamespace(num_speculative_blocks=0, mamba_cache_mode="none", **FIELDS)
     own = MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.float16,))
     config = make_config(attention, foreign, attention, own)
-    assert before_0_32.get_mamba_groups(config) == ([1, 3], foreign)
+    assert shared_schedule(config) == ([1, 3], foreign)
 
 
 def test_groups_must_be_scheduled_alike():
     specs = MambaSpec(**FIELDS), MambaSpec(**{**FIELDS, "block_size": 16})
-    with pytest.raises(InvalidArgumentError, match=r"agree on block_size.*16"):
-        before_0_32.get_mamba_groups(make_config(*specs))
     with pytest.raises(InvalidArgumentError, match=r"agree on block_size.*16"):
         MambaSpecDecodeGPUContext.create(1, make_config(*specs), 2, "cpu", None)
     with pytest.raises(InvalidArgumentError, match="got \\['SimpleNamespace'\\]"):
@@ -72,7 +70,6 @@ def test_groups_by_spec_as_in_vllm_0_32():
     groups = get_mamba_groups(config)
     assert groups == {one: [1, 2], other: [2, 3]}
     assert get_mamba_group_ids(groups) == [1, 2, 3]
-    assert before_0_32.get_mamba_groups(config) == ([1, 2, 3], one)
 
 
 @pytest.mark.parametrize(

@@ -146,16 +146,6 @@ def test_block_tables_may_move(world):
     assert torch.equal(world.column(3, 2), wanted)
 
 
-def test_moves_are_counted(world):
-    world.add(1, B - 3)
-    world.begin([1], [3], [0, B - 3, 0, 0])
-    world.end([3], [0, B, 0, 0])
-    world.begin([1, -1], [3, 3], [0, B, 0, 0])
-    world.begin([], [], [0] * 4)
-    counts = world.state._context.table.counts
-    assert (counts.steps, counts.moves) == (2, (1, 1))
-
-
 def test_tables_by_slot_are_bound_once(rng):
     """From vLLM 0.32 on; what a step gives besides is of the batch, and not read."""
     world = SlotWorld(MODEL, rng)

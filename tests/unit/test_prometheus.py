@@ -1,7 +1,6 @@
-"""Metrics of a cache, as Prometheus reads them, and the dashboard that shows them."""
+"""Metrics of a cache, as Prometheus reads them."""
 
 import dataclasses
-import json
 import random
 import re
 import subprocess
@@ -25,16 +24,13 @@ from mamba_cache.context import CacheStats, MissReason, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.integrations.prometheus import (
     TIMED_CALLS,
-    AlignCollector,
     CacheCollector,
     CallDurations,
 )
 from mamba_cache.integrations.transformers import PrefixCacheStats
-from mamba_cache.integrations.vllm import counters
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import Refusal, TierStats
 
-DASHBOARD = ROOT / "docs" / "how-to" / "grafana_dashboard.json"
 GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
 
 
@@ -341,50 +337,6 @@ def exported(seed):
     }
 
 
-def dashboard_queries():
-    dashboard = json.loads(DASHBOARD.read_text())
-    variables = [
-        v["query"]["query"] for v in dashboard["templating"]["list"] if v["name"] == "cache"
-    ]
-    return [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]] + variables
-
-
-def test_every_query_of_the_dashboard_names_what_exists(exported):
-    for query in dashboard_queries():
-        names = re.findall(r"mamba_cache_\w+", query)
-        assert names, query
-        assert set(names) <= set(exported), query
-        known = set.union(*(exported[name] for name in names))
-        used = set(re.findall(r"(\w+)=", query))
-        for group in re.findall(r"by \(([^)]*)\)", query):
-            used |= set(group.replace(" ", "").split(","))
-        assert used <= known, query
-
-
-def test_the_dashboard_and_the_guide_leave_no_metric_out(exported):
-    shown = {
-        name for query in dashboard_queries() for name in re.findall(r"mamba_cache_\w+", query)
-    }
-    listed = set(re.findall(r"`(mamba_cache_\w+)", GUIDE.read_text()))
-    metrics = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exported}
-    assert {name.removesuffix("_bucket") for name in shown} == metrics
-    assert listed == metrics
-
-
-def test_moves_in_block_tables_are_read_at_each_scrape(monkeypatch):
-    monkeypatch.setattr(counters, "_all_counts", [])
-    registry = CollectorRegistry(auto_describe=True)
-    registry.register(AlignCollector())
-    first, second = counters.CopyCounts(3), counters.CopyCounts(2)
-    first.steps, first.on_host[:] = 7, [2, 1]
-    second.on_device += 4
-    assert scrape(registry) == {
-        "mamba_cache_align_steps_total": {labels(): 7},
-        "mamba_cache_align_moved_requests_total": {
-            labels(when="before"): 6,
-            labels(when="after"): 5,
-        },
-        "mamba_cache_align_copied_states_total": {labels(): 3 * 3 + 8 * 2},
-    }
-    page = (ROOT / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`(mamba_cache_align\w+)", page)) == set(scrape(registry))
+def test_the_guide_names_every_metric(exported):
+    listed = set(re.findall(r"`(mamba_cache_\w+)", GUIDE.read_text(encoding="utf-8")))
+    assert listed == {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exported}

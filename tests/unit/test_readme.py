@@ -13,7 +13,6 @@ from sources import ROOT
 from mamba_cache import DynamicInferenceContext, Request
 from mamba_cache.cli.serve import serve as serve_command
 from mamba_cache.events import Stored
-from mamba_cache.integrations.vllm import plugin
 from mamba_cache.reference import HybridModel
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -90,7 +89,6 @@ def test_commands_have_the_options_that_are_shown() -> None:
     options = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", serve)}
     assert options
     assert options <= known
-    assert f"\n{plugin.SWITCH}=1 vllm serve " in README
 
 
 def test_commands_name_files_that_exist() -> None:

@@ -1,24 +1,18 @@
-"""The adapter for vLLM and its kind: states in block tables, prefix caching in "align" mode.
-
-As in ``from mamba_cache.integrations import vllm`` and ``vllm.install()``, or as functions that
-take an engine's own objects.
-"""
+"""States in block tables, as vLLM keeps them: functions that take an engine's own objects."""
 
 from mamba_cache.integrations.vllm.align_on_gpu import (
     MambaBuffers,
     MambaSpecDecodeGPUContext,
+    stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
+    stage_postprocess_metadata_to_gpu,
 )
 from mamba_cache.integrations.vllm.align_on_host import (
     cleanup_mamba_state_idx,
-    postprocess_mamba_align_gpu,
-    preprocess_mamba,
-)
-from mamba_cache.integrations.vllm.before_0_32 import (
     postprocess_mamba,
+    postprocess_mamba_align_gpu,
     postprocess_mamba_all,
-    stage_mamba_state_idx_to_gpu,
-    stage_postprocess_metadata_to_gpu,
+    preprocess_mamba,
 )
 from mamba_cache.integrations.vllm.column_moves import StateMove
 from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer, MambaCopyBuffers
@@ -29,7 +23,6 @@ from mamba_cache.integrations.vllm.copy_specs import (
     get_temporal_copy_spec,
     validate_mamba_state_copy_funcs,
 )
-from mamba_cache.integrations.vllm.counters import AlignStats, stats
 from mamba_cache.integrations.vllm.hybrid_model_state import (
     MambaHybridAttnMetadata,
     MambaHybridModelState,
@@ -45,10 +38,8 @@ from mamba_cache.integrations.vllm.mamba_spec import (
     get_mamba_group_ids,
     get_mamba_groups,
 )
-from mamba_cache.integrations.vllm.plugin import install, installed, replaced, uninstall
 
 __all__ = [
-    "AlignStats",
     "CommonAttentionMetadata",
     "CpuGpuBuffer",
     "Mamba2AttentionBackend",
@@ -68,17 +59,12 @@ __all__ = [
     "get_mamba_group_ids",
     "get_mamba_groups",
     "get_temporal_copy_spec",
-    "install",
-    "installed",
     "postprocess_mamba",
     "postprocess_mamba_align_gpu",
     "postprocess_mamba_all",
     "preprocess_mamba",
-    "replaced",
     "stage_mamba_state_idx_to_gpu",
     "stage_postprocess_inputs_to_gpu",
     "stage_postprocess_metadata_to_gpu",
-    "stats",
-    "uninstall",
     "validate_mamba_state_copy_funcs",
 ]

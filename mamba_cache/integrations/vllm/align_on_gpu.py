@@ -31,7 +31,9 @@ __all__ = [
     "MambaSpecDecodeGPUContext",
     "check_known",
     "stage",
+    "stage_mamba_state_idx_to_gpu",
     "stage_postprocess_inputs_to_gpu",
+    "stage_postprocess_metadata_to_gpu",
 ]
 
 
@@ -278,7 +280,6 @@ class MambaSpecDecodeGPUContext:
         Raises:
             InvalidArgumentError: Columns are checked, and one is out of range. Nothing was changed.
         """
-        self.table.counts.steps += bool(num_reqs)
         self._run(
             "precopy_resident",
             num_reqs,
@@ -429,6 +430,62 @@ def stage_postprocess_inputs_to_gpu(
         (ctx.num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged]),
     ):
         stage(buffer, values)
+
+
+def stage_mamba_state_idx_to_gpu(
+    mamba_state_idx: Mapping[str, int],
+    req_ids: Sequence[str],
+    num_reqs: int,
+    gpu_buf: HostDeviceBuffer,
+) -> None:
+    """Bring the running columns of the first ``num_reqs`` requests to the device.
+
+    Args:
+        mamba_state_idx: Running column of each request, as ``preprocess_mamba`` leaves it.
+        req_ids: Requests in batch order.
+        num_reqs: How many of them.
+        gpu_buf: Written: one entry for each request.
+
+    Raises:
+        UnknownRequestError: A request has no running column. Nothing was written.
+        InvalidArgumentError: The buffer is too small. Nothing was written.
+    """
+    staged = req_ids[:num_reqs]
+    check_known(staged, mamba_state_idx)
+    stage(gpu_buf, [mamba_state_idx[req_id] for req_id in staged])
+
+
+def stage_postprocess_metadata_to_gpu(
+    scheduler_output: SchedulerOutput,
+    req_ids: Sequence[str],
+    num_reqs: int,
+    requests: Mapping[str, Any],
+    num_scheduled_tokens_buf: HostDeviceBuffer,
+    num_computed_tokens_buf: HostDeviceBuffer,
+    num_draft_tokens_buf: HostDeviceBuffer,
+) -> None:
+    """Bring scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
+
+    Args:
+        scheduler_output: What the step computes.
+        req_ids: Requests in batch order.
+        num_reqs: How many of them.
+        requests: The running requests by id.
+        num_scheduled_tokens_buf: Written.
+        num_computed_tokens_buf: Written.
+        num_draft_tokens_buf: Written.
+
+    Raises:
+        UnknownRequestError: A request is not scheduled or not known. Nothing was written.
+        InvalidArgumentError: A buffer is too small.
+    """
+    staged = req_ids[:num_reqs]
+    scheduled = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    check_known(staged, staged, scheduled, requests)
+    stage(num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
+    stage(num_computed_tokens_buf, [requests[req_id].num_computed_tokens for req_id in staged])
+    stage(num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
 
 
 def check_known(

@@ -1,4 +1,4 @@
-"""Align mode around a forward: ``preprocess_mamba``, and what follows it on the device."""
+"""Align mode around a forward: what comes before it, and what follows on the host or device."""
 
 # An engine gives these functions all that it has, by position.
 # ruff: noqa: PLR0917
@@ -16,18 +16,20 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.align_on_gpu import (
     MambaBuffers,
     MambaSpecDecodeGPUContext,
+    check_known,
     stage,
 )
 from mamba_cache.integrations.vllm.column_moves import (
     StateMove,
+    plan_alignment,
     plan_migration,
     previous_column,
     running_column,
 )
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers, Region
 from mamba_cache.integrations.vllm.copy_specs import CopyFuncs, StateMemory, describe_states
-from mamba_cache.integrations.vllm.counters import BEFORE
 from mamba_cache.integrations.vllm.kernels import kernels_for
+from mamba_cache.integrations.vllm.mamba_spec import shared_schedule
 from mamba_cache.integrations.vllm.protocols import (
     CacheSettings,
     InputBatch,
@@ -37,9 +39,9 @@ from mamba_cache.integrations.vllm.protocols import (
 
 __all__ = [
     "cleanup_mamba_state_idx",
-    "copy_on_host",
-    "plan_copies",
+    "postprocess_mamba",
     "postprocess_mamba_align_gpu",
+    "postprocess_mamba_all",
     "preprocess_mamba",
 ]
 
@@ -115,7 +117,7 @@ def preprocess_mamba(
     states = (kv_cache_config, forward_context, mamba_state_copy_funcs)
     copies: list[Region] = []
     if align_ctx is None:
-        copies = plan_copies(moves, copy_bufs, states, input_batch, requests)
+        copies = _plan_copies(moves, copy_bufs, states, input_batch, requests)
     elif moves:
         columns = [running[req_id] for req_id in input_batch.req_ids]
         _bind(align_ctx, input_batch, len(columns), states)
@@ -124,8 +126,98 @@ def preprocess_mamba(
     mamba_state_idx.update(running)
     for index in moves:
         input_batch.num_accepted_tokens_cpu[index] = 1
-    copy_bufs.counts.steps += bool(input_batch.req_ids)
-    copy_on_host(copies, len(moves), BEFORE, copy_bufs)
+    _copy_on_host(copies, copy_bufs)
+
+
+def postprocess_mamba(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    cache_config: CacheSettings,
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+    *,
+    forward_context: Mapping[str, Any] | None = None,
+    mamba_state_copy_funcs: CopyFuncs | None = None,
+    copy_bufs: MambaCopyBuffers | None = None,
+) -> None:
+    """Do what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
+
+    Engines of the generation before vLLM 0.32 decide on the host with it.
+
+    In "align" mode the states of requests that crossed a block boundary are saved, all in one
+    launch; in "all" mode see ``postprocess_mamba_all``.
+
+    Args:
+        scheduler_output: What the step computed.
+        kv_cache_config: Names the layers of each group.
+        cache_config: The engine's cache settings.
+        input_batch: The batch. Accepted counts become 1 where a state was shifted in its column.
+        requests: The running requests by id, as before the step.
+        mamba_state_idx: Running column of each request.
+        num_spec_tokens: Drafts of a full step.
+        num_reqs: Requests that "all" mode looks at.
+        forward_context: The layers by name. Required in "align" mode, as all below.
+        mamba_state_copy_funcs: What each kind of state is.
+        copy_bufs: Where the copies are listed.
+
+    Raises:
+        InvalidArgumentError: A required argument is missing, or a column or block is out of range.
+            Nothing was copied.
+        UnknownRequestError: A request has no running column. Nothing was copied.
+    """
+    if cache_config.mamba_cache_mode == "all":
+        batch = (input_batch, requests, mamba_state_idx, num_spec_tokens, num_reqs)
+        postprocess_mamba_all(scheduler_output, kv_cache_config, *batch)
+    if cache_config.mamba_cache_mode != "align":
+        return
+    if forward_context is None or mamba_state_copy_funcs is None or copy_bufs is None:
+        raise InvalidArgumentError(
+            "in 'align' mode postprocess_mamba requires forward_context, mamba_state_copy_funcs "
+            "and copy_bufs"
+        )
+    block_size = copy_bufs.mamba_spec.block_size
+    moves = _plan_alignments(scheduler_output, input_batch, requests, mamba_state_idx, block_size)
+    states = (kv_cache_config, forward_context, mamba_state_copy_funcs)
+    copies = _plan_copies(moves, copy_bufs, states, input_batch, requests)
+    for index, move in moves.items():
+        if move.stays:
+            input_batch.num_accepted_tokens_cpu[index] = 1
+    _copy_on_host(copies, copy_bufs)
+
+
+def postprocess_mamba_all(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+) -> None:
+    """Remember the last column that each decoding request has written, in "all" mode.
+
+    Kernels write all columns in place then, so nothing is copied. A request that did not verify a
+    full set of drafts is forgotten.
+
+    It takes what ``postprocess_mamba`` takes, and changes ``mamba_state_idx``: the last column of
+    each request. Without ``num_spec_tokens`` nothing is done.
+
+    Raises:
+        InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+    """
+    if num_spec_tokens < 1:
+        return
+    _, spec = shared_schedule(kv_cache_config)
+    for req_id in input_batch.req_ids[:num_reqs]:
+        num_scheduled = scheduler_output.num_scheduled_tokens.get(req_id, 0)
+        if num_scheduled == 1 + num_spec_tokens:
+            num_tokens = requests[req_id].num_computed_tokens + num_scheduled
+            mamba_state_idx[req_id] = max(0, (num_tokens - 1) // spec.block_size)
+        else:
+            mamba_state_idx.pop(req_id, None)
 
 
 def postprocess_mamba_align_gpu(
@@ -215,7 +307,7 @@ def _copy_on_device(
     )
 
 
-def plan_copies(
+def _plan_copies(
     moves: Mapping[int, StateMove],
     copy_bufs: MambaCopyBuffers,
     states: tuple[KVCacheConfig, Mapping[str, Any], CopyFuncs],
@@ -276,18 +368,32 @@ def _regions(
         )
 
 
-def copy_on_host(
-    regions: list[Region], num_moves: int, when: int, copy_bufs: MambaCopyBuffers
-) -> None:
-    """Copy what the host has listed, in one launch.
-
-    Args:
-        regions: Where bytes go.
-        num_moves: Requests whose states these are.
-        when: ``BEFORE`` or ``AFTER`` a forward.
-        copy_bufs: Where the copies are listed, and counted.
-    """
+def _copy_on_host(regions: list[Region], copy_bufs: MambaCopyBuffers) -> None:
+    """Copy the regions in one launch."""
     if regions:
-        copy_bufs.counts.on_host[when] += num_moves
         copy_bufs.fill(regions)
         kernels_for(copy_bufs.backend, copy_bufs.sizes.gpu.device).copy_regions(copy_bufs)
+
+
+def _plan_alignments(
+    scheduler_output: SchedulerOutput,
+    input_batch: InputBatch,
+    requests: Mapping[str, Any],
+    mamba_state_idx: Mapping[str, int],
+    block_size: int,
+) -> dict[int, StateMove]:
+    """Return the move of each request in the batch that has crossed a block boundary."""
+    check_known(input_batch.req_ids, mamba_state_idx)
+    moves = {}
+    for index, req_id in enumerate(input_batch.req_ids):
+        num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+        num_scheduled = scheduler_output.num_scheduled_tokens[req_id]
+        move = plan_alignment(
+            requests[req_id].num_computed_tokens + num_scheduled - num_drafts,
+            int(input_batch.num_accepted_tokens_cpu[index]),
+            mamba_state_idx[req_id],
+            block_size,
+        )
+        if move:
+            moves[index] = move
+    return moves

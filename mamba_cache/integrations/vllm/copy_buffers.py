@@ -11,7 +11,6 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copy_specs import CopyFuncs, count_states
-from mamba_cache.integrations.vllm.counters import CopyCounts
 from mamba_cache.integrations.vllm.mamba_spec import shared_schedule
 from mamba_cache.integrations.vllm.protocols import (
     HostDeviceBuffer,
@@ -109,7 +108,6 @@ class MambaCopyBuffers:
         piece_bytes: Bytes that may be moved at once, or 0, int64.
         mamba_group_ids: The Mamba groups.
         mamba_spec: How their states are scheduled.
-        counts: What was copied.
         offset: Entries in use.
         backend: "torch", "triton", or "auto": the kernel on CUDA, plain Python elsewhere.
     """
@@ -122,7 +120,6 @@ class MambaCopyBuffers:
     piece_bytes: HostDeviceBuffer
     mamba_group_ids: list[int]
     mamba_spec: StateSpecView
-    counts: CopyCounts
     offset: int = 0
     backend: CopyBackend = "auto"
 
@@ -153,7 +150,7 @@ class MambaCopyBuffers:
         one, two, three, four, five, six = (
             make_buffer(count, dtype=torch.int64) for _ in Region._fields
         )
-        return cls(one, two, three, four, five, six, group_ids, spec, CopyCounts(num_states))
+        return cls(one, two, three, four, five, six, group_ids, spec)
 
     @property
     def columns(self) -> tuple[HostDeviceBuffer, ...]:

@@ -12,7 +12,6 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._to_device import to_device
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copy_specs import StateMemory
-from mamba_cache.integrations.vllm.counters import CopyCounts
 
 __all__ = ["CHUNK_FIELDS", "NUM_COUNTERS", "TILE_BYTES", "BlockTables", "StateTable"]
 
@@ -100,7 +99,6 @@ class StateTable:
         word_bytes: The widest word, up to 8 bytes, that fits all addresses and sizes.
         counters: [NUM_COUNTERS, ...] int32 on the device. Zeros between launches, so launches that
             use one table belong on one stream.
-        counts: What was copied.
         block_tables: Those of each group.
         is_by_slot: Whether their rows are request slots, else rows of the batch.
         block_size: Tokens of one column.
@@ -116,7 +114,6 @@ class StateTable:
         self.tiles_per_chunk = 1
         self.word_bytes = 1
         self.counters = torch.zeros((NUM_COUNTERS, _LINE_INTS), dtype=torch.int32, device=device)
-        self.counts = CopyCounts(num_states, device)
         self.block_tables = BlockTables(num_groups, device)
         self.is_by_slot = True
         self.block_size = block_size

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
-from mamba_cache.integrations.vllm.counters import AFTER, BEFORE
 from mamba_cache.integrations.vllm.kernels.copy_states import (
     NUM_TURNS,
     copy_bytes,
@@ -55,7 +54,6 @@ _ANY_VALUE = [
     "blocks",
     "group_stride",
     "idx_mapping",
-    "moved",
     "num_accepted",
     "num_accepted_by_row",
     "num_accepted_out",
@@ -131,7 +129,6 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
-    moved,
     block_tables,
     table_stride,
     BY_SLOT: tl.constexpr,
@@ -153,7 +150,7 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
     bias = tl.maximum(_load(token_bias, slots, is_real), 0)
     moves = (sources >= 0) & (sources != columns)
     copy_moves(
-        moves, sources, columns, bias, _table_rows(rows, slots, BY_SLOT), moved, chunks,
+        moves, sources, columns, bias, _table_rows(rows, slots, BY_SLOT), chunks,
         num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
 
@@ -173,7 +170,6 @@ def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
-    moved,
     block_tables,
     table_stride,
     BY_SLOT: tl.constexpr,
@@ -194,7 +190,7 @@ def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
     moves = is_real & (previous >= 0) & (previous != current)
     bias = tl.maximum(accepted - 1, 0)
     is_writer = copy_moves(
-        moves, previous, current, bias, _table_rows(rows, slots, BY_SLOT), moved, chunks,
+        moves, previous, current, bias, _table_rows(rows, slots, BY_SLOT), chunks,
         num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
     if is_writer:
@@ -218,7 +214,6 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
-    moved,
     block_tables,
     table_stride,
     BY_SLOT: tl.constexpr,
@@ -237,7 +232,7 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     stays = crosses & (destinations == columns)
     moves = crosses & ((destinations != columns) | (bias > 0))
     is_writer = copy_moves(
-        moves, columns, destinations, bias, rows, moved, chunks, num_chunks, counters, block_tables,
+        moves, columns, destinations, bias, rows, chunks, num_chunks, counters, block_tables,
         table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
     if is_writer:
@@ -255,7 +250,6 @@ def _postcopy_resident_kernel(  # type: ignore[no-untyped-def]
     chunks,
     num_chunks,
     counters,
-    moved,
     block_tables,
     table_stride,
     BY_SLOT: tl.constexpr,
@@ -279,7 +273,7 @@ def _postcopy_resident_kernel(  # type: ignore[no-untyped-def]
     stays = crosses & (destinations == columns)
     moves = crosses & ((destinations != columns) | (bias > 0))
     is_writer = copy_moves(
-        moves, columns, destinations, bias, _table_rows(rows, slots, BY_SLOT), moved, chunks,
+        moves, columns, destinations, bias, _table_rows(rows, slots, BY_SLOT), chunks,
         num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
     )  # fmt: skip
     if is_writer:
@@ -358,7 +352,7 @@ def precopy_columns(
     inputs = (state_idx, source_columns, token_bias)
     mapping = state_idx if idx_mapping is None else idx_mapping
     is_mapped = idx_mapping is not None
-    _launch(_precopy_kernel, table, num_reqs, (*inputs, mapping), BEFORE, IS_MAPPED=is_mapped)
+    _launch(_precopy_kernel, table, num_reqs, (*inputs, mapping), IS_MAPPED=is_mapped)
 
 
 def precopy_resident(
@@ -378,7 +372,7 @@ def precopy_resident(
     num_padded = 0 if accepted_by_row is None else len(accepted_by_row)
     by_row = num_accepted if accepted_by_row is None else accepted_by_row
     inputs = (idx_mapping, query_start_loc, *by_slot, by_row, num_padded)
-    _launch(_precopy_resident_kernel, table, num_reqs, inputs, BEFORE, num_padded)
+    _launch(_precopy_resident_kernel, table, num_reqs, inputs, num_padded)
 
 
 def postcopy_columns(
@@ -393,7 +387,7 @@ def postcopy_columns(
 ) -> None:
     """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
     inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts, num_accepted_out)
-    _launch(_postcopy_kernel, table, num_reqs, inputs, AFTER)
+    _launch(_postcopy_kernel, table, num_reqs, inputs)
 
 
 def postcopy_resident(
@@ -413,7 +407,7 @@ def postcopy_resident(
         # Rows are not slots: what is written for one row would be read for another.
         num_sampled = num_sampled.clone()
     inputs = (idx_mapping, num_sampled, num_accepted, state_idx, num_computed)
-    _launch(_postcopy_resident_kernel, table, num_reqs, inputs, AFTER, IS_SAMPLED=is_sampled)
+    _launch(_postcopy_resident_kernel, table, num_reqs, inputs, IS_SAMPLED=is_sampled)
 
 
 def accept_tokens(
@@ -468,7 +462,6 @@ def _launch(
     table: StateTable,
     num_reqs: int,
     inputs: tuple[torch.Tensor | int, ...],
-    when: int,
     num_rows: int = 0,
     **constants: int,
 ) -> None:
@@ -481,7 +474,6 @@ def _launch(
             table.chunks,
             len(table.chunks),
             table.counters,
-            table.counts.views[when],
             table.block_tables.pointers,
             table.block_tables.stride,
             BY_SLOT=table.is_by_slot,

@@ -209,7 +209,6 @@ def copy_moves(  # type: ignore[no-untyped-def]
     destinations,
     biases,
     table_rows,
-    moved,
     chunks,
     num_chunks,
     counters,
@@ -225,8 +224,7 @@ def copy_moves(  # type: ignore[no-untyped-def]
     The first ticket is the program's number, the others are drawn; so what is in flight stays close
     together in memory. Programs take turns at ``TURNS`` counters, which divide their number.
 
-    A row of the batch has its blocks in row ``table_rows`` of the block tables. The number of moves
-    is added to ``moved``.
+    A row of the batch has its blocks in row ``table_rows`` of the block tables.
 
     Returns:
         Whether this program shall write what later steps decide by. Where something is copied, it
@@ -276,6 +274,4 @@ def copy_moves(  # type: ignore[no-untyped-def]
                 )
             row = tl.min(tl.where(moves & (rows > row), rows, ROWS), 0)
         is_writer = _is_last(counters)
-        if is_writer:
-            tl.store(moved, tl.load(moved) + tl.sum(moves.to(tl.int32), 0))
     return is_writer

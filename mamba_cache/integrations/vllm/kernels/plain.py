@@ -23,7 +23,6 @@ from mamba_cache.integrations.vllm.column_moves import (
     running_column,
 )
 from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
-from mamba_cache.integrations.vllm.counters import AFTER, BEFORE
 from mamba_cache.integrations.vllm.state_table import BlockTables, StateTable
 
 __all__ = [
@@ -73,7 +72,7 @@ def precopy_columns(
     moves = [_RowMove(row, slot, move) for row, slot, move in planned if move]
     _check_moves(table, moves)
     if not only_checks:
-        _copy(table, moves, BEFORE)
+        _copy(table, moves)
 
 
 def precopy_resident(
@@ -109,7 +108,7 @@ def precopy_resident(
         num_accepted[slot] = 1
     if accepted_by_row is not None:
         gather_accepted(idx_mapping[:num_reqs], num_accepted, accepted_by_row)
-    _copy(table, moves, BEFORE)
+    _copy(table, moves)
 
 
 def postcopy_columns(
@@ -138,7 +137,7 @@ def postcopy_columns(
         return
     num_accepted_out[:num_reqs] = num_accepted[:num_reqs]
     _accept_one_where_it_stays(num_accepted_out, moves)
-    _copy(table, moves, AFTER)
+    _copy(table, moves)
 
 
 def postcopy_resident(
@@ -168,7 +167,7 @@ def postcopy_resident(
     if num_sampled is not None:
         accept_tokens(idx_mapping[:num_reqs], num_sampled, num_accepted)
     _accept_one_where_it_stays(num_accepted, moves)
-    _copy(table, moves, AFTER)
+    _copy(table, moves)
 
 
 def accept_tokens(
@@ -233,10 +232,10 @@ def _accept_one_where_it_stays(num_accepted: torch.Tensor, moves: Iterable[_RowM
             num_accepted[slot] = 1
 
 
-def _copy(table: StateTable, moves: Iterable[_RowMove], when: int) -> None:
-    real = [move for move in moves if not move.move.is_empty]
-    table.counts.on_host[when] += len(real)
-    for index, slot, move in real:
+def _copy(table: StateTable, moves: Iterable[_RowMove]) -> None:
+    for index, slot, move in moves:
+        if move.is_empty:
+            continue
         row = slot if table.is_by_slot else index
         for memory in table.memories:
             blocks = table.block_tables.tensors[memory.group][row]
