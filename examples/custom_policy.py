@@ -75,10 +75,6 @@ class PopularSlotPolicy:
         self._hits[list(slots)] += 1
         self._touch(slots)
 
-    def state(self) -> npt.NDArray[np.int64]:
-        """Returns all that ``choose`` depends on, so that ranks can prove that they agree."""
-        return np.concatenate((self._hits, self._last_use))
-
     def reset(self, max_slots: int) -> None:
         """Forgets everything."""
         self._clock = 0

@@ -89,9 +89,6 @@ class CacheConfig:
             token otherwise than a prompt; no states are saved while decoding then.
         num_speculative_tokens: Drafts that a decoding request can bring to a step. With more than
             0, each request has ``live_rows_per_request`` live states, one for each outcome.
-        restore_on_side_stream: On a GPU, restore states on a stream of their own, beside what is
-            left of the steps before: a restore waits for the last step that used its slot or its
-            row, not for later ones. If False, it waits for all that is enqueued.
         slot_quantization: "int8" keeps SSM states in slots in 8 bits: two to four times the slots
             in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
         quantized_tensors: Names of the tensors of a state that ``slot_quantization`` is for. Each
@@ -154,7 +151,6 @@ class CacheConfig:
     save_decode_states: bool = True
     publish_decoded_blocks: bool = True
     num_speculative_tokens: int = 0
-    restore_on_side_stream: bool = False
     slot_quantization: Literal["int8"] | None = None
     quantized_tensors: tuple[str, ...] = ("ssm",)
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -381,7 +377,7 @@ class CacheConfig:
             )
         for name in (
             "enable_prefix_caching", "save_decode_states", "publish_decoded_blocks",
-            "restore_on_side_stream", "log_requests",
+            "log_requests",
         ):  # fmt: skip
             if not isinstance(given := getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name} must be a bool, got {given!r}")

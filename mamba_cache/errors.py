@@ -5,14 +5,11 @@ know this package would expect (``ValueError`` for bad input, ``RuntimeError`` f
 resources). A call that raises one of them has changed nothing.
 """
 
-from collections.abc import Sequence
-
 __all__ = [
     "BlockCapacityError",
     "BudgetError",
     "CapacityError",
     "ConcurrentUseError",
-    "DivergenceError",
     "DoubleFreeError",
     "HashConflictError",
     "InvalidArgumentError",
@@ -115,27 +112,6 @@ class UnwrittenStateWarning(MambaCacheError, RuntimeWarning):  # noqa: N818 (a w
 
 class TierInUseError(MambaCacheError, RuntimeError):
     """A folder of a disk cache is used by another process; the message says which."""
-
-
-class DivergenceError(MambaCacheError, RuntimeError):
-    """Processes that must decide alike have decided differently.
-
-    Attributes:
-        step: The step after which they differed, from 1.
-        fingerprints: What each rank's bookkeeping amounts to, by rank.
-    """
-
-    def __init__(self, step: int, fingerprints: Sequence[int]) -> None:
-        super().__init__(step, fingerprints)
-        self.step = step
-        self.fingerprints = tuple(fingerprints)
-
-    def __str__(self) -> str:
-        ranks: dict[int, list[int]] = {}
-        for rank, fingerprint in enumerate(self.fingerprints):
-            ranks.setdefault(fingerprint, []).append(rank)
-        sides = "; ".join(f"{fingerprint:#018x} on ranks {r}" for fingerprint, r in ranks.items())
-        return f"ranks have diverged by step {self.step}: {sides}"
 
 
 class CapacityError(MambaCacheError, RuntimeError):

@@ -176,11 +176,6 @@ class KVBlockAllocator:
         """Blocks with references."""
         return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks
 
-    @property
-    def free_block_ids(self) -> list[int]:
-        """Blocks that are neither used nor cached."""
-        return list(self._free)
-
     def attach_slots(self, slots: SlotsOfBlocks) -> None:
         """Free the slots of blocks whenever the blocks are deregistered; ``SlotPool`` calls it.
 

@@ -11,7 +11,6 @@ from typing import cast
 from weakref import ReferenceType, finalize, proxy, ref
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import check_int, check_kind, check_number
@@ -33,7 +32,6 @@ from mamba_cache.context.memory import (
     LiveRows,
     SharedStore,
     check_shared,
-    fingerprint_of_kinds,
     kv_pool_size,
     layer_labels,
     layers_by_kind,
@@ -55,7 +53,6 @@ from mamba_cache.context.requests import (
     RequestStatus,
     check_positions,
 )
-from mamba_cache.context.restore_order import CudaRestoreStreams, SideStream
 from mamba_cache.context.speculation import (
     DeviceTokens,
     Drafts,
@@ -83,9 +80,7 @@ from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
     SlotEvictionPolicy,
-    scrub_free_slots,
 )
-from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import (
     KVCacheSpec,
@@ -204,7 +199,6 @@ class DynamicInferenceContext:
             check_kind("kv_spec", kv_spec, KVCacheSpec)
         placement = check_placement(placement)
         self._layers = layers_by_kind(state_spec)
-        self._kinds_fingerprint = fingerprint_of_kinds(slot_spec(config, state_spec))
         self.config = config
         self.device = as_device(device)
         if shared is not None:
@@ -370,7 +364,6 @@ class DynamicInferenceContext:
             admitter=self._admitter,
             counters=self._counters,
             speculation=speculation,
-            side_stream=self._side_stream(),
             extractions=self._extractions,
             tiering=tiering,
             on_admitted=listeners if on_admitted is None else [*listeners, on_admitted],
@@ -1239,63 +1232,6 @@ class DynamicInferenceContext:
             self._tiering.remove(entry, hit.request.cache_salt, digest)
         return kind
 
-    @exclusive
-    def scrub(self) -> None:
-        """Zero all memory but cached prefixes and what running requests have computed.
-
-        Memory that is given back keeps its content until it is written again: a block that another
-        request has taken in the part that this one has not computed yet, a reserved slot until its
-        step. After this, nothing is left of requests that are finished and of blocks that were
-        deregistered, evicted or reset: no states, keys, values or tokens in tensors of the context.
-        It takes as long as writing that memory does, and may wait for the device.
-
-        Raises:
-            StepOrderError: A step is in flight or uncollected.
-        """
-        self._runner.require_none()
-        self._runner.require_collected()
-        requests = self.request_table.holding_memory()
-        # No step is in flight, so what is reserved is not written yet.
-        scrub_free_slots(self.slot_allocator, reserved=True)
-        self._scrub_blocks(requests)
-        # A request whose first chunk is due gets its live state when its step begins.
-        self._scrub_live_states(
-            [a.row for a in requests if a.chunk is None or not a.chunk.is_first]
-        )
-        self.step_buffers.zero_()
-        for active in requests:
-            active.collect_tokens()
-        self.request_table.scrub()
-        if self._tiering is not None:
-            self._tiering.scrub()
-        self._runner.scrub([a.row for a in requests if a.status is RequestStatus.DECODING])
-
-    def _scrub_blocks(self, requests: Sequence[ActiveRequest]) -> None:
-        """Zero blocks that are neither used nor cached, and what requests have not computed."""
-        if self.kv_cache is None:
-            return
-        kv_blocks = self.kv_block_allocator
-        # The dummy block counts as free: padding is written to it.
-        unwritten = [*kv_blocks.free_block_ids, kv_blocks.dummy_block_id]
-        for active in requests:
-            # Blocks that it shares are full, also where it computes their tokens again.
-            written = max(active.num_computed, active.num_shared_tokens)
-            first, offset = divmod(written, self.block_size_tokens)
-            if offset:
-                self.kv_cache[:, :, active.block_ids[first], offset:] = 0
-                first += 1
-            unwritten += active.block_ids[first:]
-        self.kv_cache[:, :, unwritten] = 0
-
-    def _scrub_live_states(self, rows_in_use: list[int]) -> None:
-        """Zero live states of no request; with drafts, of a request all but the current one."""
-        ring, cursors = self.config.live_rows_per_request, self._runner.cursors
-        is_needed = torch.zeros(self.max_requests, ring, dtype=torch.bool, device=self.device)
-        is_needed[rows_in_use] = True
-        if cursors is not None:
-            is_needed &= torch.arange(ring, device=self.device) == cursors[:, None]
-        self.live_states.zero_((~is_needed.flatten()).nonzero()[:, 0].tolist())
-
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
         return collect_stats(
@@ -1358,34 +1294,6 @@ class DynamicInferenceContext:
             tiering.lower.flush()
             tiering.poll()
 
-    def fingerprint(self) -> int:
-        """Digest what decides the next step: slots, rows, block tables, progress and due chunks.
-
-        Ranks that run the same requests over shards of the same model must have equal ones after
-        every call, given equal settings, ``hash_secret``, and names and dtypes of states (a kind of
-        layers that a rank has none of has 0 layers there). Linear in slots and block tables.
-
-        Returns:
-            From 0 to 2**63 - 1.
-        """
-        kv_blocks = self.kv_block_allocator
-        parts: list[npt.ArrayLike] = []
-        for active in self.request_table:
-            hashes, end = active.hashes, active.num_tokens
-            # The last hash names all blocks before; without prefix caching the last tokens must do.
-            start = max(len(hashes) * self.block_size_tokens, end - self.block_size_tokens)
-            due = active.chunk.num_tokens if active.chunk else 0
-            progress = active.row, active.num_computed, active.most_computed, due
-            parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
-        parts += [*self._runner.progress, *self._pins.facts()]
-        return fingerprint_of(
-            self._kinds_fingerprint,
-            self.slot_allocator.fingerprint(),
-            self.request_table.block_tables,
-            (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
-            *parts,
-        )
-
     def check_invariants(self) -> None:
         """Prove that all bookkeeping agrees. Costs nothing when it is not called.
 
@@ -1427,12 +1335,6 @@ class DynamicInferenceContext:
             raise StepOrderError(
                 f"{len(self._pins)} pins hold KV blocks: unpin them first, or reset the context"
             )
-
-    def _side_stream(self) -> SideStream | None:
-        if not self.config.restore_on_side_stream or self.device.type != "cuda":
-            return None
-        streams = CudaRestoreStreams(self.device)  # pragma: no cover - tests/gpu run it
-        return SideStream(self.slot_allocator, self.config, streams)  # pragma: no cover
 
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:

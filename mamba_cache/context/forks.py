@@ -137,15 +137,12 @@ class Forker:
         """Enqueue the copies of the live state and of the unfinished block."""
         copy_states, copy_kv = copiers
         row, rows = made.source_row, list(made.rows)
-        try:
-            if self._speculation is None:
-                copy_states.copy([row] * len(rows), rows)
-            else:
-                copy_states.copy(*self._speculation.fork(row, rows, tokens))
-            if copy_kv is not None and made.source_block is not None:
-                copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
-        finally:
-            self._runner.mark_rows_used([row, *rows])
+        if self._speculation is None:
+            copy_states.copy([row] * len(rows), rows)
+        else:
+            copy_states.copy(*self._speculation.fork(row, rows, tokens))
+        if copy_kv is not None and made.source_block is not None:
+            copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
 
     def _read_ids(self, new_ids: Any) -> list[Hashable]:
         """Return ids that new requests can have.

@@ -23,7 +23,6 @@ from mamba_cache.slots import (
     RefZeroSlotPolicy,
     SlotEvictionPolicy,
 )
-from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,
@@ -41,7 +40,6 @@ __all__ = [
     "LiveRows",
     "SharedStore",
     "check_shared",
-    "fingerprint_of_kinds",
     "kv_pool_size",
     "layer_labels",
     "layers_by_kind",
@@ -199,13 +197,6 @@ def layers_by_kind(spec: StateSpec) -> dict[str, KindLayers]:
         layers[kind.name] = KindLayers(first, kind.num_layers, names)
         first += kind.num_layers
     return layers
-
-
-def fingerprint_of_kinds(slot_spec: StateSpec) -> int:
-    """Digest what slots hold, but for the sizes, of which each rank has its own shard."""
-    return fingerprint_of(
-        *(list(f"{tensor.name} {tensor.dtype}".encode()) for tensor in slot_spec.tensors)
-    )
 
 
 def layer_labels(spec: StateSpec) -> list[int | str]:

@@ -185,10 +185,6 @@ class Pins:
         if not np.array_equal(references, self.references):
             raise InvariantError("the references of pins are not those of their blocks")
 
-    def facts(self) -> list[tuple[int, ...]]:
-        """Return of each pin its tokens and blocks, for fingerprints."""
-        return [(pin.num_tokens, *pin._block_ids) for pin in self._pins]
-
     def _is_over(self, pin: Pin, now: float) -> bool:
         is_late = pin.expires_at is not None and now >= pin.expires_at
         return is_late or not self._slots.is_current(pin._lease)

@@ -567,14 +567,6 @@ class RequestTable:
             return tail[first:last]
         return np.concatenate((tail[first:], tail[:last]))
 
-    def scrub(self) -> None:
-        """Clear tokens that no step needs; requests have taken over their newest ones before."""
-        self._tails[:] = 0
-        decoding = sorted(self.decoding_rows)
-        kept = self.last_tokens[decoding]
-        self.last_tokens[:] = 0
-        self.last_tokens[decoding] = kept
-
     def check_invariants(self, others: np.ndarray[Any, np.dtype[np.int32]] | None = None) -> None:
         """Prove that rows, tables and reference counts agree, and with what requests do next.
 

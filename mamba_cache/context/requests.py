@@ -454,11 +454,6 @@ class ActiveRequest:
         return 0 if self.row < 0 else self._rows.num_in_doubt.item(self.row)
 
     @property
-    def most_computed(self) -> int:
-        """``num_computed``, or what it may be by what the device alone knows."""
-        return self.num_computed + self.num_in_doubt
-
-    @property
     def num_shared_tokens(self) -> int:
         """Tokens of the leading blocks that were found cached."""
         return self.num_shared_blocks * self._rows.block_size_tokens

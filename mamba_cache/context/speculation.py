@@ -182,22 +182,6 @@ class Speculation:
         sources = (cursor + row * kept.ring).expand(len(rows)).contiguous()
         return sources, places * kept.ring + cursor
 
-    @property
-    def cursors(self) -> torch.Tensor:
-        """[max_requests] int32 on the device: which live state of each request is current."""
-        return self._rows.cursors
-
-    def scrub(self, decoding_rows: Sequence[int]) -> None:
-        """Clear what is kept of rows whose requests do not decode.
-
-        Args:
-            decoding_rows: Rows of the requests that do.
-        """
-        for tensor in (self._rows.last_tokens, self._rows.num_computed, self._rows.cursors):
-            kept = tensor[decoding_rows]
-            tensor.zero_()
-            tensor[decoding_rows] = kept
-
     def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
         """Check what can be checked of a step's tokens without waiting for the device.
 

@@ -20,7 +20,6 @@ from mamba_cache.context.requests import (
     RequestPreparer,
     RequestStatus,
 )
-from mamba_cache.context.restore_order import SideStream
 from mamba_cache.context.speculation import (
     DeviceTokens,
     Sampled,
@@ -85,7 +84,6 @@ class StepRunner:
         admitter: Renews restores, and takes requests back.
         counters: What is counted at commit.
         speculation: The device's side, if requests can have drafts.
-        side_stream: Where restores are enqueued; None: on the current stream.
         extractions: Which layers have handed over their states.
         tiering: What steps load from tiers below the GPU, and spill to them; None: nothing.
         on_admitted: Called with each request that began to run, and what was found of it.
@@ -101,7 +99,6 @@ class StepRunner:
         admitter: Admitter,
         counters: StatsCounters,
         speculation: Speculation | None,
-        side_stream: SideStream | None,
         extractions: StepExtractions,
         tiering: Tiering | None = None,
         on_admitted: Sequence[Callable[[ActiveRequest, Admission], object]] = (),
@@ -115,7 +112,6 @@ class StepRunner:
         self._admitter = admitter
         self._counters = counters
         self._speculation = speculation
-        self._side_stream = side_stream
         self._extractions = extractions
         self._has_warned = False
         self._work = NOBODY_DECODES
@@ -142,11 +138,6 @@ class StepRunner:
     def requests(self) -> tuple[ActiveRequest, ...]:
         """The requests of the step in flight; a step that is only half begun is none."""
         return () if self._step is None else (*self._work.group.requests, *self._prefills)
-
-    @property
-    def progress(self) -> list[Int64Array]:
-        """Which requests decode in the step in flight, and up to where."""
-        return [self._work.group.rows, self._work.ends]
 
     @property
     def is_uncollected(self) -> bool:
@@ -216,8 +207,6 @@ class StepRunner:
         """Enqueue what the step's requests load; those that cannot load compute instead."""
         for active in tiering.begin(self._prefills):
             self._admitter.resume_without_load(active)
-        if any(active.current_chunk.load is not None for active in self._prefills):
-            self.mark_all_used()  # the current stream waits for the loads, so restores must too
 
     def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
         """Take requests out of the step; what they computed is of no use. Return their ids."""
@@ -457,7 +446,6 @@ class StepRunner:
     def forget(self) -> None:
         """Have no step in flight; what its requests hold is dealt with by the caller."""
         self._end_step()
-        self.mark_all_used()
         self._uncollected = None
         self._unfinished = ""
 
@@ -493,40 +481,12 @@ class StepRunner:
         return sampled
 
     def _restore(self, plan: StepPlan) -> None:
-        if self._side_stream is not None:
-            self._side_stream.restore(plan)
-            return
         if not plan.restores:
             return
         # Without the padding, which a kernel would look at entry by entry.
         entries, count = self._buffers.first_entries, len(plan.restores)
         restore = self._slots.transfers.slots_to_live
         restore(entries("restore_sources", count), entries("restore_rows", count))
-
-    @property
-    def cursors(self) -> torch.Tensor | None:
-        """With drafts, [max_requests] int32: which live state of each request is current."""
-        return None if self._speculation is None else self._speculation.cursors
-
-    def scrub(self, decoding_rows: Sequence[int]) -> None:
-        """Clear sampled tokens between two steps, but those that the next one begins with.
-
-        Args:
-            decoding_rows: Rows of the requests that decode.
-        """
-        if self._speculation is not None:
-            self._speculation.scrub(decoding_rows)
-        self.mark_all_used()
-
-    def mark_rows_used(self, rows: Sequence[int]) -> None:
-        """Say that something is enqueued which reads or writes live states of these rows."""
-        if self._side_stream is not None:
-            self._side_stream.use_rows(rows)
-
-    def mark_all_used(self) -> None:
-        """Remember that something is enqueued which may have used any slot and live state."""
-        if self._side_stream is not None:
-            self._side_stream.end_all()
 
     def _advance(
         self,
@@ -543,8 +503,6 @@ class StepRunner:
         speculation.advance(self.step.metadata, tokens, counts)
 
     def _end_step(self) -> None:
-        if self._side_stream is not None:
-            self._side_stream.end_step()
         self._is_advanced = False
         self._extractions.end()
         self._step = None
@@ -573,7 +531,7 @@ class StepRunner:
             return
         # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
         entries, count = self._buffers.first_entries, self._num_boundaries
-        save = (self._side_stream or self._slots.transfers).live_to_slots
+        save = self._slots.transfers.live_to_slots
         save(entries("boundary_rows", count), entries("boundary_slots", count))
 
     def _end_chunk(self, active: ActiveRequest) -> None:

@@ -590,12 +590,6 @@ class Tiering:
             self.lower.reset()
         self.host.reset()
 
-    def scrub(self) -> None:
-        """Zero host memory that holds no entry; waits until the copies are over."""
-        self.transfers.wait()
-        self.poll()
-        self.host.scrub()
-
     def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
         """Prove that rows of the host tier are read and written for what is planned and under way.
 

@@ -234,14 +234,6 @@ class StepBuffers:
             return entries
         return self._tensors[name][:count]  # pragma: no cover - tests/gpu run it
 
-    def zero_(self) -> None:
-        """Clear the tensors of all steps so far, on the host and on the device."""
-        self._device_buffer.zero_()
-        for _ in range(self._num_host_buffers):
-            host = next(self._host_buffers)
-            host.wait()
-            host.clear()
-
     def fill(self, plan: StepPlan) -> StepMetadata:
         """Write the plan's tensors and enqueue their copy to the device.
 

@@ -1,7 +1,7 @@
 """Slots for saved states: the pool, eviction policies, checkpoint placement, the allocator."""
 
 from mamba_cache.slots.adaptive import AdaptiveSlotPolicy
-from mamba_cache.slots.allocator import MambaSlotAllocator, scrub_free_slots
+from mamba_cache.slots.allocator import MambaSlotAllocator
 from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.slots.named_policies import SLOT_POLICIES
 from mamba_cache.slots.placement import (
@@ -47,5 +47,4 @@ __all__ = [
     "SlotPlan",
     "SlotPool",
     "StateProposal",
-    "scrub_free_slots",
 ]

@@ -32,7 +32,7 @@ from mamba_cache.slots.pool import SlotPool, check_same_length
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 
-__all__ = ["MambaSlotAllocator", "check_model", "scrub_free_slots"]
+__all__ = ["MambaSlotAllocator", "check_model"]
 
 
 class MambaSlotAllocator(SlotPool):
@@ -542,23 +542,6 @@ class MambaSlotAllocator(SlotPool):
         self._tables.reset()
         self.states.zero_()
         self._scratch.zero_()
-
-
-def scrub_free_slots(slots: MambaSlotAllocator, *, reserved: bool = False) -> None:
-    """Zero the states of all free slots, and the scratch.
-
-    Cached slots are left alone. For an operator's calls, not for the path of a step:
-    it takes as long as writing that memory does.
-
-    Args:
-        slots: The slots, between two steps.
-        reserved: Reserved slots too, for callers who know that nobody has written them yet.
-    """
-    free = slots.free_slots[: slots.free_count].tolist()
-    free = sorted(free + list(slots.reserved) if reserved else free)
-    if free:
-        slots.states.zero_(free)
-    slots._scratch.zero_()
 
 
 def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[torch.Tensor]:

@@ -77,13 +77,6 @@ class SlotEvictionPolicy(Protocol):
         """Record that the states in the slots were used by a hit."""
         ...
 
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return what the next choices depend on beside the arguments of ``choose``.
-
-        Fingerprints are made of it: processes of equal states must choose alike.
-        """
-        ...
-
     def reset(self, max_slots: int) -> None:
         """Forget everything, before first use and whenever the pool of that size is emptied."""
         ...
@@ -223,10 +216,6 @@ class _Stateless:
     def on_consumed(self, slots: Sequence[int]) -> None:
         """Ignore it: what the KV blocks' owner knows decides."""
 
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return nothing, [0] int64."""
-        return np.empty(0, np.int64)
-
     def reset(self, max_slots: int) -> None:
         """Do nothing: there is nothing to forget."""
 
@@ -294,10 +283,6 @@ class ConsumedSlotPolicy:
         """Make the slots the most recent."""
         self._touch(slots)
 
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return when each slot was last used, [max_slots] int64."""
-        return self._last_use
-
     def reset(self, max_slots: int) -> None:
         """Forget all uses."""
         self._clock = 0
@@ -338,10 +323,6 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
         """Make the slots the most recent, and keep what their states save."""
         super().on_stored(slots, saved_tokens)
         self._saved_tokens[list(slots)] = saved_tokens
-
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return when each slot was last used, then what it saves, [2 * max_slots] int64."""
-        return np.concatenate((self._last_use, self._saved_tokens))
 
     def reset(self, max_slots: int) -> None:
         """Forget all uses, and what was saved."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -24,7 +24,6 @@ from mamba_cache.errors import (
 )
 from mamba_cache.events import Listeners, Removed, Stored
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots.fingerprint import fingerprint_of
 from mamba_cache.slots.policies import (
     HostView,
     LruSlotPolicy,
@@ -675,27 +674,6 @@ class SlotPool:
         slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
         self.listeners.put(Removed("state", block_ids, hash_ids, slots=slots, is_reset=True))
 
-    def fingerprint(self) -> int:
-        """Digest the tables and the policy's memory: which block has which slot, which goes next.
-
-        Ranks that hold shards of the same states must have equal ones at equal moments. It depends
-        on no address, time or order of a dict, takes time linear in the slots and hashes, not in
-        the KV blocks, and leaves out counters that decide nothing.
-
-        Returns:
-            From 0 to 2**63 - 1.
-        """
-        cached = self._slot_to_block >= 0
-        return fingerprint_of(
-            self._slot_to_block,
-            self._block_to_slot.take(self._slot_to_block[cached]),
-            self.pin_counts[cached],
-            self._free_slots[: self.free_count],
-            _by_key(self.reserved),
-            _by_key(self.hash_to_block_id),
-            self.policy.state(),
-        )
-
     def stale_blocks(self) -> list[int]:
         """Return blocks whose state was registered for other content than they have now.
 
@@ -995,12 +973,6 @@ def _num_kv_blocks(kv_blocks: Any) -> int:
     size = getattr(kv_blocks, "pool_size", None)
     size = getattr(kv_blocks, "total_count", None) if size is None else size
     return check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
-
-
-def _by_key(table: Mapping[int, int]) -> npt.NDArray[Any]:
-    """Return [2, n] int64: keys in ascending order, and their values."""
-    pairs = np.array([list(table.keys()), list(table.values())], np.int64)
-    return pairs[:, pairs[0].argsort()]
 
 
 def _require(holds: bool, message: str) -> None:

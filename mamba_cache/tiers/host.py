@@ -484,14 +484,6 @@ class HostTier:
         for entries in self._entries.values():
             entries.pool.reset()
 
-    @guarded(nests=True)
-    def scrub(self) -> None:
-        """Zero all rows that hold nothing. It takes as long as writing that memory does."""
-        for entries in self._entries.values():
-            for row in entries.pool.free_rows:
-                entries.memory.row(row).zero_()
-                entries.headers[row] = 0
-
     def close(self) -> None:
         """Give the memory back, once nothing reads or writes it; the tier is not used again."""
         if self._pinner is not None:

@@ -165,11 +165,6 @@ class RowPool:
         return len(self._free)
 
     @property
-    def free_rows(self) -> list[int]:
-        """Those rows."""
-        return list(self._free)
-
-    @property
     def num_arriving(self) -> int:
         """Rows that are being written, and will be findable then."""
         return len(self._arriving)

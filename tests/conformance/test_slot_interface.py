@@ -17,6 +17,7 @@ from conformance_rig import (
     fill,
     make_allocator,
 )
+from fingerprints import fingerprint
 
 from mamba_cache import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
@@ -218,12 +219,12 @@ def test_too_few_slots_change_nothing(make_context, generator, policy):
     allocator = filled(context, generator)
     allocator.invalidate_block(15)
     context.kv_block_allocator.block_ref_counts[10:13] = 1
-    before = allocator.fingerprint(), allocator.free_count, dict(allocator.hash_to_block_id)
+    before = fingerprint(allocator), allocator.free_count, dict(allocator.hash_to_block_id)
     with pytest.raises(MambaSlotCapacityError) as caught:
         allocator.allocate_slots_batch([13, 30, 31, 32])
     # One is free, 14 can go, 13 is named.
     assert (caught.value.required, caught.value.available) == (3, 2)
-    after = allocator.fingerprint(), allocator.free_count, dict(allocator.hash_to_block_id)
+    after = fingerprint(allocator), allocator.free_count, dict(allocator.hash_to_block_id)
     assert after == before
 
 

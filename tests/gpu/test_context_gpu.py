@@ -129,20 +129,6 @@ def test_bfloat16_model_keeps_its_state_in_float32():
     torch.testing.assert_close(hit, miss, rtol=0.02, atol=0.02)
 
 
-def test_scrubbing_leaves_nothing_on_the_device(context, model):
-    run(context, model, {"secret": PROMPTS[0]}, 2)
-    context.slot_allocator.reset()
-    context.kv_block_allocator.reset()
-    context.scrub()
-    slots = context.slot_allocator
-    tensors = [context.kv_cache, *context.live_states.tensors.values()]
-    tensors += [slots.conv_states, slots.ssm_states, context.step_buffers._device_buffer]
-    assert not any(tensor.any() for tensor in tensors)
-    for _ in range(8):  # all pinned buffers, in turn
-        host = next(context.step_buffers._host_buffers)
-        assert not any(array.any() for array in host.arrays.values())
-
-
 def test_a_dropped_context_gives_its_device_memory_back(model):
     run(make_context(), model, {"warm-up": PROMPTS[0]}, 2)
     gc.collect()
@@ -159,15 +145,6 @@ def test_a_dropped_context_gives_its_device_memory_back(model):
         assert torch.cuda.memory_allocated() - before < num_bytes // 2
     finally:
         gc.enable()
-
-
-def test_a_clean_context_runs_after_scrubbing(context, model):
-    first = run(context, model, {"a": PROMPTS[0]}, 3)["a"]
-    context.scrub()
-    again = run(context, model, {"b": PROMPTS[0]}, 3)["b"]
-    assert context.stats().hits == 1
-    assert again[0] == first[0]
-    assert_same_run(again, PROMPTS[0])
 
 
 def test_the_gpu_may_be_the_default_device(context, model):
@@ -192,7 +169,6 @@ def test_steps_may_be_in_and_out_of_inference_mode(model, starts_in):
     for number in range(4):
         with torch.inference_mode((number % 2 == 0) == starts_in):
             runs = run(context, model, dict(enumerate(PROMPTS)), BLOCK)
-            context.scrub()
         for name, prompt in enumerate(PROMPTS):
             assert_same_run(runs[name], prompt)
     assert context.stats().hits >= 3 * len(PROMPTS)

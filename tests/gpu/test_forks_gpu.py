@@ -24,7 +24,7 @@ def model():
 @pytest.fixture(params=[0, DRAFTS], ids=["without drafts", "with drafts"])
 def context(request):
     context = DynamicInferenceContext(
-        make_config(num_speculative_tokens=request.param, restore_on_side_stream=True),
+        make_config(num_speculative_tokens=request.param),
         MODEL_CONFIG.state_spec(torch.float64),
         MODEL_CONFIG.kv_spec(torch.float64),
         device="cuda",

@@ -25,10 +25,10 @@ def model():
     return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
 
 
-@pytest.fixture(params=[False, True], ids=["one stream", "side stream"])
-def context(request):
+@pytest.fixture
+def context():
     context = DynamicInferenceContext(
-        make_config(num_speculative_tokens=DRAFTS, restore_on_side_stream=request.param),
+        make_config(num_speculative_tokens=DRAFTS),
         MODEL_CONFIG.state_spec(torch.float64),
         MODEL_CONFIG.kv_spec(torch.float64),
         device="cuda",

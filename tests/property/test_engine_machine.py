@@ -123,10 +123,6 @@ class EngineMachine(RuleBasedStateMachine):
     def change_policy(self, policy):
         self.engine.context.slot_allocator.change_policy(policy())
 
-    @rule()
-    def scrub(self):
-        self.engine.context.scrub()
-
     @invariant()
     def books_agree(self):
         if hasattr(self, "engine"):

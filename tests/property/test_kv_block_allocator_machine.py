@@ -249,7 +249,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         used = sum(refs > 0 for refs in model.refs)
         cached = POOL_SIZE - 1 - used - len(model.free())
         assert pool.num_free_blocks == len(model.free())
-        assert sorted(pool.free_block_ids) == model.free()
+        assert sorted(pool._free) == model.free()
         assert self.index == {
             self.hashes(prefix).digests[-1]: block for prefix, block in model.block_of.items()
         }

@@ -5,6 +5,7 @@ It holds them to equal fingerprints and results, and to the answers of runs with
 
 import torch
 from context_machine import STEM, Seen
+from fingerprints import fingerprint
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from ranks_rig import Exchange, RankedModel, Ranks
@@ -224,7 +225,7 @@ class RanksMachine(DiskMachine):
     @invariant()
     def ranks_stand_alike(self):
         if hasattr(self, "context"):
-            self.context.fingerprint()
+            fingerprint(self.context)
             for handle in self.prefetches:
                 states = {each.state for each in self.context.of_first[id(handle)]}
                 assert len(states) == 1, states

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from fingerprints import fingerprint
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.errors import CapacityError, DivergenceError, InvalidArgumentError
+from mamba_cache.errors import CapacityError
 from mamba_cache.integrations.distributed import (
-    DivergenceGuard,
     GroupAgreement,
     agree_on_num_slots,
 )
@@ -197,15 +197,13 @@ class Stream:
         return [self._rng.randrange(VOCAB) for _ in range(count)]
 
 
-def drive(context, model, seed, num_steps, *, guard=None):
+def drive(context, model, seed, num_steps):
     """Runs a stream; the fingerprint after each step, and the states after every 50th."""
     stream = Stream(context, model, seed)
     fingerprints, snapshots = [], []
     for number in range(1, num_steps + 1):
         stream.step()
-        if guard:
-            guard.check()
-        fingerprints.append(context.fingerprint())
+        fingerprints.append(fingerprint(context))
         if number % 50 == 0:
             snapshots.append({k: t.cpu().clone() for k, t in states(context).items()})
     assert stream.num_skipped > num_steps, "without hits the stream shows nothing"
@@ -216,23 +214,6 @@ def drive(context, model, seed, num_steps, *, guard=None):
 def run_alone(seed, num_steps):
     """The same in one process that holds everything."""
     return drive(make_context(shard_spec(Shard())), ShardModel(Shard()), seed, num_steps)
-
-
-def diverge(context, every, rank):
-    """Rank 1 alone gives a slot up. In how many steps this rank noticed, and what it was told."""
-    context.reset()
-    context.slot_allocator.allocate_slots_batch([3, 5])
-    guard = DivergenceGuard(context, every=every)
-    for _ in range(every + 2):
-        guard.check()
-    if rank == 1:
-        context.slot_allocator.invalidate_block(3)
-    for number in range(1, 3 * every):
-        try:
-            guard.check()
-        except DivergenceError as error:
-            return number, error.step, len(set(error.fingerprints))
-    return None
 
 
 def join(rank, world_size, folder, backend):
@@ -255,12 +236,10 @@ def run_shard(rank, world_size, folder, seed, num_steps, backend):
     """One rank with its shard of the stand-in's states; what it found is left in the folder."""
     device, shard = join(rank, world_size, folder, backend), Shard(rank, world_size)
     context = make_context(shard_spec(shard), device=device)
-    model, guard = ShardModel(shard, device), DivergenceGuard(context)
-    fingerprints, snapshots = drive(context, model, seed, num_steps, guard=guard)
+    fingerprints, snapshots = drive(context, ShardModel(shard, device), seed, num_steps)
     report = {
         "fingerprints": fingerprints,
         "snapshots": snapshots,
-        "noticed": {every: diverge(context, every, rank) for every in EVERY},
         "num_slots": agree_on_num_slots(10 + (rank * 7 + 3) % 5),
     }
     torch.save(report, f"{folder}/{rank}.pt")
@@ -274,29 +253,8 @@ def run_model(rank, world_size, folder, seed, num_steps, backend):
     model = HybridModel(config, dtype=torch.bfloat16, device=device, seed=5)
     specs = config.state_spec(model.dtype), config.kv_spec(model.dtype)
     context = make_context(*specs, device=device)
-    guard = DivergenceGuard(context)
-    fingerprints, snapshots = drive(context, model, seed, num_steps, guard=guard)
+    fingerprints, snapshots = drive(context, model, seed, num_steps)
     torch.save({"fingerprints": fingerprints, "snapshots": snapshots}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def run_undecided(rank, world_size, folder, seed, num_steps, backend):
-    """One rank whose context has a host tier and agrees on nothing; what its guard says of that."""
-    join(rank, world_size, folder, backend)
-    config = replace(CONFIG, num_host_blocks=4, num_host_states=2)
-    model = HybridModelConfig(ssm_chunk_size=CHUNK, vocab_size=VOCAB)
-    specs = model.state_spec(torch.float32), model.kv_spec(torch.float32)
-    said = {}
-    for name, settings, agreement in (
-        ("tiers", config, None),
-        ("no tiers", CONFIG, None),
-        ("tiers and an agreement", config, GroupAgreement()),
-    ):
-        try:
-            DivergenceGuard(DynamicInferenceContext(settings, *specs, agreement=agreement))
-        except InvalidArgumentError as error:
-            said[name] = str(error)
-    torch.save(said, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -335,7 +293,6 @@ class TieredRank:
             disk_planner=LoadPlanner(Rates(1e18, 0.0, 1.0)),
             agreement=self.agreement,
         )
-        self.guard = DivergenceGuard(self.context, every=2)
         self._texts = [[self._calls.randrange(VOCAB) for _ in range(30)] for _ in range(6)]
         self._known = {}
         self.fingerprints, self.skipped, self.preempted = [], [], 0
@@ -373,8 +330,7 @@ class TieredRank:
             elif status is RequestStatus.PREFILLING:
                 self.context.schedule_prefill(number)
             self.preempted += self.compute(self.context)
-            self.guard.check()
-            self.fingerprints.append(self.context.fingerprint())
+            self.fingerprints.append(fingerprint(self.context))
         assert self.context.finish(number) == self.wanted(prompt), (number, prompt)
         self.context.check_invariants()
 
@@ -490,13 +446,3 @@ def assert_joined(reports, snapshots):
             shards = [report["snapshots"][number][name] for report in reports]
             joined = torch.cat(shards, dim=MODEL_AXIS)
             assert torch.equal(bits(joined), bits(whole)), (number, name)
-
-
-def assert_noticed(reports, every):
-    """All ranks raised in the same step, in time, and named the same step and two sides."""
-    noticed = {report["noticed"][every] for report in reports}
-    assert len(noticed) == 1
-    [(in_steps, named_step, num_sides)] = noticed
-    assert 1 <= in_steps <= every
-    assert every + 2 < named_step <= every + 2 + in_steps
-    assert num_sides == 2

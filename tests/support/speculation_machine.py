@@ -107,7 +107,8 @@ class SpeculationMachine(ContextMachine):
     def cut(self, drafts):
         """On the host drafts must fit whatever the outcome of the last step is."""
         room = {
-            a.request_id: self.longest - a.most_computed - 1 for a in self.context.request_table
+            a.request_id: self.longest - a.num_computed - a.num_in_doubt - 1
+            for a in self.context.request_table
         }
         return {i: tokens[: max(0, room[i])] for i, tokens in drafts.items()}
 
@@ -194,14 +195,6 @@ class SpeculationMachine(ContextMachine):
         if is_reached and self.keeps_all and self.context.config.save_decode_states:
             saved = saved_prefix_lengths(self.context, list(seen.tokens[:newest]))
             assert newest // BLOCK in saved
-
-    @rule()
-    def scrub(self):
-        if not self.is_uncollected:
-            super().scrub()
-            return
-        with pytest.raises(StepOrderError, match="uncollected"):
-            self.context.scrub()
 
     def can_be_forked(self, request_id):
         if request_id not in self.uncollected:

@@ -185,25 +185,6 @@ def test_the_smallest_kv_budget_is_one_block_and_the_dummy():
         DynamicInferenceContext(short, STATES, KV)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda context: context.kv_block_allocator.allocate_memory_blocks(1),
-        lambda context: context.slot_allocator.reserve_slots([7]),
-        lambda context: context.request_table.block_tables.__setitem__((3, 0), 5),
-        lambda context: context.schedule_prefill("x", chunk_tokens=1),
-    ],
-    ids=["blocks", "slots", "block tables", "a chunk of one token"],
-)
-def test_each_part_of_a_contexts_memory_shows_in_its_fingerprint(change):
-    context = make_context()
-    add(context, "x", PROMPT, chunk_tokens=2)
-    run_step(context)
-    before = context.fingerprint()
-    change(context)
-    assert context.fingerprint() != before
-
-
 def test_a_resumed_request_may_be_cut_into_chunks():
     context = make_context()
     add(context, "x", PROMPT)

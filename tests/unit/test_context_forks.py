@@ -20,6 +20,7 @@ from context_rig import (
     run_step,
     saved_prefix_lengths,
 )
+from fingerprints import fingerprint
 from injectors import Interrupt
 
 from mamba_cache import DeviceTokens
@@ -231,7 +232,7 @@ def test_the_hashes_of_a_fork_are_those_of_its_tokens(steps, is_observed):
     request = {"cache_salt": "salt", "lora_id": 3, "multimodal_keys": keys}
     parent_of(context, PROMPT[: BLOCK + 3], steps, **request)
     if is_observed:
-        context.fingerprint()  # hashes what is known, the last token too
+        fingerprint(context)  # hashes what is known, the last token too
     context.fork("parent", ["a", "b"], last_tokens=[7, 8])
     for name in ("parent", "a", "b"):
         wanted = compute_block_hashes(tokens_of(context, name), BLOCK, **request)
@@ -372,15 +373,6 @@ def test_forks_survive_the_end_of_what_was_cached():
     assert (context.kv_block_allocator.block_hashes[shared] == -1).all()
 
 
-def test_scrubbing_leaves_forks_alone():
-    context = make_context(make_config(num_speculative_tokens=DRAFTS))
-    parent_of(context, steps=2)
-    context.fork("parent", ["a", "b"], last_tokens=[4, 5])
-    context.finish("parent")
-    context.scrub()
-    check_continuation(context, ["a", "b"])
-
-
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
 @pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
@@ -414,7 +406,7 @@ def test_forks_lie_where_the_context_does(drafts):
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_shared_blocks_are_never_written(drafts):
-    """By nobody and in no way of going on: steps, drafts, preemption, another prefill, a scrub."""
+    """By nobody and in no way of going on: steps, drafts, preemption, another prefill."""
     context = make_context(
         make_config(num_speculative_tokens=drafts, max_requests=6), placement=EveryNthBlock(2)
     )
@@ -432,7 +424,6 @@ def test_shared_blocks_are_never_written(drafts):
             context.commit_step(logits[ends.tolist()].argmax(1).tolist())
         name = ("parent", "a", "b")[round_]
         context.preempt(name)
-        context.scrub()
         # From the first state on: the second block is matched, and computed again.
         found = context.resume_request(name)
         assert found.kv_matched_blocks >= 2
@@ -528,7 +519,7 @@ class refused:
     def _seen(self):
         context = self.context
         free_rows = context.request_table._free_rows
-        return context.fingerprint(), context.stats(), context.statuses(), list(free_rows)
+        return fingerprint(context), context.stats(), context.statuses(), list(free_rows)
 
 
 class NotAnId:
@@ -566,10 +557,10 @@ def test_arguments_that_are_refused(new_ids, options, message):
 def test_no_ids_make_no_forks():
     context = make_context()
     parent_of(context)
-    before = context.fingerprint()
+    before = fingerprint(context)
     forks = context.fork("parent", [])
     assert forks == Forks((), row_of(context, "parent"), (), None, ())
-    assert context.fingerprint() == before
+    assert fingerprint(context) == before
 
 
 def test_only_a_request_that_decodes_can_be_forked():

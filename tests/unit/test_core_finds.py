@@ -15,15 +15,12 @@ from context_rig import (
 )
 
 from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import Request
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, SlotPlan, SlotPool
 from mamba_cache.states import (
-    KVCacheSpec,
     PrefixContent,
     SlotQuantization,
-    StateSpec,
     compare_prefixes,
 )
 
@@ -154,31 +151,6 @@ def test_slots_are_no_part_of_a_graph_of_autograd():
     assert not slots.ssm_states.requires_grad
     assert not slots.conv_states.requires_grad
     assert bool((slots.ssm_states[0, slots.get_slot(block)] == 2).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-def test_states_and_keys_in_8_bits_can_be_scrubbed(dtype):
-    """PyTorch clears no float8 by a mask."""
-    config = CacheConfig(
-        block_size_tokens=BLOCK, ssm_chunk_size=4, max_requests=2, max_tokens=64,
-        max_sequence_length=64, num_kv_blocks=8, max_slots=4, num_speculative_tokens=1,
-    )  # fmt: skip
-    spec = StateSpec.mamba(1, (2, 2), (2, 2), dtype, dtype)
-    context = DynamicInferenceContext(config, spec, KVCacheSpec(1, 1, 2, dtype))
-    add(context, 1, PROMPT)
-    context.begin_step()
-    for tensor in (*context.live_states.tensors.values(), context.kv_cache):
-        tensor.view(torch.uint8).fill_(3)
-    with pytest.warns(match="not handed over"):
-        context.commit_step([1])
-    context.scrub()
-    row = context.request_table.find(1).row * config.live_rows_per_request
-    for tensor in context.live_states.tensors.values():
-        held = tensor.view(torch.uint8).flatten(2)[0].any(1).nonzero()[:, 0]
-        assert held.tolist() == [row]
-    context.finish(1)
-    context.scrub()
-    assert not any(t.view(torch.uint8).any() for t in context.live_states.tensors.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])

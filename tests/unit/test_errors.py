@@ -11,7 +11,6 @@ ALL = [getattr(errors, name) for name in errors.__all__]
 BUILT_IN = {
     errors.CapacityError: RuntimeError,
     errors.ConcurrentUseError: RuntimeError,
-    errors.DivergenceError: RuntimeError,
     errors.ModelChangedError: RuntimeError,
     errors.UnresumableModelError: RuntimeError,
     errors.InvalidArgumentError: ValueError,
@@ -80,15 +79,3 @@ def test_capacity_errors_survive_a_process_boundary(error: type[errors.CapacityE
 
 def test_the_arguments_of_an_error_show_in_what_logs_print() -> None:
     assert repr(errors.BlockCapacityError(7, 3, "x")) == "BlockCapacityError(7, 3, 'x')"
-    assert repr(errors.DivergenceError(3, [1, 2])) == "DivergenceError(3, [1, 2])"
-
-
-def test_a_divergence_names_the_ranks_on_each_side() -> None:
-    raised = errors.DivergenceError(32, [0xAB, 0xAB, 0x1C, 0xAB])
-    assert (raised.step, raised.fingerprints) == (32, (0xAB, 0xAB, 0x1C, 0xAB))
-    assert str(raised) == (
-        "ranks have diverged by step 32: 0x00000000000000ab on ranks [0, 1, 3]; "
-        "0x000000000000001c on ranks [2]"
-    )
-    copy = pickle.loads(pickle.dumps(raised))
-    assert (str(copy), copy.step, copy.fingerprints) == (str(raised), 32, raised.fingerprints)

@@ -666,17 +666,6 @@ def test_rates_are_measured_while_it_runs():
     assert planner.rates.bytes_per_second != before
 
 
-def test_scrubbing_leaves_entries_and_nothing_else():
-    context = make_tiered(num_kv_blocks=100)
-    first(context)
-    context.host_tier.clear()
-    context.scrub()
-    for kind in (KV, STATE):
-        memory = context.host_tier.memory[kind]
-        assert not any(memory.row(row).any() for row in range(memory.num_rows))
-    assert not context.host_tier._entries[KV].headers.any()
-
-
 def test_an_engine_brings_damaged_requests_on_again():
     sizes = {"num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 60, "num_host_states": 30}
     engine = Engine(MODEL, make_config(slot_policy="lru", **sizes))

@@ -51,7 +51,6 @@ def test_a_context_may_be_made_and_used_in_and_out_of_the_mode(modes, drafts):
             *run, admission = generate(context, PROMPT, BLOCK + 2)
             assert_same_run(run, PROMPT)
             assert admission.skip_tokens == 3 * BLOCK * (number > 0)
-            context.scrub()
 
 
 @every_change

@@ -6,6 +6,7 @@ import pytest
 import torch
 from clocks import ManualClock
 from context_rig import UncachedRuns
+from fingerprints import fingerprint
 from ranks_rig import Exchange, RankedModel, Ranks
 from tier_rig import (
     KV,
@@ -69,7 +70,7 @@ def go_on(ranks, prompt, count, request_id):
             num_tokens += 1
         assert ranks.commit_step(tokens) == ()
     assert len(ranks.finish(request_id)) == count
-    ranks.fingerprint()
+    fingerprint(ranks)
     ranks.check_invariants()
 
 

@@ -417,27 +417,6 @@ def test_a_state_without_a_hash_is_never_stale():
     assert pool.stale_blocks() == [1]
 
 
-def test_what_finds_a_state_is_part_of_the_fingerprint():
-    prints = set()
-    for hash_id in (7, 8):
-        pool = make_pool(1, 3)
-        pool.allocate_slots_batch([2])
-        pool.register_block_hashes_batch([2], [hash_id])
-        prints.add(pool.fingerprint())
-    assert len(prints) == 2
-
-
-def test_the_order_of_free_slots_is_part_of_the_fingerprint():
-    """Ranks take slots from the top: in another order states would lie in other slots."""
-    prints = []
-    for order in ([0, 1], [1, 0]):
-        pool = make_pool(3, 4)
-        taken = pool.reserve_slots([0, 1])
-        pool.cancel_reserved([taken[index] for index in order])
-        prints.append(pool.fingerprint())
-    assert prints[0] != prints[1]
-
-
 def test_a_hash_that_an_embedder_dropped_can_be_registered_again():
     pool = make_pool(2, 4)
     pool.allocate_slots_batch([1])

@@ -92,9 +92,11 @@ def make_buffers(tables=TABLES, **changes):
 
 
 def poison(buffers):
-    """Leave what no step would wherever there is room, as after a scrub."""
+    """Leave what no step would wherever there is room."""
     metadata = buffers.fill(StepPlan())
-    buffers.zero_()
+    buffers._device_buffer.zero_()
+    for _ in range(buffers._num_host_buffers):
+        next(buffers._host_buffers).clear()
     for name in TENSORS:
         getattr(metadata, name).fill_(POISON)
 

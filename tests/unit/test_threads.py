@@ -19,7 +19,6 @@ CALLS = {
     "preempt": lambda context: context.preempt("x"),
     "finish": lambda context: context.finish("x"),
     "status": lambda context: context.status("x"),
-    "scrub": DynamicInferenceContext.scrub,
     "reset_requests": lambda context: context.reset(preserve_prefix_cache=True),
     "reset_everything": DynamicInferenceContext.reset,
 }

@@ -2,6 +2,7 @@
 
 import pytest
 from context_rig import BLOCK, add, generate, run_step, uncached
+from fingerprints import fingerprint
 from tier_rig import make_tiered
 
 from mamba_cache.errors import TokenCapacityError
@@ -40,10 +41,10 @@ def test_an_admission_that_is_refused_where_a_load_finds_no_slot_evicts_nothing(
     add(context, "another", [1] * 20)
     slots = context.slot_allocator
     slots.pin_slots([slot for slot in range(slots.max_slots) if slots.slot_to_block[slot] >= 0])
-    before = context.fingerprint()
+    before = fingerprint(context)
     with pytest.raises(TokenCapacityError):
         add(context, "again", LONG)
-    assert context.fingerprint() == before
+    assert fingerprint(context) == before
     assert not any(context.host_tier.leases.values())
 
 

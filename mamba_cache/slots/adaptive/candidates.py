@@ -632,13 +632,6 @@ class CandidateTree:
 
     # What it is proved by.
 
-    def state(self) -> _Int64Array:
-        """Return all that later decisions depend on, as int64."""
-        known = [*self._ghosts(), *self._num_kept.nonzero()[0].tolist()]
-        head = np.array([self.clock, self._last_look, self._num_made, len(known)], np.int64)
-        arrays = self._arrays[known].T[:_NUM_FIELDS].reshape(-1)
-        return np.concatenate((head, arrays, self._rates.state(), self._trust.state()))
-
     def check_invariants(self) -> None:
         """Check the bookkeeping against itself.
 

@@ -190,11 +190,6 @@ class AdaptiveSlotPolicy:
         num_freed = np.maximum(self._tree.blocks_freed_by(nodes), 1)
         return self._lowest(nodes, self._tree.values_of(nodes) / num_freed)
 
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return all that later choices depend on, int64."""
-        incomplete = np.array(sorted(self._incomplete), np.int64)
-        return np.concatenate((self._candidates, incomplete, self._tree.state()))
-
     def check_invariants(self, slots_taken: Sequence[int]) -> None:
         """Check the bookkeeping against itself, and against the slots that hold or await states.
 

@@ -88,14 +88,6 @@ class ReturnRates:
         while self._num_done < self._num_bins:
             self.work()
 
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return what later indices depend on, as int64."""
-        rates = self._exposure if self._rates is None else self._rates
-        seen = self._is_seen
-        flat = [array[seen].reshape(-1) for array in (self._counts, self._table.T)]
-        progress = np.array([self._num_done, self._num_bins], np.int64)
-        return np.concatenate((*flat, rates.reshape(-1).view(np.int64), progress))
-
     def begin_spell(self, klass: int, age: int) -> None:
         """Count a candidate that enters a class at an age; one that is new or was just used is not.
 

@@ -6,9 +6,6 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 __all__ = ["SourceTrust"]
 
 _MOST_SOURCES: Final = 1024
@@ -76,8 +73,3 @@ class SourceTrust:
         record = self._records.get(source)
         if record is not None:
             record.returned[hint] = min(record.returned[hint] + 1, record.given[hint])
-
-    def state(self) -> npt.NDArray[np.int64]:
-        """Return what is known of each source, the longest unused first, as int64."""
-        rows = [(*record.given, *record.returned) for record in self._records.values()]
-        return np.array(rows, np.int64).reshape(-1)

@@ -1,0 +1,89 @@
+"""A digest of all that decides what a context or a pool of slots does next."""
+
+from hashlib import blake2b
+
+import numpy as np
+
+from mamba_cache.context import DynamicInferenceContext
+
+
+def fingerprint(thing):
+    """Digests the bookkeeping of a context or of slots; equal calls give equal digests.
+
+    No address, time or order of a dict decides it.
+    """
+    if "parts" in vars(thing):  # ranks, which stand alike
+        [found] = {fingerprint(part) for part in thing.parts}
+        return found
+    digest = blake2b(digest_size=8)
+    parts = parts_of_context(thing) if isinstance(thing, DynamicInferenceContext) else ()
+    for part in parts or parts_of_slots(thing):
+        array = np.asarray(part, np.int64)
+        digest.update(array.size.to_bytes(8, "little"))
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def parts_of_slots(slots):
+    cached = slots._slot_to_block >= 0
+    return (
+        slots._slot_to_block,
+        slots._block_to_slot.take(slots._slot_to_block[cached]),
+        slots.pin_counts[cached],
+        slots._free_slots[: slots.free_count],
+        sorted(slots.reserved.items()),
+        sorted(slots.hash_to_block_id.items()),
+        list(digest_of(slots.policy)),
+    )
+
+
+def parts_of_context(context):
+    kv_blocks, size = context.kv_block_allocator, context.block_size_tokens
+    parts = [
+        *parts_of_slots(context.slot_allocator),
+        context.request_table.block_tables,
+        (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
+    ]
+    for active in context.request_table:
+        hashes, end = active.hashes, active.num_tokens
+        # The last hash names all blocks before; without prefix caching the last tokens must do.
+        start = max(len(hashes) * size, end - size)
+        due = active.chunk.num_tokens if active.chunk else 0
+        progress = active.row, active.num_computed, active.num_in_doubt, due
+        parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
+    work = context._runner._work
+    pins = [(pin.num_tokens, *pin._block_ids) for pin in context.pins]
+    return [*parts, work.group.rows, work.ends, *pins]
+
+
+def digest_of(policy):
+    """Digests what an object of the package or of a test remembers, attribute by attribute."""
+    digest, seen = blake2b(digest_size=8), set()
+
+    def add(value):
+        if isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+        elif isinstance(value, dict):
+            for pair in value.items():
+                add(pair)
+        elif isinstance(value, (set, frozenset)):
+            add(sorted(value))
+        elif isinstance(value, (tuple, list)) or hasattr(value, "popleft"):
+            digest.update(f"{len(value)} of".encode())
+            for each in value:
+                add(each)
+        elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+            digest.update(f"{value!r};".encode())
+        elif not callable(value) and id(value) not in seen:
+            seen.add(id(value))
+            for name in names_of(value):
+                digest.update(name.encode())
+                add(getattr(value, name, None))
+
+    add(policy)
+    return digest.digest()
+
+
+def names_of(thing):
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    return sorted({*slots, *getattr(thing, "__dict__", ())} - {"__weakref__", "__dict__"})
