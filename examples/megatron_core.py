@@ -66,16 +66,12 @@ def run(*, cached: bool) -> list[tuple[int, torch.Tensor]]:
     """Have every prompt computed; return how many tokens of it were, and the state at its end."""
     context, found = make_context(cached=cached), []
     sampling = core(".inference.sampling_params").SamplingParams(num_tokens_to_generate=8)
-    device, slots = context.token_to_input_ids.device, context.mamba_slot_allocator
+    device = context.token_to_input_ids.device
     for question in QUESTIONS:
         request = core(".inference.inference_request").DynamicInferenceRequest(
             request_id=1, prompt_tokens=torch.tensor(list(SYSTEM + question), device=device),
             sampling_params=sampling, block_size_tokens=BLOCK, enable_prefix_caching=cached,
         )  # fmt: skip
-        if cached:  # engines up to 0.18 count the blocks up to the last one that has a state
-            known, hashes = slots.hash_to_block_id, request.precomputed_block_hashes
-            matched = (i for i, hash_id in enumerate(hashes, 1) if hash_id in known)
-            request._mamba_num_matched_blocks = max(matched, default=0)
         context.add_request(request, prefill_chunk_length=len(SYSTEM + question))
         context.initialize_attention_state()
         found.append(forward(context))

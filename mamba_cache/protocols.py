@@ -23,8 +23,8 @@ class KVBlockView(Protocol):
     """What slots read of a KV block allocator.
 
     The embedder owns the arrays and writes into them at any time; what they say is never cached.
-    Megatron Core calls ``pool_size`` ``total_count``, and keeps its arrays on the device in 0.17;
-    both are understood, the latter at the price of waiting for the device at each look.
+    Megatron Core calls ``pool_size`` ``total_count``: both names are read. Arrays on a device are
+    read too, and each read waits for it.
     """
 
     pool_size: int

@@ -20,7 +20,6 @@ from mamba_cache.errors import (
 from mamba_cache.protocols import PrefillRequest, SlotContext
 from mamba_cache.slots.megatron_scratch import (
     CommitBatch,
-    DeviceIndexedTable,
     IntermediateTables,
     checkpoint_alignment,
     num_scratch_rows,
@@ -220,11 +219,6 @@ class MambaSlotAllocator(SlotPool):
         self._intermediate_counts_cpu = self._tables.counts_cpu
         self._intermediate_block_ids_cpu = self._tables.block_ids_cpu
         self._eos_cache_block_id_cpu = self._tables.eos_block_ids_cpu
-        # Megatron Core 0.17 knows the tables by these names only.
-        self._intermediate_offsets_gpu = DeviceIndexedTable(self._tables.offsets_cpu)
-        self._intermediate_counts_gpu = DeviceIndexedTable(self._tables.counts_cpu)
-        self._intermediate_block_ids_gpu = DeviceIndexedTable(self._tables.block_ids_cpu)
-        self._eos_cache_block_id_gpu = DeviceIndexedTable(self._tables.eos_block_ids_cpu)
 
     @property
     def _has_intermediates(self) -> bool:

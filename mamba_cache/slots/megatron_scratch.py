@@ -28,7 +28,6 @@ __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
     "CheckpointPlan",
     "CommitBatch",
-    "DeviceIndexedTable",
     "IntermediateTables",
     "checkpoint_alignment",
     "num_scratch_rows",
@@ -305,28 +304,3 @@ class CommitBatch:
             eos_requests=[self.eos_requests[i] for i in eos],
             hashes=[self.hashes[i] for i in indices],
         )
-
-
-class DeviceIndexedTable:
-    """A table on the CPU that is read and written by index, where the index may be on the device.
-
-    Args:
-        table: The table. What is written here is written there.
-    """
-
-    __slots__ = ("_table",)
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self._table = table
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the entries at an index, on the CPU."""
-        return self._table[_on_cpu(index)]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Write the entries at an index."""
-        self._table[_on_cpu(index)] = _on_cpu(value)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -384,11 +384,7 @@ def hand_over(
 
 
 def as_host_array(values: Any) -> npt.NDArray[Any]:
-    """Return an embedder's array or tensor as numpy, sharing its memory where that is the host's.
-
-    Megatron Core 0.17 keeps its bookkeeping on the device, and waits for it wherever it reads it;
-    so does this then.
-    """
+    """Return an embedder's array or tensor as numpy, sharing its memory if it is on the host."""
     on_host = values.cpu() if getattr(values, "is_cuda", False) else values
     if isinstance(on_host, np.ndarray) or not hasattr(on_host, "numpy"):
         return np.asarray(on_host)

@@ -3,8 +3,8 @@
 #
 #   tests/engines/megatron.sh [FOLDER [PYTEST ARGUMENTS]]
 #
-# FOLDER is where its wheels lie or are downloaded to, 6 MB; without one, to a folder that goes afterwards.
-# They are unpacked and imported, never installed: what they need besides this package's extra `test` is
+# FOLDER is where its wheel lies or is downloaded to, 2 MB; without one, to a folder that goes afterwards.
+# It is unpacked and imported, never installed: what it needs besides this package's extra `test` is
 # there. On a machine with a CUDA device, name tests/gpu/test_megatron_gpu.py or
 # tests/gpu/test_real_kernels_gpu.py as the argument.
 set -euo pipefail
@@ -19,12 +19,11 @@ else
 fi
 cd "$(dirname "$0")/../.."
 
-for version in 0.17.1 0.18.2 0.19.2; do
-    if ! compgen -G "$wheels/megatron_core-$version-*.whl" >/dev/null; then
-        timeout 300 python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
-            --dest "$wheels" "megatron-core==$version"
-    fi
-done
+version=0.19.2
+if ! compgen -G "$wheels/megatron_core-$version-*.whl" >/dev/null; then
+    timeout 300 python -m pip download -q --no-deps --python-version 3.12 --only-binary=:all: \
+        --dest "$wheels" "megatron-core==$version"
+fi
 
 [ $# -gt 0 ] || set -- tests/integration/test_megatron_real.py tests/integration/test_real_kernels.py
 MEGATRON_WHEELS=$wheels timeout 1500 python -m pytest -q "$@"

@@ -14,7 +14,6 @@ from megatron_rig import (
     WHEELS,
     Server,
     find_wheels,
-    is_before,
     megatron_core,
     megatron_steps,
     random_tokens,
@@ -107,9 +106,6 @@ def test_a_request_that_is_released_before_its_commit_leaves_nothing_recorded(se
 def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
     core, serve, generator, monkeypatch
 ):
-    if is_before(core, (0, 18)):
-        pytest.skip("0.17 restores a request when it is added")
-
     def restored():
         """Four hits and four misses; returns the kernels launched and all live bits."""
         generator.manual_seed(4)
@@ -149,8 +145,6 @@ def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
 
 
 def test_megatrons_kernels_write_into_the_scratch(core, serve, generator):
-    if is_before(core, (0, 19)):
-        pytest.skip("0.19 has them first")
     extraction = core.extraction
     server = serve()
     slots = server.slots

@@ -6,8 +6,6 @@ what a real context asks of CUDA, the host answers.
 
 import re
 import runpy
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from megatron_rig import (
     Server,
     find_wheels,
     host_for_cuda,
-    is_before,
     make_context,
     megatron_core,
     megatron_steps,
@@ -27,14 +24,8 @@ from pages import python_blocks
 from sources import ROOT
 
 from mamba_cache import MambaSlotAllocator
-from mamba_cache.errors import (
-    InvalidArgumentError,
-    MambaCacheError,
-    MissingStateError,
-    UnsupportedVersionError,
-)
+from mamba_cache.errors import MambaCacheError, MissingStateError
 from mamba_cache.integrations import megatron
-from mamba_cache.integrations.megatron.events import MegatronBooks
 from mamba_cache.slots import allocator
 from mamba_cache.slots.megatron_scratch import IntermediateTables
 
@@ -129,10 +120,8 @@ def tables(server):
     rows = range(context.paused_request_count, context.total_request_count)
     blocks = context.request_to_kv_block_ids
     of_rows = [[block for block in blocks[row].tolist() if block >= 0] for row in rows]
-    place = "cpu" if hasattr(slots, "_intermediate_counts_cpu") else "gpu"  # 0.17
-    names = ("counts", "offsets")
     intermediate = {
-        name: getattr(slots, f"_intermediate_{name}_{place}").tolist() for name in names
+        name: getattr(slots, f"_intermediate_{name}_cpu").tolist() for name in ("counts", "offsets")
     }
     return {
         "blocks": [len(of_row) for of_row in of_rows],
@@ -191,8 +180,6 @@ BROKEN = {
         allocator, "as_host_array", lambda table: table.flip(0).numpy()),
     "restores that do nothing": (
         MambaSlotAllocator, "restore_slots", lambda *_: None),
-    "single restores that do nothing": (
-        MambaSlotAllocator, "restore_to_live", lambda *_: True),
     "saves of another request's state": (
         MambaSlotAllocator, "store_from_live_batch",
         lambda self, slots, rows: self.copy_live_to_slots([0] * len(slots), slots)),
@@ -204,29 +191,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
 def test_the_steps_notice_slots_that_are_broken(core, serve, generator, monkeypatch, fault):
-    if fault[1] == "restore_slots" and is_before(core, (0, 18)):
-        fault = BROKEN["single restores that do nothing"]
-    if fault[1] == "restore_to_live" and not is_before(core, (0, 18)):
-        fault = BROKEN["restores that do nothing"]
     monkeypatch.setattr(*fault)
     server = serve()
     prompts = random_tokens(generator, 12 * BLOCK)
     with pytest.raises((AssertionError, RuntimeError, IndexError, MambaCacheError)):
         assert megatron_steps(server, prompts).skipped == SKIPPED
-
-
-def test_version_0_17_needs_the_tables_by_their_old_names(core, serve, generator):
-    server = serve()
-    server.add(random_tokens(generator, BLOCK))
-    server.step()
-    names = ["offsets_gpu", "counts_gpu", "block_ids_gpu"]
-    for name in [*(f"_intermediate_{name}" for name in names), "_eos_cache_block_id_gpu"]:
-        delattr(server.slots, name)
-    if is_before(core, (0, 18)):
-        with pytest.raises(AttributeError, match="_intermediate_counts_gpu"):
-            server.finish(0)
-    else:
-        server.finish(0)
 
 
 def test_a_released_request_leaves_nothing_recorded(serve, generator):
@@ -242,10 +211,10 @@ def test_a_released_request_leaves_nothing_recorded(serve, generator):
 
 
 def test_the_scratch_has_the_rows_that_the_forward_writes(core, serve):
-    server = serve(max_requests=8)  # 24 by requests, 16 by tokens
+    server = serve(max_requests=8)  # 24 by requests, and 16 by tokens, which is less
     metadata = server.context.mamba_metadata
     assert server.slots.max_intermediate_count == metadata.max_intermediate_count
-    assert server.slots.max_intermediate_count == (24 if is_before(core, (0, 19)) else 16)
+    assert server.slots.max_intermediate_count == 16
 
 
 @pytest.mark.parametrize("rest", [0, 9])
@@ -291,20 +260,15 @@ def test_states_of_evicted_kv_blocks_go(serve, generator):
     assert slots.evicted_slots_total == 0
 
 
-def test_versions_before_0_19_find_blocks_whose_parents_are_gone(core, serve, generator):
-    """What docs/how-to/megatron.md says is left as it is."""
+def test_a_prompt_whose_first_blocks_are_gone_is_a_miss(serve, generator):
     server = serve(num_blocks=9)
     first = random_tokens(generator, 3 * BLOCK + 5)
     for prompt in [first, *(random_tokens(generator, 3 * BLOCK + 5) for _ in range(2))]:
         server.add(prompt)
         server.step()
         server.finish(0)
-    if is_before(core, (0, 19)):
-        with pytest.raises(KeyError):
-            server.add(first)
-    else:
-        assert server.add(first) == 0
-        server.step()
+    assert server.add(first) == 0
+    server.step()
 
 
 def test_slots_are_evicted_when_there_are_too_few(serve, generator):
@@ -343,12 +307,7 @@ def test_restores_of_a_step_are_one_move_with_the_same_bits_as_megatrons_loop(
 
     generator.manual_seed(4)
     server = serve()
-    assert hasattr(server.context, "_execute_pending_mamba_ops") == (not is_before(core, (0, 18)))
     context = core.contexts.DynamicInferenceContext
-    if is_before(core, (0, 18)):  # restored one by one as they are added: no step begins yet
-        assert restored(server)[0] == 0
-        assert not any("pending" in name for name in megatron.replaced())
-        return
     moves, states = restored(server)
     assert moves == 1
     theirs = context._execute_pending_mamba_ops.__wrapped__
@@ -363,15 +322,9 @@ def test_uninstalling_gives_the_context_its_own_methods_back(core):
     before = dict(vars(context))
     megatron.install()
     changed = {name for name, value in vars(context).items() if before.get(name) is not value}
-    expected = {
-        (0, 17): {"_compute_prefix_match", "add_request", "check_availability"},
-        (0, 18): {
-            "_compute_prefix_match", "add_request", "check_availability",
-            "_execute_pending_mamba_ops", "reset_mamba_state",
-        },
-        (0, 19): {"_compute_prefix_match", "_execute_pending_mamba_ops", "reset_mamba_state"},
+    assert changed == {
+        "_compute_prefix_match", "_execute_pending_mamba_ops", "reset_mamba_state",
     }  # fmt: skip
-    assert changed == expected[tuple(map(int, core.version.split(".")[:2]))]
     listed = {name.rsplit(".", 1)[1] for name in megatron.replaced() if "Context." in name}
     assert listed == changed
     megatron.uninstall()
@@ -389,13 +342,10 @@ def test_a_prompt_that_would_leave_one_token_resumes_from_a_saved_state(core, se
         server.step()
         return skipped
 
-    if is_before(core, (0, 18)):
-        assert again(serve()) == 3 * BLOCK
-    else:
-        # Megatron's own goes back to a block without a state, and starts from zeros there.
-        with pytest.raises(AssertionError, match="request 0"):
-            again(own_server(core, generator))
-        assert again(serve()) == 0
+    # Megatron's own goes back to a block without a state, and starts from zeros there.
+    with pytest.raises(AssertionError, match="request 0"):
+        again(own_server(core, generator))
+    assert again(serve()) == 0
 
 
 def test_matched_blocks_are_not_evicted_to_make_room(core, serve, generator):
@@ -411,7 +361,7 @@ def test_matched_blocks_are_not_evicted_to_make_room(core, serve, generator):
         return server.context.request_to_kv_block_ids[0][:6].tolist()
 
     own = blocks(own_server(core, generator, num_blocks=8))
-    assert len(set(own)) == (5 if is_before(core, (0, 19)) else 6)
+    assert len(set(own)) == 6
     server = serve(num_blocks=8)
     assert len(set(blocks(server))) == 6
     server.step()
@@ -432,12 +382,11 @@ def test_a_reset_forgets_the_restores_that_waited(core, serve, generator):
 
 
 def test_a_reset_that_keeps_the_cache_leaves_nothing_recorded(core, serve, generator):
-    """The cache is kept from 0.19 on; before, slots are reset themselves."""
     server = serve()
     server.add(random_tokens(generator, 3 * BLOCK))
     slots = server.slots
     assert slots._intermediate_counts_cpu.any()
-    server.context.reset(**({} if is_before(core, (0, 19)) else {"preserve_prefix_cache": True}))
+    server.context.reset(preserve_prefix_cache=True)
     assert not slots._intermediate_counts_cpu.any()
     assert slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
     assert slots.get_intermediate_cpu_data() == (None, None)
@@ -452,11 +401,8 @@ def test_a_state_that_goes_before_its_restore_is_an_error(core, serve, generator
     assert server.add(prompt) == 3 * BLOCK
     block = server.context.request_to_kv_block_ids[0, 2].item()
     server.slots.invalidate_block(block)
-    if is_before(core, (0, 18)):
-        server.step()  # it was restored when it was added
-    else:
-        with pytest.raises(MissingStateError, match=f"request row 0 .* block {block}"):
-            server.step()
+    with pytest.raises(MissingStateError, match=f"request row 0 .* block {block}"):
+        server.step()
 
 
 def test_contexts_without_these_slots_keep_megatrons_way(core, generator):
@@ -469,131 +415,3 @@ def test_contexts_without_these_slots_keep_megatrons_way(core, generator):
     assert server.add(prompt) == 3 * BLOCK
     server.step()
     server.context.reset()
-
-
-CONTEXT = "inference/contexts/dynamic_context.py"
-
-ALTERED = {
-    "a registry that finds states": (
-        CONTEXT,
-        r"(ssm_states_dtype=self\.mamba_ssm_states_dtype,\n\s+)\)",
-        r"\1prefix_cache_registry=1)",
-        r"dynamic_context\.py:\d+ makes the slots by .*prefix_cache_registry=1",
-    ),
-    "an unknown method": (
-        "inference/text_generation_controllers/text_generation_controller.py",
-        r"\.commit_intermediate_states\(\)",
-        ".commit_some_states()",
-        r"controller\.py:\d+ uses commit_some_states of the slots",
-    ),
-    "a further argument": (
-        CONTEXT,
-        r"(matched_block_ids,\s+overall_required_blocks,\n\s+)\)\n",
-        r"\1 1)\n",
-        r"dynamic_context\.py:\d+ calls self.*compute_and_store_offsets",
-    ),
-    "a table under an alias": (
-        CONTEXT,
-        r"( +)(sa = self.mamba_slot_allocator)\n",
-        r"\1\2\n\1sa._further_table[0] = 1\n",
-        r"dynamic_context\.py:\d+ uses _further_table",
-    ),
-    "hashes that are kept elsewhere": (
-        "inference/contexts/kv_block_allocator.py",
-        r"self\.block_hashes = ",
-        "self.state.block_hashes = ",
-        "its KVBlockAllocator has no block_hashes",
-    ),
-    "a match of another form": (
-        CONTEXT,
-        r"prefix_skip_tokens,\n(\s+effective_prefill_chunk_length,\n\s+\)\n\n\s+def check)",
-        r"\1",
-        "_compute_prefix_match is not the one",
-    ),
-    "another class for contexts": (
-        CONTEXT,
-        "class DynamicInferenceContext",
-        "class InferenceContext",
-        "it has no class DynamicInferenceContext",
-    ),
-}
-
-
-@pytest.mark.parametrize("altered", ALTERED.values(), ids=ALTERED)
-def test_a_version_that_uses_slots_otherwise_is_refused(core, tmp_path, monkeypatch, altered):
-    path, pattern, new, message = altered
-    home = Path(core.slots.__file__)
-    folder = tmp_path / "core"
-    for part in ("inference", "ssm"):
-        shutil.copytree(home.parents[2] / part, folder / part)
-    module = folder / path
-    text, count = re.subn(pattern, new, module.read_text())
-    assert count
-    module.write_text(text)
-    copied = folder / "inference" / "contexts" / home.name
-    monkeypatch.setattr(core.slots, "__file__", str(copied))
-    with pytest.raises(UnsupportedVersionError, match=message):
-        megatron.install()
-    assert megatron.replaced() == []
-
-
-def told_prefixes(known):
-    """The prefixes that a subscriber knows to be cached, as tokens."""
-    blocks, found = known.groups[0], set()
-    for block_hash in blocks:
-        tokens, at = [], block_hash
-        while at is not None:
-            at, block = blocks[at]
-            tokens = block + tokens
-        found.add(tuple(tokens))
-    return found
-
-
-def usable_prefixes(server):
-    """The prefixes before each state that the slots find, as far as Megatron has their blocks."""
-    found = set()
-    registered = set(server.context.kv_block_allocator.block_hashes.tolist())
-    for hash_id in server.slots.hash_to_block_id:
-        prefix = tuple(server.prefix_of_hash[hash_id])
-        prefixes = [prefix[:end] for end in range(BLOCK, len(prefix) + 1, BLOCK)]
-        hashes = {tuple(tokens): h for h, tokens in server.prefix_of_hash.items()}
-        if registered.issuperset(hashes[each] for each in prefixes):
-            found.update(prefixes)
-    return found
-
-
-def test_routers_are_told_what_prompts_of_a_context_can_use(serve, generator):
-    pytest.importorskip("zmq", reason="needs the extra events")
-    pytest.importorskip("msgspec", reason="needs the extra events")
-    from events_rig import (  # noqa: PLC0415 - it needs the extra
-        Subscriber,
-        by_hand,
-        catch_up,
-        observe,
-    )
-
-    server = serve()
-    with by_hand(block_size=BLOCK) as publisher, Subscriber(publisher) as subscriber:
-        observe(MegatronBooks(server.context), publisher)
-        told = []
-        step = server.step
-
-        def step_and_compare():
-            step()
-            catch_up(publisher, subscriber)
-            told.append(told_prefixes(subscriber.known))
-            assert told[-1] == usable_prefixes(server)
-
-        server.step = step_and_compare
-        steps = megatron_steps(server, random_tokens(generator, 12 * BLOCK))
-        assert steps.skipped == SKIPPED
-        assert len(told) > 3
-        assert max(map(len, told)) >= 5
-        server.context.reset()
-        catch_up(publisher, subscriber)
-        assert subscriber.known.groups == {0: {}, 1: {}}
-
-
-def test_only_contexts_with_this_packages_slots_can_be_watched(core, generator):
-    with pytest.raises(InvalidArgumentError, match="install"):
-        MegatronBooks(own_server(core, generator).context)

@@ -25,7 +25,7 @@ WHEELS = "MEGATRON_WHEELS"
 """The environment variable that names a folder with wheels of megatron-core."""
 
 BLOCK = 128
-"""Tokens of a KV block, and of an SSM chunk: 0.17 and 0.18 have this number of theirs built in."""
+"""Tokens of a KV block, and of an SSM chunk."""
 
 LAYERS = ["M", "*", "M", "M"]
 CONV, SSM = (6, 4), (2, 3, 5)
@@ -88,14 +88,8 @@ def _parts() -> SimpleNamespace:
     transformer = importlib.import_module("megatron.core.transformer.transformer_config")
     version = importlib.import_module("megatron.core").__version__
     parts = SimpleNamespace(version=version, transformer=transformer, **modules)
-    if not is_before(parts, (0, 19)):
-        parts.extraction = importlib.import_module("megatron.core.ssm.ops.intermediate_extraction")
+    parts.extraction = importlib.import_module("megatron.core.ssm.ops.intermediate_extraction")
     return parts
-
-
-def is_before(parts: SimpleNamespace, version: tuple[int, int]) -> bool:
-    """Says whether this is a version before another."""
-    return tuple(map(int, parts.version.split(".")[:2])) < version
 
 
 class _HostFactories(TorchFunctionMode):
@@ -251,7 +245,6 @@ class Server:
 
     def _add(self, one: SimpleNamespace, chunk: int | None) -> int:
         request, context, row = one.request, self.context, self.context.total_request_count
-        request._mamba_num_matched_blocks = self._states_found(request)
         assert request.finished_chunk_token_count or all(context.check_availability(request))
         length = request.remaining_prompt_length if chunk is None else chunk
         context.chunked_prefill_request_id = -1
@@ -264,11 +257,6 @@ class Server:
         one.computed = one.tokens[: request.finished_chunk_token_count]
         self.running.append(one)
         return skipped
-
-    def _states_found(self, request: Any) -> int:
-        """Finds the farthest block with a state, as the engine of 0.17 and 0.18 does."""
-        found = [h in self.slots.hash_to_block_id for h in request.precomputed_block_hashes]
-        return max((number for number, hit in enumerate(found, start=1) if hit), default=0)
 
     def forward(self) -> None:
         """Does a step up to the commit of its states."""
@@ -446,9 +434,7 @@ def make_context(
         num_layers=len(LAYERS), hidden_size=16, num_attention_heads=2, params_dtype=torch.float32
     )
     kv_block_bytes = 2 * LAYERS.count("*") * BLOCK * model.hidden_size * 4
-    scratch = 0
-    if not is_before(parts, (0, 19)):  # from here on the budget covers the scratch too
-        scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)
+    scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)  # the budget covers it too
     gib = 2**30
     config = parts.config.InferenceConfig(
         block_size_tokens=BLOCK,

@@ -73,20 +73,6 @@ def test_without_a_wish_for_it_there_is_no_scratch():
     assert allocator.intermediate_conv_out.numel() == allocator.intermediate_ssm_out.numel() == 0
 
 
-def test_older_embedders_write_the_tables_by_other_names():
-    """Megatron Core 0.17 clears rows so when a request is released, by an index on the device."""
-    allocator = make_allocator()
-    rows = torch.tensor([1, 3])
-    for name in ("counts", "offsets", "block_ids"):
-        table = getattr(allocator, f"_intermediate_{name}_gpu")
-        table[rows] = torch.tensor(7, dtype=torch.int32)
-        assert getattr(allocator, f"_intermediate_{name}_cpu")[rows].unique().tolist() == [7]
-        assert getattr(allocator, f"_intermediate_{name}_cpu")[[0, 2]].unique().tolist() != [7]
-        assert table[1:2].unique().tolist() == [7]
-    allocator._eos_cache_block_id_gpu[2] = 5
-    assert allocator._eos_cache_block_id_cpu.tolist() == [-1, -1, 5, -1]
-
-
 def test_older_embedders_call_the_pool_size_total_count():
     context = make_context(num_blocks=9)
     context.kv_block_allocator.total_count = context.kv_block_allocator.pool_size

@@ -6,16 +6,14 @@ before or after Megatron's modules are imported, but before a context is made.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import MambaSlotCapacityError, MissingExtraError, UnsupportedVersionError
@@ -23,47 +21,27 @@ from mamba_cache.integrations.megatron.stepping import (
     compute_prefix_match,
     execute_pending_mamba_ops,
     reset_mamba_state,
-    with_matched_blocks_held,
-)
-from mamba_cache.integrations.megatron.usage import (
-    class_source,
-    context_differences,
-    method_source,
-    names_on_self,
-    use_differences,
 )
 from mamba_cache.slots import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST, MambaSlotAllocator
 
 __all__ = ["install", "installed", "replaced", "uninstall"]
 
-_CONTEXTS = "megatron.core.inference.contexts"
-_HOME = f"{_CONTEXTS}.mamba_slot_allocator"
+_CONTEXTS: Final = "megatron.core.inference.contexts"
+_HOME: Final = f"{_CONTEXTS}.mamba_slot_allocator"
+_CONTEXT: Final = "DynamicInferenceContext"
+_MIN_VERSION: Final = (0, 19)
 
 _REPLACEMENTS: dict[str, type] = {
     "MambaSlotAllocator": MambaSlotAllocator,
     "MambaSlotCapacityError": MambaSlotCapacityError,
 }
 
-_CONTEXT = "DynamicInferenceContext"
-
-_MATCH = (
-    "matched_block_ids",
-    "num_blocks_from_pool",
-    "already_allocated_blocks",
-    "overall_required_blocks",
-    "prefix_skip_tokens",
-    "effective_prefill_chunk_length",
-)
-"""What the context's match of a prompt returns."""
-
-_PENDING = {
-    "_pending_mamba_restores",
-    "_pending_mamba_zeros",
-    "mamba_slot_allocator",
-    "mamba_conv_states",
-    "mamba_ssm_states",
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_compute_prefix_match": compute_prefix_match,
+    "_execute_pending_mamba_ops": execute_pending_mamba_ops,
+    "reset_mamba_state": reset_mamba_state,
 }
-"""What the method that restores one request after the other deals with, and nothing else."""
+"""Methods of Megatron's context that are amended, and what makes ours from theirs."""
 
 _originals: dict[str, Any] = {}
 """Megatron's own classes while they are replaced; None for one that its version does not have."""
@@ -76,32 +54,35 @@ def install() -> None:
     """Make Megatron Core use this package's ``MambaSlotAllocator`` and capacity error.
 
     Both are put into the module that defines them and into every module of Megatron that has
-    imported them. Methods of its context are amended where the version needs it (``replaced`` lists
-    them): so that no request skips tokens without a saved state or loses the blocks that it
-    matched, and that a step's restores are one launch. Contexts that exist already keep their
-    slots, and Megatron's way with them. Doing it again does nothing.
+    imported them. Methods of its context are amended (``replaced`` lists them): no request skips
+    tokens without a saved state, and a step's restores are one launch. Contexts that exist already
+    keep their slots, and Megatron's way with them. Doing it again does nothing.
 
     Raises:
         MissingExtraError: Megatron Core is not installed.
-        UnsupportedVersionError: Its version has no such class, or uses it in a way that cannot be
-            served right; the message lists where. Nothing was replaced.
+        UnsupportedVersionError: It is older than 0.19, or lacks what is replaced; the message says
+            what. Nothing was replaced.
     """
     if _originals:
         return
-    home = _import_home()
-    classes = _classes(Path(str(home.__file__)).parent)
-    differences = _differences(home, classes)
-    if differences:
-        raise UnsupportedVersionError(
-            f"{_version()} does not use MambaSlotAllocator as it can be replaced: "
-            + "; ".join(differences)
+    home, context = _import_parts()
+    theirs = getattr(home, "MambaSlotAllocator", None)
+    missing = [f"{_CONTEXT}.{name}" for name in _METHODS if name not in vars(context)]
+    if not inspect.isclass(theirs):
+        missing.append(f"{_HOME}.MambaSlotAllocator")
+    limit = getattr(home, "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST", None)
+    if limit != MAX_INTERMEDIATE_OFFSETS_PER_REQUEST:
+        missing.append(
+            f"MAX_INTERMEDIATE_OFFSETS_PER_REQUEST={MAX_INTERMEDIATE_OFFSETS_PER_REQUEST}"
         )
-    context = _context_class()  # imported before anything is replaced, for it may fail
+    if missing:
+        raise UnsupportedVersionError(f"{_version_text()} lacks {', '.join(missing)}")
+    _check_constructor(theirs)
     _originals.update({name: getattr(home, name, None) for name in _REPLACEMENTS})
     for name, ours in _REPLACEMENTS.items():
         _replace(_originals[name], ours)
         setattr(home, name, ours)
-    for name, make in _methods(classes[_CONTEXT]).items():
+    for name, make in _METHODS.items():
         _original_methods[name] = vars(context)[name]
         setattr(context, name, make(_original_methods[name]))
 
@@ -146,23 +127,35 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def _import_home() -> ModuleType:
-    """Import the module whose classes are replaced."""
+def _import_parts() -> tuple[Any, type]:
+    """Import the module whose classes are replaced, and the class of contexts."""
     try:
         importlib.import_module("megatron.core")
     except ImportError as error:
         raise MissingExtraError(
             f"Megatron Core is not installed, or cannot be imported: {install_hint('megatron')}"
         ) from error
-    try:
-        return importlib.import_module(_HOME)
-    except ModuleNotFoundError as error:
-        if error.name is None or not _HOME.startswith(error.name):
-            raise
+    version = tuple(map(int, re.findall(r"\d+", _version())[:2]))
+    if version and version < _MIN_VERSION:
         raise UnsupportedVersionError(
-            f"{_version()} has no module {error.name}, so it cannot cache Mamba states: "
-            "install a version that can"
-        ) from error
+            f"{_version_text()} is older than 0.19: install that or later"
+        )
+    try:
+        return importlib.import_module(_HOME), _context_class()
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith(_CONTEXTS):
+            raise
+        raise UnsupportedVersionError(f"{_version_text()} has no module {error.name}") from error
+
+
+def _check_constructor(theirs: Any) -> None:
+    """Check that ours has each parameter that theirs has."""
+    known = inspect.signature(MambaSlotAllocator).parameters
+    unknown = [name for name in inspect.signature(theirs).parameters if name not in known]
+    if unknown:
+        raise UnsupportedVersionError(
+            f"{_version_text()} makes slots with {', '.join(unknown)}, which are not known here"
+        )
 
 
 def _context_class() -> type:
@@ -172,65 +165,11 @@ def _context_class() -> type:
 
 
 def _version() -> str:
-    return f"Megatron Core {getattr(sys.modules['megatron.core'], '__version__', '(no version)')}"
+    return str(getattr(sys.modules["megatron.core"], "__version__", ""))
 
 
-def _differences(home: ModuleType, classes: dict[str, ast.ClassDef]) -> list[str]:
-    """List what of this version cannot be served, or would be served wrong."""
-    theirs = getattr(home, "MambaSlotAllocator", None)
-    if not inspect.isclass(theirs):
-        return [f"{_HOME} has no class MambaSlotAllocator"]
-    constant = "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST"
-    value = getattr(home, constant, "missing")
-    differences = []
-    if value != MAX_INTERMEDIATE_OFFSETS_PER_REQUEST:
-        differences.append(f"{constant} is {value}, not {MAX_INTERMEDIATE_OFFSETS_PER_REQUEST}")
-    home_path = Path(str(home.__file__))
-    differences += use_differences(home_path.parents[2], without=home_path)
-    differences += context_differences(classes)
-    if _CONTEXT in classes and not _is_known_match(classes[_CONTEXT]):
-        differences.append(f"{_CONTEXT}._compute_prefix_match is not the one that is amended here")
-    return differences
-
-
-def _classes(contexts: Path) -> dict[str, ast.ClassDef]:
-    """Read the classes that slots and contexts meet in."""
-    modules = ("dynamic_context", "kv_block_allocator", "attention_context/mamba_metadata")
-    return class_source(contexts / f"{module}.py" for module in modules)
-
-
-def _is_known_match(context: ast.ClassDef) -> bool:
-    """Says whether the match of a prompt returns what ``compute_prefix_match`` amends."""
-    method = method_source(context, "_compute_prefix_match")
-    if method is None or [a.arg for a in method.args.args[1:3]] != ["req", "prefill_chunk_length"]:
-        return False
-    returned = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)]
-    tuples = [
-        tuple(ast.unparse(item) for item in value.elts) if isinstance(value, ast.Tuple) else ()
-        for value in returned
-    ]
-    return _MATCH in tuples and {len(items) for items in tuples} == {len(_MATCH)}
-
-
-def _methods(context: ast.ClassDef) -> dict[str, Callable[..., Any]]:
-    """Chooses the methods of the context that are amended, and how."""
-    chosen: dict[str, Callable[..., Any]] = {"_compute_prefix_match": compute_prefix_match}
-    pending = method_source(context, "_execute_pending_mamba_ops")
-    if pending is not None and names_on_self(pending) == _PENDING:
-        chosen["_execute_pending_mamba_ops"] = execute_pending_mamba_ops
-        chosen["reset_mamba_state"] = reset_mamba_state
-    if not _holds_before_allocating(context):
-        chosen["check_availability"] = chosen["add_request"] = with_matched_blocks_held
-    return {name: make for name, make in chosen.items() if method_source(context, name)}
-
-
-def _holds_before_allocating(context: ast.ClassDef) -> bool:
-    """Says whether a request's matched blocks are referred to before room is made for others."""
-    method = method_source(context, "add_request")
-    lines = ast.unparse(method).splitlines() if method else []
-    holds = [i for i, line in enumerate(lines) if re.search(r"block_ref_counts\[.*\] \+= 1", line)]
-    allocates = [i for i, line in enumerate(lines) if ".allocate_memory_blocks(" in line]
-    return bool(holds and allocates) and holds[0] < allocates[0]
+def _version_text() -> str:
+    return f"Megatron Core {_version() or '(no version)'}"
 
 
 def _replace(old: Any, new: Any) -> None:

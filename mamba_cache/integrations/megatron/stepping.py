@@ -18,16 +18,15 @@ __all__ = [
     "compute_prefix_match",
     "execute_pending_mamba_ops",
     "reset_mamba_state",
-    "with_matched_blocks_held",
 ]
 
 
 def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Has a request skip no more tokens than a saved state stands for.
 
-    Megatron Core 0.18 and 0.19 never prefill a single token, and take one block less of a prompt
-    that would leave one, whether that block has a state or not; where it has none, they prefill
-    the rest on a state of zeros. And where a prompt goes on with another chunk, they skip what keys
+    Megatron Core never prefills a single token, and takes one block less of a prompt
+    that would leave one, whether that block has a state or not; where it has none, it prefills
+    the rest on a state of zeros. And where a prompt goes on with another chunk, it skips what keys
     and values are cached of it, though no state is restored then and the live one stands before it.
     """
 
@@ -98,29 +97,5 @@ def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
             self._pending_mamba_restores.clear()
             self._pending_mamba_zeros.clear()
             self.mamba_slot_allocator._tables.reset()
-
-    return method
-
-
-def with_matched_blocks_held(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Hold the blocks that a request matches while room is found for its others.
-
-    Megatron Core 0.17 and 0.18 make room first, evicting what is least recently used, the matched
-    blocks among it: the request then has one block twice, and what was cached in it is overwritten.
-    """
-
-    @functools.wraps(theirs)
-    def method(self: Any, req: Any, prefill_chunk_length: int | None = None) -> Any:
-        arguments = () if prefill_chunk_length is None else (prefill_chunk_length,)
-        if not isinstance(self.mamba_slot_allocator, MambaSlotAllocator):
-            return theirs(self, req, *arguments)
-        length = req.remaining_prompt_length if not arguments else prefill_chunk_length
-        matched = self._compute_prefix_match(req, length)[0]
-        counts = self.kv_block_allocator.block_ref_counts
-        counts[matched] += 1
-        try:
-            return theirs(self, req, *arguments)
-        finally:
-            counts[matched] -= 1
 
     return method
