@@ -24,7 +24,7 @@ class WeakCallback:
     def __init__(self, method: Callable[..., object]) -> None:
         self._method = WeakMethod(method)
 
-    def __call__(self, *args: Any) -> object:
+    def __call__(self, *args: Any) -> Any:
         """Call the method; return None if its object is gone."""
         method = self._method()
         return None if method is None else method(*args)

@@ -15,8 +15,10 @@ import torch
 from mamba_cache._checks import check_hashable, check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, exclusive, guarded
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Pin, Request, Step
+from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
@@ -29,7 +31,6 @@ from mamba_cache.reference.drafting import Drafter, NgramDrafter
 from mamba_cache.reference.requests import EngineRequest
 from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
 from mamba_cache.reference.sampling import SamplingParams, sample, verify
-from mamba_cache.reference.scheduler import Scheduler
 from mamba_cache.reference.verification import compute_prefix
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -158,10 +159,11 @@ class Engine:
         )
         self._model = model
         self._make_drafter = drafter if config.num_speculative_tokens else None
-        self._scheduler = Scheduler(
+        self._scheduler: Scheduler[EngineRequest] = Scheduler(
             self.context,
             max_wait_steps=max_wait_steps if wait_for_prefix else 0,
             prefetch_seconds=check_number("prefetch_seconds", prefetch_seconds, maximum=1e9),
+            propose=WeakCallback(self._propose_drafts) if config.num_speculative_tokens else None,
         )
         self.decoding = DecodingStats()
         self._ids = count()
@@ -392,12 +394,12 @@ class Engine:
         try:
             with token_progress(progress) as show:
                 ids = [self.submit(prompt, sampling) for prompt in prompts]
-                total = self._scheduler.tokens_left
+                total = self._tokens_left()
                 while self.num_requests:
                     ends = [event.completion for event in self.step() if event.completion]
                     done.update({end.request_id: end for end in ends})
                     if progress:
-                        show(total - self._scheduler.tokens_left, total)
+                        show(total - self._tokens_left(), total)
         except BaseException:
             with suppress(MambaCacheError):  # poisoned, it has to be reset anyway
                 self._end_all()
@@ -492,6 +494,32 @@ class Engine:
         self._mark_told(news)
         self._is_behind = False
         return news.events
+
+    def _tokens_left(self) -> int:
+        """Return the tokens that all requests together may still compute or skip."""
+        running = self.context.statuses()
+        return sum(
+            request.prompt_tokens
+            + request.sampling.max_new_tokens
+            - (self.context.progress(request.key).num_computed if request.key in running else 0)
+            for request in self._scheduler
+        )
+
+    def _propose_drafts(self, decoding: list[EngineRequest]) -> dict[Hashable, list[int]]:
+        """Collect drafts for the step, the oldest request's first, while its buffers last."""
+        config = self.context.config
+        # Chunks are scheduled only into what is left if every request brings all drafts that it
+        # can have, so where this room ends before the drafts, there is no chunk.
+        room = config.max_tokens - len(decoding)
+        drafts = {}
+        for request in decoding:
+            max_drafts = min(config.num_speculative_tokens, room)
+            output = self.context.output(request.key)
+            proposed = request.propose_drafts(output, max_drafts, config.max_sequence_length)
+            if proposed:
+                drafts[request.key] = proposed
+            room -= len(proposed)
+        return drafts
 
     def _run(self, step: Step) -> list[EngineRequest]:
         """Compute and commit a step; return its requests."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import eq
+from typing import cast
 
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import Admission, Prefetch, PreparedRequest, ScheduledRequest
+from mamba_cache.context import Admission, PreparedRequest, ScheduledRequest
+from mamba_cache.context.scheduler import QueuedRequest
 from mamba_cache.errors import CapacityError
 from mamba_cache.reference.drafting import Drafter
 from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
@@ -16,54 +18,31 @@ from mamba_cache.reference.sampling import SamplingParams
 __all__ = ["EngineRequest"]
 
 
-@dataclass(slots=True, eq=False)
-class EngineRequest:
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineRequest(QueuedRequest):
     """What the engine keeps of a request that is not finished.
 
     Where it stands and what it generated, the context knows; it is not repeated here.
 
     Attributes:
-        prepared: Its checked tokens and block hashes.
         sampling: How its tokens are chosen.
         submitted_at: Seconds of ``time.perf_counter``.
-        reusable_blocks: Leading blocks that it need not compute if they are cached: all complete
-            ones, less those of the tokens that must always be computed.
-        digests: Names of its prompt's blocks: two requests with equal digests of block n agree in
-            all tokens up to its end.
         drafter: Guesses how it goes on; None: nobody does.
         num_told: Tokens of its answer that were told.
-        error: Why it cannot run, not even alone; it ends when that is told.
-        last_output: What it had generated when that turned out, for the context forgets it then.
         prefill_tokens: Tokens computed for it before decoding, those computed twice included.
         decoding: What its decoding steps brought.
         admission: What was cached when it first ran.
         first_token_at: Likewise seconds.
-        branch_positions: Where a state of it is saved because others branch off there.
-        waited_steps: Steps in which it let others go first.
-        fork_of: The request of the same prompt that it is to be a fork of, once that has its first
-            token; None: it is computed by itself.
-        forks: Those that are to be forks of it.
-        prefetch: What the disk brings for it; None: nobody has asked.
     """
 
-    prepared: PreparedRequest
     sampling: SamplingParams
     submitted_at: float
-    reusable_blocks: int
-    digests: tuple[bytes, ...]
     drafter: Drafter | None
     num_told: int = 0
-    error: CapacityError | None = None
-    last_output: Sequence[int] = ()
     prefill_tokens: int = 0
     decoding: DecodingStats = field(default_factory=DecodingStats)
     admission: Admission | None = None
     first_token_at: float | None = None
-    branch_positions: set[int] = field(default_factory=set)
-    waited_steps: int = 0
-    fork_of: EngineRequest | None = None
-    forks: list[EngineRequest] = field(default_factory=list)
-    prefetch: Prefetch | None = None
     _tokens: list[int] = field(default_factory=list)
 
     @classmethod
@@ -78,28 +57,22 @@ class EngineRequest:
         """Return the record of a new request, for a context with these settings."""
         reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
         return cls(
-            prepared,
-            sampling,
-            submitted_at,
+            prepared=prepared,
+            sampling=sampling,
+            submitted_at=submitted_at,
             reusable_blocks=reusable_tokens // config.block_size_tokens,
-            digests=prepared.hashes.digests,
             drafter=drafter,
         )
 
     @property
     def request_id(self) -> Hashable:
         """The caller's name for it."""
-        return self.prepared.request.request_id
+        return self.key
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of its prompt."""
         return len(self.prepared.tokens)
-
-    @property
-    def awaits_prefetch(self) -> bool:
-        """Whether something of its prompt is still to come from the disk."""
-        return self.prefetch is not None and not self.prefetch.is_done
 
     def note_admission(self, admission: Admission) -> None:
         """Note what was cached when it first ran: that is what is reported."""
@@ -184,7 +157,7 @@ class EngineRequest:
             request_id=self.request_id,
             tokens=tuple(output),
             finish_reason=reason,
-            error=self.error,
+            error=cast("CapacityError | None", self.error),
             ttft_seconds=None if first is None else first - self.submitted_at,
             total_seconds=now - self.submitted_at,
             prompt_tokens=self.prompt_tokens,

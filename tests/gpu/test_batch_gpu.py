@@ -165,7 +165,7 @@ def test_nothing_waits_for_the_device_but_for_the_tokens(generator, options, mon
             return fetch(tensor)
 
     def watched():
-        if not batcher._queues.is_steady:
+        if not batcher._scheduler.is_steady:
             return step()
         steady.append(1)
         with waiting_raises():

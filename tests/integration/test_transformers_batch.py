@@ -26,8 +26,8 @@ from mamba_cache.errors import (
     StepOrderError,
     UnresumableModelError,
 )
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
-from mamba_cache.integrations.transformers.batching.queues import BatchQueues
 
 ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
 """What transformers wants for several answers to a prompt, and which is as greedy as can be."""
@@ -214,14 +214,14 @@ def test_prompts_that_pause_between_two_chunks_keep_their_state(nemotron, genera
     cache = nemotron.cache()
     lengths = [17, 29, 5, 26, 2, 27, 5, 19]  # found by a search
     prompts = [tokens(generator, n) for n in lengths]
-    find, found = BatchQueues.idle_rows, []
+    find, found = Batcher._idle_rows, []
 
     def idle_rows(self, bound):
         rows = find(self, bound)
         found.extend(rows)
         return rows
 
-    monkeypatch.setattr(BatchQueues, "idle_rows", idle_rows)
+    monkeypatch.setattr(Batcher, "_idle_rows", idle_rows)
     config = ContinuousBatchingConfig(max_batch_tokens=BLOCK)
     options = {"continuous_batching_config": config, "max_new_tokens": 20}
     assert answers(batch(cache, prompts, **options)) == [nemotron.answer(p, 20) for p in prompts]
@@ -340,20 +340,51 @@ def test_the_attention_of_the_model_is_put_back(cache, nemotron, generator):
     assert answers(batch(cache, prompts)) == [nemotron.answer(prompts[0], 6)]
 
 
-def test_a_forward_that_fails_ends_the_call_and_not_the_cache(cache, nemotron, generator):
+def failing(monkeypatch, *numbers):
+    """Have the steps of these numbers raise, after they have spoilt all live states."""
+    compute, calls = Batcher._compute_decodes, []
+
+    def fails(self, step):
+        calls.append(step)
+        logits = compute(self, step)
+        if len(calls) in numbers:
+            for states in self.context.live_states.tensors.values():
+                states.fill_(torch.nan)
+            raise RuntimeError("out of order")
+        return logits
+
+    monkeypatch.setattr(Batcher, "_compute_decodes", fails)
+    return calls
+
+
+def test_a_step_that_fails_is_taken_back_and_its_requests_go_on(
+    cache, nemotron, generator, monkeypatch
+):
+    """Also a prompt of which no chunk was in the step; tokens that were told are told once."""
+    prompts = [tokens(generator, n) for n in (5, 3 * BLOCK + 2, 9)]
+    calls = failing(monkeypatch, 3, 10, 17)
+    heard = {}
+    outputs = batch(
+        cache,
+        prompts,
+        streamer=lambda name, token: heard.setdefault(name, []).append(token),
+        continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=BLOCK),
+        max_new_tokens=9,
+    )
+    assert answers(outputs) == [nemotron.answer(prompt, 9) for prompt in prompts]
+    assert heard == {one.request_id: one.generated_tokens for one in outputs}
+    assert cache.batch_stats().counts.steps == len(calls) - 3
+
+
+def test_a_forward_that_fails_twice_ends_the_call_and_not_the_cache(
+    cache, nemotron, generator, monkeypatch
+):
     prompt = tokens(generator, 3 * BLOCK)
     batch(cache, [prompt])
-    calls = []
-
-    def fail(*_):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("out of order")
-
-    hook = nemotron.model.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of order"):
-        batch(cache, [prompt, [*prompt, 7]])
-    hook.remove()
+    with monkeypatch.context() as patch:
+        failing(patch, 3, 4)
+        with pytest.raises(RuntimeError, match="out of order"):
+            batch(cache, [prompt, [*prompt, 7]])
     assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
 
 

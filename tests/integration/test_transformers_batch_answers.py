@@ -260,15 +260,12 @@ def test_an_answer_has_one_log_probability_for_each_token(cache, nemotron, gener
     prompt = tokens(generator, 2 * BLOCK + 5)
     config = ContinuousBatchingConfig(return_logprobs=True)
     batch(cache, [tokens(generator, 5)])
-    queues = cache._batcher._queues
 
-    def find_no_room(request, first_tokens):
+    def find_no_room(request, _):
         cache._batcher.context.preempt(request.key)
-        queues._forget(request)
-        queues._preempted[request.key] = request
         return []
 
-    monkeypatch.setattr(queues, "fork", find_no_room)
+    monkeypatch.setattr(cache._batcher._scheduler, "fork", find_no_room)
     options = {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "max_new_tokens": 4}
     options |= {"eos_token_id": None, "continuous_batching_config": config}
     outputs = batch(cache, [prompt], **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,11 @@ from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import CacheStats, DynamicInferenceContext, PreparedRequest, Request, Step
+from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
-    BlockCapacityError,
     CapacityError,
     ModelChangedError,
+    PoisonedError,
     SequenceLengthError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
@@ -30,13 +32,12 @@ from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs, 
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.batching.prefill import ComputedChunks, PrefillStep
-from mamba_cache.integrations.transformers.batching.queues import BatchQueues
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 
 __all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
@@ -49,6 +50,9 @@ _LONGEST = 2**17
 
 _MOST_OFFERS = 1024
 """Blocks and states that wait to be copied to the tiers below."""
+
+_MAX_WAIT_STEPS = 64
+"""Steps in which a request may wait for a prefix that another one computes."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -199,17 +203,14 @@ class Batcher:
         )
         self._sizes = padded_sizes(settings.max_requests)
         self._sampler = Sampler(self.context.device)
-        self._queues = BatchQueues(
-            self.context,
-            store,
-            fewest_tokens=settings.fewest_tokens,
-            choose_first=WeakCallback(self._choose_first),
+        self._scheduler: Scheduler[BatchRequest] = Scheduler(
+            self.context, max_wait_steps=_MAX_WAIT_STEPS, find=WeakCallback(self._find)
         )
-        self._over: list[BatchRequest] = []
         self.counts = BatchCounts()
         self._decoding = _Decoding()
         self._num_requests = 0
-        self._limits = (settings.chunk_tokens, settings.max_requests)
+        self._faulty: list[BatchRequest] = []  # requests whose last step failed
+        self.configure()
         self._is_eager = ""
         self._wants_logprobs = False
         self._has_listeners = False
@@ -226,11 +227,9 @@ class Batcher:
 
         If no CUDA graphs are to be used, ``is_eager`` says why.
         """
-        own = self._settings
-        self._limits = (
-            min(chunk_tokens or own.chunk_tokens, own.chunk_tokens),
-            min(max_requests or own.max_requests, own.max_requests),
-        )
+        own, scheduler = self._settings, self._scheduler
+        scheduler.max_chunk_tokens = min(chunk_tokens or own.chunk_tokens, own.chunk_tokens)
+        scheduler.max_requests = min(max_requests or own.max_requests, own.max_requests)
         self._is_eager, self._wants_logprobs = is_eager, wants_logprobs
 
     def submit(
@@ -274,27 +273,22 @@ class Batcher:
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
         size, least = self.context.block_size_tokens, self._settings.fewest_tokens
-        first = BatchRequest(
-            request_id,
-            prepared,
-            settings,
-            seed & _SEED_MASK,
-            reusable_blocks=max(len(prepared.tokens) - least, 0) // size,
-        )
-        made = [first]
-        for number in range(settings.num_answers - 1):
-            own = replace(prepared.request, request_id=self._num_requests + 1 + number)
-            made.append(
-                BatchRequest(
-                    f"{request_id}__child#{number}",
-                    replace(prepared, request=own),
-                    settings,
-                    (seed + (number + 1) * _CHILD_SEED) & _SEED_MASK,
-                    first.reusable_blocks,
-                    parent=first,
-                )
+        first = self._num_requests
+        made = [
+            BatchRequest(
+                prepared=replace(
+                    prepared, request=replace(prepared.request, request_id=first + number)
+                ),
+                reusable_blocks=max(len(prepared.tokens) - least, 0) // size,
+                request_id=f"{request_id}__child#{number - 1}" if number else request_id,
+                settings=settings,
+                seed=(seed + number * _CHILD_SEED) & _SEED_MASK,
             )
-        first.children = made[1:]
+            for number in range(settings.num_answers)
+        ]
+        made[0].forks = made[1:]
+        for one in made[1:]:
+            one.fork_of = made[0]
         self._num_requests += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
         self._store.tell_admitted(
@@ -305,8 +299,8 @@ class Batcher:
         )
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
-            one.most_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
-            self._queues.add(one)
+            one.max_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
+            self._scheduler.add(one)
         return made
 
     def _longest_beside_pins(self, prepared: PreparedRequest) -> int:
@@ -328,14 +322,14 @@ class Batcher:
     @property
     def num_unfinished(self) -> int:
         """Requests that are not over."""
-        return len(self._queues)
+        return len(self._scheduler)
 
     def warm_up(self, most_requests: int | None = None) -> None:
         """Captures the decode step for the batches that may come, while nobody runs.
 
         They have as many requests as may run at once; None: those that wait.
         """
-        count = min(self._limits[1], max(most_requests or self.num_unfinished, 1))
+        count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
         parameters = [*self._runner.model.parameters(), *self._runner.model.buffers()]
         lies_at = tuple(tensor.data_ptr() for tensor in parameters)
@@ -344,7 +338,10 @@ class Batcher:
         self._graphs.prepare(sizes, made_for)
 
     def step(self) -> list[BatchRequest]:
-        """Computes one step for all that can take part.
+        """Compute one step for all that can take part.
+
+        A fault of the model takes the step back. All requests that run are preempted, keep their
+        tokens and resume. A request whose steps fail twice in a row ends with the fault.
 
         Returns:
             The requests that are over with it.
@@ -352,39 +349,68 @@ class Batcher:
         Raises:
             ModelChangedError: The model's weights are others than those of cached prefixes.
         """
-        step = self._begin()
-        if step is None:
-            over, self._over = self._over, []
-            return over
-        computed = self._prefill.compute(step) if step.prefills else []
-        logits = self._compute_decodes(step)
-        if computed:
-            self._prefill.write_states(computed)
-        tokens, firsts = self._choose(step, logits, computed)
-        # By now all is enqueued: the comparison of the weights was done beside it.
-        self._runner.fingerprint.confirm()
-        return self._commit(step, tokens, firsts, computed)
-
-    def _begin(self) -> Step | None:
-        """Begins a step, unless all requests are answered without one."""
-        queues = self._queues
-        if queues.is_steady:
+        if self._scheduler.is_steady:
             self._close_ranks()
-        else:
-            queues.make_work(*self._limits)
-            if not queues.has_work:
-                return None
-        while True:
-            try:
-                return self.context.begin_step()
-            except BlockCapacityError:  # chunks have their blocks: one that decodes lacks it
-                queues.preempt_youngest()
-            if not queues.has_work:
-                queues.make_work(*self._limits)
+        step = self._scheduler.begin_step()
+        over = []
+        for request in self._scheduler.failed:
+            self.end(request)
+            over.append(request)
+        if step is None:
+            return over
+        try:
+            computed = self._prefill.compute(step) if step.prefills else []
+            logits = self._compute_decodes(step)
+            if computed:
+                self._prefill.write_states(computed)
+            tokens, firsts = self._choose(step, logits, computed)
+            # By now all is enqueued: the comparison of the weights was done beside it.
+            self._runner.fingerprint.confirm()
+        except (ModelChangedError, PoisonedError):
+            raise
+        except Exception as error:
+            return over + self._take_back(step, error)
+        return over + self._commit(step, tokens, firsts, computed)
+
+    def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
+        """Preempt all requests after a step that failed; return those that end with its fault."""
+        # The frames of the forward hold activations, and the next step needs their memory.
+        traceback.clear_frames(fault.__traceback__)
+        requests = [self._scheduler.find(one.request_id) for one in step.requests]
+        self._scheduler.preempt_all()
+        self._decoding = _Decoding()
+        over = []
+        for request in requests:
+            if request.fault is not None:
+                request.error = fault
+                self.end(request)
+                over.append(request)
+            request.fault = fault
+        self._faulty += requests
+        return over
+
+    def _find(self, request: BatchRequest) -> int:
+        """Return how many tokens of a prompt are cached, once lower tiers have brought theirs."""
+        prepared, tiers, watch = request.prepared, self._store.tiers, self._store.watch
+        if tiers is not None:
+            num_restored = tiers.num_restored
+            tiers.bring(
+                SoughtPrompt(
+                    prepared.chain,
+                    prepared.tokens,
+                    self._settings.fewest_tokens,
+                    with_logits=False,
+                    cache_salt=prepared.request.cache_salt,
+                    is_told=bool(prepared.request.tells_tokens),
+                )
+            )
+            if watch is not None and tiers.num_restored > num_restored:
+                watch.brought.add(request.key)
+        return self.context.match(prepared).skip_tokens
 
     def _close_ranks(self) -> None:
         """Moves requests to lower rows, if a smaller batch does for those that are left then."""
-        decoding, left = self._decoding, len(self._queues.decoding)
+        decoding, left = self._decoding, len(self._scheduler)
         if len(decoding.requests) == left or self._size_for(left) >= decoding.size:
             return
         size = self._size_for(left)
@@ -393,12 +419,15 @@ class Batcher:
             return
         for row, request in rows:
             if row >= size:
+                old, key = request.key, self._num_requests
                 try:
-                    self.context.fork(request.key, [self._num_requests])
+                    self.context.fork(old, [key])
                 except CapacityError:  # it takes a KV block for a moment
                     return
-                self.context.finish(request.key)
-                self._queues.rename(request, self._num_requests)
+                self.context.finish(old)
+                own = replace(request.prepared.request, request_id=key)
+                request.prepared = replace(request.prepared, request=own)
+                self._scheduler.rename(old, request)
                 self._num_requests += 1
                 self.counts.moves += 1
                 self._store.counters.forks -= 1  # it is none of an answer
@@ -414,7 +443,7 @@ class Batcher:
             decoding = self._decoding = self._read_decoding(ids, rows)
         else:
             decoding.ids = ids
-        idle = self._queues.idle_rows(decoding.size)
+        idle = self._idle_rows(decoding.size)
         kept = self._prefill.read_states(idle) if idle else None
         logits = self._graphs.run(decoding.size, is_eager=self._is_eager)
         if kept is not None:
@@ -423,9 +452,18 @@ class Batcher:
         self.counts.decode_steps += 1
         return logits
 
+    def _idle_rows(self, bound: int) -> list[int]:
+        """Return the rows below ``bound`` of prompts that no chunk of is computed in the step."""
+        if self._scheduler.is_steady:
+            return []
+        table = self.context.request_table
+        in_step = table.decoding_rows | table.scheduled_rows.keys()
+        rows = range(min(bound, len(table.num_blocks)))
+        return [row for row in rows if row not in in_step and table.num_blocks.item(row)]
+
     def _read_decoding(self, ids: tuple[Hashable, ...], rows: npt.NDArray[np.int64]) -> _Decoding:
         size = self._size_for(int(rows.max()) + 1)
-        requests = [self._queues.decoding[key] for key in ids]
+        requests = [self._scheduler.find(key) for key in ids]
         by_row: list[BatchRequest | None] = [None] * size
         for row, request in zip(rows.tolist(), requests, strict=True):
             by_row[row] = request
@@ -461,9 +499,8 @@ class Batcher:
             for number, part in enumerate(chunks.requests):
                 if not part.samples:
                     continue
-                request = self._queues.scheduled[part.request_id]
-                forks = [] if request.answer else request.children
-                for one in (request, *forks):
+                request = self._scheduler.find(part.request_id)
+                for one in (request, *self._forks_of(request)):
                     chosen.append(one)
                     rows.append(number)
                     draws.append(one.draw())
@@ -483,6 +520,14 @@ class Batcher:
         tokens = [firsts[part.request_id] for part in step.prefills if part.samples]
         decoded = host[:size][step.decode_rows] if size else host[:0]
         return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
+
+    def _forks_of(self, request: BatchRequest) -> list[BatchRequest]:
+        """Return the requests that fork a request with its first token, if it has none yet."""
+        if request.answer:
+            return []
+        return [
+            self._scheduler.find(one.key) for one in request.forks if self._scheduler.knows(one)
+        ]
 
     def _add(
         self,
@@ -506,23 +551,30 @@ class Batcher:
     ) -> list[BatchRequest]:
         num_decodes = len(step.decode_rows)
         decoded = self._decoding.requests if num_decodes else []
-        chunks = [(self._queues.scheduled[p.request_id], p) for p in step.prefills]
+        chunks = [(self._scheduler.find(part.request_id), part) for part in step.prefills]
         self.context.commit_step(tokens)
+        if self._faulty:
+            computed_ids = {one.request_id for one in step.requests}
+            for request in self._faulty:
+                if request.key in computed_ids:
+                    request.fault = None
+            self._faulty = [
+                one for one in self._faulty if one.fault is not None and not one.is_over
+            ]
         self.counts.steps += 1
         self.counts.prefill_forwards += len(computed)
         self.counts.rectangles += sum(len(chunks.requests) > 1 for chunks in computed)
         self.counts.decoded_tokens += num_decodes
-        for request, part in chunks:
-            self.counts.prefill_tokens += part.num_tokens
-            self._queues.end_chunk(request, part.start + part.num_tokens, decodes=part.samples)
+        self.counts.prefill_tokens += sum(part.num_tokens for _, part in chunks)
         sampled = decoded + [request for request, part in chunks if part.samples]
         values = tokens.tolist()
         forks: list[tuple[BatchRequest, int]] = []
         for request in sampled:
-            if request.children and not request.answer:
-                made = self._queues.fork(request, firsts)
-                forks += [(child, firsts[child.key]) for child in made]
-        over, self._over = self._over, []
+            if request.forks and not request.answer:
+                for fork in self._scheduler.fork(request, lambda one: firsts[one.key]):
+                    fork.begin()
+                    forks.append((fork, firsts[fork.key]))
+        over = []
         for request, value in [*zip(sampled, values, strict=True), *forks]:
             if self._take(request, value):
                 self._offer(request)
@@ -562,7 +614,7 @@ class Batcher:
         except Exception as error:  # of this request's streamer or settings: the others go on
             request.refuse(error)
             return True
-        if len(answer) < request.most_tokens:
+        if len(answer) < request.max_tokens:
             return False
         if len(answer) < settings.max_new_tokens:
             request.error = SequenceLengthError(
@@ -571,23 +623,10 @@ class Batcher:
             )
         return True
 
-    def _choose_first(self, request: BatchRequest, logits: torch.Tensor) -> bool:
-        """Chooses a first token from cached logits; says whether it is the last one."""
-        self._runner.fingerprint.confirm()  # before anybody hears of it
-        pieces: list[torch.Tensor] = []
-        probabilities: list[torch.Tensor] = []
-        self._add(pieces, probabilities, logits, [request.draw()])
-        for probability in probabilities:
-            request.logprobs.append(float(probability[0]))
-        is_over = self._take(request, int(pieces[0][0]))
-        if is_over:
-            request.end()
-            self._over.append(request)
-        return is_over
-
     def end(self, request: BatchRequest) -> None:
         """Ends a request between two steps; what it cached stays findable."""
-        self._queues.end(request)
+        if self._scheduler.knows(request):
+            self._scheduler.remove(request.key)
         request.end()
 
     def try_out(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -640,9 +679,9 @@ class Batcher:
         self.context.reset()
 
     def _clear(self) -> None:
-        self._queues.clear()
+        self._scheduler.reset()
         self._decoding = _Decoding()
-        self._over.clear()
+        self._faulty.clear()
         self._has_listeners = False
 
 

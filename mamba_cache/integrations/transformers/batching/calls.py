@@ -115,6 +115,8 @@ class BatchCall:
             while batcher.num_unfinished:
                 over = batcher.step()
                 for request in over:
+                    if request.fault is not None:
+                        raise request.fault
                     self._end_stream(request)
                 bar.update(len(over))
         ordered = [one for answers in made for one in (*answers[1:], answers[0])]

@@ -1,0 +1,484 @@
+"""The scheduler: which requests take part in a step, and with how many tokens.
+
+Requests that begin alike share work that is not done yet. Of several prompts submitted together,
+one computes what they have in common. It is told to save a state where each of the others branches
+off; those may wait for it, and then resume from there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from mamba_cache.context.context import DynamicInferenceContext
+from mamba_cache.context.prefetch import Prefetch
+from mamba_cache.context.requests import Admission, PreparedRequest, RequestStatus
+from mamba_cache.context.step import Step
+from mamba_cache.errors import (
+    BlockCapacityError,
+    CapacityError,
+    StepOrderError,
+    UnknownRequestError,
+)
+
+__all__ = [
+    "QueuedRequest",
+    "Scheduler",
+    "branch_positions",
+    "common_blocks",
+    "is_worth_waiting",
+]
+
+_Drafts = Mapping[Hashable, Sequence[int]]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueuedRequest:
+    """What the scheduler keeps of a request that is not finished.
+
+    Attributes:
+        prepared: Its checked tokens and block hashes.
+        reusable_blocks: Leading blocks that it need not compute if they are cached: all complete
+            ones, less those of the tokens that must always be computed.
+        fork_of: The request of the same prompt that it is to be a fork of, once that has its first
+            token; None: it is computed by itself.
+        forks: Requests that are to be forks of it.
+        branch_positions: Where a state of it is saved because others branch off there.
+        waited_steps: Steps in which it let others go first.
+        prefetch: Loads from disk and store that it waits for; None: not begun.
+        error: Why it cannot run; it takes part in no further step.
+        last_output: What it had generated when that turned out.
+    """
+
+    prepared: PreparedRequest
+    reusable_blocks: int
+    fork_of: QueuedRequest | None = None
+    forks: Sequence[QueuedRequest] = ()
+    branch_positions: set[int] = field(default_factory=set)
+    waited_steps: int = 0
+    prefetch: Prefetch | None = None
+    error: Exception | None = None
+    last_output: Sequence[int] = ()
+
+    @property
+    def key(self) -> Hashable:
+        """The context's id of it."""
+        return self.prepared.request.request_id
+
+    def note_admission(self, admission: Admission) -> None:
+        """Note that it was admitted or resumed; for those that report it."""
+
+
+_Request = TypeVar("_Request", bound=QueuedRequest)
+
+
+class Scheduler(Generic[_Request]):
+    """Fills steps: decoding requests first, then prompts begun, then preempted, then queued ones.
+
+    Requests that came earlier have precedence. When memory runs out, the youngest request that
+    holds some is preempted and resumes later. So the oldest always gets on, and with it all.
+
+    It keeps the requests that are not finished, in the order in which they came. Which of them run,
+    and how far each is, it asks the context each time: a request that the context does not know is
+    queued. So after an interruption there is nothing here that could disagree.
+
+    Args:
+        context: Where requests run.
+        max_wait_steps: Steps in which a queued request may wait for a prefix that another one
+            computes; 0: none waits.
+        prefetch_seconds: How long one may wait for what disk and store have of its prompt.
+        find: Returns how many tokens of a queued request are cached. Default: the context's
+            ``match``.
+        propose: Returns drafts for the decoding requests, oldest first. Default: none.
+
+    Attributes:
+        max_chunk_tokens: Tokens of prompts in one step.
+        max_requests: Requests that hold memory at once.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        *,
+        max_wait_steps: int,
+        prefetch_seconds: float = 0.0,
+        find: Callable[[_Request], int] | None = None,
+        propose: Callable[[list[_Request]], _Drafts] | None = None,
+    ) -> None:
+        self._context = context
+        self._prefetch_seconds = prefetch_seconds
+        self._find = find
+        self._propose = propose
+        self._block_size = context.config.block_size_tokens
+        self._min_chunk = context.config.min_computed_tokens
+        # Without slots nothing can be resumed from, so waiting would gain nothing.
+        self._max_wait_steps = max_wait_steps if context.slot_allocator.max_slots else 0
+        self.max_chunk_tokens = context.config.max_tokens
+        self.max_requests = context.config.max_requests
+        self._requests: dict[Hashable, _Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._requests
+
+    def __iter__(self) -> Iterator[_Request]:
+        return iter(list(self._requests.values()))
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every request decodes."""
+        return len(self._context.request_table.decoding_rows) == len(self._requests)
+
+    @property
+    def failed(self) -> list[_Request]:
+        """Requests that cannot run, not even alone, and are still to be removed."""
+        return [request for request in self._requests.values() if request.error is not None]
+
+    def knows(self, request: QueuedRequest) -> bool:
+        """Say whether a request, and not another of its id, is among them."""
+        return self._requests.get(request.key) is request
+
+    def find(self, request_id: Hashable) -> _Request:
+        """Return a request that is not finished."""
+        return self._requests[request_id]
+
+    def output(self, request: QueuedRequest, start: int = 0) -> Sequence[int]:
+        """Return what a request generated, but the first ``start`` tokens of it."""
+        try:
+            return self._context.output(request.key, start)
+        except UnknownRequestError:  # not admitted yet, or not any more
+            return request.last_output[start:]
+
+    def add(self, request: _Request) -> None:
+        """Queue a request of an id that is not in use."""
+        self._requests[request.key] = request
+
+    def remove(self, request_id: Hashable) -> None:
+        """Forget a request, or its failure, and take back what it holds.
+
+        What it cached stays findable.
+
+        Raises:
+            UnknownRequestError: There is no such request, or it is finished.
+        """
+        known = self._requests.pop(request_id, None) is not None
+        # Interrupted here, the context has a request that is not known; ``recover`` ends it.
+        if not known or request_id in self._context.statuses():
+            self._context.finish(request_id)
+
+    def forget(self, request: _Request) -> None:
+        """Forget a request that was not admitted, if it is the one of its id."""
+        if self.knows(request):
+            del self._requests[request.key]
+
+    def rename(self, request_id: Hashable, request: _Request) -> None:
+        """Put a request, whose id in the context is another one now, where ``request_id`` was."""
+        self._requests = {
+            request.key if known == request_id else known: one
+            for known, one in self._requests.items()
+        }
+
+    def fork(self, request: _Request, sample_first: Callable[[_Request], int]) -> list[_Request]:
+        """Fork a request that has its first token by now, for as many as there is room for.
+
+        The others are computed by themselves, and find what of the prompt is cached.
+
+        Args:
+            request: The request.
+            sample_first: Returns the first token of each fork.
+
+        Returns:
+            The forks.
+        """
+        config, rows = self._context.config, self._context.request_table
+        room = min(
+            rows.num_free_rows,
+            config.max_tokens - len(rows.decoding_rows) * config.max_decode_tokens,
+            self.max_requests - len(self._holding()),
+        )
+        waiting = [self._requests[fork.key] for fork in request.forks if self.knows(fork)]
+        forks = waiting[: max(room, 0)]
+        while forks:
+            keys, tokens = [fork.key for fork in forks], [sample_first(fork) for fork in forks]
+            try:
+                self._context.fork(request.key, keys, last_tokens=tokens)
+                break
+            except BlockCapacityError as error:
+                forks = forks[: min(error.available, len(forks) - 1)]
+        return forks
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request_id in list(self._requests):
+            self.remove(request_id)
+
+    def reset(self) -> None:
+        """Forget all requests; the context's owner has reset it."""
+        self._requests.clear()
+
+    def recover(self) -> None:
+        """Take back what a call that broke off has left: a step, or a request half removed."""
+        with suppress(StepOrderError):  # there may be none in flight
+            self._context.abort_step()
+        for request_id in self._context.statuses():
+            if request_id not in self._requests:
+                self._context.finish(request_id)
+
+    def preempt_all(self) -> None:
+        """Take back the step in flight and preempt all requests, which keep their tokens.
+
+        They resume from what is cached. It is for a forward that broke off: it may have written
+        any live state, also of requests that it did not compute.
+        """
+        self.recover()
+        for request in self._holding():
+            self._context.preempt(request.key)
+
+    def begin_step(self) -> Step | None:
+        """Begin a step with all who can take part.
+
+        Returns:
+            The step; None if no request is left that could run.
+        """
+        self._prefetch()
+        if not self.is_steady:
+            self._fill_step()
+        drafts = self._propose(self._with_status(RequestStatus.DECODING)) if self._propose else {}
+        while self._has_work():
+            step, shortage = self._try_to_begin(drafts)
+            if shortage is None:
+                return step
+            if drafts:
+                drafts = {}  # a guess is not worth another request's place
+            else:  # chunks have their blocks: a decoding request lacks one
+                self._make_room(self._with_status(RequestStatus.DECODING)[-1], shortage)
+        return None
+
+    def _try_to_begin(self, drafts: _Drafts) -> tuple[Step | None, BlockCapacityError | None]:
+        try:
+            return self._context.begin_step(drafts=drafts or None), None
+        except BlockCapacityError as error:
+            return None, error
+
+    def _prefetch(self) -> None:
+        """Have disk and store bring what they have of queued requests; steps go on meanwhile."""
+        if self._context.disk_tier is None and self._context.store_tier is None:
+            return
+        self._context.poll_tiers()
+        statuses = self._context.statuses()
+        for request in self._requests.values():
+            if request.prefetch is None and request.key not in statuses:
+                request.prefetch = self._context.prefetch(
+                    request.prepared, timeout_seconds=self._prefetch_seconds
+                )
+
+    def _fill_step(self) -> None:
+        """Schedule chunks until there is something to compute, or nothing left that could run."""
+        while True:
+            while (shortage := self._schedule()) and not self._has_work():
+                self._make_room(*shortage)
+            handles = [request.prefetch for request in self._requests.values()]
+            arriving = [each for each in handles if each is not None and not each.is_done]
+            if self._has_work() or not arriving:
+                return
+            arriving[0].wait()
+
+    def _schedule(self) -> tuple[_Request, CapacityError] | None:
+        """Schedule chunks while the token budget lasts; return the first that did not fit."""
+        config, statuses = self._context.config, self._context.statuses()
+        num_decoding = len(self._context.request_table.decoding_rows)
+        budget = min(
+            self.max_chunk_tokens, config.max_tokens - num_decoding * config.max_decode_tokens
+        )
+        queue = {
+            request_id: request
+            for request_id, request in self._requests.items()
+            if request_id not in statuses
+            and request.error is None
+            and not self._awaits_fork(request)
+            and (request.prefetch is None or request.prefetch.is_done)
+        }
+        room = self.max_requests - len(self._holding())
+        for place, requests in (
+            (self._continue, self._with_status(RequestStatus.PREFILLING)),
+            (self._resume, self._with_status(RequestStatus.PREEMPTED)),
+            (self._admit, list(queue.values())),
+        ):
+            for request in requests:
+                is_new = place != self._continue
+                if budget <= 0 or (is_new and room <= 0):
+                    return None
+                try:
+                    num_tokens = place(request, budget, queue)
+                except CapacityError as error:
+                    # Those behind it stay behind it: small ones must not starve a large one.
+                    return request, error
+                budget -= num_tokens
+                room -= is_new and num_tokens > 0
+        return None
+
+    def _continue(self, request: _Request, budget: int, queue: dict[Hashable, _Request]) -> int:
+        progress = self._context.progress(request.key)
+        start = progress.num_computed
+        positions = self._branches_off(request, start, queue)
+        end = len(request.prepared.tokens) + progress.num_generated
+        num_tokens = self._context.schedule_prefill(
+            request.key,
+            chunk_tokens=self._chunk_tokens(start, end, budget),
+            checkpoint_positions=positions,
+        )
+        request.branch_positions.update(positions)
+        return num_tokens
+
+    def _resume(self, request: _Request, budget: int, _: dict[Hashable, _Request]) -> int:
+        # Where it will start is not known yet, but that it is the end of a block.
+        num_generated = self._context.progress(request.key).num_generated
+        chunk_tokens = self._chunk_tokens(0, len(request.prepared.tokens) + num_generated, budget)
+        admission = self._context.resume_request(request.key, chunk_tokens=chunk_tokens)
+        request.note_admission(admission)
+        return admission.chunk_tokens
+
+    def _admit(self, request: _Request, budget: int, queue: dict[Hashable, _Request]) -> int:
+        if self._find is not None:
+            skip_tokens = self._find(request)
+        else:
+            skip_tokens = self._context.match(request.prepared).skip_tokens
+        if self._waits(request, skip_tokens):
+            request.waited_steps += 1
+            return 0
+        positions = self._branches_off(request, skip_tokens, queue)
+        admission = self._context.add_request(
+            request.prepared,
+            chunk_tokens=self._chunk_tokens(skip_tokens, len(request.prepared.tokens), budget),
+            checkpoint_positions=positions,
+        )
+        del queue[request.key]
+        request.branch_positions.update(positions)
+        request.note_admission(admission)
+        return admission.chunk_tokens
+
+    def _chunk_tokens(self, start: int, end: int, budget: int) -> int:
+        """Return how many tokens to compute, up to a block's end if not to ``end``."""
+        left = end - start
+        if left <= budget:
+            return left
+        whole_blocks = (start + budget) // self._block_size * self._block_size - start
+        size = whole_blocks if whole_blocks > 0 else budget
+        # A prompt's last chunk must not be shorter than the model can resume with.
+        too_few = left - size < self._min_chunk and size > self._min_chunk
+        return size - (self._min_chunk - 1) if too_few else size
+
+    def _branches_off(
+        self, request: _Request, start: int, queue: dict[Hashable, _Request]
+    ) -> list[int]:
+        return branch_positions(
+            request, queue.values(), start=start, block_size_tokens=self._block_size
+        )
+
+    def _awaits_fork(self, request: _Request) -> bool:
+        """Say whether a queued request will be a fork of one that has no token yet."""
+        other = request.fork_of
+        return (
+            other is not None
+            and self.knows(other)
+            and other.error is None
+            and not self.output(other)
+        )
+
+    def _waits(self, request: _Request, skip_tokens: int) -> bool:
+        return request.waited_steps < self._max_wait_steps and is_worth_waiting(
+            request,
+            [
+                (other, self._context.progress(other.key).num_computed)
+                for other in self._with_status(RequestStatus.SCHEDULED)
+            ],
+            skip_tokens=skip_tokens,
+            block_size_tokens=self._block_size,
+        )
+
+    def _make_room(self, request: _Request, error: CapacityError) -> None:
+        """Preempt the youngest request that holds memory; if none is left, give up."""
+        holding = self._holding()
+        if len(holding) > 1:
+            self._context.preempt(holding[-1].key)
+            return
+        detail = f"request {request.key!r} does not fit even alone"
+        request.last_output = self.output(request)
+        request.error = type(error)(error.required, error.available, detail)
+        if request.key in self._context.statuses():
+            self._context.finish(request.key)
+
+    def _has_work(self) -> bool:
+        table = self._context.request_table
+        return bool(table.decoding_rows or table.scheduled_rows)
+
+    def _holding(self) -> list[_Request]:
+        return self._with_status(*(set(RequestStatus) - {RequestStatus.PREEMPTED}))
+
+    def _with_status(self, *wanted: RequestStatus) -> list[_Request]:
+        """Return requests that can run and are in one of the states ``wanted``, oldest first."""
+        statuses = self._context.statuses()
+        return [
+            request
+            for request_id, request in self._requests.items()
+            if statuses.get(request_id) in wanted and request.error is None
+        ]
+
+
+def common_blocks(request: QueuedRequest, other: QueuedRequest) -> int:
+    """Count the leading blocks that ``request`` need not compute once ``other`` has.
+
+    Each digest names the whole prefix up to its block's end, so where one differs, all later ones
+    do: a binary search finds the first.
+    """
+    own, its = request.prepared.hashes.digests, other.prepared.hashes.digests
+    limit = min(request.reusable_blocks, len(its))
+    return bisect_left(range(limit), True, key=lambda block: own[block] != its[block])
+
+
+def branch_positions(
+    request: QueuedRequest,
+    queued: Iterable[QueuedRequest],
+    *,
+    start: int,
+    block_size_tokens: int,
+) -> list[int]:
+    """Return where queued requests branch off one that computes from ``start`` on, ascending.
+
+    States before ``start`` cannot be saved any more, and what the request was told before is not
+    repeated. It may be among those that are queued.
+    """
+    found = {
+        common_blocks(other, request) * block_size_tokens
+        for other in queued
+        if other is not request
+    }
+    return sorted(p for p in found - request.branch_positions if p > start)
+
+
+def is_worth_waiting(
+    request: QueuedRequest,
+    scheduled: Iterable[tuple[QueuedRequest, int]],
+    *,
+    skip_tokens: int,
+    block_size_tokens: int,
+) -> bool:
+    """Return whether one of ``scheduled`` will save a state of a longer prefix of a queued request.
+
+    Args:
+        request: The queued request.
+        scheduled: Requests that compute a part of their prompts in this step, each with the tokens
+            that it has computed before.
+        skip_tokens: What the queued one could skip at once.
+        block_size_tokens: Tokens of a block.
+    """
+    for other, num_computed in scheduled:
+        position = common_blocks(request, other) * block_size_tokens
+        if position > max(skip_tokens, num_computed) and position in other.branch_positions:
+            return True
+    return False

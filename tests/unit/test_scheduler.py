@@ -1,0 +1,300 @@
+"""The scheduler: shared prefixes, waiting, room for requests and chunks, forks, faults."""
+
+import pytest
+from engine_rig import BLOCK, MODEL, cache_config, draw_prompt, greedy, make_engine, step_checked
+
+from mamba_cache.context import Admission, Request, RequestStatus
+from mamba_cache.context.scheduler import (
+    QueuedRequest,
+    Scheduler,
+    branch_positions,
+    common_blocks,
+    is_worth_waiting,
+)
+from mamba_cache.errors import UnknownRequestError
+from mamba_cache.reference.requests import EngineRequest
+
+
+@pytest.fixture
+def make():
+    """Makes a request record whose digests belong to one context."""
+    context = make_engine().context
+
+    def make_request(prompt):
+        prepared = context.prepare(Request(request_id=object(), prompt_tokens=prompt))
+        return EngineRequest.make(prepared, greedy(4), cache_config(), None, 0.0)
+
+    return make_request
+
+
+@pytest.mark.parametrize("common", range(0, 50, 7))
+def test_common_blocks_are_those_of_the_common_prefix(make, rng, common):
+    root = draw_prompt(rng, 50)
+    one = make(root)
+    other = make([*root[:common], (root[common] + 1) % 256, *draw_prompt(rng, 9)])
+    assert common_blocks(one, other) == common // BLOCK
+    assert common_blocks(other, one) == common // BLOCK
+
+
+def test_the_block_of_the_last_token_must_be_computed_anyway(make, rng):
+    prompt = draw_prompt(rng, 3 * BLOCK)
+    same, longer = make(prompt), make([*prompt, 1])
+    assert common_blocks(same, make(prompt)) == 2
+    assert common_blocks(longer, same) == 3
+
+
+def test_branch_positions_lie_ahead_and_are_told_once(make, rng):
+    root = draw_prompt(rng, 6 * BLOCK)
+    request = make(root)
+    queued = [request, *(make([*root[: n * BLOCK], 0, 1]) for n in (0, 1, 3, 3, 6))]
+    found = branch_positions(request, queued, start=BLOCK, block_size_tokens=BLOCK)
+    assert found == [3 * BLOCK, 6 * BLOCK]
+    request.branch_positions.update(found[:1])
+    again = branch_positions(request, queued, start=BLOCK, block_size_tokens=BLOCK)
+    assert again == [6 * BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("skip_blocks", "computed", "promised", "expected"),
+    [
+        (0, 0, True, True),
+        (0, 3 * BLOCK - 1, True, True),
+        (0, 3 * BLOCK, True, False),  # computed, so what was saved of it is found already
+        (2, 0, True, True),
+        (3, 0, True, False),  # nothing to gain
+        (0, 0, False, False),  # no state will be saved there
+    ],
+)
+def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
+    make, rng, skip_blocks, computed, promised, expected
+):
+    root = draw_prompt(rng, 3 * BLOCK)
+    request, other = make([*root, 1, 2]), make([*root, 3, 4])
+    other.branch_positions = {3 * BLOCK} if promised else {2 * BLOCK}
+    found = is_worth_waiting(
+        request, [(other, computed)], skip_tokens=skip_blocks * BLOCK, block_size_tokens=BLOCK
+    )
+    assert found is expected
+
+
+def test_what_was_cached_when_a_request_first_ran_is_reported(make, rng):
+    request = make(draw_prompt(rng, 20))
+    first, resumed = (
+        Admission(
+            prompt_tokens=20,
+            block_ids=(0,) * n,
+            state_matched_blocks=n,
+            skip_tokens=n * BLOCK,
+            miss_reason=None,
+            request_id="x",
+            chunk_tokens=12,
+        )
+        for n in (1, 2)
+    )
+    request.note_admission(first)
+    request.prefill_tokens = 12
+    request.note_admission(resumed)
+    assert request.admission == first
+
+
+def shared_prompts(rng, count, *, root_blocks):
+    root = draw_prompt(rng, root_blocks * BLOCK)
+    return [[*root, *draw_prompt(rng, 5)] for _ in range(count)]
+
+
+def num_running(engine):
+    return engine.context.stats().requests
+
+
+def submit_two(engine, rng, *, root_blocks=6):
+    for name, prompt in zip("ab", shared_prompts(rng, 2, root_blocks=root_blocks), strict=True):
+        engine.submit(prompt, greedy(3), request_id=name)
+
+
+def test_the_second_waits_while_the_first_computes_what_they_share(rng):
+    engine = make_engine(max_tokens=2 * BLOCK)
+    submit_two(engine, rng)
+    for _ in range(3):
+        step_checked(engine)
+        assert num_running(engine) == 1
+    step_checked(engine)
+    assert num_running(engine) == 2
+
+
+def test_nobody_waits_for_one_that_was_cancelled(rng):
+    engine = make_engine(max_tokens=2 * BLOCK)
+    submit_two(engine, rng)
+    step_checked(engine)
+    engine.cancel("a")
+    step_checked(engine)
+    assert engine.context.status("b") is RequestStatus.PREFILLING
+    assert {event.request_id for event in engine.stream()} == {"b"}
+
+
+def test_waiting_ends_after_max_wait_steps(rng):
+    engine = make_engine(max_tokens=2 * BLOCK + 3, max_wait_steps=2)
+    submit_two(engine, rng, root_blocks=20)
+    for _ in range(2):
+        step_checked(engine)
+        assert num_running(engine) == 1
+    step_checked(engine)
+    assert num_running(engine) == 2
+
+
+@pytest.mark.parametrize("changes", [{"wait_for_prefix": False}, {"max_wait_steps": 0}])
+def test_waiting_can_be_switched_off(rng, changes):
+    engine = make_engine(max_tokens=128, **changes)
+    submit_two(engine, rng)
+    step_checked(engine)
+    assert num_running(engine) == 2
+
+
+def test_without_slots_nobody_waits(rng):
+    engine = make_engine(max_tokens=128, max_slots=0)
+    submit_two(engine, rng)
+    step_checked(engine)
+    assert num_running(engine) == 2
+
+
+def test_others_overtake_one_that_waits(rng):
+    engine = make_engine(max_tokens=4 * BLOCK)
+    submit_two(engine, rng, root_blocks=3)
+    engine.submit(draw_prompt(rng, 3), greedy(1), request_id="other")
+    ends = [event.request_id for event in step_checked(engine) if event.finished]
+    assert ends == ["other"]
+    assert num_running(engine) == 2
+
+
+# The scheduler by itself, without the engine.
+
+
+class Steps:
+    """A scheduler and its requests; every step samples token 7 for those that sample."""
+
+    def __init__(self, *, max_wait_steps=0, find=None, **changes):
+        self.context = make_engine(**changes).context
+        self.scheduler = Scheduler(self.context, max_wait_steps=max_wait_steps, find=find)
+
+    def add(self, name, prompt, **fields):
+        prepared = self.context.prepare(Request(request_id=name, prompt_tokens=prompt))
+        request = QueuedRequest(prepared=prepared, reusable_blocks=0, **fields)
+        self.scheduler.add(request)
+        return request
+
+    def run(self):
+        """One step; the tokens of each request that it computed."""
+        step = self.scheduler.begin_step()
+        if step is None:
+            return {}
+        MODEL.forward(step.metadata, self.context)
+        self.context.commit_step([7 for one in step.requests if one.samples])
+        self.context.check_invariants()
+        return {one.request_id: one.num_tokens for one in step.requests}
+
+
+def test_limits_on_requests_and_on_tokens_of_prompts(rng):
+    steps = Steps()
+    steps.scheduler.max_chunk_tokens, steps.scheduler.max_requests = 3 * BLOCK, 2
+    for name, length in (("a", 5), ("b", 4 * BLOCK), ("c", 5)):
+        steps.add(name, draw_prompt(rng, length))
+    assert steps.run() == {"a": 5, "b": 2 * BLOCK}
+    assert steps.run() == {"a": 1, "b": 2 * BLOCK}
+    assert steps.run() == {"a": 1, "b": 1}
+    steps.scheduler.remove("a")
+    assert steps.run() == {"b": 1, "c": 5}
+    assert steps.scheduler.is_steady
+
+
+def test_a_last_chunk_has_as_many_tokens_as_must_be_computed(rng):
+    steps = Steps(max_tokens=16, min_computed_tokens=3)
+    steps.add("a", draw_prompt(rng, 17))
+    assert steps.run() == {"a": 14}
+    assert steps.run() == {"a": 3}
+
+
+def test_what_is_cached_of_a_prompt_may_be_found_by_another(rng):
+    asked = []
+    steps = Steps(find=lambda request: asked.append(request.key) or 0)
+    steps.add("a", draw_prompt(rng, 5))
+    steps.run()
+    assert asked == ["a"]
+
+
+def test_all_are_preempted_after_a_fault_and_go_on(rng):
+    """Also a prompt between two chunks, whose live state a forward may have overwritten."""
+    steps = Steps(max_tokens=2 * BLOCK)
+    steps.add("a", draw_prompt(rng, 5))
+    steps.run()
+    steps.add("b", draw_prompt(rng, 4 * BLOCK))
+    steps.run()
+    steps.scheduler.max_chunk_tokens = 0  # the next step computes no chunk of it
+    assert steps.context.status("b") is RequestStatus.PREFILLING
+    assert [one.request_id for one in steps.scheduler.begin_step().requests] == ["a"]
+    steps.scheduler.preempt_all()
+    assert set(steps.context.statuses().values()) == {RequestStatus.PREEMPTED}
+    steps.scheduler.max_chunk_tokens = 2 * BLOCK
+    assert [*steps.context.output("a")] == [7, 7]
+    while not steps.scheduler.is_steady:
+        assert steps.run()
+    assert len(steps.context.output("a")) > 2
+
+
+def test_what_an_interrupt_left_in_the_context_is_ended(rng):
+    steps = Steps()
+    steps.add("a", draw_prompt(rng, 5))
+    steps.run()
+    steps.scheduler.reset()
+    steps.scheduler.recover()
+    assert steps.context.statuses() == {}
+    with pytest.raises(UnknownRequestError):
+        steps.scheduler.remove("a")
+
+
+def test_a_request_keeps_its_place_under_a_new_id(rng):
+    steps = Steps()
+    first, _ = steps.add("a", draw_prompt(rng, 5)), steps.add("b", draw_prompt(rng, 5))
+    steps.run()
+    steps.context.fork("a", ["c"])
+    steps.context.finish("a")
+    first.prepared = steps.context.prepare(
+        Request(request_id="c", prompt_tokens=first.prepared.tokens)
+    )
+    steps.scheduler.rename("a", first)
+    assert [one.key for one in steps.scheduler] == ["c", "b"]
+    assert steps.run() == {"b": 1, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["b", "c", "d"]),
+        ({"max_requests": 3}, ["b", "c"]),
+        ({"num_kv_blocks": 4}, ["b", "c"]),  # each copies the unfinished block
+        ({"num_kv_blocks": 2}, []),
+        ({"max_requests": 1}, []),
+    ],
+)
+def test_as_many_forks_as_there_is_room_for(rng, changes, expected):
+    steps = Steps(**changes)
+    first = steps.add("a", draw_prompt(rng, BLOCK + 3))
+    first.forks = [steps.add(name, first.prepared.tokens, fork_of=first) for name in "bcd"]
+    assert steps.run() == {"a": BLOCK + 3}  # the others wait for its first token
+    forks = steps.scheduler.fork(first, lambda fork: ord(fork.key))
+    assert [fork.key for fork in forks] == expected
+    assert [[*steps.context.output(name)] for name in expected] == [[ord(n)] for n in expected]
+
+
+def test_forks_of_a_request_that_failed_are_computed_by_themselves(rng):
+    steps = Steps(num_kv_blocks=2)
+    first = steps.add("a", draw_prompt(rng, 2 * BLOCK - 1))
+    fork = steps.add("b", first.prepared.tokens, fork_of=first)
+    assert steps.run() == {"a": 2 * BLOCK - 1}
+    assert steps.run() == {"a": 1}
+    assert steps.run() == {}
+    assert steps.scheduler.failed == [first]
+    assert "does not fit even alone" in str(first.error)
+    assert [*steps.scheduler.output(first)] == [7, 7]
+    steps.scheduler.forget(first)
+    steps.scheduler.forget(first)
+    assert steps.run() == {"b": BLOCK - 1}  # it finds the first block
+    assert steps.scheduler.find("b") is fork
