@@ -426,7 +426,7 @@ class DynamicInferenceContext:
         match = self._admitter.match(chain.hashes, len(tokens))
         if self._tiering is None:
             return Prefetch(own.request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        handle = self._tiering.prefetch(own, tokens, chain, match, timeout_seconds)
+        handle = self._tiering.prefetch(own, chain, match, timeout_seconds)
         handle.go_on = WeakCallback(self.poll_tiers)
         return handle
 

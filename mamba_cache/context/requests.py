@@ -564,11 +564,6 @@ class ActiveRequest:
         """Return what a policy is shown of its tokens up to ``end``."""
         return paths.hash_ids(self._chain, self.tokens(0, end))
 
-    def block_content(self, index: int) -> tuple[bytes, TokenArray]:
-        """Return what a complete block is chained on, and its tokens."""
-        size = self._rows.block_size_tokens
-        return self._chain.parent_digest(index), self.tokens(index * size, (index + 1) * size)
-
     def chunk_from(
         self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None
     ) -> Chunk:

@@ -192,10 +192,12 @@ def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTi
     assert config.disk_cache_path is not None, "the caller has looked"
     assert config.disk_cache_gb is not None, "the settings have both or none"
     sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
+    assert config.hash_secret is not None, "the identity has it"
     return DiskTier(
         config.disk_cache_path,
         identity,
         int(config.disk_cache_gb * 2**30),
+        secret=config.hash_secret,
         state_bytes=sizes[EntryKind.STATE],
         kv_bytes=sizes[EntryKind.KV],
         state_share=config.host_state_share,
@@ -217,8 +219,10 @@ def _open_store(config: CacheConfig, identity: CacheIdentity | None) -> RemoteTi
             "store needs identity (tiers.CacheIdentity.of): other processes use its entries, and "
             "nothing else says which model and weights they are of"
         )
+    assert config.hash_secret is not None, "the identity has it"
     return RemoteTier(
         open_store(store) if isinstance(store, str) else store,
+        secret=config.hash_secret,
         write_on_use=config.store_write_on_use,
         owns_store=isinstance(store, str),
     )

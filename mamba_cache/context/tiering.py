@@ -17,7 +17,6 @@ from mamba_cache.context.requests import (
     ActiveRequest,
     PlannedLoad,
     Request,
-    TokenArray,
 )
 from mamba_cache.errors import InvariantError
 from mamba_cache.events import Removed
@@ -37,7 +36,6 @@ from mamba_cache.tiers import (
     Resumption,
     Ticket,
     Transfers,
-    block_digest,
     tenant_digest,
 )
 
@@ -274,7 +272,6 @@ class Tiering:
     def prefetch(
         self,
         request: Request,
-        tokens: TokenArray,
         chain: BlockHashChain,
         match: PrefixMatch,
         timeout_seconds: float | None,
@@ -283,19 +280,17 @@ class Tiering:
 
         Args:
             request: The request.
-            tokens: Its tokens.
             chain: Its block hashes.
             match: What the GPU and the host tier have of it.
             timeout_seconds: When it is to be given up; None: never.
         """
         if self.lower is None:
             return Prefetch(request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
-        size, hashes = self._block_size, chain.hashes
+        hashes = chain.hashes
         tenant = tenant_digest(self._secret, request.cache_salt)
 
         def facts_of(kind: EntryKind, index: int) -> EntryFacts:
-            content = chain.parent_digest(index), tokens[index * size : (index + 1) * size]
-            return self._facts_of(kind, index, tenant, hashes.digest(index), content)
+            return self._facts_of(kind, index, tenant, hashes.digest(index))
 
         return self.lower.prefetch(
             request.request_id,
@@ -619,8 +614,7 @@ class Tiering:
         tenant = tenant_digest(self._secret, active.request.cache_salt)
 
         def facts_of(kind: EntryKind, index: int) -> EntryFacts:
-            digest, content = hashes.digest(index), active.block_content(index)
-            return self._facts_of(kind, index, tenant, digest, content)
+            return self._facts_of(kind, index, tenant, hashes.digest(index))
 
         return facts_of
 
@@ -630,12 +624,9 @@ class Tiering:
         index: int,
         tenant: bytes,
         digest: bytes,
-        content: tuple[bytes, TokenArray],
     ) -> EntryFacts:
         key = EntryKey(self._identity.digest, tenant, kind, digest, self._identity.rank)
-        return EntryFacts(
-            key, (index + 1) * self._block_size, block_digest(*content), self.host.row_bytes(kind)
-        )
+        return EntryFacts(key, (index + 1) * self._block_size, self.host.row_bytes(kind))
 
     def _is_there(self, offer: _Offer) -> bool:
         """Say whether an entry is still where it was when it was offered."""

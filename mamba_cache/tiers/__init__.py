@@ -1,7 +1,8 @@
 """Tiers below the GPU: entries that outlive a slot or a KV block, and how they are verified.
 
 An entry is one KV block or one state. What is restored from a tier was compared with what the
-request derived, field by field and by digest; what does not match is a counted miss.
+request derived, field by field, and by digest in host memory or by a MAC elsewhere. What does not
+match is a counted miss.
 """
 
 from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
@@ -19,8 +20,9 @@ from mamba_cache.tiers.entry import (
     EntryHeader,
     EntryKey,
     EntryKind,
+    EntryMacs,
+    PayloadMac,
     Refusal,
-    block_digest,
     payload_digest,
 )
 from mamba_cache.tiers.host import Drop, HostLease, HostTier, RowFormat, TierStats
@@ -62,6 +64,7 @@ __all__ = [
     "EntryHeader",
     "EntryKey",
     "EntryKind",
+    "EntryMacs",
     "FolderLock",
     "Found",
     "HostLease",
@@ -73,6 +76,7 @@ __all__ = [
     "ModelIdentity",
     "Numerics",
     "ParallelRank",
+    "PayloadMac",
     "Pinner",
     "PlainTransfers",
     "PrefixRowPolicy",
@@ -91,7 +95,6 @@ __all__ = [
     "Ticket",
     "TierStats",
     "Transfers",
-    "block_digest",
     "cache_secret",
     "count_rows",
     "folders",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import threading
 import time
@@ -15,6 +16,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache.errors import (
     BudgetError,
@@ -24,13 +28,13 @@ from mamba_cache.errors import (
 )
 from mamba_cache.tiers.directory import folders, open_folder, remove_folder, slab_path
 from mamba_cache.tiers.entry import (
+    NONCE_BYTES,
     EntryFacts,
     EntryHeader,
     EntryKey,
     EntryKind,
+    EntryMacs,
     Refusal,
-    digest_of_parts,
-    payload_digest,
 )
 from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
@@ -87,20 +91,21 @@ class DiskStats(LowerTierStats):
 class DiskTier:
     """Entries in two files of rows, one of states and one of KV blocks, of one identity.
 
-    An entry can be found once it is on the disk to its end, and each read compares its header with
-    what the request derived, field by field, and its payload with its digest. Whatever is wrong is
-    a counted miss: a full disk, an error of the disk, damage. Nobody who calls waits for the disk,
-    except in ``flush`` and ``close``. Any thread may call; ``done`` is called from
+    An entry can be found once it is on the disk to its end. Each read compares its header with what
+    the request derived, field by field, and verifies the MAC of header and payload. Whatever is
+    wrong is a counted miss: a full disk, an error of the disk, damage, a forged entry. Callers wait
+    for the disk only in ``flush`` and ``close``. Any thread may call; ``done`` is called from
     threads of this object, or from the caller's when the answer is known at once.
 
     Its threads end at ``close``. In a process that was forked it refuses everything.
 
     Args:
         path: A directory, which is made if there is none. Each identity has a folder in it, that
-            one process uses at a time. Folders of others are deleted, the least recently opened
-            first, when all of them together would take more than ``capacity_bytes``.
+            one process uses at a time. Folders of other identities are deleted, the least recently
+            opened first, when all of them together would take more than ``capacity_bytes``.
         identity: What all entries are of.
-        capacity_bytes: What everything below ``path`` may take.
+        capacity_bytes: What all folders of disk caches below ``path`` may take.
+        secret: The key of the entries' MACs: ``CacheConfig.hash_secret``.
         state_bytes: Payload of a state; 0: none is stored.
         kv_bytes: Payload of a KV block; 0: none is stored.
         state_share: Part of the capacity that is for states, where both are stored.
@@ -117,7 +122,9 @@ class DiskTier:
 
     Raises:
         BudgetError: The capacity does not hold one row of each kind.
-        InvalidArgumentError: An argument is of another kind or out of range.
+        InvalidArgumentError: An argument is of another kind or out of range, or the path, a folder
+            or a file is a link or not this user's alone.
+        MissingExtraError: ``cryptography`` is not installed.
         TierInUseError: Another process uses the folder.
         OSError: The folder or its files cannot be made or opened.
     """
@@ -130,6 +137,7 @@ class DiskTier:
         identity: CacheIdentity,
         capacity_bytes: int,
         *,
+        secret: bytes,
         state_bytes: int,
         kv_bytes: int,
         state_share: float = 0.5,
@@ -154,6 +162,7 @@ class DiskTier:
         share = check_number("state_share", state_share, maximum=1)
         max_rows = _rows_within(self._capacity, sizes, share)
         self._path, self._identity = Path(path).expanduser(), identity
+        self._macs = EntryMacs(secret)
         self._not_recovered: Counter[Refusal] = Counter()
         self._failures = 0
         self._rests_until = self._full_until = 0.0
@@ -411,7 +420,7 @@ class DiskTier:
         lease = self._reserve(file, _name(put.facts.key))
         if isinstance(lease, str):
             failure: str | None = lease
-        elif failure := self._try(partial(_write_row, file.slab, lease, put)):
+        elif failure := self._try(partial(_write_row, file, lease, put, self._macs)):
             with self._lock:
                 file.rows.cancel(lease)
         else:
@@ -478,7 +487,7 @@ class DiskTier:
             lease = file.rows.read(_name(key))
         refusal: Refusal | None = Refusal.MISSING  # given up since it was asked for
         if lease is not None:
-            refusal = Refusal.PAYLOAD_DIGEST
+            refusal = Refusal.MAC
             if isinstance(job, LoadJob):
                 refusal = self._refusal(file, job, lease)
                 with self._lock:
@@ -516,7 +525,7 @@ class DiskTier:
     def _refusal(self, file: _File, load: LoadJob, lease: RowLease) -> Refusal | None:
         """Read a row and say what is wrong with it."""
         found: list[Refusal | None] = []
-        if self._try(lambda: found.append(_read_row(file.slab, load, lease, self._submit))):
+        if self._try(lambda: found.append(_read_row(file, load, lease, self._macs, self._submit))):
             return Refusal.IO_ERROR
         return found[0]
 
@@ -543,17 +552,14 @@ class DiskTier:
             return Refusal.IO_ERROR
         if not any(pages[0]):
             return None
-        header = EntryHeader.read(pages[0])
+        header = EntryHeader.read(pages[0], self._macs.header_key(self._identity.digest))
         if isinstance(header, Refusal):
             return header
         return self._recovery_refusal(header, file) or header
 
     def _recovery_refusal(self, header: EntryHeader, file: _File) -> Refusal | None:
-        facts = header.facts
-        name = self._name_of(facts.key)
-        if name is None:
-            return Refusal.IDENTITY
-        if self._files[facts.key.kind] is not file:
+        facts = header.facts  # of this identity, whose key the MAC has
+        if self._files.get(facts.key.kind) is not file:
             return Refusal.KIND
         if facts.payload_bytes != file.slab.payload_bytes:
             return Refusal.PAYLOAD_BYTES
@@ -612,7 +618,16 @@ class _Removal(Job):
 
 
 class _DiskRows(RowPool):
-    """Rows whose entries were there before this process."""
+    """Rows whose entries were there before this process.
+
+    Attributes:
+        nonces: [num_rows] bytes, of the headers: with them a payload's parts are verified while
+            the header is still on its way.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self.nonces: npt.NDArray[np.uint8] = np.zeros((num_rows, NONCE_BYTES), np.uint8)
 
     def adopt(self, num_rows: int, entries: Mapping[int, EntryHeader]) -> None:
         """Take over the rows of a file.
@@ -628,6 +643,7 @@ class _DiskRows(RowPool):
             name = b"" if header is None else _name(header.facts.key)
             if header is not None:
                 self.generations[row] = header.generation - 1
+                self.nonces[row] = np.frombuffer(header.nonce, np.uint8)
             lease = self.reserve(name or row.to_bytes(8, "little"))
             assert lease is not None
             if header is None:
@@ -656,27 +672,36 @@ def _threads(name: str, targets: Sequence[Callable[[], None]]) -> list[threading
     return threads
 
 
-def _write_row(slab: SlabFile, lease: RowLease, put: PutJob) -> None:
-    header = EntryHeader(put.facts, payload_digest(put.payload), lease.generation)
-    slab.write(lease.row, header.to_bytes(), put.payload)
+def _write_row(file: _File, lease: RowLease, put: PutJob, macs: EntryMacs) -> None:
+    identity = put.facts.key.identity
+    payload_mac = macs.payload_mac(identity)
+    tag = payload_mac.tag_of(put.payload)
+    header = EntryHeader(put.facts, tag, lease.generation, payload_mac.nonce)
+    file.rows.nonces[lease.row] = np.frombuffer(payload_mac.nonce, np.uint8)
+    file.slab.write(lease.row, header.to_bytes(macs.header_key(identity)), put.payload)
 
 
-def _read_row(slab: SlabFile, load: LoadJob, lease: RowLease, submit: Submit) -> Refusal | None:
-    """Read a row and compare it with what is looked for: who reads a part takes its digest."""
-    digests: dict[int, bytes] = {}
+def _read_row(
+    file: _File, load: LoadJob, lease: RowLease, macs: EntryMacs, submit: Submit
+) -> Refusal | None:
+    """Read a row and compare it with what is looked for: who reads a part makes its MAC."""
+    identity = load.expected.key.identity
+    payload_mac = macs.payload_mac(identity, file.rows.nonces[lease.row].tobytes())
+    parts: dict[int, bytes] = {}
 
     def seen(number: int, part: memoryview) -> None:
-        digests[number] = payload_digest(part)
+        parts[number] = payload_mac.part(number, part)
 
-    header = EntryHeader.read(slab.read(lease.row, load.into, submit, seen))
+    page = file.slab.read(lease.row, load.into, submit, seen)
+    header = EntryHeader.read(page, macs.header_key(identity))
     if isinstance(header, Refusal):
         return header
     refusal = header.refusal(load.expected)
     if refusal is None and header.generation != lease.generation:
         refusal = Refusal.GENERATION
-    found = digest_of_parts([digests[number] for number in sorted(digests)])
-    if refusal is None and found != header.payload_digest:
-        refusal = Refusal.PAYLOAD_DIGEST
+    found = payload_mac.tag([parts[number] for number in sorted(parts)])
+    if refusal is None and not hmac.compare_digest(found, header.payload_tag):
+        refusal = Refusal.MAC
     return refusal
 
 

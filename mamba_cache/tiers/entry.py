@@ -1,32 +1,34 @@
-"""Entries of the tiers: what names one, and the header that says what it holds."""
+"""Entries of the tiers: what names one, the header that says what it holds, and MACs of both."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, check_int, check_kind
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache._extras import install_hint
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 
 __all__ = [
     "HEADER_BYTES",
+    "NONCE_BYTES",
     "PART_BYTES",
     "EntryFacts",
     "EntryHeader",
     "EntryKey",
     "EntryKind",
+    "EntryMacs",
+    "PayloadMac",
     "Refusal",
-    "block_digest",
-    "digest_of_parts",
     "header_bytes",
     "parts_of",
     "payload_digest",
@@ -36,22 +38,26 @@ HEADER_BYTES: Final = 256
 """Bytes of every header."""
 
 PART_BYTES: Final = 4 * 2**20
-"""Bytes of a payload's parts, each with a digest of its own: several threads can take them. The
-last one has up to twice as many."""
+"""Bytes of a payload's parts, each with a MAC of its own: several threads can take them.
+The last one has up to twice as many."""
+
+NONCE_BYTES: Final = 16
+"""Bytes of ``EntryHeader.nonce``."""
 
 _MAGIC: Final = b"mambacE1"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _KEY_VERSION: Final = "mc1"
 _NO_CHUNK: Final = 2**32 - 1
 _IDENTITY_BYTES: Final = 32
 _TENANT_BYTES: Final = 16
-_BLOCK_DIGEST_BYTES: Final = 16
-_PAYLOAD_DIGEST_BYTES: Final = 16
+_TAG_BYTES: Final = 16
 _DIGEST_SIZES: Final = (16, 32)
 _CHECKSUM_BYTES: Final = 16
+_LAST_NONCE: Final = b"\xff" * 12
+_MAX_IDENTITIES: Final = 16
 
 # Magic, version, kind, bytes of the full digest, rank, chunk, generation, prefix tokens, payload
-# bytes, identity, tenant, full digest, digest of tokens and parent, payload digest.
+# bytes, identity, tenant, full digest, nonce, payload tag.
 _FIELDS: Final = struct.Struct("<8sHBBIIQQQ32s16s32s16s16s")
 _PADDING: Final = HEADER_BYTES - _FIELDS.size - _CHECKSUM_BYTES
 
@@ -82,7 +88,10 @@ class Refusal(str, Enum):
     """The header is of another version."""
 
     CHECKSUM = "checksum"
-    """The header is not what was written."""
+    """The header is not what was written, in host memory."""
+
+    MAC = "mac"
+    """Header or payload are not what a process with this secret wrote, on disk or in a store."""
 
     MALFORMED = "malformed"
     """The checksum is right and a field is impossible: no writer of this package made it."""
@@ -108,14 +117,11 @@ class Refusal(str, Enum):
     PREFIX_TOKENS = "prefix_tokens"
     """A prefix of another length."""
 
-    BLOCK_DIGEST = "block_digest"
-    """Other tokens, or another parent, of the same digest: a collision."""
-
     PAYLOAD_BYTES = "payload_bytes"
     """Another size than the row's."""
 
     PAYLOAD_DIGEST = "payload_digest"
-    """The bytes are not those that were written."""
+    """The bytes are not those that were written, in host memory."""
 
     GENERATION = "generation"
     """The row was given to another entry in the meantime."""
@@ -211,7 +217,6 @@ class EntryFacts:
     Attributes:
         key: What it is found by.
         prefix_tokens: Tokens from the sequence's start to the end of its block.
-        block_digest: [16] bytes, ``block_digest`` of its block's tokens and their parent.
         payload_bytes: What it holds, in bytes.
 
     Raises:
@@ -220,12 +225,10 @@ class EntryFacts:
 
     key: EntryKey
     prefix_tokens: int
-    block_digest: bytes
     payload_bytes: int
 
     def __post_init__(self) -> None:
         check_kind("key", self.key, EntryKey)
-        _check_bytes("block_digest", self.block_digest, (_BLOCK_DIGEST_BYTES,))
         for name in ("prefix_tokens", "payload_bytes"):
             number = check_int(name, getattr(self, name), minimum=1, maximum=INT64_MAX)
             object.__setattr__(self, name, number)
@@ -245,7 +248,6 @@ class EntryFacts:
             (mine.chunk, its.chunk, Refusal.CHUNK),
             (mine.digest, its.digest, Refusal.DIGEST),
             (self.prefix_tokens, other.prefix_tokens, Refusal.PREFIX_TOKENS),
-            (self.block_digest, other.block_digest, Refusal.BLOCK_DIGEST),
             (self.payload_bytes, other.payload_bytes, Refusal.PAYLOAD_BYTES),
         ):
             if expected != found:
@@ -259,53 +261,63 @@ class EntryHeader:
 
     Attributes:
         facts: What the entry is.
-        payload_digest: [16] bytes, ``payload_digest`` of the payload.
+        payload_tag: [16] bytes: in host memory ``payload_digest``, on disk and in stores
+            ``PayloadMac.tag``.
         generation: How often the row had been given to an entry when this one was written.
+        nonce: [16] bytes that no other entry on disk or in stores has; zeroes in host memory.
 
     Raises:
         InvalidArgumentError: A field is of another kind, length or range.
     """
 
     facts: EntryFacts
-    payload_digest: bytes
+    payload_tag: bytes
     generation: int = 0
+    nonce: bytes = bytes(NONCE_BYTES)
 
     def __post_init__(self) -> None:
         check_kind("facts", self.facts, EntryFacts)
-        _check_bytes("payload_digest", self.payload_digest, (_PAYLOAD_DIGEST_BYTES,))
+        _check_bytes("payload_tag", self.payload_tag, (_TAG_BYTES,))
+        _check_bytes("nonce", self.nonce, (NONCE_BYTES,))
         generation = check_int("generation", self.generation, minimum=0, maximum=INT64_MAX)
         object.__setattr__(self, "generation", generation)
 
-    def to_bytes(self) -> bytes:
-        """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both."""
-        return header_bytes(self.facts, self.payload_digest, self.generation)
+    def to_bytes(self, key: bytes = b"") -> bytes:
+        """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both.
+
+        Args:
+            key: ``EntryMacs.header_key``, which makes the checksum a MAC. Default: for host memory.
+        """
+        return header_bytes(self.facts, self.payload_tag, self.generation, self.nonce, key)
 
     @classmethod
-    def read(cls, data: bytes | bytearray | memoryview) -> EntryHeader | Refusal:
+    def read(cls, data: bytes | bytearray | memoryview, key: bytes = b"") -> EntryHeader | Refusal:
         """Read a header that something else may have written, or nothing.
 
         Args:
             data: At least ``HEADER_BYTES`` bytes; what follows them is not looked at.
+            key: As in ``to_bytes``.
 
         Returns:
-            The header, or why these bytes are none. Only a header that some writer made is
-            returned, so it is still to be compared with what is looked for.
+            The header, or why these bytes are none. Only a header that a writer with the key made
+            is returned. It is still to be compared with what is looked for.
         """
         content = bytes(data[:HEADER_BYTES])
         if len(content) < HEADER_BYTES:
             return Refusal.SHORT
         (
             magic, version, kind, digest_size, rank, chunk, generation, prefix_tokens,
-            payload_bytes, identity, tenant, digest, tokens_digest, its_payload_digest,
+            payload_bytes, identity, tenant, digest, nonce, payload_tag,
         ) = _FIELDS.unpack_from(content)  # fmt: skip
         if magic != _MAGIC:
             return Refusal.MAGIC
         if version != _VERSION:
             return Refusal.VERSION
-        if _checksum(content[:-_CHECKSUM_BYTES]) != content[-_CHECKSUM_BYTES:]:
-            return Refusal.CHECKSUM
+        expected = _checksum(content[:-_CHECKSUM_BYTES], key)
+        if not hmac.compare_digest(expected, content[-_CHECKSUM_BYTES:]):
+            return Refusal.MAC if key else Refusal.CHECKSUM
         try:
-            key = EntryKey(
+            entry_key = EntryKey(
                 identity,
                 tenant,
                 EntryKind(chr(kind)),
@@ -313,12 +325,12 @@ class EntryHeader:
                 rank,
                 None if chunk == _NO_CHUNK else chunk,
             )
-            facts = EntryFacts(key, prefix_tokens, tokens_digest, payload_bytes)
-            header = cls(facts, its_payload_digest, generation)
+            facts = EntryFacts(entry_key, prefix_tokens, payload_bytes)
+            header = cls(facts, payload_tag, generation, nonce)
         except ValueError:
             return Refusal.MALFORMED
         # What is not a field is zero: nothing that a later version means is read past.
-        return header if header.to_bytes() == content else Refusal.MALFORMED
+        return header if header.to_bytes(key) == content else Refusal.MALFORMED
 
     def refusal(self, expected: EntryFacts) -> Refusal | None:
         """Say in which field the entry is not what is looked for; None if all are equal.
@@ -329,7 +341,13 @@ class EntryHeader:
         return expected.refusal(self.facts)
 
 
-def header_bytes(facts: EntryFacts, payload_digest: bytes, generation: int) -> bytes:
+def header_bytes(
+    facts: EntryFacts,
+    payload_tag: bytes,
+    generation: int,
+    nonce: bytes = bytes(NONCE_BYTES),
+    mac_key: bytes = b"",
+) -> bytes:
     """Return what ``EntryHeader.to_bytes`` does, of fields that are known to be right."""
     key = facts.key
     packed = _FIELDS.pack(
@@ -345,32 +363,106 @@ def header_bytes(facts: EntryFacts, payload_digest: bytes, generation: int) -> b
         key.identity,
         key.tenant,
         key.digest,
-        facts.block_digest,
-        payload_digest,
+        nonce,
+        payload_tag,
     )
     content = packed + bytes(_PADDING)
-    return content + _checksum(content)
+    return content + _checksum(content, mac_key)
 
 
-def block_digest(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
-    """Return the digest of a block's tokens and of what it is chained on.
+class EntryMacs:
+    """The keys of the MACs of entries on disk and in stores.
 
-    By another function than the chain's: what collides in one does not in the other.
+    A process without the secret can write no entry that another one accepts. Any thread may call.
 
     Args:
-        parent: The full digest of the block before, or the chain's root
-            (``BlockHashChain.parent_digest``).
-        tokens: [block_size_tokens] int32, the block's tokens.
+        secret: ``CacheConfig.hash_secret``.
 
-    Returns:
-        [16] bytes.
+    Raises:
+        InvalidArgumentError: The secret is no bytes, or empty.
+        MissingExtraError: ``cryptography`` is not installed.
     """
-    content = len(parent).to_bytes(8, "little") + parent + tokens.astype("<i4").tobytes()
-    return hashlib.blake2b(content, digest_size=_BLOCK_DIGEST_BYTES).digest()
+
+    def __init__(self, secret: bytes) -> None:
+        if not isinstance(secret, bytes) or not secret:
+            raise InvalidArgumentError("secret must be bytes, one or more of them")
+        try:
+            from cryptography.hazmat.primitives import hashes  # noqa: PLC0415
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand  # noqa: PLC0415
+        except ImportError as error:
+            raise MissingExtraError(
+                f"a disk cache or a store needs cryptography: {install_hint('tiers')}"
+            ) from error
+        self._hash, self._hkdf, self._expand, self._aead = hashes.SHA256, HKDF, HKDFExpand, AESGCM
+        self._secret = secret
+        self._keys: dict[bytes, bytes] = {}
+
+    def header_key(self, identity: bytes) -> bytes:
+        """Return the key of the headers of an identity, [32] bytes, for ``EntryHeader``."""
+        return self._keys_of(identity)[:32]
+
+    def payload_mac(self, identity: bytes, nonce: bytes | None = None) -> PayloadMac:
+        """Return what makes the MAC of one entry's payload.
+
+        Args:
+            identity: [32] bytes, ``CacheIdentity.digest``.
+            nonce: [16] bytes, of the entry's header. Default: a new one, for an entry to write.
+        """
+        nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
+        expand = self._expand(self._hash(), 32, b"mamba_cache payload " + nonce)
+        key = expand.derive(self._keys_of(identity)[32:])
+        return PayloadMac(nonce, self._aead(key).encrypt)
+
+    def _keys_of(self, identity: bytes) -> bytes:
+        keys = self._keys.get(identity)
+        if keys is None:
+            if len(self._keys) >= _MAX_IDENTITIES:  # they change where weights are trained
+                self._keys = {}
+            hkdf = self._hkdf(self._hash(), 64, identity, b"mamba_cache entries %d" % _VERSION)
+            keys = self._keys[identity] = hkdf.derive(self._secret)
+        return keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PayloadMac:
+    """Makes the MAC of one entry's payload from its parts: AES-GMAC. Made by ``EntryMacs``.
+
+    Attributes:
+        nonce: [16] bytes, for the entry's header.
+    """
+
+    # GMAC under a nonce that was used before gives its key away. So each entry that is written has
+    # a key of its own, derived from 128 random bits, and the nonces under it count its parts. That
+    # also binds a part to its entry and its place.
+    nonce: bytes
+    _encrypt: Callable[[bytes, bytes, Any], bytes]
+
+    def part(self, number: int, content: Any) -> bytes:
+        """Return the MAC of a part, [16] bytes.
+
+        Args:
+            number: Its place in the payload, from 0.
+            content: A contiguous buffer of its bytes; it is not copied.
+        """
+        return self._encrypt(number.to_bytes(12, "little"), b"", content)
+
+    def tag(self, parts: Sequence[bytes]) -> bytes:
+        """Return the MAC of a payload, [16] bytes, by those of all its parts in order."""
+        return self.tag_of_table(b"".join(parts))
+
+    def tag_of_table(self, table: bytes) -> bytes:
+        """Return the MAC of what holds the MACs of all parts, [16] bytes."""
+        return self._encrypt(_LAST_NONCE, b"", table)
+
+    def tag_of(self, payload: memoryview) -> bytes:
+        """Return the MAC of a payload, [16] bytes."""
+        parts = enumerate(parts_of(len(payload)))
+        return self.tag([self.part(number, payload[part]) for number, part in parts])
 
 
 def payload_digest(payload: Any) -> bytes:
-    """Return the digest of a payload: xxh3-128, at about the speed of one core's memory.
+    """Return the digest of a payload in host memory: xxh3-128, at about the speed of memory.
 
     It tells bytes that were damaged, not bytes that somebody chose so that it would not tell.
 
@@ -378,15 +470,10 @@ def payload_digest(payload: Any) -> bytes:
         payload: A contiguous buffer of bytes; it is not copied.
 
     Returns:
-        [16] bytes: ``digest_of_parts`` of the digests of its parts.
+        [16] bytes.
     """
-    data = memoryview(payload)
-    parts = parts_of(data.nbytes)
-    if len(parts) == 1:
-        digest: bytes = xxhash.xxh3_128_digest(data)
-        return digest
-    data = data.cast("B")
-    return digest_of_parts([payload_digest(data[part]) for part in parts])
+    digest: bytes = xxhash.xxh3_128_digest(payload)
+    return digest
 
 
 def parts_of(num_bytes: int) -> list[slice]:
@@ -395,17 +482,8 @@ def parts_of(num_bytes: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise([*starts, num_bytes])]
 
 
-def digest_of_parts(digests: Sequence[bytes]) -> bytes:
-    """Return ``payload_digest`` of a payload by those of its parts.
-
-    Args:
-        digests: Each [16] bytes, ``payload_digest`` of a part, in order; at least one.
-    """
-    return digests[0] if len(digests) == 1 else payload_digest(b"".join(digests))
-
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+def _checksum(content: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES, key=key).digest()
 
 
 def _check_bytes(name: str, value: object, sizes: tuple[int, ...]) -> None:

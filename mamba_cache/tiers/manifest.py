@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hmac
 import struct
 from collections.abc import Sequence
 from typing import Final
 
-from mamba_cache.tiers.entry import HEADER_BYTES, EntryFacts, EntryHeader, Refusal, payload_digest
+from mamba_cache.tiers.entry import (
+    HEADER_BYTES,
+    EntryFacts,
+    EntryHeader,
+    EntryMacs,
+    PayloadMac,
+    Refusal,
+)
 
 __all__ = ["chunk_slices", "manifest_bytes", "read_manifest", "write_manifest"]
 
-_DIGEST_BYTES: Final = 16
+_MAC_BYTES: Final = 16
 _SIZES: Final = struct.Struct("<QI")  # bytes of a chunk, and how many there are
 
 
@@ -22,48 +30,61 @@ def chunk_slices(payload_bytes: int, chunk_bytes: int) -> list[slice]:
 
 def manifest_bytes(payload_bytes: int, chunk_bytes: int) -> int:
     """Return the bytes of the manifest of an entry of so many."""
-    return HEADER_BYTES + _SIZES.size + _DIGEST_BYTES * -(-payload_bytes // chunk_bytes)
+    return HEADER_BYTES + _SIZES.size + _MAC_BYTES * -(-payload_bytes // chunk_bytes)
 
 
-def write_manifest(facts: EntryFacts, chunk_bytes: int, digests: Sequence[bytes]) -> bytes:
-    """Return the manifest of an entry: its header, the size of chunks, and their digests.
+def write_manifest(
+    facts: EntryFacts,
+    chunk_bytes: int,
+    chunk_macs: Sequence[bytes],
+    macs: EntryMacs,
+    payload_mac: PayloadMac,
+) -> bytes:
+    """Return the manifest of an entry: its header, the size of chunks, and their MACs.
 
-    The header's payload digest is that of what follows it, so that it vouches for every chunk.
+    The header's payload tag is that of what follows it, so that it vouches for every chunk.
 
     Args:
         facts: What the entry is.
         chunk_bytes: Bytes of each chunk but the last.
-        digests: Each [16] bytes, ``payload_digest`` of the chunks in order.
+        chunk_macs: Each [16] bytes, ``payload_mac.part`` of the chunks in order.
+        macs: The keys.
+        payload_mac: Of this entry.
     """
-    table = _SIZES.pack(chunk_bytes, len(digests)) + b"".join(digests)
-    return EntryHeader(facts, payload_digest(table)).to_bytes() + table
+    table = _SIZES.pack(chunk_bytes, len(chunk_macs)) + b"".join(chunk_macs)
+    header = EntryHeader(facts, payload_mac.tag_of_table(table), nonce=payload_mac.nonce)
+    return header.to_bytes(macs.header_key(facts.key.identity)) + table
 
 
 def read_manifest(
-    data: memoryview, expected: EntryFacts, chunk_bytes: int
-) -> list[bytes] | Refusal:
+    data: memoryview, expected: EntryFacts, chunk_bytes: int, macs: EntryMacs
+) -> tuple[PayloadMac, list[bytes]] | Refusal:
     """Read a manifest, and compare every field with what the request derived.
 
     Args:
         data: What the store brought.
         expected: What the request derived of the entry.
         chunk_bytes: Bytes of each chunk but the last.
+        macs: The keys.
 
     Returns:
-        The digest of each chunk; or why this is not the entry's manifest.
+        What makes the MACs of chunks, and that of each chunk; or why this is not the entry's
+        manifest.
     """
-    header = EntryHeader.read(data)
+    header = EntryHeader.read(data, macs.header_key(expected.key.identity))
     if isinstance(header, Refusal):
         return header
     if (refusal := header.refusal(expected)) is not None:
         return refusal
     table = bytes(data[HEADER_BYTES:])
-    if payload_digest(table) != header.payload_digest:
-        return Refusal.PAYLOAD_DIGEST
+    payload_mac = macs.payload_mac(expected.key.identity, header.nonce)
+    if not hmac.compare_digest(payload_mac.tag_of_table(table), header.payload_tag):
+        return Refusal.MAC
     if len(data) != manifest_bytes(expected.payload_bytes, chunk_bytes):
         return Refusal.CHUNK
     size, count = _SIZES.unpack_from(table)
     if size != chunk_bytes or count != -(-expected.payload_bytes // chunk_bytes):
         return Refusal.CHUNK
-    digests = table[_SIZES.size :]
-    return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
+    chunk_macs = table[_SIZES.size :]
+    ends = range(0, len(chunk_macs), _MAC_BYTES)
+    return payload_mac, [chunk_macs[at : at + _MAC_BYTES] for at in ends]

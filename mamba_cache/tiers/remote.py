@@ -1,11 +1,12 @@
 """The store tier: entries in a store that several processes share, verified whenever they are read.
 
 An entry is stored in chunks, and its manifest last: who finds the manifest finds the chunks. What a
-store says is not believed: ``exists`` confirms what was put, sizes and digests what was read.
+store says is not believed: ``exists`` confirms what was put, sizes and MACs what was read.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
 import os
 import threading
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from mamba_cache._checks import check_int, check_number
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
-from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal, payload_digest
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryMacs, PayloadMac, Refusal
 from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.jobs import (
     Job,
@@ -97,8 +98,20 @@ class _Part(NamedTuple):
     """A blob of an entry that is to be written: one of its chunks, or its manifest."""
 
     put: PutJob
+    number: int
     name: str
     payload: memoryview
+
+
+class _Chunk(NamedTuple):
+    """A chunk of an entry that is to be read, and the MAC that it must have."""
+
+    load: LoadJob
+    number: int
+    name: str
+    into: memoryview
+    payload_mac: PayloadMac
+    mac: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +166,7 @@ class RemoteTier:
 
     Args:
         store: Where the entries are.
+        secret: The key of the entries' MACs: ``CacheConfig.hash_secret``.
         write_on_use: 2: an entry is written when it is offered for the second time; 1: at once.
         num_threads: Threads that call the store; all but one of them may be reading entries, or
             writing. Default: 4, or as many as there are processors, at least 2: Mooncake's reads of
@@ -169,6 +183,7 @@ class RemoteTier:
 
     Raises:
         InvalidArgumentError: An argument is out of range.
+        MissingExtraError: ``cryptography`` is not installed.
     """
 
     name = "store"
@@ -177,6 +192,7 @@ class RemoteTier:
         self,
         store: BlobStore,
         *,
+        secret: bytes,
         write_on_use: int = 2,
         num_threads: int | None = None,
         max_queued: int = 1024,
@@ -206,6 +222,7 @@ class RemoteTier:
                 f"({store.max_blob_bytes})"
             )
         self.store = store
+        self._macs = EntryMacs(secret)
         self._owns_store, self._verifies = owns_store, verifies
         self._lock, self._work_came = self._jobs.lock, self._jobs.load_came
         self._call_began = threading.Condition(self._lock)
@@ -645,29 +662,32 @@ class RemoteTier:
         sizes = [manifest_bytes(each.expected.payload_bytes, self._chunk_bytes) for each in loads]
         buffers = self._buffers(worker, sizes)
         answers = self._get(worker, [str(each.expected.key) for each in loads], buffers)
-        chunks: list[tuple[LoadJob, str, memoryview, bytes]] = []
+        chunks: list[_Chunk] = []
         for load, answer, buffer in zip(loads, answers, buffers, strict=True):
-            digests = self._digests_in(load, answer, buffer)
-            if isinstance(digests, Refusal):
-                self._refuse(worker, load, digests, has_manifest=False)
+            manifest = self._manifest_in(load, answer, buffer)
+            if isinstance(manifest, Refusal):
+                self._refuse(worker, load, manifest, has_manifest=False)
                 continue
+            payload_mac, chunk_macs = manifest
             parts = self._parts(load.expected, load.into)
-            chunks += [(load, *each, own) for each, own in zip(parts, digests, strict=True)]
-        left = Counter(load for load, *_ in chunks)
+            chunks += [
+                _Chunk(load, *part, payload_mac, mac)
+                for part, mac in zip(parts, chunk_macs, strict=True)
+            ]
+        left = Counter(chunk.load for chunk in chunks)
         for group in _grouped(chunks, _CHUNKS_READ_AT_ONCE):
-            taken = [each for each in group if each[0] in worker.jobs]  # not of one that is refused
+            taken = [each for each in group if each.load in worker.jobs]  # not of a refused one
             if not taken:
                 continue
-            buffers = self._buffers(worker, [len(part) for _, _, part, _ in taken])
-            answers = self._get(worker, [name for _, name, _, _ in taken], buffers)
-            for (load, _, part, digest), answer, buffer in zip(
-                taken, answers, buffers, strict=True
-            ):
+            buffers = self._buffers(worker, [len(chunk.into) for chunk in taken])
+            answers = self._get(worker, [chunk.name for chunk in taken], buffers)
+            for chunk, answer, buffer in zip(taken, answers, buffers, strict=True):
+                load = chunk.load
                 if load not in worker.jobs:
                     continue
                 # What was copied is verified: a store may still write to the buffer.
-                _copy(part, buffer)
-                refusal = self._refusal(answer, part, digest)
+                _copy(chunk.into, buffer)
+                refusal = self._refusal(answer, chunk)
                 if refusal is not None:
                     self._refuse(worker, load, refusal, has_manifest=True)
                     continue
@@ -681,27 +701,27 @@ class RemoteTier:
     ) -> Sequence[int | StoreFault]:
         return self._call(worker, lambda: self.store.get_many_into(names, buffers))
 
-    def _digests_in(
+    def _manifest_in(
         self, load: LoadJob, answer: int | StoreFault, buffer: memoryview
-    ) -> list[bytes] | Refusal:
+    ) -> tuple[PayloadMac, list[bytes]] | Refusal:
         """Read a manifest that the store has brought, or not."""
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
         if not self._verifies:
-            return [b""] * len(chunk_slices(load.expected.payload_bytes, self._chunk_bytes))
-        return read_manifest(buffer[:answer], load.expected, self._chunk_bytes)
+            count = len(chunk_slices(load.expected.payload_bytes, self._chunk_bytes))
+            return self._macs.payload_mac(load.expected.key.identity), [b""] * count
+        return read_manifest(buffer[:answer], load.expected, self._chunk_bytes, self._macs)
 
-    def _refusal(
-        self, answer: int | StoreFault, chunk: memoryview, digest: bytes
-    ) -> Refusal | None:
+    def _refusal(self, answer: int | StoreFault, chunk: _Chunk) -> Refusal | None:
         """Say what is wrong with a chunk."""
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
         if not self._verifies:
             return None
-        if answer != len(chunk):
-            return Refusal.SHORT if answer < len(chunk) else Refusal.PAYLOAD_BYTES
-        return None if payload_digest(chunk) == digest else Refusal.PAYLOAD_DIGEST
+        if answer != len(chunk.into):
+            return Refusal.SHORT if answer < len(chunk.into) else Refusal.PAYLOAD_BYTES
+        found = chunk.payload_mac.part(chunk.number, chunk.into)
+        return None if hmac.compare_digest(found, chunk.mac) else Refusal.MAC
 
     def _refuse(
         self, worker: _Worker, load: LoadJob, refusal: Refusal, *, has_manifest: bool
@@ -731,10 +751,10 @@ class RemoteTier:
         count = -(-facts.payload_bytes // self._chunk_bytes)
         return [*(str(replace(facts.key, chunk=index)) for index in range(count)), str(facts.key)]
 
-    def _parts(self, facts: EntryFacts, payload: memoryview) -> list[tuple[str, memoryview]]:
-        """Return the keys of an entry's chunks, and their bytes."""
+    def _parts(self, facts: EntryFacts, payload: memoryview) -> list[tuple[int, str, memoryview]]:
+        """Return the number of each of an entry's chunks, its key, and its bytes."""
         parts = [payload[part] for part in chunk_slices(facts.payload_bytes, self._chunk_bytes)]
-        return list(zip(self._names(facts)[:-1], parts, strict=True))
+        return list(zip(range(len(parts)), self._names(facts)[:-1], parts, strict=True))
 
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """Write entries: chunks, and manifests when all of them are there; each confirmed.
@@ -749,14 +769,17 @@ class RemoteTier:
             if put in worker.jobs
             for each in self._parts(put.facts, put.payload)
         ]
-        digests = self._write(worker, chunks, _CHUNKS_AT_ONCE)
+        payload_macs = {put: self._macs.payload_mac(put.facts.key.identity) for put in puts}
+        chunk_macs = self._write(worker, chunks, _CHUNKS_AT_ONCE, payload_macs)
         manifests = []
         for put in puts:
             if put in worker.jobs:
                 *names, name = self._names(put.facts)
-                own = [digests[each] for each in names]
-                manifest = write_manifest(put.facts, self._chunk_bytes, own)
-                manifests.append(_Part(put, name, memoryview(manifest)))
+                own = [chunk_macs[each] for each in names]
+                manifest = write_manifest(
+                    put.facts, self._chunk_bytes, own, self._macs, payload_macs[put]
+                )
+                manifests.append(_Part(put, 0, name, memoryview(manifest)))
         self._write(worker, manifests, _ENTRIES_AT_ONCE)
         for put in puts:
             if put in worker.jobs:
@@ -790,12 +813,24 @@ class RemoteTier:
             elif fault is not StoreFault.MISSING:
                 self._finish(worker, put, _refusal_of(fault), fault.value)
 
-    def _write(self, worker: _Worker, parts: Sequence[_Part], at_once: int) -> dict[str, bytes]:
-        """Put parts of entries, but none of one that has ended; return the digests by key.
+    def _write(
+        self,
+        worker: _Worker,
+        parts: Sequence[_Part],
+        at_once: int,
+        payload_macs: Mapping[PutJob, PayloadMac] | None = None,
+    ) -> dict[str, bytes]:
+        """Put parts of entries, but none of one that has ended; return the MACs of chunks by key.
 
         That a store took them does not say that they can be found: so it is asked.
+
+        Args:
+            worker: Who does it.
+            parts: The parts.
+            at_once: How many go in one call.
+            payload_macs: Of the entries, if the parts are chunks; None: they are manifests.
         """
-        digests = {}
+        macs = {}
         for group in _grouped(parts, at_once):
             taken = [part for part in group if part.put in worker.jobs]
             if not taken:
@@ -803,7 +838,8 @@ class RemoteTier:
             buffers = self._buffers(worker, [len(part.payload) for part in taken])
             for part, buffer in zip(taken, buffers, strict=True):
                 _copy(buffer, part.payload)
-                digests[part.name] = payload_digest(buffer)
+                if payload_macs is not None:
+                    macs[part.name] = payload_macs[part.put].part(part.number, buffer)
             names = [part.name for part in taken]
             answers = self._call(worker, partial(self.store.put_many, names, buffers))
             self._end_failed(worker, taken, answers, StoreFault.MISSING.value)
@@ -812,7 +848,7 @@ class RemoteTier:
             names = [part.name for part in taken]
             answers = self._call(worker, partial(self.store.exists_many, names))
             self._end_failed(worker, taken, answers, "unconfirmed")
-        return digests
+        return macs
 
     def _end_failed(
         self,

@@ -102,7 +102,13 @@ def _measure_moves(url: str, *, small: bool) -> Iterator[Measurement]:
     name = url.partition(":")[0]
     size = 2**20 if small else 96 * 2**20
     progress(f"{name}: {_ENTRIES} entries of {size / 2**20:g} MiB")
-    tier = RemoteTier(open_store(url), write_on_use=1, call_seconds=_WAIT_SECONDS, owns_store=True)
+    tier = RemoteTier(
+        open_store(url),
+        secret=secrets.token_bytes(32),
+        write_on_use=1,
+        call_seconds=_WAIT_SECONDS,
+        owns_store=True,
+    )
     tier.flush()
     payload = np.random.default_rng(1).integers(0, 256, size, np.uint8)
     tenant, identity = bytes(16), secrets.token_bytes(32)
@@ -110,7 +116,6 @@ def _measure_moves(url: str, *, small: bool) -> Iterator[Measurement]:
         EntryFacts(
             EntryKey(identity, tenant, EntryKind.STATE, number.to_bytes(16, "little")),
             _BLOCK,
-            bytes(16),
             size,
         )
         for number in range(_ENTRIES)

@@ -158,7 +158,7 @@ def test_damage_is_a_counted_miss_and_a_wrong_answer_where_it_is_believed(
         assert (again == answers) is verifies
         assert any(skipped) is not verifies
         if verifies:
-            assert set(engine.context.store_tier.stats().refused) == {"payload_digest"}
+            assert set(engine.context.store_tier.stats().refused) == {"mac"}
         engine.context.close()
     client.close()
 

@@ -77,7 +77,7 @@ def test_damage_in_the_store_is_computed_anew() -> None:
     with open_cache(store, model) as second:
         found, skipped = ask(second, prompts())
         assert (found, skipped) == (answers, 0)
-        assert set(second.tier_stats()[1].refused) == {"payload_digest"}
+        assert set(second.tier_stats()[1].refused) == {"mac"}
 
 
 def test_a_store_that_fails_or_is_silent_is_not_waited_for(clock) -> None:

@@ -18,12 +18,16 @@ FACTS = st.builds(
     EntryFacts,
     KEYS,
     st.integers(1, 2**63 - 1),
-    st.binary(min_size=16, max_size=16),
     st.integers(1, 2**63 - 1),
 )
 HEADERS = st.builds(
-    EntryHeader, FACTS, st.binary(min_size=16, max_size=16), st.integers(0, 2**63 - 1)
+    EntryHeader,
+    FACTS,
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 2**63 - 1),
+    st.binary(min_size=16, max_size=16),
 )
+KEYS_OF_MACS = st.just(b"") | st.binary(min_size=1, max_size=32)
 
 
 @given(KEYS, KEYS)
@@ -32,18 +36,23 @@ def test_keys_are_read_as_spelled(one: EntryKey, other: EntryKey) -> None:
     assert (str(one) == str(other)) == (one == other)
 
 
-@given(HEADERS)
-def test_headers_are_read_as_written(header: EntryHeader) -> None:
-    assert EntryHeader.read(header.to_bytes()) == header
+@given(HEADERS, KEYS_OF_MACS, KEYS_OF_MACS)
+def test_headers_are_read_as_written(header: EntryHeader, key: bytes, other: bytes) -> None:
+    data = header.to_bytes(key)
+    assert EntryHeader.read(data, key) == header
+    is_same = key.rstrip(b"\0") == other.rstrip(b"\0")  # BLAKE2 pads its keys with zeroes
+    if not is_same or bool(key) != bool(other):
+        reason = Refusal.MAC if other else Refusal.CHECKSUM
+        assert EntryHeader.read(data, other) is reason
     assert header.refusal(header.facts) is None
 
 
-@given(HEADERS, st.sets(st.integers(0, HEADER_BYTES * 8 - 1), min_size=1))
-def test_any_flipped_bits_are_noticed(header: EntryHeader, bits: set[int]) -> None:
-    data = bytearray(header.to_bytes())
+@given(HEADERS, KEYS_OF_MACS, st.sets(st.integers(0, HEADER_BYTES * 8 - 1), min_size=1))
+def test_any_flipped_bits_are_noticed(header: EntryHeader, key: bytes, bits: set[int]) -> None:
+    data = bytearray(header.to_bytes(key))
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
-    assert isinstance(EntryHeader.read(data), Refusal)
+    assert isinstance(EntryHeader.read(data, key), Refusal)
 
 
 @given(FACTS, FACTS)

@@ -6,13 +6,13 @@ from tier_fault_rig import FAULTS, inject
 
 COUNT = 400 if settings.default.max_examples > 100 else 20  # more in the nightly profile
 EXPECTED = {
-    "flipped payload bit": {"payload_digest"},
-    "flipped header bit": {"checksum"},
+    "flipped payload bit": {"mac"},
+    "flipped header bit": {"mac"},
     "truncated file": {"short"},
     "zero filled file": {"magic"},
     "swapped entries": {"digest"},
-    "swapped payloads": {"payload_digest"},
-    "torn write": {"payload_digest"},
+    "swapped payloads": {"mac"},
+    "torn write": {"mac"},
     "flipped host bit": {"payload_digest"},
     "flipped host header": {"checksum"},
     "failing copy": {"right"},

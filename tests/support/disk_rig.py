@@ -27,6 +27,7 @@ def make_identity(weights="w", **config):
 
 
 IDENTITY = make_identity()
+SECRET = b"the secret of the cache"
 
 
 def facts_of(number, kind=EntryKind.STATE, *, identity=IDENTITY, num_bytes=None, **changes):
@@ -41,7 +42,6 @@ def facts_of(number, kind=EntryKind.STATE, *, identity=IDENTITY, num_bytes=None,
     }
     own = {
         "prefix_tokens": 256 * (number + 1),
-        "block_digest": number.to_bytes(16, "big"),
         "payload_bytes": num_bytes or size,
     }
     key |= {name: value for name, value in changes.items() if name in key or name == "chunk"}
@@ -67,7 +67,7 @@ def capacity_for(states, blocks=0):
 
 
 def open_tier(path, *, states=4, blocks=4, identity=IDENTITY, **options):
-    options = {"write_on_use": 1, "num_readers": 2} | options
+    options = {"write_on_use": 1, "num_readers": 2, "secret": SECRET} | options
     return DiskTier(
         path,
         identity,

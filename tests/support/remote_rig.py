@@ -4,7 +4,7 @@ import itertools
 import threading
 
 from clocks import ManualClock
-from disk_rig import Answer, buffer_for, facts_of, payload_of
+from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
 
 from mamba_cache.stores import FaultyStore, MemoryStore
 from mamba_cache.tiers import EntryKind, RemoteTier
@@ -28,7 +28,7 @@ class Bench:
             monkeypatch.setattr(remote_module, "time", self.clock)
         self.memory = MemoryStore() if store is None else store
         self.faulty = FaultyStore(self.memory)
-        own = {"write_on_use": 1, "chunk_bytes": CHUNK_BYTES, "num_threads": 4}
+        own = {"secret": SECRET, "write_on_use": 1, "chunk_bytes": CHUNK_BYTES, "num_threads": 4}
         self.options = own | options
         self.tier = RemoteTier(self.faulty, **self.options)
         self.end()

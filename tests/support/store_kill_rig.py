@@ -19,7 +19,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from disk_rig import facts_of
+from disk_rig import SECRET, facts_of
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.stores import FaultyStore, Trouble, open_store
@@ -129,6 +129,7 @@ def open_tier(url, *, flips=0.0, verifies=True):
         store.inject("get_many_into", Trouble.FLIP, probability=flips)
     return RemoteTier(
         store,
+        secret=SECRET,
         write_on_use=1,
         chunk_bytes=CHUNK_BYTES,
         call_seconds=CALL_SECONDS,

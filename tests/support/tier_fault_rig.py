@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from disk_rig import IDENTITY, TENANT, Answer
+from disk_rig import IDENTITY, SECRET, TENANT, Answer
 
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.prefetch import LowerTierLink, PrefetchState
@@ -84,6 +84,7 @@ class Rig:
             self.path,
             IDENTITY,
             capacity,
+            secret=SECRET,
             state_bytes=sizes[EntryKind.STATE],
             kv_bytes=sizes[EntryKind.KV],
             write_on_use=1,
@@ -105,7 +106,7 @@ class Rig:
     def facts(self, number, kind):
         key = EntryKey(IDENTITY.digest, TENANT, kind, number.to_bytes(16, "little"), IDENTITY.rank)
         size = self.layouts[kind].row_bytes
-        return EntryFacts(key, number + 1, number.to_bytes(16, "big"), size)
+        return EntryFacts(key, number + 1, size)
 
     def draw(self):
         """One of the entries."""

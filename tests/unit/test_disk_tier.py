@@ -19,6 +19,7 @@ import pytest
 from disk_rig import (
     IDENTITY,
     KV_BYTES,
+    SECRET,
     STATE_BYTES,
     Answer,
     buffer_for,
@@ -32,7 +33,7 @@ from disk_rig import (
 )
 
 from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierInUseError
-from mamba_cache.tiers import EntryHeader, EntryKind, Refusal, inspect_rows, jobs
+from mamba_cache.tiers import EntryHeader, EntryKind, EntryMacs, PayloadMac, Refusal, inspect_rows, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import entry as entries
@@ -163,7 +164,6 @@ def test_sizes_are_checked(tier) -> None:
     ("change", "reason"),
     [
         ({"prefix_tokens": 1}, Refusal.PREFIX_TOKENS),
-        ({"block_digest": b"x" * 16}, Refusal.BLOCK_DIGEST),
     ],
 )
 def test_what_the_request_derived_is_compared(tier, change, reason) -> None:
@@ -274,13 +274,13 @@ def test_a_foreign_slab_in_the_folder_is_refused(tmp_path) -> None:
     second.close()
     state_file(tmp_path).write_bytes(state_file(tmp_path, other).read_bytes())
     third = open_tier(tmp_path)
-    assert third.stats().not_recovered == {"identity": 1}
+    assert third.stats().not_recovered == {"mac": 1}  # each identity has keys of its own
     assert has(third, 1) == [False]
     third.close()
 
 
 def test_a_slab_of_the_other_kind_is_refused(tmp_path) -> None:
-    both = {"state_bytes": KV_BYTES, "kv_bytes": KV_BYTES, "write_on_use": 1}
+    both = {"secret": SECRET, "state_bytes": KV_BYTES, "kv_bytes": KV_BYTES, "write_on_use": 1}
     path = tmp_path / "cache"
     first = disks.DiskTier(path, IDENTITY, 10**6, **both)
     answer = Answer()
@@ -299,7 +299,7 @@ def test_headers_of_payloads_of_another_size_are_refused(tmp_path) -> None:
     assert put(first, 1) is None
     first.close()
     second = disks.DiskTier(
-        tmp_path, IDENTITY, 10**6, state_bytes=STATE_BYTES + 1, kv_bytes=KV_BYTES
+        tmp_path, IDENTITY, 10**6, secret=SECRET, state_bytes=STATE_BYTES + 1, kv_bytes=KV_BYTES
     )
     assert second.stats().not_recovered == {"payload_bytes": 1}
     second.close()
@@ -337,9 +337,9 @@ def test_a_smaller_capacity_cuts_the_file(tmp_path) -> None:
 # Damage. The first state is in row 0: a page with the header, and three pages with the payload.
 
 DAMAGE = {
-    "a bit of the payload": (PAGE_BYTES + 77, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
-    "the payload's last byte": (PAGE_BYTES + STATE_BYTES - 2, b"\x00\x01", Refusal.PAYLOAD_DIGEST),
-    "a bit of the header": (60, b"\x00\x01", Refusal.CHECKSUM),
+    "a bit of the payload": (PAGE_BYTES + 77, b"\x00\x01", Refusal.MAC),
+    "the payload's last byte": (PAGE_BYTES + STATE_BYTES - 2, b"\x00\x01", Refusal.MAC),
+    "a bit of the header": (60, b"\x00\x01", Refusal.MAC),
     "zeroes": (0, bytes(row_bytes_of(STATE_BYTES)), Refusal.MAGIC),
     "the version": (8, b"\x07", Refusal.VERSION),
 }
@@ -371,7 +371,7 @@ def test_what_was_refused_is_not_recovered_either(tmp_path) -> None:
     with state_file(tmp_path).open("r+b") as file:
         file.seek(PAGE_BYTES)
         file.write(b"other bytes")
-    assert load(tier, 0) is Refusal.PAYLOAD_DIGEST
+    assert load(tier, 0) is Refusal.MAC
     tier.close()
     again = open_tier(tmp_path)
     assert again.stats().recovered == 0
@@ -400,7 +400,7 @@ def test_an_older_entry_of_the_row_is_refused(tier, tmp_path) -> None:
         assert put(tier, number) is None
     with state_file(tmp_path).open("r+b") as file:
         file.seek(0)
-        header = EntryHeader.read(file.read(row))
+        header = EntryHeader.read(file.read(row), EntryMacs(SECRET).header_key(IDENTITY.digest))
         assert header.facts == facts_of(0)
         file.seek(0)
         file.write(old)
@@ -429,7 +429,7 @@ def test_a_header_that_is_damaged_while_nobody_looks_is_not_recovered(tmp_path) 
         file.seek(100)
         file.write(b"?")
     again = open_tier(tmp_path)
-    assert again.stats().not_recovered == {"checksum": 1}
+    assert again.stats().not_recovered == {"mac": 1}
     assert again.stats().recovered == 1
     again.close()
 
@@ -1252,7 +1252,7 @@ def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
     monkeypatch.setattr(threading, "excepthook", shown.append)
     assert put(tier, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(disks, "payload_digest", None)
+        patch.setattr(PayloadMac, "part", None)
         assert load(tier, 1) is Refusal.IO_ERROR
     assert [each.exc_type for each in shown] == [TypeError]
     assert put(tier, 1) is None
@@ -1277,7 +1277,7 @@ def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
 
 
 def test_settings_are_checked(tmp_path) -> None:
-    usual = {"state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
+    usual = {"secret": SECRET, "state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
     for change, error, message in (
         ({"state_bytes": 0, "kv_bytes": 0}, InvalidArgumentError, "both are 0"),
         ({"state_bytes": -1}, InvalidArgumentError, "state_bytes must be"),
@@ -1287,6 +1287,8 @@ def test_settings_are_checked(tmp_path) -> None:
         ({"write_on_use": 3}, InvalidArgumentError, "write_on_use must be"),
         ({"num_readers": 0}, InvalidArgumentError, "num_readers must be"),
         ({"max_queued": 0}, InvalidArgumentError, "max_queued must be"),
+        ({"secret": b""}, InvalidArgumentError, "secret must be"),
+        ({"secret": "text"}, InvalidArgumentError, "secret must be"),
     ):
         with pytest.raises(error, match=message):
             disks.DiskTier(tmp_path, IDENTITY, 10**6, **(usual | change))
@@ -1299,7 +1301,13 @@ def test_settings_are_checked(tmp_path) -> None:
 def test_one_kind_alone_has_the_whole_capacity(tmp_path) -> None:
     row = row_bytes_of(STATE_BYTES)
     tier = disks.DiskTier(
-        tmp_path, IDENTITY, 3 * row, state_bytes=STATE_BYTES, kv_bytes=0, write_on_use=1
+        tmp_path,
+        IDENTITY,
+        3 * row,
+        secret=SECRET,
+        state_bytes=STATE_BYTES,
+        kv_bytes=0,
+        write_on_use=1,
     )
     assert tier.stats().max_rows == {"state": 3}
     assert load(tier, 1) is Refusal.MISSING

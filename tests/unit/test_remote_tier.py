@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from clocks import ManualClock
-from disk_rig import Answer, buffer_for, facts_of, payload_of
+from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
 from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
@@ -127,11 +127,10 @@ def test_the_second_use_is_written(monkeypatch) -> None:
     ("changes", "refusal"),
     [
         ({"tenant": b"o" * 16}, Refusal.TENANT),
-        ({"identity": b"i" * 32}, Refusal.IDENTITY),
+        ({"identity": b"i" * 32}, Refusal.MAC),  # each identity has keys of its own
         ({"rank": 3}, Refusal.RANK),
         ({"digest": b"d" * 16}, Refusal.DIGEST),
         ({"prefix_tokens": 7}, Refusal.PREFIX_TOKENS),
-        ({"block_digest": b"b" * 16}, Refusal.BLOCK_DIGEST),
     ],
     ids=lambda each: each.value if isinstance(each, Refusal) else "",
 )
@@ -187,7 +186,7 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     assert refusal in set(Refusal) - {Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT}
     if chunk is not None:
         of_size = {"shorter": "SHORT", "empty": "SHORT", "longer": "PAYLOAD_BYTES"}
-        assert refusal is Refusal[of_size.get(what, "PAYLOAD_DIGEST")]
+        assert refusal is Refusal[of_size.get(what, "MAC")]
     assert bench.names() == []
     assert bench.tier.stats().refused == {refusal.value: 1}
     assert bench.load(1) is Refusal.MISSING  # it is known to be bad, so nobody asks
@@ -220,7 +219,7 @@ def test_without_verifying_damage_comes_through(bench) -> None:
     wrong = believing.load(1)
     assert wrong != bytes(payload_of(1))
     assert len(wrong) == len(payload_of(1))
-    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    assert bench.load(1) is Refusal.MAC
     believing.tier.close()
 
 
@@ -230,7 +229,7 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     bench.faulty.inject("remove", Trouble.FAIL, fault=StoreFault.LEASED)
     name = str(replace(facts_of(1).key, chunk=2))
     bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
-    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    assert bench.load(1) is Refusal.MAC
     assert bench.ask(1) == [False]
     assert bench.put(1) is Refusal.IO_ERROR
     assert bench.tier.stats().not_written == {"not_removed": 1}
@@ -734,7 +733,7 @@ def test_of_an_entry_that_failed_no_more_chunks_are_moved(monkeypatch) -> None:
     assert bench.put(1) is None
     bench.memory._blobs[first] = damaged(bench.memory._blobs[first], "bit")
     del calls[:]
-    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    assert bench.load(1) is Refusal.MAC
     bench.end()
     assert [name for name, _ in calls if name == "get_many_into"] == ["get_many_into"] * 2
     bench.tier.close()
@@ -809,7 +808,7 @@ def test_a_call_is_watched_from_its_own_beginning(monkeypatch, connects) -> None
     monkeypatch.setattr(remote, "time", ManualClock())
     store = FaultyStore(MemoryStore())
     store.inject("health", Trouble.HANG, times=1)
-    tier = RemoteTier(store, write_on_use=1, chunk_bytes=CHUNK_BYTES)
+    tier = RemoteTier(store, secret=SECRET, write_on_use=1, chunk_bytes=CHUNK_BYTES)
     wait_until(lambda: store.injected["health", Trouble.HANG] == 1)
     if connects:
         store.release()
@@ -837,7 +836,7 @@ def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch
         copy(into, source)
 
     monkeypatch.setattr(remote, "_copy", late)
-    assert bench.load(1) is Refusal.PAYLOAD_DIGEST
+    assert bench.load(1) is Refusal.MAC
 
 
 @pytest.mark.parametrize("starts_threads", [True, False])
@@ -921,18 +920,18 @@ def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) ->
 def test_it_has_no_more_threads_than_there_are_processors(cpus, threads, monkeypatch) -> None:
     """Each may be kept busy by a store, for as long as a call takes."""
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-    tier = RemoteTier(MemoryStore())
+    tier = RemoteTier(MemoryStore(), secret=SECRET)
     assert len(tier._workers) == threads
     tier.close()
 
 
 def test_arguments_are_checked(bench) -> None:
     with pytest.raises(InvalidArgumentError, match="num_threads must be an int"):
-        RemoteTier(bench.memory, num_threads=1)
+        RemoteTier(bench.memory, secret=SECRET, num_threads=1)
     most = bench.memory.max_blob_bytes
     with pytest.raises(InvalidArgumentError, match="is more than memory takes as one blob"):
-        RemoteTier(bench.memory, chunk_bytes=most + 1)
-    RemoteTier(bench.memory, chunk_bytes=most).close()
+        RemoteTier(bench.memory, secret=SECRET, chunk_bytes=most + 1)
+    RemoteTier(bench.memory, secret=SECRET, chunk_bytes=most).close()
     for call in (bench.tier.put, bench.tier.load):
         with pytest.raises(InvalidArgumentError, match="has 9000 bytes, got a buffer of 8999"):
             call(facts_of(1), memoryview(bytearray(8999)), lambda _: None)

@@ -195,8 +195,8 @@ def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(store) -> 
     context = make(store)
     prefetch = ask(context)
     assert prefetch.wait() is PrefetchState.INCOMPLETE
-    assert prefetch.refusals == (Refusal.PAYLOAD_DIGEST,)
-    assert context.store_tier.stats().refused == {"payload_digest": 1}
+    assert prefetch.refusals == (Refusal.MAC,)
+    assert context.store_tier.stats().refused == {"mac": 1}
     prefetch = ask(context)
     assert prefetch.wait() is PrefetchState.READY
     assert (prefetch.skip_tokens, prefetch.num_entries) == (48, 1)  # the blocks have come

@@ -14,7 +14,7 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
-from mamba_cache.tiers import ModelIdentity, RemoteTier
+from mamba_cache.tiers import ModelIdentity, PayloadMac, RemoteTier
 from mamba_cache.tiers import remote as remote_module
 
 PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]
@@ -35,8 +35,8 @@ def watch():
 
 def make(watch, store, monkeypatch):
     """A context whose locks and store are watched, and what moves and digests bytes likewise."""
-    for name in ("_copy", "payload_digest"):
-        monkeypatch.setattr(remote_module, name, watch.called(name, getattr(remote_module, name)))
+    for owner, name in ((remote_module, "_copy"), (PayloadMac, "part")):
+        monkeypatch.setattr(owner, name, watch.called(name, getattr(owner, name)))
     settings = {"num_host_blocks": 40, "num_host_states": 20, "hash_secret": b"secret"}
     with watch.locks(monkeypatch):
         return make_context(
@@ -88,7 +88,7 @@ def test_nobody_holds_a_lock_while_a_store_is_called_or_bytes_are_moved(
     """So that a step's thread, whatever lock it takes, waits for bookkeeping at most."""
     serve(watch, filled, monkeypatch)
     assert watch.acquired[threading.get_ident()] > 0
-    assert watch.calls["_copy"] * watch.calls["payload_digest"] * watch.calls["get_many_into"]
+    assert watch.calls["_copy"] * watch.calls["part"] * watch.calls["get_many_into"]
     assert not +watch.with_locks
 
 

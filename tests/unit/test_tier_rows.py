@@ -333,7 +333,7 @@ def test_rows_lie_in_slabs():
 
 def facts(number, kind=KV, num_bytes=4096):
     key = EntryKey(bytes(32), bytes(16), kind, digest(number))
-    return EntryFacts(key, 8, bytes(16), num_bytes)
+    return EntryFacts(key, 8, num_bytes)
 
 
 def make_tier(num_rows=3, **options):

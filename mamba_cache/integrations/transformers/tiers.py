@@ -53,7 +53,6 @@ from mamba_cache.tiers import (
     RowLayout,
     TierStats,
     Transfers,
-    block_digest,
     pinner_for,
     tenant_digest,
 )
@@ -169,6 +168,7 @@ class PrefixTiers:
         if shared is not None:
             self._remote = RemoteTier(
                 open_store(shared) if isinstance(shared, str) else shared,
+                secret=self.hash_secret,
                 write_on_use=1,
                 owns_store=isinstance(shared, str),
             )
@@ -195,6 +195,7 @@ class PrefixTiers:
                 self._path,
                 self._identity,
                 self._disk_bytes,
+                secret=self.hash_secret,
                 state_bytes=self._layouts[EntryKind.STATE].row_bytes,
                 kv_bytes=self._layouts[EntryKind.KV].row_bytes if self._has_kv else 0,
                 write_on_use=1,
@@ -604,8 +605,6 @@ class PrefixTiers:
     ) -> EntryFacts:
         """Derive what the entry that ends after ``end`` tokens must be."""
         block_size = self._store.layout.block_size_tokens
-        index = (end - 1) // block_size
-        own = tokens[index * block_size : end]
         key = EntryKey(
             self._identity.digest,
             tenant_digest(self.hash_secret, None),  # the salt is in the digest
@@ -613,8 +612,7 @@ class PrefixTiers:
             _digest(chain, tokens, end, block_size),
             self._identity.rank,
         )
-        row_bytes = self._layouts[kind].row_bytes
-        return EntryFacts(key, end, block_digest(chain.parent_digest(index), own), row_bytes)
+        return EntryFacts(key, end, self._layouts[kind].row_bytes)
 
     def _is_in_host(self, facts: EntryFacts) -> bool:
         return self._host.has(facts.key.kind, facts.key.digest)

@@ -1,0 +1,314 @@
+"""MACs of entries: what a process without the secret writes is refused and counted."""
+
+import builtins
+import struct
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+from disk_rig import (
+    IDENTITY,
+    SECRET,
+    STATE_BYTES,
+    Answer,
+    buffer_for,
+    facts_of,
+    load,
+    make_identity,
+    open_tier,
+    payload_of,
+    put,
+)
+from remote_rig import Bench
+
+from mamba_cache import InvalidArgumentError, MissingExtraError
+from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import (
+    HEADER_BYTES,
+    DiskTier,
+    EntryHeader,
+    EntryKind,
+    EntryMacs,
+    Refusal,
+    RemoteTier,
+    payload_digest,
+)
+from mamba_cache.tiers.directory import folder_of, slab_path
+from mamba_cache.tiers.entry import PART_BYTES, parts_of
+from mamba_cache.tiers.slab import PAGE_BYTES, row_bytes_of
+
+FORGED = bytes(range(250)) * (STATE_BYTES // 250)
+OTHER_SECRET = b"of somebody else"
+
+
+def forged_headers(header):
+    """The header of a forged payload: as it was, with a checksum, and with an attacker's MAC."""
+    macs = EntryMacs(OTHER_SECRET)
+    mac = macs.payload_mac(IDENTITY.digest)
+    own = replace(header, payload_tag=mac.tag_of(memoryview(FORGED)), nonce=mac.nonce)
+    plain = replace(header, payload_tag=payload_digest(FORGED), nonce=bytes(16))
+    return {
+        "as it was": None,
+        "with a checksum": plain.to_bytes(),
+        "with another secret": own.to_bytes(macs.header_key(IDENTITY.digest)),
+    }
+
+
+@pytest.mark.parametrize("how", ["as it was", "with a checksum", "with another secret"])
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_an_entry_on_disk_that_is_rewritten_without_the_secret_is_refused(
+    tmp_path, how, is_reopened
+) -> None:
+    tier = open_tier(tmp_path)
+    assert put(tier, 1) is None
+    if is_reopened:
+        tier.close()
+    macs = EntryMacs(SECRET)
+    with open(slab_path(folder_of(tmp_path, IDENTITY), EntryKind.STATE), "r+b") as file:
+        header = EntryHeader.read(file.read(HEADER_BYTES), macs.header_key(IDENTITY.digest))
+        data = forged_headers(header)[how]
+        if data is not None:
+            file.seek(0)
+            file.write(data)
+        file.seek(PAGE_BYTES)
+        file.write(FORGED)
+    if is_reopened:
+        tier = open_tier(tmp_path)
+    found = load(tier, 1)
+    stats = tier.stats()
+    tier.close()
+    assert isinstance(found, Refusal)
+    if is_reopened and data is not None:
+        assert (found, stats.not_recovered) == (Refusal.MISSING, {"mac": 1})
+    else:
+        assert (found, stats.refused) == (Refusal.MAC, {"mac": 1})
+
+
+@pytest.mark.parametrize("how", ["with a checksum", "with another secret"])
+def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(how) -> None:
+    """All of it: the chunks, and a manifest that fits them."""
+    bench = Bench(secret=OTHER_SECRET if how == "with another secret" else SECRET)
+    bench.put(1)
+    facts = facts_of(1)
+    if how == "with a checksum":
+        blobs = bench.memory._blobs
+        header = EntryHeader.read(
+            blobs[str(facts.key)], EntryMacs(SECRET).header_key(IDENTITY.digest)
+        )
+        names = [str(replace(facts.key, chunk=number)) for number in range(5)]
+        size = len(blobs[names[0]])
+        for number, name in enumerate(names):
+            blobs[name] = FORGED[number * size :][: len(blobs[name])]
+        digests = [payload_digest(blobs[name]) for name in names]
+        table = struct.pack("<QI", size, len(names)) + b"".join(digests)
+        plain = replace(header, payload_tag=payload_digest(table), nonce=bytes(16))
+        blobs[str(facts.key)] = plain.to_bytes() + table
+    reader = Bench(store=bench.memory)
+    assert reader.load(1) is Refusal.MAC
+    assert reader.tier.stats().refused == {"mac": 1}
+    reader.end()
+    assert reader.names() == []
+    for each in (bench, reader):
+        each.tier.close()
+
+
+def test_parts_cannot_be_reordered_dropped_or_mixed() -> None:
+    mac, other = (EntryMacs(SECRET).payload_mac(IDENTITY.digest) for _ in range(2))
+    payload = memoryview(np.random.default_rng(1).bytes(3 * PART_BYTES + 77))
+    parts = [payload[part] for part in parts_of(len(payload))]
+    macs = [mac.part(number, part) for number, part in enumerate(parts)]
+    tag = mac.tag(macs)
+    assert tag == mac.tag_of(payload)
+    assert mac.part(1, parts[0]) != macs[0]  # bound to its place
+    assert other.part(0, parts[0]) != macs[0]  # and to its entry
+    for wrong in ([macs[1], macs[0], *macs[2:]], macs[:-1], [*macs, macs[0]], macs[:1] * 3):
+        assert mac.tag(wrong) != tag
+    for byte in (0, PART_BYTES - 1, PART_BYTES, 3 * PART_BYTES, len(payload) - 1):
+        damaged = bytearray(payload)
+        damaged[byte] ^= 4
+        assert mac.tag_of(memoryview(damaged)) != tag
+
+
+@pytest.mark.parametrize("refused", [{0}, {0, 1}])
+def test_rows_on_disk_whose_parts_were_exchanged_are_refused(tmp_path, refused) -> None:
+    """Of one entry, and of two entries, with the headers that belong to them."""
+    size = 2 * PART_BYTES
+    facts = [facts_of(number, num_bytes=size) for number in range(2)]
+    payloads = [memoryview(np.random.default_rng(number).bytes(size)) for number in range(2)]
+    row_bytes, slab = row_bytes_of(size), slab_path(folder_of(tmp_path, IDENTITY), EntryKind.STATE)
+    tier = DiskTier(
+        tmp_path,
+        IDENTITY,
+        4 * row_bytes,
+        secret=SECRET,
+        state_bytes=size,
+        kv_bytes=0,
+        write_on_use=1,
+        num_readers=2,
+    )
+
+    def store(number):
+        answer = Answer()
+        assert tier.put(facts[number], payloads[number], answer)
+        return answer.get()
+
+    def read(number):
+        answer, into = Answer(), buffer_for(facts[number])
+        assert tier.load(facts[number], into, answer)
+        return answer.get() or bytes(into)
+
+    assert [store(0), store(1)] == [None, None]
+    assert [read(0), read(1)] == [bytes(each) for each in payloads]
+    one, other = PAGE_BYTES, PAGE_BYTES + (PART_BYTES if refused == {0} else row_bytes)
+    with open(slab, "r+b") as file:
+        content = file.read()
+        for at, part in ((one, content[other:]), (other, content[one:])):
+            file.seek(at)
+            file.write(part[:PART_BYTES])
+    for number in range(2):
+        assert read(number) == (Refusal.MAC if number in refused else bytes(payloads[number]))
+    tier.close()
+
+
+def test_chunks_in_a_store_that_were_exchanged_are_refused() -> None:
+    bench = Bench()
+    for one, other in (((1, 0), (1, 1)), ((1, 2), (2, 2))):
+        assert {bench.put(1), bench.put(2)} == {None}
+        names = [str(replace(facts_of(n).key, chunk=chunk)) for n, chunk in (one, other)]
+        blobs = bench.memory._blobs
+        blobs[names[0]], blobs[names[1]] = blobs[names[1]], blobs[names[0]]
+        assert bench.load(1) is Refusal.MAC
+        assert bench.load(2) == (Refusal.MAC if other[0] == 2 else bytes(payload_of(2)))
+        bench.end()
+    bench.tier.close()
+
+
+def test_a_manifest_of_another_entry_does_not_vouch_for_the_chunks() -> None:
+    """Of the same facts, written twice: their MACs have different keys."""
+    first, second = Bench(), Bench()
+    first.put(1)
+    second.put(1)
+    name = str(facts_of(1).key)
+    chunk = str(replace(facts_of(1).key, chunk=3))
+    manifest = second.memory._blobs[name]
+    assert manifest != first.memory._blobs[name]
+    assert first.memory._blobs[chunk] == second.memory._blobs[chunk]
+    at = HEADER_BYTES + 12  # the first chunk's MAC, under a header that does not know it
+    own = first.memory._blobs[name]
+    first.memory._blobs[name] = own[:at] + manifest[at : at + 16] + own[at + 16 :]
+    assert first.load(1) is Refusal.MAC
+    for each in (first, second):
+        each.tier.close()
+
+
+def test_no_nonce_and_no_key_is_used_twice(tmp_path, monkeypatch) -> None:
+    """The same entry written again has another nonce, and so another key for its payload."""
+    macs = EntryMacs(SECRET)
+    nonces = {macs.payload_mac(IDENTITY.digest).nonce for _ in range(1000)}
+    assert len(nonces) == 1000
+    used, make = [], EntryMacs.payload_mac
+
+    def counted(self, identity, nonce=None):
+        mac = make(self, identity, nonce)
+        if nonce is None:
+            used.append(mac.part(0, b"the same bytes"))
+        return mac
+
+    monkeypatch.setattr(EntryMacs, "payload_mac", counted)
+    for _ in range(3):
+        tier = open_tier(tmp_path)
+        assert put(tier, 1) is None
+        tier.remove(facts_of(1).key)
+        tier.flush()
+        tier.close()
+    assert len(set(used)) == len(used) == 3
+
+
+def test_keys_are_of_the_secret_and_the_identity_and_are_neither() -> None:
+    other = make_identity("other weights").digest
+    macs = [(EntryMacs(secret), identity) for secret in (SECRET, OTHER_SECRET)
+            for identity in (IDENTITY.digest, other)]  # fmt: skip
+    nonce = b"n" * 16
+    header_keys = {each.header_key(identity) for each, identity in macs}
+    parts = {each.payload_mac(identity, nonce).part(0, b"x") for each, identity in macs}
+    assert len(header_keys) == len(parts) == 4
+    assert {len(key) for key in header_keys} == {32}
+    assert not header_keys & {SECRET, OTHER_SECRET, IDENTITY.digest, other}
+    again = EntryMacs(SECRET).payload_mac(IDENTITY.digest, nonce)
+    assert again.part(0, b"x") == macs[0][0].payload_mac(IDENTITY.digest, nonce).part(0, b"x")
+
+
+def test_keys_of_many_identities_are_the_same_whatever_was_forgotten() -> None:
+    macs = EntryMacs(SECRET)
+    identities = [number.to_bytes(32, "little") for number in range(40)]
+    first = [macs.header_key(identity) for identity in identities]
+    assert len(set(first)) == 40
+    assert [macs.header_key(identity) for identity in identities] == first
+
+
+def test_the_macs_are_aes_gmac_under_hkdf() -> None:
+    """By an implementation of its own, so that what lies on disks does not change unnoticed."""
+    identity, nonce = IDENTITY.digest, b"n" * 16
+    keys = HKDF(hashes.SHA256(), 64, identity, b"mamba_cache entries 3").derive(SECRET)
+    key = HKDFExpand(hashes.SHA256(), 32, b"mamba_cache payload " + nonce).derive(keys[32:])
+
+    def gmac(number, content):
+        encryptor = Cipher(algorithms.AES(key), modes.GCM(number)).encryptor()
+        encryptor.authenticate_additional_data(content)
+        encryptor.finalize()
+        return encryptor.tag
+
+    mac = EntryMacs(SECRET).payload_mac(identity, nonce)
+    assert EntryMacs(SECRET).header_key(identity) == keys[:32]
+    assert mac.part(5, b"five") == gmac((5).to_bytes(12, "little"), b"five")
+    assert mac.tag([b"a" * 16, b"b" * 16]) == gmac(b"\xff" * 12, b"a" * 16 + b"b" * 16)
+
+
+def test_threads_make_the_macs_of_one_entry_at_once() -> None:
+    mac = EntryMacs(SECRET).payload_mac(IDENTITY.digest)
+    parts = [np.random.default_rng(number).bytes(2**20) for number in range(8)]
+    expected = [mac.part(number, part) for number, part in enumerate(parts)]
+    found, barrier = [[None] * 8 for _ in range(4)], threading.Barrier(4)
+
+    def make(own):
+        barrier.wait()
+        for number, part in enumerate(parts * 5):
+            own[number % 8] = mac.part(number % 8, part)
+
+    threads = [threading.Thread(target=make, args=(own,)) for own in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+
+
+@pytest.mark.parametrize("secret", [b"", "text", None, bytearray(b"x")])
+def test_a_secret_is_bytes_and_not_empty(secret) -> None:
+    with pytest.raises(InvalidArgumentError, match="secret must be bytes, one or more"):
+        EntryMacs(secret)
+
+
+def test_without_cryptography_disk_and_store_say_what_to_install(tmp_path, monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
+        monkeypatch.delitem(sys.modules, name)
+    load_module = builtins.__import__
+
+    def refuse(name, *arguments):
+        if name.split(".")[0] == "cryptography":
+            raise ImportError("no cryptography")
+        return load_module(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for use in (
+        lambda: open_tier(tmp_path),
+        lambda: RemoteTier(MemoryStore(), secret=SECRET),
+    ):
+        with pytest.raises(MissingExtraError, match=r"cryptography.*\[tiers\]"):
+            use()
+    assert list(tmp_path.iterdir()) == []
