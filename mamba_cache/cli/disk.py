@@ -25,8 +25,8 @@ def du(path: _PathArgument, as_json: AsJson = False) -> None:
     listed: list[dict[str, Any]] = [
         {
             "folder": folder.path.name,
-            "model": folder.identity.facts.get("model") if folder.identity else None,
-            "rank": folder.identity.rank if folder.identity else None,
+            "model": folder.identity.facts["model"],
+            "rank": folder.identity.rank,
             "bytes": folder.num_bytes,
             "opened": datetime.fromtimestamp(folder.used_at, timezone.utc).isoformat(),
             "in_use": folder.is_in_use,
@@ -41,8 +41,8 @@ def du(path: _PathArgument, as_json: AsJson = False) -> None:
     for each in listed:
         table.add_row(
             each["folder"],
-            each["model"] or "unknown",
-            "?" if each["rank"] is None else str(each["rank"]),
+            each["model"],
+            str(each["rank"]),
             size_text(each["bytes"]),
             each["opened"][:16].replace("T", " "),
             "in use" if each["in_use"] else "",

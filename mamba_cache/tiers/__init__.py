@@ -8,7 +8,6 @@ match is a counted miss.
 from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
 from mamba_cache.tiers.directory import (
     CacheFolder,
-    FolderLock,
     cache_secret,
     folders,
     remove_folder,
@@ -33,7 +32,6 @@ from mamba_cache.tiers.identity import (
     ParallelRank,
     tenant_digest,
 )
-from mamba_cache.tiers.inspection import RowReport, count_rows, inspect_rows
 from mamba_cache.tiers.jobs import LowerTierStats
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption, quickest
@@ -65,7 +63,6 @@ __all__ = [
     "EntryKey",
     "EntryKind",
     "EntryMacs",
-    "FolderLock",
     "Found",
     "HostLease",
     "HostTier",
@@ -91,14 +88,11 @@ __all__ = [
     "RowMemory",
     "RowPolicy",
     "RowPool",
-    "RowReport",
     "Ticket",
     "TierStats",
     "Transfers",
     "cache_secret",
-    "count_rows",
     "folders",
-    "inspect_rows",
     "payload_digest",
     "pinner_for",
     "quickest",

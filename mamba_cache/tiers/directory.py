@@ -5,7 +5,6 @@
     PATH/secret                                                the key of hashes and MACs
         /mc1-<first 32 digits of the identity>/identity.json   whose folder it is, canonical
                                               /lock            held by the process that uses it
-                                              /rows.json       bytes of a payload of each kind
                                               /states.slab     rows of states
                                               /kv.slab         rows of KV blocks
 
@@ -18,12 +17,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +40,11 @@ __all__ = [
     "folders",
     "open_folder",
     "open_own_file",
-    "payload_sizes",
     "remove_folder",
     "slab_path",
 ]
 
 _IDENTITY_FILE: Final = "identity.json"
-_ROWS_FILE: Final = "rows.json"
 _LOCK_FILE: Final = "lock"
 _SECRET_FILE: Final = "secret"
 _SECRET_BYTES: Final = 32
@@ -58,8 +54,6 @@ _PREFIX: Final = "mc1-"
 _SLABS: Final = {EntryKind.STATE: "states.slab", EntryKind.KV: "kv.slab"}
 _OWN_FILES: Final = (
     *_SLABS.values(),
-    _ROWS_FILE,
-    _ROWS_FILE + _NEW,
     _IDENTITY_FILE + _NEW,
     _IDENTITY_FILE,
     _LOCK_FILE,
@@ -174,15 +168,12 @@ def _read_secret(folder: int, root: Path) -> bytes:
     return secret
 
 
-def open_folder(
-    path: Path, identity: CacheIdentity, payload_bytes: Mapping[EntryKind, int]
-) -> tuple[Path, FolderLock]:
+def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
     """Make the folder of an identity if there is none, and hold it.
 
     Args:
         path: Of the disk cache.
         identity: Whose folder.
-        payload_bytes: Of each kind of entry that it holds, for whoever verifies it later.
 
     Raises:
         InvalidArgumentError: The path, the folder or a file in it is not this user's alone, or is a
@@ -198,11 +189,9 @@ def open_folder(
         _check_marker(fd, folder, identity)
         lock = FolderLock(folder)
         try:
-            sizes = {kind.name.lower(): size for kind, size in payload_bytes.items()}
-            _put(fd, folder, _IDENTITY_FILE, identity.canonical)
-            _put(fd, folder, _ROWS_FILE, json.dumps(sizes, sort_keys=True).encode())
+            _put_marker(fd, folder, identity)
             os.utime(folder)
-        except (OSError, InvalidArgumentError):
+        except OSError:
             lock.release()
             raise
     return folder, lock
@@ -226,16 +215,6 @@ def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
             f"disk_cache_path: {folder} has other files than those of this cache: move the folder "
             "elsewhere, or give another path"
         )
-
-
-def payload_sizes(folder: Path) -> dict[EntryKind, int]:
-    """Return the bytes of a payload of each kind in a folder; none if that cannot be read."""
-    try:
-        with _own_folder(folder) as fd:
-            sizes = json.loads(_read(fd, folder, _ROWS_FILE))
-        return {EntryKind[kind.upper()]: int(size) for kind, size in sizes.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def slab_path(folder: Path, kind: EntryKind) -> Path:
@@ -394,19 +373,19 @@ def _write_new(folder: int, path: Path, name: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _put(folder: int, path: Path, name: str, content: bytes) -> None:
-    """Write a small file, all of it or nothing, unless it is there already.
+def _put_marker(folder: int, path: Path, identity: CacheIdentity) -> None:
+    """Write the marker of a folder, all of it or nothing, unless it is there.
 
     Raises:
         OSError: It cannot be written.
     """
-    with suppress(FileNotFoundError):
-        if _read(folder, path, name) == content:
-            return
+    if _IDENTITY_FILE in os.listdir(folder):
+        return
+    new = _IDENTITY_FILE + _NEW
     with suppress(FileNotFoundError):  # of a process that has ended while it wrote
-        os.unlink(name + _NEW, dir_fd=folder)
-    _write_new(folder, path, name + _NEW, content)
-    os.replace(name + _NEW, name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.unlink(new, dir_fd=folder)
+    _write_new(folder, path, new, identity.canonical)
+    os.replace(new, _IDENTITY_FILE, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _look_at(path: Path) -> CacheFolder:

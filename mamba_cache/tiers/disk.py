@@ -167,7 +167,7 @@ class DiskTier:
         self._failures = 0
         self._rests_until = self._full_until = 0.0
         self.state_lengths: set[int] = set()
-        self.folder, self._folder_lock = open_folder(self._path, identity, sizes)
+        self.folder, self._folder_lock = open_folder(self._path, identity)
         self._files: dict[EntryKind, _File] = {}
         try:
             for kind, size in sizes.items():

@@ -63,7 +63,6 @@ def test_an_empty_folder_is_taken_and_so_is_one_whose_making_broke_off(tmp_path)
     folder.mkdir(0o700)
     open_tier(tmp_path).close()
     (folder / "identity.json").unlink()
-    (folder / "rows.json").unlink()
     for kind in EntryKind:
         slab_path(folder, kind).unlink()
     (folder / "identity.json.tmp").write_bytes(b"{")
@@ -154,7 +153,7 @@ def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("name", ["states.slab", "kv.slab", "lock", "identity.json", "rows.json"])
+@pytest.mark.parametrize("name", ["states.slab", "kv.slab", "lock", "identity.json"])
 def test_files_are_not_opened_through_links(tmp_path, name) -> None:
     open_tier(tmp_path / "cache").close()
     target = tmp_path / "precious"
@@ -200,12 +199,13 @@ def test_a_path_that_is_a_file_is_refused(tmp_path) -> None:
             use(tmp_path / "cache")
 
 
-def test_a_file_that_is_a_directory_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_file_that_is_something_else_is_refused(tmp_path, make) -> None:
     open_tier(tmp_path).close()
-    file = folder_of(tmp_path, IDENTITY) / "rows.json"
+    file = folder_of(tmp_path, IDENTITY) / "kv.slab"
     file.unlink()
-    file.mkdir()
-    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*rows\.json is no file"):
+    make(file)
+    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*kv\.slab is no file"):
         open_tier(tmp_path)
 
 

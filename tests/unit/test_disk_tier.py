@@ -33,7 +33,7 @@ from disk_rig import (
 )
 
 from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierInUseError
-from mamba_cache.tiers import EntryHeader, EntryKind, EntryMacs, PayloadMac, Refusal, inspect_rows, jobs
+from mamba_cache.tiers import EntryHeader, EntryKind, EntryMacs, PayloadMac, Refusal, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import entry as entries
@@ -697,18 +697,6 @@ def test_headers_that_cannot_be_read_at_the_start_are_counted(tmp_path, monkeypa
     again.close()
 
 
-def test_rows_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
-    tier = open_tier(tmp_path)
-    for number in range(2):
-        assert put(tier, number) is None
-    tier.close()
-    failing(errno.EIO).patch(monkeypatch, "preadv")
-    reports = list(inspect_rows(tier.folder, None, with_payloads=False))
-    rows = tier.stats().rows["state"]
-    assert [report.row for report in reports if report.kind is STATE] == list(range(rows))
-    assert {report.refusal for report in reports} == {Refusal.IO_ERROR}
-
-
 # One user at a time.
 
 
@@ -951,13 +939,6 @@ def test_a_disk_is_full_however_late_that_is_asked(tmp_path, monkeypatch) -> Non
     assert tier.stats().not_written == {"disk_full": 1}
     tier.close()
     other.close()
-
-
-def test_what_rows_hold_is_written_beside_them(tmp_path) -> None:
-    """For who verifies them later, without a model."""
-    open_tier(tmp_path).close()
-    sizes = directories.payload_sizes(folder_of(tmp_path, IDENTITY))
-    assert sizes == {STATE: STATE_BYTES, KV: KV_BYTES}
 
 
 def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> None:
