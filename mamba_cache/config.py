@@ -103,7 +103,7 @@ class CacheConfig:
         max_tier_copies: Entries that may be under way to the tier at once; more are dropped and
             counted.
         disk_cache_path: A directory for a tier on disk below the host tier. What lies there
-            outlives the process; it needs ``hash_secret``, and an identity of model and weights.
+            outlives the process; it needs an identity of model and weights.
         disk_cache_gb: What everything below that path may take, in GiB.
         disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
             1: as soon as it is in the host tier.

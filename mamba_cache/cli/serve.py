@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +43,21 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     log_requests: Annotated[
         bool, typer.Option(help="Log what was found of each prompt, and why not more.")
     ] = False,
+    hash_algorithm: Annotated[
+        str,
+        typer.Option(
+            help="blake2b or sha256: a client cannot forge a prefix. xxh3_128: every client is "
+            "trusted."
+        ),
+    ] = "blake2b",
+    hash_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File that holds the key of the block digests. A line break at its end does not "
+            "count. Without a file the key is drawn.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.
 
@@ -59,6 +75,9 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
     settings["events_replay_endpoint"] = events_replay_endpoint
     settings |= {"verify_hits": verify_hits, "log_requests": log_requests}
+    settings["hash_algorithm"] = hash_algorithm
+    if hash_secret_file is not None:
+        settings["hash_secret"] = _secret_in(hash_secret_file)
     if log_requests:
         logger = logging.getLogger("mamba_cache.requests")
         logger.setLevel(logging.INFO)
@@ -67,6 +86,18 @@ def serve(  # noqa: PLR0917 - typer passes them by name
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
         _run(server, model, context.args)
+
+
+def _secret_in(file: Path) -> bytes:
+    """Return the secret in a file; on the command line other users of the machine could read it."""
+    try:
+        secret = file.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"--hash-secret-file cannot be read: {error}") from error
+    secret = secret.removesuffix(b"\n").removesuffix(b"\r")
+    if not secret:
+        raise InvalidArgumentError(f"--hash-secret-file {file} is empty")
+    return secret
 
 
 def _run(server: typer.Typer, model: str, options: list[str]) -> None:

@@ -63,7 +63,7 @@ from mamba_cache.context.speculation import (
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
-from mamba_cache.context.tier_memory import identity_of, make_tiering
+from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.context.verification import (
     HitSampler,
@@ -198,6 +198,7 @@ class DynamicInferenceContext:
         if kv_spec is not None:
             check_kind("kv_spec", kv_spec, KVCacheSpec)
         placement = check_placement(placement)
+        config = with_secret(config, identity, agreement)
         self._layers = layers_by_kind(state_spec)
         self.config = config
         self.device = as_device(device)

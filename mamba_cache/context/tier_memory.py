@@ -32,10 +32,37 @@ from mamba_cache.tiers import (
     RowFormat,
     RowLayout,
     Transfers,
+    cache_secret,
     pinner_for,
 )
 
-__all__ = ["identity_of", "make_tiering"]
+__all__ = ["identity_of", "make_tiering", "with_secret"]
+
+
+def with_secret(
+    config: CacheConfig,
+    identity: CacheIdentity | ModelIdentity | None,
+    agreement: RankAgreement | None,
+) -> CacheConfig:
+    """Return settings with the secret of their disk cache, unless they have one.
+
+    Args:
+        config: Settings.
+        identity: What the embedder says of the model; without it there is no disk tier.
+        agreement: With the other ranks of the model; None: there are none.
+
+    Raises:
+        InvalidArgumentError: There are other ranks, whose disks may have other secrets; or the
+            path or the file of the secret is not this user's alone.
+        OSError: The file cannot be read or written.
+    """
+    if config.hash_secret is not None or config.disk_cache_path is None or identity is None:
+        return config
+    if agreement is not None:
+        raise InvalidArgumentError(
+            "hash_secret must be given to ranks with a disk cache: each would draw another one"
+        )
+    return replace(config, hash_secret=cache_secret(config.disk_cache_path))
 
 
 def identity_of(

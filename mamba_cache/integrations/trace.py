@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from types import TracebackType
 from typing import Final
 
+from mamba_cache._checks import check_secret
 from mamba_cache.events import Admitted, Event
 from mamba_cache.tiers import tenant_digest
 
@@ -52,7 +53,9 @@ class TraceLog:
     def __init__(self, path: str | os.PathLike[str], *, secret: bytes | None = None) -> None:
         self._path = os.fspath(path)
         self.num_written = self.num_dropped = self.num_errors = 0
-        self._key = hashlib.blake2b(secret or os.urandom(32), person=b"mc trace log").digest()
+        self._key = hashlib.blake2b(
+            check_secret("secret", secret) or os.urandom(32), person=b"mc trace log"
+        ).digest()
         self._began = time.monotonic()
         self._queue: deque[tuple[float, Admitted]] = deque()
         self._pid = os.getpid()

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import typer
 from sources import ROOT
 
 from mamba_cache._version import __version__
@@ -348,6 +349,38 @@ def test_serve_says_what_it_passes_on_and_needs(call, monkeypatch):
     code, _, err = call("serve", "some/model")
     assert code == 2
     assert re.search(r"pip install -e '\.\[(serve|transformers)\]'", err)
+
+
+@pytest.mark.parametrize(
+    ("content", "secret"), [(b"a b\n", b"a b"), (b"\x00\n\n", b"\x00\n"), (b"x\r\n", b"x")]
+)
+def test_serve_reads_the_secret_in_a_file(call, monkeypatch, tmp_path, content, secret):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    serving = importlib.import_module("mamba_cache.integrations.transformers.serve")
+    given = {}
+
+    def installed(**settings):
+        given.update(settings)
+        raise typer.Exit(0)
+
+    monkeypatch.setattr(serving, "installed", installed)
+    file = tmp_path / "secret"
+    file.write_bytes(content)
+    code, _, _ = call(
+        "serve", "some/model", "--hash-secret-file", str(file), "--hash-algorithm", "sha256"
+    )
+    assert (code, given["hash_secret"], given["hash_algorithm"]) == (0, secret, "sha256")
+
+
+def test_serve_says_which_file_holds_no_secret(call, monkeypatch, tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"\n")
+    code, _, err = call("serve", "some/model", "--hash-secret-file", str(empty))
+    assert (code, err) == (2, f"mamba-cache: --hash-secret-file {empty} is empty\n")
+    code, _, err = call("serve", "some/model", "--hash-secret-file", str(tmp_path / "none"))
+    assert code == 2
+    assert "--hash-secret-file cannot be read: " in err
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError])

@@ -80,7 +80,7 @@ def assert_true(cache, known):
 
     for group, of_group in known.groups.items():
         for wire in of_group:
-            chain = BlockHashChain(BLOCK, hasher=store.tiers.hasher, lora_id=key)
+            chain = BlockHashChain(BLOCK, hasher=store.hasher, lora_id=key)
             chain.append(prefix(wire))
             hashes = chain.hashes
             block = store.kv_blocks.find_block(hashes[-1], hashes.digest(len(hashes) - 1))

@@ -760,6 +760,8 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"segment_tokens": 1.5}, "segment_tokens"),
         ({"reuse_answers": 1}, "reuse_answers"),
         ({"measure_costs": "no"}, "measure_costs"),
+        ({"hash_algorithm": "md5"}, "hash_algorithm must be one of"),
+        ({"hash_secret": b""}, "hash_secret must be bytes, at least one of them"),
         ({"weights_check": "some"}, "weights_check must be one of"),
         ({"events_mode": "all"}, "events_mode must be one of"),
         ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),

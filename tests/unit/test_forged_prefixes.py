@@ -12,6 +12,7 @@ from restart_rig import slow_prefill
 from mamba_cache.blocks import BlockHasher, compute_block_hashes
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request, prefetch
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import HybridModel
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import ModelIdentity, remote
@@ -20,9 +21,10 @@ MODEL = HybridModel(
     replace(MODEL_CONFIG, vocab_size=VOCABULARY, ssm_chunk_size=BLOCK), dtype=torch.float64, seed=7
 )
 TAIL = [5, 6, 7]
+IDENTITY = ModelIdentity(name="model", weights="w")
 
 
-def open_context(**changes):
+def open_config(**changes):
     settings = {
         "block_size_tokens": BLOCK,
         "ssm_chunk_size": BLOCK,
@@ -31,13 +33,17 @@ def open_context(**changes):
         "num_kv_blocks": 8,
         "max_slots": 6,
     }
-    tiers = ("disk_cache_path", "store")
-    options = {}
-    if any(name in changes for name in tiers):
+    if "disk_cache_path" in changes or "store" in changes:
         settings |= {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"of this test"}
-        options["identity"] = ModelIdentity(name="model", weights="w")
-        options["load_planner"] = options["disk_planner"] = slow_prefill()
-    return make_context(CacheConfig(**(settings | changes)), model=MODEL, **options)
+    return CacheConfig(**(settings | changes))
+
+
+def open_context(**changes):
+    config, options = open_config(**changes), {}
+    if config.has_host_tier:
+        options = {"identity": IDENTITY, "load_planner": slow_prefill()}
+        options["disk_planner"] = options["load_planner"]
+    return make_context(config, model=MODEL, **options)
 
 
 def answer(context, prompt):
@@ -106,3 +112,45 @@ def _check_a_tier(settings, expected):
         assert num_skipped == skipped
     assert tokens == expected
     context.close()
+
+
+# Where the secret of a disk or a store comes from.
+
+
+def on_disk(path, **changes):
+    return open_context(
+        disk_cache_path=str(path), disk_cache_gb=0.01, disk_write_on_use=1, **changes
+    )
+
+
+def test_a_disk_cache_draws_a_secret_and_keeps_it(tmp_path):
+    path = tmp_path / "cache"
+    context = on_disk(path, hash_secret=None)
+    secret = context.config.hash_secret
+    assert (path / "secret").read_bytes() == secret
+    assert (path / "secret").stat().st_mode & 0o777 == 0o600
+    answer(context, PUBLIC + TAIL)
+    context.wait_for_tiers()
+    context.close()
+    assert "secret" not in repr(context.config).replace("hash_secret", "")
+    context = on_disk(path, hash_secret=None)
+    context.prefetch(Request(request_id="early", prompt_tokens=PUBLIC + TAIL)).wait()
+    assert answer(context, PUBLIC + TAIL)[1] == BLOCK
+    context.close()
+    context = on_disk(tmp_path / "other", hash_secret=None)
+    assert context.config.hash_secret != secret
+    context.close()
+
+
+def test_a_given_secret_is_not_written(tmp_path):
+    on_disk(tmp_path).close()
+    assert not (tmp_path / "secret").exists()
+
+
+def test_a_store_and_ranks_do_not_draw_a_secret(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="hash_secret must be given to share entries"):
+        open_context(store=MemoryStore(), hash_secret=None)
+    config = open_config(disk_cache_path=str(tmp_path / "x"), disk_cache_gb=0.01, hash_secret=None)
+    with pytest.raises(InvalidArgumentError, match="hash_secret must be given to ranks"):
+        make_context(config, model=MODEL, identity=IDENTITY, agreement=object())
+    assert not (tmp_path / "x").exists()

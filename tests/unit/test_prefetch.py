@@ -548,8 +548,6 @@ def test_arguments_are_checked(context, tmp_path) -> None:
         make_context(make_config(**on_disk))
     with pytest.raises(InvalidArgumentError, match="identity must be a CacheIdentity"):
         make_context(make_config(**on_disk), identity="model")
-    with pytest.raises(InvalidArgumentError, match="hash_secret must be given"):
-        make_context(make_config(**(on_disk | {"hash_secret": None})), identity=MODEL_IDENTITY)
     for change, message in (
         ({"disk_cache_gb": None}, "give both disk_cache_path and disk_cache_gb"),
         ({"disk_cache_path": None}, "give both disk_cache_path and disk_cache_gb"),

@@ -11,10 +11,17 @@ from typing import Any, get_args
 
 import torch
 
-from mamba_cache._checks import as_items, check_choice, check_int, check_kind, check_number
+from mamba_cache._checks import (
+    as_items,
+    check_choice,
+    check_int,
+    check_kind,
+    check_number,
+    check_secret,
+)
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
-from mamba_cache.config import SlotPolicyName
+from mamba_cache.config import HashAlgorithm, SlotPolicyName
 from mamba_cache.context import Pin, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
@@ -60,7 +67,7 @@ from mamba_cache.integrations.transformers.verification import PromptWatch, veri
 from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
-from mamba_cache.tiers import TierStats
+from mamba_cache.tiers import TierStats, cache_secret
 
 __all__ = ["PrefixCache"]
 
@@ -127,7 +134,11 @@ class PrefixCache:
             INFO: what was found of it, where, and why not more.
         store: A store of prefixes that several processes share, on this machine or others: a
             ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
-        hash_secret: The same secret bytes in all processes that share a store.
+        hash_algorithm: Hash function of block digests, as in ``CacheConfig``: "blake2b" and
+            "sha256" cannot be forged; "xxh3_128" is only for where every client is trusted.
+        hash_secret: Key of the block digests, not empty; the same bytes in all processes that share
+            a store. Default: drawn for this cache; with ``disk_cache_path`` drawn once and kept in
+            a file there.
         max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
             together, from 0 to 1.
         clock: Returns the seconds by which pins end, and never goes back.
@@ -163,6 +174,7 @@ class PrefixCache:
         verify_hits: float = 0.0,
         log_requests: bool = False,
         store: Any = None,
+        hash_algorithm: HashAlgorithm = "blake2b",
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
@@ -174,6 +186,8 @@ class PrefixCache:
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
         check_kind("log_requests", log_requests, bool)
+        check_choice("hash_algorithm", hash_algorithm, get_args(HashAlgorithm))
+        check_secret("hash_secret", hash_secret)
         register_attention()
         if disk_cache_path is not None and host_cache_gb is None:
             raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
@@ -204,11 +218,15 @@ class PrefixCache:
             fewest_tokens=1 if is_step_exact else 2,
         )
         self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.sample)
+        if hash_secret is None and disk_cache_path is not None:
+            hash_secret = cache_secret(disk_cache_path)
         self._store = PrefixStore(
             layout,
             num_slots=num_slots,
             num_blocks=num_blocks,
             eviction=_read_policy(eviction, num_slots),
+            hash_algorithm=hash_algorithm,
+            hash_secret=hash_secret,
             max_pinned_share=max_pinned_share,
             clock=clock,
         )
@@ -240,7 +258,6 @@ class PrefixCache:
                 disk_cache_path=disk_cache_path,
                 disk_cache_gb=disk_cache_gb,
                 shared=store,
-                hash_secret=hash_secret,
             )
 
     def __enter__(self) -> PrefixCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,8 @@ import torch
 from mamba_cache._guard import CallGuard
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
-from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
+from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey, KVBlockAllocator
+from mamba_cache.config import HashAlgorithm
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
@@ -75,6 +77,8 @@ class PrefixStore:
 
     Attributes:
         layout: What blocks and slots are made of.
+        hasher: Makes the digests of blocks.
+        hash_secret: Its key.
         kv_blocks: The books of KV blocks.
         slots: The books of slots.
         tensors: What is in them.
@@ -92,10 +96,14 @@ class PrefixStore:
         num_blocks: int,
         num_slots: int,
         eviction: SlotEvictionPolicy,
+        hash_algorithm: HashAlgorithm = "blake2b",
+        hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout = layout
+        self.hash_secret = secrets.token_bytes(32) if hash_secret is None else hash_secret
+        self.hasher = BlockHasher(hash_algorithm, self.hash_secret)
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, eviction)
@@ -321,8 +329,8 @@ class PrefixStore:
         self.pins.expire()
         size = self.layout.block_size_tokens
         tiers = self.tiers
-        hasher, key = None if tiers is None else tiers.hasher, self.key_for(lora_id)
-        chain = BlockHashChain(size, hasher=hasher, cache_salt=cache_salt, lora_id=key)
+        key = self.key_for(lora_id)
+        chain = BlockHashChain(size, hasher=self.hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
         num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)

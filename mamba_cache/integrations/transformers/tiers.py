@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import sys
@@ -18,7 +17,7 @@ import torch
 
 from mamba_cache._checks import check_number
 from mamba_cache._extras import installed_version
-from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey
+from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PrefetchState
 from mamba_cache.errors import (
@@ -60,8 +59,6 @@ from mamba_cache.tiers import (
 __all__ = ["PrefixTiers"]
 
 _GIB: Final = 2**30
-_SECRET_FILE: Final = "secret"
-_SECRET_BYTES: Final = 32
 _FLAG_BYTES: Final = 16
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 10.0
@@ -91,12 +88,10 @@ class PrefixTiers:
     brought before it is matched. Both wait for their copies: a prefix cache serves one call at a
     time. For the disk and the store a call waits only where they are not known to be slower than
     the model, and no longer than the model would take; what comes later stays in host memory.
-    Settings are those of ``PrefixCache``; without ``hash_secret`` one is made, which lies on the
-    disk if there is one.
+    Settings are those of ``PrefixCache``.
 
     Attributes:
-        hasher: Makes the hashes of blocks; with a disk or a store, the same in each process.
-        hash_secret: Its key.
+        hash_secret: Key of the store's digests; below a disk or a store the same in each process.
 
     Raises:
         BudgetError: A budget holds no row of a kind.
@@ -115,7 +110,6 @@ class PrefixTiers:
         disk_cache_path: str | os.PathLike[str] | None,
         disk_cache_gb: float,
         shared: Any = None,
-        hash_secret: bytes | None = None,
     ) -> None:
         budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
         self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
@@ -144,10 +138,7 @@ class PrefixTiers:
             pinner=pinner_for(layout.device) if on_gpu else None,
         )
         self._copies = self._make_copies()
-        if hash_secret is None:
-            hash_secret = _secret_in(self._path) if self._path else secrets.token_bytes(32)
-        self.hash_secret = hash_secret
-        self.hasher = BlockHasher(secret=self.hash_secret)
+        self.hash_secret = store.hash_secret
         self._offers: list[_Offer] = []
         self._lengths: set[int] = set()
         self._keys: dict[ExtraKey, str | None] = {}
@@ -186,7 +177,7 @@ class PrefixTiers:
         weights = self._runner.fingerprint.weights_digest()
         self._knows_weights = weights is not None
         name = weights or f"unknown {secrets.token_hex(16)}"
-        self._identity = _identity(self._store, self._runner, name, self.hash_secret)
+        self._identity = _identity(self._store, self._runner, name)
         self._disk = self._link = None
         if (self._path is None and self._remote is None) or weights is None:
             return
@@ -647,28 +638,7 @@ def _format(layout: RowLayout, budget: int, kind: EntryKind) -> RowFormat:
     return RowFormat(layout.row_bytes, layout.checksums, num_rows)
 
 
-def _secret_in(path: Path) -> bytes:
-    """Return the key of the block hashes that all processes on this path have in common."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = path / _SECRET_FILE
-    with open(file, "a+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as shared:
-        # Whoever comes while another writes it waits; what a crash cut short is written anew.
-        fcntl.flock(shared, fcntl.LOCK_EX)
-        shared.seek(0)
-        secret = shared.read()
-        if len(secret) < _SECRET_BYTES:
-            secret = secrets.token_bytes(_SECRET_BYTES)
-            os.fchmod(shared.fileno(), 0o600)  # before there is anything in it to be read
-            shared.truncate(0)
-            shared.write(secret)
-            shared.flush()
-            os.fsync(shared.fileno())
-    return secret
-
-
-def _identity(
-    store: PrefixStore, runner: ModelRunner, weights: str, secret: bytes
-) -> CacheIdentity:
+def _identity(store: PrefixStore, runner: ModelRunner, weights: str) -> CacheIdentity:
     """Return what entries of this model have in common in all processes."""
     layout = store.layout
     versions = {name: installed_version(name) for name in _KERNEL_PACKAGES}
@@ -686,7 +656,8 @@ def _identity(
         max_slots=1,
         block_size_tokens=layout.block_size_tokens,
         ssm_chunk_size=1,
-        hash_secret=secret,
+        hash_algorithm=store.hasher.algorithm,
+        hash_secret=store.hash_secret,
     )
     slot = StateTensorSpec("slot", 1, (layout.bytes_per_slot,), torch.uint8)
     return CacheIdentity.of(described, config, StateSpec((slot,)), None)

@@ -162,7 +162,6 @@ class Batcher:
         self._layout = BatchLayout(layout)
         self._placement = _AtTheEnd(settings.placement)
         block_size, num_blocks = layout.block_size_tokens, store.kv_blocks.pool_size - 1
-        tiers = store.tiers
         self.context = DynamicInferenceContext(
             CacheConfig(
                 block_size_tokens=block_size,
@@ -177,7 +176,8 @@ class Batcher:
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
                 publish_decoded_blocks=settings.saves_answers,
-                hash_secret=None if tiers is None else tiers.hash_secret,
+                hash_algorithm=store.hasher.algorithm,
+                hash_secret=store.hash_secret,
             ),
             self._layout.state_spec,
             self._layout.kv_spec,

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from mamba_cache._checks import check_choice, check_int, check_kind, check_number
+from mamba_cache._checks import check_choice, check_int, check_kind, check_number, check_secret
 from mamba_cache._extras import install_hint
+from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import (
     InvalidArgumentError,
     MissingExtraError,
@@ -64,6 +65,8 @@ def install(
     max_batch_size: int = 64,
     verify_hits: float = 0.0,
     log_requests: bool = False,
+    hash_algorithm: HashAlgorithm = "blake2b",
+    hash_secret: bytes | None = None,
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
@@ -91,6 +94,8 @@ def install(
         verify_hits: What part of the hits is computed again without the cache, once nobody has used
             the model for a second, and compared.
         log_requests: Log a line for each prompt.
+        hash_algorithm: Hash function of block digests, as for ``PrefixCache``.
+        hash_secret: Key of the block digests, not empty. Default: drawn for each loaded model.
 
     Raises:
         InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
@@ -111,9 +116,11 @@ def install(
     check_int("max_batch_size", max_batch_size, minimum=1)
     check_number("verify_hits", verify_hits, maximum=1)
     check_kind("log_requests", log_requests, bool)
+    check_secret("hash_secret", hash_secret)
     for name, value, allowed in (
         ("weights_check", weights_check, ("full", "sample", "off")),
         ("events_mode", events_mode, ("resident", "reachable")),
+        ("hash_algorithm", hash_algorithm, get_args(HashAlgorithm)),
     ):
         check_choice(name, value, allowed)
     if events_replay_endpoint is not None and events_endpoint is None:
@@ -138,6 +145,8 @@ def install(
             "max_batch_size": max_batch_size,
             "verify_hits": verify_hits,
             "log_requests": log_requests,
+            "hash_algorithm": hash_algorithm,
+            "hash_secret": hash_secret,
         },
         None if events_endpoint is None else _publishers(events_endpoint, events),
     )
