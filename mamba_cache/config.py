@@ -321,7 +321,8 @@ class CacheConfig:
             return
         if not isinstance(self.store, str) and not hasattr(self.store, "get_many_into"):
             raise InvalidArgumentError(
-                f"store must be a stores.BlobStore or the URL of one, got {self.store!r}"
+                "store must be a stores.BlobStore or the URL of one, got "
+                f"{type(self.store).__name__}"  # not its repr, which may hold a password
             )
         if not self.has_host_tier:
             raise InvalidArgumentError(

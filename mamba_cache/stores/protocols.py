@@ -41,7 +41,7 @@ class StoreFault(str, Enum):
     """It refuses this client: password, certificate or rights are wrong."""
 
     REJECTED = "rejected"
-    """It answers with another error; ``StoreHealth.detail`` has its words."""
+    """It answers with another error; ``StoreHealth.detail`` says more."""
 
     CLOSED = "closed"
     """``close`` was called."""
@@ -70,7 +70,8 @@ class StoreHealth:
 
     Attributes:
         fault: None if it answers; otherwise why not.
-        detail: For people: which server it is, or the words of the last error; no passwords.
+        detail: For people: which server it is, or what the last error was. A server's own words
+            are repeated only if it was sent no password.
     """
 
     fault: StoreFault | None

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from mamba_cache._checks import check_kind
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores.memory import MemoryStore
 from mamba_cache.stores.mooncake import MooncakeStore
@@ -42,7 +41,8 @@ def open_store(url: str) -> BlobStore:
         InvalidArgumentError: It is no such URL; the message holds no password.
         MissingExtraError: Mooncake is not installed.
     """
-    check_kind("store", url, str)
+    if not isinstance(url, str):  # and it may hold a password
+        raise InvalidArgumentError(f"store must be a str, got {type(url).__name__}")
     try:
         parts, port = _split(url)
     except ValueError:  # whose words may hold the password
@@ -52,13 +52,12 @@ def open_store(url: str) -> BlobStore:
         ) from None
     if parts.scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise InvalidArgumentError(f"a store must be one of {known}, got {parts.scheme!r}")
+        raise InvalidArgumentError(f"a store must be one of {known}")
     make, allowed = _SCHEMES[parts.scheme]
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    for name in options.keys() - allowed:
-        what = repr(name) if name.isidentifier() else "of such a name"  # a part of a password?
+    if options.keys() - allowed:  # whose names may be part of a password
         raise InvalidArgumentError(
-            f"{parts.scheme}:// has no option {what}; it has {', '.join(allowed)}"
+            f"{parts.scheme}:// has no other options than {', '.join(allowed)}"
         )
     return make(parts, port, options)
 
@@ -119,7 +118,9 @@ def _password(parts: SplitResult, options: dict[str, str]) -> str | None:
     if variable is None:
         return unquote(parts.password) if parts.password else None
     if variable not in os.environ:
-        raise InvalidArgumentError(f"the environment has no variable {variable!r} for the password")
+        raise InvalidArgumentError(
+            "the environment has no variable of the name that password_env gives"
+        )
     return os.environ[variable]
 
 
@@ -137,7 +138,7 @@ def _tls(options: dict[str, str]) -> ssl.SSLContext:
 def _number(options: dict[str, str], name: str, default: str) -> float:
     text = options.get(name, default)
     if not re.fullmatch(r"\d{1,15}(\.\d{1,15})?", text) or not float(text):
-        raise InvalidArgumentError(f"the store's {name} must be a number above 0, got {text!r}")
+        raise InvalidArgumentError(f"the store's {name} must be a number above 0")
     return float(text)
 
 
@@ -145,9 +146,7 @@ def _size(options: dict[str, str], name: str, default: str) -> int:
     text = options.get(name, default)
     found = re.fullmatch(r"(\d{1,18}) ?(?:([KMG])i?)?B?", text, re.IGNORECASE)
     if not found:
-        raise InvalidArgumentError(
-            f"the store's {name} must be bytes, such as 512MiB or 4GiB, got {text!r}"
-        )
+        raise InvalidArgumentError(f"the store's {name} must be bytes, such as 512MiB or 4GiB")
     return int(found[1]) * _UNITS[(found[2] or "").upper()]
 
 

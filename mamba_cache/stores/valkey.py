@@ -230,6 +230,7 @@ class _Connection:
         self, address: tuple[str, int], tls: ssl.SSLContext | None, timeout_seconds: float
     ) -> None:
         self.last_error = ""
+        self._has_secret = False
         self._buffer = b""
         raw = socket.create_connection(address, timeout=timeout_seconds)
         try:
@@ -243,6 +244,7 @@ class _Connection:
         """Say who comes, and choose the database."""
         commands: list[list[_Part]] = []
         if password is not None:
+            self._has_secret = True
             user = [] if username is None else [username.encode()]
             commands.append([b"AUTH", *user, password.encode()])
         commands.append([b"SELECT", b"%d" % db])
@@ -281,7 +283,7 @@ class _Connection:
             return self._fault_of(rest)
         if kind == b"+" or (kind, rest) == (b"$", b"-1"):
             return None
-        raise _ProtocolError(f"a status was due, and {kind + rest!r:.80} came")
+        raise _ProtocolError("a status was due, and something else came")
 
     def read_int(self) -> int | StoreFault:
         kind, rest = self._read_line()
@@ -289,7 +291,7 @@ class _Connection:
             return self._fault_of(rest)
         if kind == b":":
             return _as_int(rest)
-        raise _ProtocolError(f"a number was due, and {kind + rest!r:.80} came")
+        raise _ProtocolError("a number was due, and something else came")
 
     def read_blob(self, into: memoryview) -> int | StoreFault:
         """Read a blob straight into a buffer; return its bytes."""
@@ -297,7 +299,7 @@ class _Connection:
         if kind == b"-":
             return self._fault_of(rest)
         if kind != b"$":
-            raise _ProtocolError(f"a blob was due, and {kind + rest!r:.80} came")
+            raise _ProtocolError("a blob was due, and something else came")
         size = _as_int(rest)
         if size < 0:
             return StoreFault.MISSING
@@ -317,8 +319,14 @@ class _Connection:
         self._socket.close()
 
     def _fault_of(self, words: bytes) -> StoreFault:
-        self.last_error = words.decode("utf-8", "replace")
-        return _FAULTS.get(self.last_error.partition(" ")[0], StoreFault.REJECTED)
+        text = words.decode("utf-8", "replace")
+        code = text.partition(" ")[0]
+        if self._has_secret:
+            # A server that does not know AUTH repeats its arguments.
+            kind = code if code in _FAULTS else "an error of another kind"
+            text = f"the server answered {kind} (its words may hold the password)"
+        self.last_error = text
+        return _FAULTS.get(code, StoreFault.REJECTED)
 
     def _read_line(self) -> tuple[bytes, bytes]:
         """Return the first byte of a line, which says what it is, and the rest."""
@@ -360,7 +368,7 @@ def _as_int(text: bytes) -> int:
     try:
         return int(text)
     except ValueError:
-        raise _ProtocolError(f"a number was due, and {text!r:.80} came") from None
+        raise _ProtocolError("a number was due, and something else came") from None
 
 
 def _fault_in(answer: int | StoreFault) -> StoreFault | None:

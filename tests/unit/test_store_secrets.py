@@ -1,0 +1,162 @@
+"""Passwords of stores: whatever a server answers and whatever is wrong with a setting, no message
+has one."""
+
+import re
+import socketserver
+import threading
+import traceback
+
+import pytest
+
+from mamba_cache import CacheConfig, InvalidArgumentError
+from mamba_cache.cli import doctor
+from mamba_cache.stores import StoreFault, ValkeyStore, open_store
+
+PASSWORD = "hunter2"
+ECHOES = {
+    "old server": b"-ERR unknown command `AUTH`, with args beginning with: `%s`, \r\n",
+    "first word": b"-%s is no command\r\n",
+    "known word": b"-WRONGPASS for %s\r\n",
+    "status": b"+%s\r\n",
+    "number": b":%s\r\n",
+    "blob": b"$%s\r\n",
+    "no protocol": b"%s\r\n",
+    "no end": b"%s" * 20_000,
+}
+
+
+class Echo(socketserver.StreamRequestHandler):
+    """Answers each command with what came in it; the first ones may be answered as usual."""
+
+    def handle(self):
+        for number, arguments in enumerate(iter(self.command, None)):
+            if arguments[0] == b"AUTH":
+                self.server.passwords.append(arguments[-1])
+            if number < self.server.num_ok:
+                self.wfile.write(b"+OK\r\n")
+            else:
+                self.wfile.write(self.server.echo.replace(b"%s", PASSWORD.encode()))
+
+    def command(self):
+        line = self.rfile.readline()
+        if not line.startswith(b"*"):
+            return None
+        arguments = []
+        for _ in range(int(line[1:])):
+            size = int(self.rfile.readline()[1:])
+            arguments.append(self.rfile.read(size))
+            self.rfile.read(2)
+        return arguments
+
+
+@pytest.fixture
+def echo(request):
+    """A server without AUTH, which repeats what it is sent."""
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo)
+    server.daemon_threads = True
+    server.echo, server.num_ok, server.passwords = ECHOES["old server"], 0, []
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def store_at(server):
+    return ValkeyStore("127.0.0.1", server.server_address[1], password=PASSWORD, timeout_seconds=5)
+
+
+@pytest.mark.parametrize("num_ok", [0, 1, 2])
+@pytest.mark.parametrize("echo_of", ECHOES)
+def test_what_a_server_says_after_the_password_is_not_repeated(echo, echo_of, num_ok) -> None:
+    """At AUTH, at SELECT, and at all later commands."""
+    echo.echo, echo.num_ok = ECHOES[echo_of], num_ok
+    store = store_at(echo)
+    buffer = memoryview(bytearray(8))
+    answers = [
+        *store.exists_many(["key"]),
+        *store.put_many(["key"], [buffer]),
+        *store.get_many_into(["key"], [buffer]),
+        *store.remove(["key"]),
+    ]
+    health = store.health()
+    assert echo.passwords[0] == PASSWORD.encode()
+    told = f"{health!r} {health.detail} {store!r} {answers!r}"
+    assert PASSWORD not in told
+    if echo_of == "old server":
+        assert health.fault is StoreFault.REJECTED
+        assert "an error of another kind" in health.detail
+    if echo_of == "known word":
+        assert health.fault is StoreFault.DENIED
+        assert "WRONGPASS" in health.detail
+    store.close()
+
+
+def test_the_doctor_does_not_repeat_it(echo, capsys) -> None:
+    found = list(doctor.check_store(f"valkey://:{PASSWORD}@127.0.0.1:{echo.server_address[1]}"))
+    assert [each.status for each in found] == ["failed"]
+    assert "refused" in found[0].detail or "error" in found[0].detail
+    assert PASSWORD not in repr(found)
+    assert echo.passwords == [PASSWORD.encode()]
+
+
+def test_without_a_password_a_servers_words_are_told(echo) -> None:
+    """They say what is wrong, and nothing secret was sent."""
+    echo.echo = b"-ERR DB index is out of range\r\n"
+    store = ValkeyStore("127.0.0.1", echo.server_address[1], db=99)
+    assert "DB index is out of range" in store.health().detail
+    store.close()
+
+
+def told_by(call):
+    """All that an error tells: its words, those of its causes, and its traceback."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        call()
+    frames = "".join(traceback.format_exception(caught.value))
+    shown = re.sub(r"^  File .*\n(    .*\n)*", "", frames, flags=re.MULTILINE)  # source lines
+    return f"{caught.value!r} {caught.value} {shown}"
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        f"valkey://:{PASSWORD}@host".encode(),
+        bytearray(f"valkey://:{PASSWORD}@host".encode()),
+        [f"valkey://:{PASSWORD}@host"],
+        {"password": PASSWORD},
+    ],
+    ids=["bytes", "bytearray", "list", "dict"],
+)
+@pytest.mark.parametrize("use", ["config", "open_store"])
+def test_a_store_of_another_kind_is_not_repeated(store, use) -> None:
+    settings = {"num_kv_blocks": 4, "max_slots": 2, "host_cache_gb": 1, "hash_secret": b"s"}
+    if use == "config":
+        told = told_by(lambda: CacheConfig(**settings, store=store))
+    else:
+        told = told_by(lambda: open_store(store))
+    assert PASSWORD not in told
+    assert type(store).__name__ in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"valkey://host?{PASSWORD}",
+        f"valkey://host?{PASSWORD}=1",
+        f"valkey://host?timeout=1&{PASSWORD}",
+        f"valkey://host?timeout={PASSWORD}",
+        f"valkey://u:1?ttl={PASSWORD}@host",
+        f"valkey://host?password_env={PASSWORD}",
+        f"valkey://host/{PASSWORD}",
+        f"valkey://host:{PASSWORD}",
+        f"mooncake://host:1?segment={PASSWORD}",
+        f"memory://?max={PASSWORD}",
+        f"valkey://u:pass/{PASSWORD}@host",
+        f"{PASSWORD}://host",
+        f"valkeys://host?ca={PASSWORD}",
+        f"valkeys://host?cert={PASSWORD}",
+    ],
+)
+def test_no_part_of_a_url_that_may_be_a_password_is_repeated(url) -> None:
+    assert PASSWORD not in told_by(lambda: open_store(url))
+    config = {"num_kv_blocks": 4, "max_slots": 2, "host_cache_gb": 1, "hash_secret": b"s"}
+    assert PASSWORD not in repr(CacheConfig(**config, store=url))
