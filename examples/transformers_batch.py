@@ -66,18 +66,17 @@ def main() -> int:
         rollouts = cache.generate_batch(
             prompts[:1], num_return_sequences=4, do_sample=True, max_new_tokens=12, seeds=1
         )
-        stats = cache.batch_stats()
-    assert stats is not None
+        stats, counts = cache.stats(), cache.batch_stats()
+    assert counts is not None
     agree = [one.generated_tokens == answer for one, answer in zip(outputs, alone, strict=True)]
     answers = {tuple(one.generated_tokens) for one in rollouts.values()}
-    counts = stats.counts
     batched = counts.prefill_forwards + counts.decode_steps
     print(f"{len(prompts)} prompts of {len(prompts[0])} tokens and more, 5 to 40 new ones each")
     print(f"one by one        {forwards:4} forwards")
     print(f"generate_batch    {batched:4} forwards, those of the rollouts included")
-    print(f"prompt tokens     {stats.cache.skipped_tokens:,} came from the cache")
+    print(f"prompt tokens     {stats.skipped_tokens:,} came from the cache")
     print(f"answers           {'agree' if all(agree) else 'DIFFER'}")
-    print(f"rollouts          {len(answers)} different ones, {stats.cache.forks} of them forks")
+    print(f"rollouts          {len(answers)} different ones, {stats.forks} of them forks")
     return 0 if all(agree) else 1
 
 

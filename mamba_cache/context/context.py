@@ -27,9 +27,9 @@ from mamba_cache.context.invariants import check_requests, check_states_of_block
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
-    BatchCounts,
     BlockCopier,
     LiveRows,
+    RequestCounts,
     SharedStore,
     check_shared,
     kv_pool_size,
@@ -299,7 +299,7 @@ class DynamicInferenceContext:
         live_states = self.live_states.tensors if self.live_states.spec.is_mamba else {}
         self.mamba_conv_states = live_states.get("conv")
         self.mamba_ssm_states = live_states.get("ssm")
-        self.batch_dimensions = BatchCounts()
+        self.batch_dimensions = RequestCounts()
         self.paused_request_count = 0
 
     def _make_slots(

@@ -34,10 +34,10 @@ from mamba_cache.states import (
 
 __all__ = [
     "SLOT_FIELDS",
-    "BatchCounts",
     "BlockCopier",
     "KindLayers",
     "LiveRows",
+    "RequestCounts",
     "SharedStore",
     "check_shared",
     "kv_pool_size",
@@ -128,7 +128,7 @@ class BlockCopier:
 
 
 @dataclass(slots=True)
-class BatchCounts:
+class RequestCounts:
     """How many requests of each kind the latest step has.
 
     Attributes:

@@ -51,13 +51,13 @@ def test_replayed_steps_compute_what_eager_ones_do(family, generator):
     lengths = {"max_new_tokens": 40}
     expected = run(eager, prompts, continuous_batching_config=EAGER, **lengths)
     assert run(replayed, prompts, **lengths) == expected
-    graphs = replayed.batch_stats().graphs
+    graphs = replayed.batch_stats()
     assert graphs.eager_steps == 0, graphs.eager_reason
-    assert graphs.replays == replayed.batch_stats().counts.decode_steps > 0
-    assert graphs.captures == len(graphs.sizes) == 5  # 1, 2, 4, 8 and 12
+    assert graphs.replays == graphs.decode_steps > 0
+    assert graphs.captures == len(graphs.graph_sizes) == 5  # 1, 2, 4, 8 and 12
     assert graphs.warm_up_seconds > 0
-    assert eager.batch_stats().graphs.replays == 0
-    assert eager.batch_stats().graphs.eager_reason == "use_cuda_graph is False"
+    assert eager.batch_stats().replays == 0
+    assert eager.batch_stats().eager_reason == "use_cuda_graph is False"
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
@@ -66,12 +66,12 @@ def test_what_a_step_takes_beside_the_models_own_code(family, num_attention, gen
     """One launch sorts its inputs, and three serve each attention layer."""
     cache = make_cache(make_model(family))
     run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER)
-    before = cache.batch_stats().counts.decode_steps
+    before = cache.batch_stats().decode_steps
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
         run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER)
         torch.cuda.synchronize()
-    steps = cache.batch_stats().counts.decode_steps - before
+    steps = cache.batch_stats().decode_steps - before
     on_gpu = torch.profiler.DeviceType.CUDA
     names = [one.name for one in profile.events() if one.device_type == on_gpu]
     kernels = {"_sort_kernel": steps}
@@ -111,13 +111,13 @@ def test_captures_between_calls_leave_what_is_cached_alone(generator):
     model = make_model("nemotron_h")
     cache, prompts = make_cache(model), prompts_of(generator, 12)
     first = run(cache, prompts[:2])
-    assert cache.batch_stats().graphs.sizes == (1, 2)
+    assert cache.batch_stats().graph_sizes == (1, 2)
     everything = run(cache, prompts)  # captures larger batches beside cached blocks
     assert everything[:2] == first
-    before = cache.batch_stats().cache.skipped_tokens
+    before = cache.stats().skipped_tokens
     assert run(cache, prompts[:2]) == first
-    assert cache.batch_stats().cache.skipped_tokens > before
-    assert cache.batch_stats().graphs.captures == 5
+    assert cache.stats().skipped_tokens > before
+    assert cache.batch_stats().captures == 5
 
 
 def test_a_model_whose_weights_lie_elsewhere_is_captured_anew(generator):
@@ -129,8 +129,8 @@ def test_a_model_whose_weights_lie_elsewhere_is_captured_anew(generator):
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     assert run(cache, prompts) == expected
-    assert cache.batch_stats().graphs.captures == 4
-    assert cache.batch_stats().graphs.eager_steps == 0
+    assert cache.batch_stats().captures == 4
+    assert cache.batch_stats().eager_steps == 0
 
 
 def test_a_model_that_cannot_be_captured_is_run_eagerly_and_says_why(generator):
@@ -139,8 +139,8 @@ def test_a_model_that_cannot_be_captured_is_run_eagerly_and_says_why(generator):
     model.model.layers[0].register_forward_hook(lambda *args: args[2].sum().item() and None)
     cache = make_cache(model)
     assert run(cache, prompts) == expected
-    graphs = cache.batch_stats().graphs
-    assert (graphs.replays, graphs.sizes) == (0, ())
+    graphs = cache.batch_stats()
+    assert (graphs.replays, graphs.graph_sizes) == (0, ())
     assert graphs.eager_reason.startswith("the model's decode step cannot be captured: ")
 
 
@@ -200,4 +200,4 @@ def test_requests_that_end_and_begin_while_others_decode(generator):
     # In half precision a batch rounds otherwise than one request does, which may turn a token.
     assert [len(one.generated_tokens) for one in outputs.values()] == lengths
     assert sum(same) >= 12
-    assert together.batch_stats().graphs.eager_steps == 0
+    assert together.batch_stats().eager_steps == 0

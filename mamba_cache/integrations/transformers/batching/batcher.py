@@ -18,7 +18,7 @@ import torch
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import CacheStats, DynamicInferenceContext, PreparedRequest, Request, Step
+from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
 from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
     CapacityError,
@@ -28,7 +28,7 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.decode import DecodeStep, padded_sizes
-from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs, GraphCounts
+from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.batching.prefill import ComputedChunks, PrefillStep
@@ -40,7 +40,7 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 
-__all__ = ["BatchCounts", "BatchStats", "Batcher", "BatcherSettings"]
+__all__ = ["BatchStats", "Batcher", "BatcherSettings"]
 
 _COPIED_BYTES = 2**31
 """Of keys and values before the chunks of one forward, which are copied for it."""
@@ -70,18 +70,24 @@ class BatcherSettings:
     fewest_tokens: int  # what a chunk of a prompt must have at least
 
 
-@dataclass(slots=True)
-class BatchCounts:
-    """What was computed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStats:
+    """What ``generate_batch`` computed so far; ``stats()`` has what the cache did.
 
     Attributes:
         steps: Steps of all kinds.
-        decode_steps: Those in which a request decoded.
+        decode_steps: Steps in which a request decoded.
         decoded_tokens: Tokens that these brought.
         prefill_forwards: Forwards over chunks of prompts.
         prefill_tokens: Tokens that these computed.
         rectangles: Those of them that took several requests.
         moves: Requests that were put into other rows, so that a smaller batch does for all.
+        captures: CUDA graphs captured.
+        graph_sizes: Sizes of decode batches that have one now.
+        warm_up_seconds: Time of all captures, with the runs before them.
+        replays: Decode steps that were replayed.
+        eager_steps: Decode steps that were not.
+        eager_reason: Why the last one of these was not; empty if there was none.
     """
 
     steps: int = 0
@@ -91,21 +97,12 @@ class BatchCounts:
     prefill_tokens: int = 0
     rectangles: int = 0
     moves: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStats:
-    """What ``generate_batch`` did so far.
-
-    Attributes:
-        cache: What the cache did and holds, ``generate``'s part included.
-        counts: What it computed.
-        graphs: What CUDA graphs took and did.
-    """
-
-    cache: CacheStats
-    counts: BatchCounts
-    graphs: GraphCounts
+    captures: int = 0
+    graph_sizes: tuple[int, ...] = ()
+    warm_up_seconds: float = 0.0
+    replays: int = 0
+    eager_steps: int = 0
+    eager_reason: str = ""
 
 
 class _AtTheEnd:
@@ -141,7 +138,7 @@ class Batcher:
 
     Attributes:
         context: The requests' memory, and the cache.
-        counts: What was computed.
+        counts: What was computed, by the fields of ``BatchStats``.
 
     Raises:
         InvalidArgumentError: The model keeps what a context has no place for.
@@ -198,15 +195,15 @@ class Batcher:
             capture,
             rectangle_tokens=max(_COPIED_BYTES // max(token_bytes, 2**13), settings.chunk_tokens),
         )
+        self.counts: Counter[str] = Counter()
         self._graphs = DecodeGraphs(
-            self._decode.compute, self._decode.clear_step, self.context.device
+            self._decode.compute, self._decode.clear_step, self.context.device, self.counts
         )
         self._sizes = padded_sizes(settings.max_requests)
         self._sampler = Sampler(self.context.device)
         self._scheduler: Scheduler[BatchRequest] = Scheduler(
             self.context, max_wait_steps=_MAX_WAIT_STEPS, find=WeakCallback(self._find)
         )
-        self.counts = BatchCounts()
         self._decoding = _Decoding()
         self._num_requests = 0
         self._faulty: list[BatchRequest] = []  # requests whose last step failed
@@ -429,7 +426,7 @@ class Batcher:
                 request.prepared = replace(request.prepared, request=own)
                 self._scheduler.rename(old, request)
                 self._num_requests += 1
-                self.counts.moves += 1
+                self.counts["moves"] += 1
                 self._store.counters.forks -= 1  # it is none of an answer
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
@@ -449,7 +446,7 @@ class Batcher:
         if kept is not None:
             for name, states in kept[1].items():
                 self.context.live_states[name].index_copy_(1, kept[0], states)
-        self.counts.decode_steps += 1
+        self.counts["decode_steps"] += 1
         return logits
 
     def _idle_rows(self, bound: int) -> list[int]:
@@ -561,11 +558,11 @@ class Batcher:
             self._faulty = [
                 one for one in self._faulty if one.fault is not None and not one.is_over
             ]
-        self.counts.steps += 1
-        self.counts.prefill_forwards += len(computed)
-        self.counts.rectangles += sum(len(chunks.requests) > 1 for chunks in computed)
-        self.counts.decoded_tokens += num_decodes
-        self.counts.prefill_tokens += sum(part.num_tokens for _, part in chunks)
+        self.counts["steps"] += 1
+        self.counts["prefill_forwards"] += len(computed)
+        self.counts["rectangles"] += sum(len(chunks.requests) > 1 for chunks in computed)
+        self.counts["decoded_tokens"] += num_decodes
+        self.counts["prefill_tokens"] += sum(part.num_tokens for _, part in chunks)
         sampled = decoded + [request for request, part in chunks if part.samples]
         values = tokens.tolist()
         forks: list[tuple[BatchRequest, int]] = []
@@ -657,11 +654,17 @@ class Batcher:
             for one in prepared:
                 blocks.deregister_blocks(blocks.match_prefix(one.hashes))
             self._store.counters.restore(before)
-            self.counts = BatchCounts()
+            self.counts.clear()
 
     def stats(self) -> BatchStats:
-        """Returns what was done so far."""
-        return BatchStats(self._store.stats(), replace(self.counts), replace(self._graphs.counts))
+        """Return what was done so far."""
+        graphs, counts = self._graphs, cast("dict[str, Any]", dict(self.counts))
+        return BatchStats(
+            **counts,
+            graph_sizes=graphs.sizes,
+            warm_up_seconds=graphs.warm_up_seconds,
+            eager_reason=graphs.eager_reason,
+        )
 
     def drop(self) -> None:
         """Ends all requests, and a step in flight; what is cached stays."""
@@ -674,8 +677,8 @@ class Batcher:
         self._attention.put_back()
         self._clear()
         self._graphs.forget()
-        self.counts = BatchCounts()
-        self._graphs.counts = GraphCounts()
+        self._graphs.warm_up_seconds, self._graphs.eager_reason = 0.0, ""
+        self.counts.clear()
         self.context.reset()
 
     def _clear(self) -> None:

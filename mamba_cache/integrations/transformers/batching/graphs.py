@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["DecodeGraphs", "GraphCounts"]
+__all__ = ["DecodeGraphs"]
 
 _WARM_UPS = 2
 """The first run compiles kernels and may time them; the second one runs as all later ones do."""
-
-
-@dataclass(slots=True)
-class GraphCounts:
-    """What CUDA graphs took and did.
-
-    Attributes:
-        captures: Graphs captured.
-        sizes: Sizes of decode batches that have one now.
-        warm_up_seconds: What all captures took, the runs before them included.
-        replays: Steps that were replayed.
-        eager_steps: Steps that were not.
-        eager_reason: Why the last one of these was not; empty if there was none.
-    """
-
-    captures: int = 0
-    sizes: tuple[int, ...] = ()
-    warm_up_seconds: float = 0.0
-    replays: int = 0
-    eager_steps: int = 0
-    eager_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -52,24 +32,33 @@ class DecodeGraphs:
             at the same addresses each time.
         quiet: Makes ``compute`` touch nothing that anybody needs, for warm-ups between steps.
         device: Where it runs.
+        counts: Counts "captures", "replays" and "eager_steps".
 
     Attributes:
-        counts: What was done.
+        warm_up_seconds: Time of all captures, with the runs before them.
+        eager_reason: Why the last step that was not replayed was not; empty if there was none.
     """
 
     compute: Callable[[int], torch.Tensor]
     quiet: Callable[[], None]
     device: torch.device
-    counts: GraphCounts = field(default_factory=GraphCounts)
+    counts: Counter[str]
+    warm_up_seconds: float = 0.0
+    eager_reason: str = ""
     _graphs: dict[int, _Graph] = field(default_factory=dict)
     _made_for: Hashable = None
     _refusal: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of decode batches that have a graph now."""
+        return tuple(sorted(self._graphs))
 
     def prepare(self, sizes: Sequence[int], made_for: Hashable) -> None:
         """Captures a graph for each size that has none; to be called while nobody decodes.
 
         A model that cannot be captured, because it waits for the device or allocates otherwise each
-        time, is computed eagerly from then on; ``counts`` says why.
+        time, is computed eagerly from then on; ``eager_reason`` says why.
 
         Args:
             sizes: Rows of the batches that are to come.
@@ -91,7 +80,7 @@ class DecodeGraphs:
         try:
             for size in sizes:  # the largest first, so that the others fit into its memory
                 self._graphs[size] = self._capture(size)
-                self.counts.captures += 1
+                self.counts["captures"] += 1
         except Exception as error:
             # Whatever a model does that cannot be captured. Nothing of it may stay.
             torch.cuda.synchronize(self.device)
@@ -103,8 +92,7 @@ class DecodeGraphs:
         finally:
             self.quiet()
             torch.cuda.synchronize(self.device)
-            self.counts.warm_up_seconds += time.perf_counter() - began
-            self.counts.sizes = tuple(sorted(self._graphs))
+            self.warm_up_seconds += time.perf_counter() - began
 
     def _capture(self, size: int) -> _Graph:  # pragma: no cover - tests/gpu run it
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -133,13 +121,13 @@ class DecodeGraphs:
         """
         found = None if is_eager else self._graphs.get(size)
         if found is None:
-            self.counts.eager_steps += 1
-            self.counts.eager_reason = (
+            self.counts["eager_steps"] += 1
+            self.eager_reason = (
                 is_eager or self._refusal or f"no graph was captured for {size} rows"
             )
             return self.compute(size)
         found.graph.replay()  # pragma: no cover - tests/gpu run it
-        self.counts.replays += 1  # pragma: no cover
+        self.counts["replays"] += 1  # pragma: no cover
         return found.logits  # pragma: no cover
 
     def forget(self) -> None:
@@ -147,4 +135,3 @@ class DecodeGraphs:
         self._graphs.clear()
         self._refusal = ""
         self._made_for = None
-        self.counts.sizes = ()
