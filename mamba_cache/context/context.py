@@ -1251,7 +1251,7 @@ class DynamicInferenceContext:
         below = (self.disk_tier, self.store_tier)
         return (
             self._tiering.host.stats(),
-            *(tier.tier_stats() for tier in below if tier is not None),
+            *(tier.stats() for tier in below if tier is not None),
         )
 
     @property

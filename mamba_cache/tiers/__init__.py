@@ -12,7 +12,7 @@ from mamba_cache.tiers.directory import (
     folders,
     remove_folder,
 )
-from mamba_cache.tiers.disk import DiskStats, DiskTier
+from mamba_cache.tiers.disk import DiskTier
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     EntryFacts,
@@ -32,11 +32,10 @@ from mamba_cache.tiers.identity import (
     ParallelRank,
     tenant_digest,
 )
-from mamba_cache.tiers.jobs import LowerTierStats
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption, quickest
 from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
-from mamba_cache.tiers.remote import RemoteStats, RemoteTier
+from mamba_cache.tiers.remote import RemoteTier
 from mamba_cache.tiers.rows import PrefixRowPolicy, RowLease, RowPolicy, RowPool
 from mamba_cache.tiers.transfers import (
     CopyJob,
@@ -54,7 +53,6 @@ __all__ = [
     "CacheIdentity",
     "CopyJob",
     "CudaTransfers",
-    "DiskStats",
     "DiskTier",
     "Done",
     "Drop",
@@ -68,7 +66,6 @@ __all__ = [
     "HostTier",
     "LoadPlanner",
     "LowerTier",
-    "LowerTierStats",
     "Mark",
     "ModelIdentity",
     "Numerics",
@@ -79,7 +76,6 @@ __all__ = [
     "PrefixRowPolicy",
     "Rates",
     "Refusal",
-    "RemoteStats",
     "RemoteTier",
     "Resumption",
     "RowFormat",

@@ -41,7 +41,6 @@ from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.jobs import (
     Job,
     LoadJob,
-    LowerTierStats,
     PutJob,
     TierJobs,
     report_error,
@@ -50,42 +49,13 @@ from mamba_cache.tiers.protocols import Done
 from mamba_cache.tiers.rows import RowLease, RowPool
 from mamba_cache.tiers.slab import SlabFile, Submit, row_bytes_of
 
-__all__ = ["DiskStats", "DiskTier"]
+__all__ = ["DiskTier"]
 
 _WRITES_AT_ONCE: Final = 16
 """Entries that share one wait for the disk."""
 
 _FAILURES_TO_REST: Final = 2
 _REST_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStats(LowerTierStats):
-    """What the disk tier did since it was opened, and what it holds now.
-
-    Besides, ``not_written`` has "no_row", "disk_full" and "io_error".
-
-    Attributes:
-        entries: Entries that can be found now, by kind.
-        rows: Rows that the files have room for now, by kind.
-        max_rows: Rows that they may have at most, by kind.
-        disk_bytes: What the files take on the disk.
-        is_direct: Whether reads and writes go past the page cache (``O_DIRECT``).
-        recovered: Entries that were there when it was opened.
-        not_recovered: Rows that held something else then, by reason.
-        evicted: Entries given up for others.
-        io_errors: Reads, writes and waits that the system refused, a full disk not counted.
-    """
-
-    entries: Mapping[str, int]
-    rows: Mapping[str, int]
-    max_rows: Mapping[str, int]
-    disk_bytes: int
-    is_direct: bool
-    recovered: int
-    not_recovered: Mapping[str, int]
-    evicted: int
-    io_errors: int
 
 
 class DiskTier:
@@ -300,14 +270,16 @@ class DiskTier:
             reader.join()
         self._close_files()
 
-    def stats(self) -> DiskStats:
+    def stats(self) -> TierStats:
         """Return what it did so far and what it holds now."""
         with self._lock:
             files = {kind.name.lower(): file for kind, file in self._files.items()}
-            return DiskStats(
+            return TierStats(
+                name=self.name,
                 entries={name: len(file.rows) for name, file in files.items()},
-                rows={name: file.slab.num_rows for name, file in files.items()},
-                max_rows={name: file.slab.max_rows for name, file in files.items()},
+                rows={name: file.slab.max_rows for name, file in files.items()},
+                ready_rows={name: file.slab.num_rows for name, file in files.items()},
+                row_bytes={name: file.slab.row_bytes for name, file in files.items()},
                 disk_bytes=self._disk_bytes(),
                 is_direct=all(file.slab.is_direct for file in files.values()),
                 is_healthy=self.is_healthy,
@@ -317,19 +289,6 @@ class DiskTier:
                 io_errors=self._jobs.counts["io_errors"],
                 **self._jobs.stats(),
             )
-
-    def tier_stats(self) -> TierStats:
-        """Return the same in the form that all tiers have in common."""
-        stats = self.stats()
-        row_bytes = {kind.name.lower(): file.slab.row_bytes for kind, file in self._files.items()}
-        return stats.of_all_tiers(
-            self.name,
-            entries=stats.entries,
-            rows=stats.max_rows,
-            ready_rows=stats.rows,
-            row_bytes=row_bytes,
-            evicted=stats.evicted,
-        )
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself.

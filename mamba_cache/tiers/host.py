@@ -80,31 +80,73 @@ class HostLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """What a tier holds, and what it did since it was made or reset.
+    """What a tier holds, and what it did since it was made, opened or reset.
+
+    What a tier does not have is 0 or empty.
 
     Attributes:
         name: What the tier is called.
+        is_healthy: Whether calls are taken now.
         entries: Entries that can be found now, by kind: "kv" and "state".
-        rows: Rows that there will be, by kind.
-        ready_rows: Rows that can be used now, by kind; of pinned memory they come in time.
+        rows: Rows that there may be, by kind.
+        ready_rows: Rows that can be used now, by kind: pinned memory and files grow in time.
         row_bytes: Bytes of one row, by kind.
-        stored: Entries that were written to their end.
+        loads: Entries asked for.
         restored: Entries that were read by a hit and verified.
-        evicted: Entries given up for others.
-        dropped: Entries that were not stored, by reason.
         refused: Entries that were looked for and not restored, by reason.
+        puts: Entries offered.
+        stored: Entries that were written to their end.
+        found_stored: Entries offered that another process had stored before.
+        dropped: Entries that were not stored, by reason. Disk and store have "first_use",
+            "in_flight", "queue_full", "unhealthy" and "aborted"; the disk also "no_row",
+            "disk_full" and "io_error"; the store also "unconfirmed", "not_removed", "timed_out",
+            "error" and the values of ``StoreFault``.
+        evicted: Entries given up for others.
+        read_bytes: Payloads read.
+        written_bytes: Payloads written.
+        read_seconds: Time in which threads read and verified them, in sum.
+        write_seconds: Time in which threads digested and wrote them.
+        disk_bytes: What the files take on the disk.
+        is_direct: Whether reads and writes go past the page cache (``O_DIRECT``).
+        recovered: Entries that were there when the disk was opened.
+        not_recovered: Rows that held something else then, by reason.
+        io_errors: Reads, writes and waits that the system refused, a full disk not counted.
+        asks: Questions what the store has.
+        faults: What the store answered instead of doing what it was asked, by ``StoreFault``, key
+            by key, "missing" not counted; "error" where a call raised.
+        given_up: Calls of the store that did not return by their deadline.
+        hung: Of these, those that have not returned yet; each keeps a thread and its buffers.
+        opened: How often the store was left alone after failures.
     """
 
     name: str
+    is_healthy: bool = True
     entries: Mapping[str, int] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
     ready_rows: Mapping[str, int] = field(default_factory=dict)
     row_bytes: Mapping[str, int] = field(default_factory=dict)
-    stored: int
+    loads: int = 0
     restored: int
-    evicted: int = 0
-    dropped: Mapping[str, int]
     refused: Mapping[str, int]
+    puts: int = 0
+    stored: int
+    found_stored: int = 0
+    dropped: Mapping[str, int]
+    evicted: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    disk_bytes: int = 0
+    is_direct: bool = False
+    recovered: int = 0
+    not_recovered: Mapping[str, int] = field(default_factory=dict)
+    io_errors: int = 0
+    asks: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)
+    given_up: int = 0
+    hung: int = 0
+    opened: int = 0
 
 
 _NAMES = {EntryKind.KV: "kv", EntryKind.STATE: "state"}

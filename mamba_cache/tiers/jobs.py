@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -23,56 +23,12 @@ from typing import Any, Final, TypeVar
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvariantError
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal
-from mamba_cache.tiers.host import TierStats
 
-__all__ = ["Job", "LoadJob", "LowerTierStats", "PutJob", "TierJobs", "report_error"]
+__all__ = ["Job", "LoadJob", "PutJob", "TierJobs", "report_error"]
 
 _MAX_FIRST_USES: Final = 2**16
 _LOOK_SECONDS: Final = 1.0
 """After which an idle thread looks by itself: an interrupt in ``notify`` may lose the next one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowerTierStats:
-    """What a tier below host memory did so far.
-
-    Attributes:
-        is_healthy: Whether calls are taken now.
-        loads: Entries asked for.
-        hits: Those that were read and verified.
-        refused: Those that were not, by reason.
-        puts: Entries offered.
-        written: Those that were stored.
-        not_written: Those that were not, by reason: "first_use", "in_flight", "queue_full",
-            "unhealthy", "aborted", and what the tier says besides.
-        read_bytes: Payloads read.
-        written_bytes: Payloads written.
-        read_seconds: Time in which threads read and verified them, in sum.
-        write_seconds: Time in which threads digested and wrote them.
-    """
-
-    is_healthy: bool
-    loads: int
-    hits: int
-    refused: Mapping[str, int]
-    puts: int
-    written: int
-    not_written: Mapping[str, int]
-    read_bytes: int
-    written_bytes: int
-    read_seconds: float
-    write_seconds: float
-
-    def of_all_tiers(self, name: str, **own: Any) -> TierStats:
-        """Return them in the form that all tiers have in common, with what a tier has besides."""
-        return TierStats(
-            name=name,
-            stored=self.written,
-            restored=self.hits,
-            dropped=self.not_written,
-            refused=self.refused,
-            **own,
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -318,15 +274,19 @@ class TierJobs:
             self.end(job, refusal, reason)
 
     def stats(self) -> dict[str, Any]:
-        """Return what ``LowerTierStats`` has but for ``is_healthy``; the lock is held."""
-        counts, not_written = self.counts, dict(self.not_written)
+        """Return the fields of ``TierStats`` that are counted here; the lock is held."""
+        counts, dropped = self.counts, dict(self.not_written)
         stored = counts["known"] + counts["written"] + counts["found_stored"]
-        names = "hits", "read_bytes", "written", "written_bytes"
-        return {name: counts[name] for name in names} | {
+        return {
             "loads": counts["hits"] + self.refused.total() + len(self.open_jobs(LoadJob)),
+            "restored": counts["hits"],
             "refused": {each.value: count for each, count in self.refused.items()},
-            "puts": stored + sum(not_written.values()) + len(self.open_jobs(PutJob)),
-            "not_written": not_written,
+            "puts": stored + sum(dropped.values()) + len(self.open_jobs(PutJob)),
+            "stored": counts["written"],
+            "found_stored": counts["found_stored"],
+            "dropped": dropped,
+            "read_bytes": counts["read_bytes"],
+            "written_bytes": counts["written_bytes"],
             "read_seconds": self.read_seconds,
             "write_seconds": self.write_seconds,
         }

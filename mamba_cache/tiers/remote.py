@@ -28,7 +28,6 @@ from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.jobs import (
     Job,
     LoadJob,
-    LowerTierStats,
     PutJob,
     TierJobs,
     report_error,
@@ -36,7 +35,7 @@ from mamba_cache.tiers.jobs import (
 from mamba_cache.tiers.manifest import chunk_slices, manifest_bytes, read_manifest, write_manifest
 from mamba_cache.tiers.protocols import Done, Found
 
-__all__ = ["RemoteStats", "RemoteTier"]
+__all__ = ["RemoteTier"]
 
 _CHUNK_BYTES: Final = 2**21
 """Of the format, as the header is: all who share a store have the same."""
@@ -52,34 +51,6 @@ _BELIEVED_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteStats(LowerTierStats):
-    """What the store tier did since it was made.
-
-    What is ``written`` was confirmed. Besides, ``not_written`` has "unconfirmed" (the store said
-    that it has what it has not), "not_removed" (a bad entry of the same key is still there),
-    "timed_out", "error", or the value of a ``StoreFault``.
-
-    Attributes:
-        store: The store's name.
-        asks: Questions what the store has.
-        found_stored: Entries offered that somebody had stored before.
-        faults: What the store answered instead of doing what it was asked, by ``StoreFault``, key
-            by key, "missing" not counted; "error" where a call raised.
-        given_up: Calls that did not return by their deadline.
-        hung: Of these, those that have not returned yet; each keeps a thread and its buffers.
-        opened: How often the store was left alone after failures.
-    """
-
-    store: str
-    asks: int
-    found_stored: int
-    faults: Mapping[str, int]
-    given_up: int
-    hung: int
-    opened: int
 
 
 @dataclass(slots=True, eq=False)
@@ -357,24 +328,19 @@ class RemoteTier:
             self._jobs.close()
         self._watcher.join()  # which ends the others, where no interrupt reaches it
 
-    def stats(self) -> RemoteStats:
-        """Return what it did so far."""
+    def stats(self) -> TierStats:
+        """Return what it did so far; it has no rows of its own."""
         with self._lock:
-            return RemoteStats(
-                store=self.store.name,
+            return TierStats(
+                name=self.name,
                 is_healthy=self.is_healthy,
                 asks=self._counts["asks"],
-                found_stored=self._counts["found_stored"],
                 faults=dict(self._faults),
                 given_up=self._counts["given_up"],
                 hung=len(self._hung),
                 opened=self._counts["opened"],
                 **self._jobs.stats(),
             )
-
-    def tier_stats(self) -> TierStats:
-        """Return the same in the form that all tiers have in common; it has no rows of its own."""
-        return self.stats().of_all_tiers(self.name)
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself.

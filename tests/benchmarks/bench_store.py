@@ -126,7 +126,7 @@ def _measure_moves(url: str, *, small: bool) -> Iterator[Measurement]:
         tier.put(each, payload.data, lambda refusal: None)
     tier.flush()
     seconds = time.perf_counter() - begun
-    _check(tier.stats().written == _ENTRIES, f"{name} stored {tier.stats().not_written}")
+    _check(tier.stats().stored == _ENTRIES, f"{name} stored {tier.stats().dropped}")
     yield _rate(f"{name}: put and confirmed", num_bytes, seconds)
     into = [np.full(size, 255, np.uint8) for _ in facts]  # touched: its pages are there
     begun = time.perf_counter()
@@ -256,7 +256,7 @@ def _time_steps(pipe: Any, setting: _Setting, rounds: int, number: int) -> None:
     tier = engines[0].context.store_tier
     assert tier is not None, "it was made with one"
     tier.flush(_WAIT_SECONDS)
-    pipe.send((times[0], times[1], tier.stats().written))
+    pipe.send((times[0], times[1], tier.stats().stored))
     pipe.recv()
     engines[0].context.close()
 

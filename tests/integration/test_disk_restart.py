@@ -98,7 +98,7 @@ def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path) -> None:
     assert sum(skipped) < 160 * 6
     stats = second.context.disk_tier.stats()
     assert set(stats.refused) == {"mac"}
-    assert stats.hits + stats.refused["mac"] == stats.loads
+    assert stats.restored + stats.refused["mac"] == stats.loads
     second.context.check_invariants()
     second.context.close()
 

@@ -200,7 +200,8 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 run = Batcher.warm_up
 
 def told(self, most):
-    sys.stderr.write(f"<{self.context.max_requests} rows, {self._limits}, {self._is_eager}>\\n")
+    limits = self._scheduler.max_chunk_tokens, self._scheduler.max_requests
+    sys.stderr.write(f"<{self.context.max_requests} rows, {limits}, {self._is_eager}>\\n")
     run(self, most)
 
 Batcher.warm_up = told

@@ -110,8 +110,8 @@ class Run:
             wait_until(lambda each=each: not each.tier._hung)
             each.check()
             stats = each.tier.stats()
-            if sum(stats.refused.values()) + sum(stats.not_written.values()) == 0:
-                assert stats.hits == stats.loads
+            if sum(stats.refused.values()) + sum(stats.dropped.values()) == 0:
+                assert stats.restored == stats.loads
         # A store that is well again is used again, whatever it did.
         self.bench.turn(5.1)
         self.other.turn(61)

@@ -74,7 +74,7 @@ class Bench:
         self.end()
         self.tier.check_invariants()
         stats = self.tier.stats()
-        assert stats.loads == stats.hits + sum(stats.refused.values())
+        assert stats.loads == stats.restored + sum(stats.refused.values())
         assert not self.tier.num_queued
 
 

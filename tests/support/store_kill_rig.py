@@ -162,7 +162,7 @@ def write(url, shared):
         while True:
             number = shared.next_number()
             payload = memoryview(content_of(number))
-            before, over, refusals = tier.stats().not_written, threading.Event(), []
+            before, over, refusals = tier.stats().dropped, threading.Event(), []
 
             def done(refusal, refusals=refusals, over=over):
                 refusals.append(refusal)
@@ -174,7 +174,7 @@ def write(url, shared):
             if taken and not over.wait(HUNG_SECONDS):
                 tell("put", "hung", in_call, 0.0, {})
                 return
-            after = Counter(tier.stats().not_written) - Counter(before)
+            after = Counter(tier.stats().dropped) - Counter(before)
             outcome = next(iter(after), "stored")
             tell("put", outcome, in_call, 0.0, gained.of(tier.stats()))
             pause.wait(0.005 if taken else 0.05)

@@ -217,7 +217,7 @@ class StoreMachine(TieredMachine):
         assert not self.context.host_tier._lower
         assert all(handle.is_done for handle in self.prefetches)
         stats = self.tier.stats()
-        assert stats.loads == stats.hits + sum(stats.refused.values())
+        assert stats.loads == stats.restored + sum(stats.refused.values())
 
     def teardown(self):
         try:

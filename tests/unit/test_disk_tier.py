@@ -76,10 +76,10 @@ def test_an_entry_is_loaded_as_it_was_put(tier, kind, offset) -> None:
     assert put(tier, 1, kind) is None
     assert load(tier, 1, kind, offset=offset) == payload_of(1, kind)
     stats = tier.stats()
-    assert (stats.puts, stats.written, stats.loads, stats.hits) == (1, 1, 1, 1)
+    assert (stats.puts, stats.stored, stats.loads, stats.restored) == (1, 1, 1, 1)
     assert stats.written_bytes == stats.read_bytes == len(payload_of(1, kind))
     assert stats.entries == {"state": int(kind is STATE), "kv": int(kind is KV)}
-    assert stats.refused == stats.not_written == stats.not_recovered == {}
+    assert stats.refused == stats.dropped == stats.not_recovered == {}
 
 
 def test_payloads_at_any_address_are_stored(tier) -> None:
@@ -183,8 +183,8 @@ def test_an_entry_is_written_at_its_second_use(tmp_path) -> None:
     assert put(tier, 1) is None
     assert has(tier, 1) == [True]
     assert put(tier, 1) is None  # it is there
-    assert tier.stats().not_written == {"first_use": 1}
-    assert (tier.stats().puts, tier.stats().written) == (3, 1)
+    assert tier.stats().dropped == {"first_use": 1}
+    assert (tier.stats().puts, tier.stats().stored) == (3, 1)
     tier.close()
 
 
@@ -209,7 +209,7 @@ def test_the_least_recently_used_goes_and_the_end_of_a_prefix_before_its_beginni
     assert has(tier, 4) == [False]  # 4 was used before 0, 1 and 2 were
     stats = tier.stats()
     assert stats.evicted == 2
-    assert stats.entries["state"] == stats.rows["state"] == stats.max_rows["state"] == 4
+    assert stats.entries["state"] == stats.ready_rows["state"] == stats.rows["state"] == 4
 
 
 def test_the_capacity_is_held(tmp_path) -> None:
@@ -329,7 +329,7 @@ def test_a_smaller_capacity_cuts_the_file(tmp_path) -> None:
     first.close()
     second = open_tier(tmp_path, states=2, blocks=1)
     assert second.stats().recovered == 2
-    assert second.stats().rows["state"] == 2
+    assert second.stats().ready_rows["state"] == 2
     assert [load(second, number) for number in (0, 1)] == [payload_of(0), payload_of(1)]
     second.close()
 
@@ -473,7 +473,7 @@ def test_a_failed_write_is_counted_and_not_findable(tier, monkeypatch, call) -> 
     failing(errno.EIO, times=1).patch(monkeypatch, call)
     assert put(tier, 1) is Refusal.IO_ERROR
     assert has(tier, 1) == [False]
-    assert tier.stats().not_written == {"io_error": 1}
+    assert tier.stats().dropped == {"io_error": 1}
     assert put(tier, 1) is None
     assert load(tier, 1) == payload_of(1)
 
@@ -526,7 +526,7 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert has(tier, 0, 1) == [False, False]
     assert load(tier, 0) is False
     assert put(tier, 2) is False
-    assert tier.stats().not_written == {"unhealthy": 1}
+    assert tier.stats().dropped == {"unhealthy": 1}
     monkeypatch.undo()
     monkeypatch.setattr(disks, "time", clock)
     clock.now += 4.75
@@ -559,7 +559,7 @@ def test_a_full_disk_is_counted_and_survived(tier, monkeypatch, clock, error) ->
     assert put(tier, 1) is Refusal.IO_ERROR
     assert put(tier, 2) is Refusal.IO_ERROR
     stats = tier.stats()
-    assert stats.not_written == {"disk_full": 2}
+    assert stats.dropped == {"disk_full": 2}
     assert stats.io_errors == 0
     assert tier.is_healthy
     monkeypatch.undo()
@@ -581,7 +581,7 @@ def test_a_disk_that_is_full_only_when_it_is_written_can_still_be_read(
     failing(error).patch(monkeypatch, call)
     for number in (2, 3, 4):
         assert put(tier, number) is Refusal.IO_ERROR
-    assert tier.stats().not_written == {"disk_full": 3}
+    assert tier.stats().dropped == {"disk_full": 3}
     assert (tier.stats().io_errors, tier.is_healthy) == (0, True)
     assert load(tier, 1) == payload_of(1)
     monkeypatch.undo()
@@ -590,7 +590,7 @@ def test_a_disk_that_is_full_only_when_it_is_written_can_still_be_read(
     failing(errno.EIO, times=1).patch(monkeypatch, call)
     clock.now += 6
     assert put(tier, 3) is Refusal.IO_ERROR
-    assert tier.stats().not_written == {"disk_full": 3, "io_error": 1}
+    assert tier.stats().dropped == {"disk_full": 3, "io_error": 1}
 
 
 def test_a_disk_that_is_nearly_full_gives_what_it_has(tier, monkeypatch) -> None:
@@ -604,7 +604,7 @@ def test_a_disk_that_is_nearly_full_gives_what_it_has(tier, monkeypatch) -> None
     monkeypatch.setattr(slabs.os, "posix_fallocate", only_two_rows)
     for number in range(5):
         assert put(tier, number) is None
-    assert tier.stats().rows["state"] == 2
+    assert tier.stats().ready_rows["state"] == 2
     assert tier.stats().evicted == 3
 
 
@@ -787,7 +787,7 @@ def test_room_that_others_use_is_not_taken(tmp_path, monkeypatch, clock) -> None
     assert put(other, 1, identity=identity) is None
     tier = open_tier(tmp_path, states=2, blocks=2)
     assert put(tier, 1) is Refusal.IO_ERROR
-    assert tier.stats().not_written == {"disk_full": 1}
+    assert tier.stats().dropped == {"disk_full": 1}
     other.close()
     clock.now += 6
     assert put(tier, 1) is None
@@ -870,7 +870,7 @@ def test_a_path_that_is_deleted_while_it_is_used_hangs_nobody(tmp_path) -> None:
     assert tier.put(facts_of(1), payload_of(1), answer)
     assert tier.flush(60)
     assert answer.calls == [Refusal.IO_ERROR]
-    assert tier.stats().not_written == {"disk_full": 1}
+    assert tier.stats().dropped == {"disk_full": 1}
     assert tier.stats().io_errors > 0
     tier.check_invariants()
     tier.close()
@@ -923,7 +923,7 @@ def test_a_folder_that_cannot_be_deleted_is_a_full_disk(tmp_path, monkeypatch) -
     tier = open_tier(tmp_path, states=2, blocks=2)
     monkeypatch.setattr(disks, "remove_folder", refuse_to_look(PermissionError))
     assert put(tier, 1) is Refusal.IO_ERROR
-    assert tier.stats().not_written == {"disk_full": 1}
+    assert tier.stats().dropped == {"disk_full": 1}
     assert (tier.stats().io_errors, tier.is_healthy) == (0, True)
     tier.close()
 
@@ -936,7 +936,7 @@ def test_a_disk_is_full_however_late_that_is_asked(tmp_path, monkeypatch) -> Non
     tier = open_tier(tmp_path, states=2, blocks=2)
     monkeypatch.setattr(disks, "_REST_SECONDS", 0.0)
     assert put(tier, 1) is Refusal.IO_ERROR
-    assert tier.stats().not_written == {"disk_full": 1}
+    assert tier.stats().dropped == {"disk_full": 1}
     tier.close()
     other.close()
 
@@ -1003,7 +1003,7 @@ def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -
     assert tier.flush()
     assert tier.num_queued == 0
     assert [each.get() for each in puts + loads] == [None] * 4
-    assert tier.stats().not_written == {"in_flight": 1, "queue_full": 1}
+    assert tier.stats().dropped == {"in_flight": 1, "queue_full": 1}
     tier.close()
 
 
@@ -1022,7 +1022,7 @@ def test_rows_that_are_read_are_not_given_away(tmp_path, monkeypatch) -> None:
     assert tier.load(facts_of(0), into, answer)
     assert entered.wait(60)
     assert put(tier, 1) is Refusal.IO_ERROR
-    assert tier.stats().not_written == {"no_row": 1}
+    assert tier.stats().dropped == {"no_row": 1}
     hold.set()
     assert answer.get() is None
     assert into == payload_of(0)
@@ -1066,7 +1066,7 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     closing.join()
     assert [each.get() for each in puts] == [None, Refusal.ABORTED]
     assert [each.get() for each in loads] == [None, Refusal.ABORTED]
-    assert tier.stats().not_written == {"aborted": 1, "unhealthy": 1}
+    assert tier.stats().dropped == {"aborted": 1, "unhealthy": 1}
     tier.check_invariants()
     tier.close()  # again: nothing
     open_tier(tmp_path).close()
@@ -1078,7 +1078,7 @@ def test_a_call_that_comes_just_as_it_closes_is_not_taken(tmp_path, monkeypatch)
     monkeypatch.setattr(disks.DiskTier, "is_healthy", True)
     assert put(tier, 1) is False
     assert load(tier, 1) is False
-    assert tier.stats().not_written == {"aborted": 1}
+    assert tier.stats().dropped == {"aborted": 1}
 
 
 def test_an_error_of_the_callers_is_shown_and_ends_nothing(tier, monkeypatch) -> None:
@@ -1129,11 +1129,11 @@ def test_the_bookkeeping_agrees_at_any_moment(tier) -> None:
         tier.load(facts, buffer_for(facts), answers.append)
         tier.check_invariants()
         stats = tier.stats()
-        assert stats.loads >= stats.hits + sum(stats.refused.values())
+        assert stats.loads >= stats.restored + sum(stats.refused.values())
     assert tier.flush(60)
     tier.check_invariants()
     stats = tier.stats()
-    assert stats.loads == stats.hits + sum(stats.refused.values())
+    assert stats.loads == stats.restored + sum(stats.refused.values())
     assert stats.puts == 300
 
 
@@ -1290,7 +1290,7 @@ def test_one_kind_alone_has_the_whole_capacity(tmp_path) -> None:
         kv_bytes=0,
         write_on_use=1,
     )
-    assert tier.stats().max_rows == {"state": 3}
+    assert tier.stats().rows == {"state": 3}
     assert load(tier, 1) is Refusal.MISSING
     assert tier.has_many([facts_of(1, KV).key]) == [False]
     with pytest.raises(InvalidArgumentError, match="a kv must have None bytes"):
@@ -1387,7 +1387,7 @@ def test_the_parts_of_a_row_are_read_at_once(three_parts, monkeypatch) -> None:
     monkeypatch.setattr(slabs.os, "preadv", together)
     assert load(three_parts, 0) == payload_of(0)
     assert sorted(offsets) == [0, 1, 2]
-    assert three_parts.stats().hits == 1
+    assert three_parts.stats().restored == 1
 
 
 def test_the_rows_of_a_prefix_share_the_readers(three_parts, monkeypatch) -> None:

@@ -50,7 +50,7 @@ def test_what_was_put_comes_back_in_another_process(bench, monkeypatch) -> None:
     assert other.load(1) == bytes(payload_of(1))
     assert other.load(2) is Refusal.MISSING
     stats = other.tier.stats()
-    assert (stats.loads, stats.hits, dict(stats.refused)) == (2, 1, {"missing": 1})
+    assert (stats.loads, stats.restored, dict(stats.refused)) == (2, 1, {"missing": 1})
     assert stats.read_bytes == len(payload_of(1))
     other.tier.close()
 
@@ -109,7 +109,7 @@ def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
     other = Bench(store=bench.memory)
     assert other.put(1) is None
     assert calls == [("exists_many", [str(facts_of(1).key)])] * 2
-    assert (other.tier.stats().found_stored, other.tier.stats().written) == (1, 0)
+    assert (other.tier.stats().found_stored, other.tier.stats().stored) == (1, 0)
     other.tier.close()
 
 
@@ -119,7 +119,7 @@ def test_the_second_use_is_written(monkeypatch) -> None:
     assert bench.names() == []
     assert bench.put(1) is None
     assert bench.ask(1) == [True]
-    assert bench.tier.stats().not_written == {"first_use": 1}
+    assert bench.tier.stats().dropped == {"first_use": 1}
     bench.tier.close()
 
 
@@ -232,7 +232,7 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     assert bench.load(1) is Refusal.MAC
     assert bench.ask(1) == [False]
     assert bench.put(1) is Refusal.IO_ERROR
-    assert bench.tier.stats().not_written == {"not_removed": 1}
+    assert bench.tier.stats().dropped == {"not_removed": 1}
     bench.faulty.heal()
     assert bench.put(1) is None
     assert bench.load(1) == bytes(payload_of(1))
@@ -295,7 +295,7 @@ def test_what_a_store_says_is_stored_is_not_believed(bench, lost, trouble) -> No
     name = str(replace(facts_of(1).key, chunk=lost))
     bench.faulty.inject("put_many", trouble, matches=lambda key: key == name)
     assert bench.put(1) is Refusal.MISSING
-    assert bench.tier.stats().not_written == {"unconfirmed": 1}
+    assert bench.tier.stats().dropped == {"unconfirmed": 1}
     assert name not in bench.names()
     assert str(facts_of(1).key) not in bench.names()
     assert bench.ask(1) == [False]
@@ -315,7 +315,7 @@ def test_every_fault_is_counted_by_its_name(bench, fault) -> None:
     assert isinstance(bench.load(1), Refusal)
     bench.faulty.heal()
     stats = bench.tier.stats()
-    assert stats.not_written == {fault.value: 1}
+    assert stats.dropped == {fault.value: 1}
     assert stats.faults[fault.value] == 2
     assert sum(stats.refused.values()) == 1
 
@@ -323,7 +323,7 @@ def test_every_fault_is_counted_by_its_name(bench, fault) -> None:
 def test_without_an_answer_whether_it_is_there_an_entry_is_not_put(bench) -> None:
     bench.faulty.inject("exists_many", Trouble.FAIL, fault=StoreFault.REJECTED, times=1)
     assert bench.put(1) is Refusal.IO_ERROR
-    assert bench.tier.stats().not_written == {"rejected": 1}
+    assert bench.tier.stats().dropped == {"rejected": 1}
     assert bench.names() == []
 
 
@@ -350,7 +350,7 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
     wait_until(lambda: bench.tier.is_healthy)
     assert bench.load(1) == bytes(payload_of(1))
     stats = bench.tier.stats()
-    assert (stats.opened, stats.not_written) == (1, {"unhealthy": 1})
+    assert (stats.opened, stats.dropped) == (1, {"unhealthy": 1})
 
 
 def test_what_is_queued_at_a_store_that_fails_is_ended_at_once(bench) -> None:
@@ -424,7 +424,7 @@ def test_a_put_that_hangs_is_given_up(bench) -> None:
     bench.faulty.release()
     wait_until(lambda: not bench.tier._hung)
     assert bench.load(1) == bytes(payload_of(1))
-    assert bench.tier.stats().not_written == {"in_flight": 1, "timed_out": 1}
+    assert bench.tier.stats().dropped == {"in_flight": 1, "timed_out": 1}
 
 
 def test_loads_leave_one_thread_for_all_else(bench) -> None:
@@ -518,7 +518,7 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
         bench.faulty.heal()
         assert bench.load(1) == bytes(payload_of(1))
     assert bench.tier.stats().faults["error"] == len(errors) == 3
-    assert bench.tier.stats().not_written == {"error": 1}
+    assert bench.tier.stats().dropped == {"error": 1}
     # Two errors in a row are two failures, like any.
     bench.faulty.inject("get_many_into", Trouble.RAISE, times=2)
     assert [bench.load(1), bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2 + [False]
@@ -566,7 +566,7 @@ def test_queues_are_bounded(monkeypatch) -> None:
         facts_of(number), payload_of(number), answer
     )
     assert take(3, lambda answer: number_and_put(next(numbers), answer)) == [True, True, False]
-    assert bench.tier.stats().not_written == {"queue_full": 1}
+    assert bench.tier.stats().dropped == {"queue_full": 1}
     bench.faulty.heal()
     bench.check()
     assert sum(len(answer.calls) for answer in answers) == len(answers) - 3
@@ -599,7 +599,7 @@ def test_loads_do_not_wait_for_puts(monkeypatch) -> None:
     assert bench.load(1) == bytes(payload_of(1))
     bench.faulty.heal()
     bench.end()
-    assert bench.tier.stats().written == 39
+    assert bench.tier.stats().stored == 39
     bench.tier.close()
 
 
@@ -755,7 +755,7 @@ def test_a_store_that_fails_between_the_look_and_the_call_takes_nothing(bench, m
     assert [bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2
     monkeypatch.setattr(RemoteTier, "is_healthy", True)
     assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
-    assert bench.tier.stats().not_written == {"unhealthy": 1}
+    assert bench.tier.stats().dropped == {"unhealthy": 1}
 
 
 def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeypatch) -> None:
@@ -859,7 +859,7 @@ def test_stats_are_those_of_all_tiers(bench) -> None:
     bench.put(1)
     bench.load(1)
     bench.load(2)
-    stats = bench.tier.tier_stats()
+    stats = bench.tier.stats()
     assert (stats.name, stats.stored, stats.restored) == ("store", 1, 1)
     assert (stats.refused, stats.dropped, stats.evicted) == ({"missing": 1}, {}, 0)
     assert bench.tier.num_queued == 0

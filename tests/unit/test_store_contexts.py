@@ -507,8 +507,8 @@ def test_disk_and_store_together(store, tmp_path) -> None:
     prefetch = ask(context)
     assert prefetch.wait() is PrefetchState.READY
     assert prefetch.skip_tokens == 56
-    assert context.disk_tier.stats().hits == 6
-    assert context.store_tier.stats().hits == 2
+    assert context.disk_tier.stats().restored == 6
+    assert context.store_tier.stats().restored == 2
     assert [stats.name for stats in context.tier_stats()] == ["host", "disk", "store"]
     run = generate(context, PROMPT, 4)
     assert run[2].skip_tokens == 56
@@ -569,14 +569,14 @@ def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     assert store._blobs == {}
     assert generate(context, PROMPT, 2)[2].skip_tokens == 56
     context.wait_for_tiers()
-    assert context.store_tier.stats().written == 8
+    assert context.store_tier.stats().stored == 8
     # What another process removes or the store evicts is offered again, after a while.
     store._blobs.clear()
     clock.now += 61
     generate(context, PROMPT, 2)
     generate(context, PROMPT, 2)
     context.wait_for_tiers()
-    assert context.store_tier.stats().written == 16
+    assert context.store_tier.stats().stored == 16
     context.close()
 
 

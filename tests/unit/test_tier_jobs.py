@@ -53,7 +53,7 @@ def test_an_entry_is_stored_once_at_a_time(jobs) -> None:
         assert not jobs.add_put(put_of(1))
     jobs.end(put, Refusal.IO_ERROR, "broken")
     assert again == [True]
-    assert jobs.stats()["not_written"] == {"in_flight": 2, "broken": 1}
+    assert jobs.stats()["dropped"] == {"in_flight": 2, "broken": 1}
     assert jobs.stats()["puts"] == 4
 
 
@@ -68,7 +68,7 @@ def test_what_is_queued_is_taken_at_once_when_nobody_does_it(jobs) -> None:
     jobs.end_all(queued, Refusal.ABORTED, "aborted")
     assert [answer.get() for answer in answers] == [Refusal.ABORTED] * 2
     stats = jobs.stats()
-    assert (stats["refused"], stats["not_written"]) == ({"aborted": 1}, {"aborted": 1})
+    assert (stats["refused"], stats["dropped"]) == ({"aborted": 1}, {"aborted": 1})
     assert (stats["loads"], stats["puts"]) == (1, 1)
 
 
@@ -101,4 +101,4 @@ def test_a_job_ends_once(jobs) -> None:
     jobs.end(load)
     with pytest.raises(KeyError):
         jobs.end(load)
-    assert jobs.stats()["hits"] == jobs.stats()["loads"] == 1
+    assert jobs.stats()["restored"] == jobs.stats()["loads"] == 1

@@ -129,19 +129,19 @@ def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
     generate(context, PROMPT, 1)
     generate(context, PROMPT, 1)
     context.wait_for_tiers()
-    before = context.disk_tier.tier_stats().entries
+    before = context.disk_tier.stats().entries
     hit = context.take_verification()
     context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
     assert len(verify(context, hit)) == 1
     context.wait_for_tiers()
-    after = context.disk_tier.tier_stats().entries
+    after = context.disk_tier.stats().entries
     assert after == {**before, "kv": before["kv"] - 1}
     context.disk_tier.check_invariants()
     disk, tiering = context.disk_tier, context._tiering
     for digest in (hit.hashes.digest(1), b"\0" * 16):  # it is gone, or never was
         tiering.remove(EntryKind.KV, None, digest)
     context.wait_for_tiers()
-    assert disk.tier_stats().entries == after
+    assert disk.stats().entries == after
     context.close()
     tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))  # nothing is written any more
     tiering.lower.tier = SimpleNamespace()  # a store that others write to

@@ -54,7 +54,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
     assert disk.flush(60)
     disk.check_invariants()
     assert disk.has_many([WRONG.key]) == [False]
-    assert disk.stats().not_written == {"aborted": 1}
+    assert disk.stats().dropped == {"aborted": 1}
     disk.close()
     again = open_tier(tmp_path)
     assert (again.stats().recovered, again.has_many([WRONG.key])) == (len(answers), [False])

@@ -532,7 +532,7 @@ class PrefixTiers:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
-        return (self._host.stats(), *(tier.tier_stats() for tier in self._below))
+        return (self._host.stats(), *(tier.stats() for tier in self._below))
 
     @property
     def _below(self) -> list[DiskTier | RemoteTier]:
