@@ -1,12 +1,10 @@
 """The cache of a notebook survives a restart: prefixes of transformers models below the GPU."""
 
-import fcntl
 import gc
 import json
 import os
 import subprocess
 import sys
-import threading
 import weakref
 
 import notebook_rig
@@ -125,33 +123,6 @@ def test_former_weights_leave_nothing_behind(tmp_path) -> None:
         gc.collect()
         assert cache._store.tiers._disk is not disk()
         assert disk() is None
-
-
-@pytest.mark.parametrize("left", [b"", b"half"])
-def test_a_secret_that_a_crash_cut_short_is_drawn_anew(tmp_path, left) -> None:
-    """It would be everybody's secret: the empty one."""
-    (tmp_path / "secret").write_bytes(left)
-    secret = prefix_tiers._secret_in(tmp_path)
-    assert len(secret) == 32
-    assert prefix_tiers._secret_in(tmp_path) == secret == (tmp_path / "secret").read_bytes()
-    assert (tmp_path / "secret").stat().st_size == 32
-
-
-def test_who_comes_while_a_secret_is_written_waits_for_it(tmp_path) -> None:
-    """Two processes that begin at once on an empty path have one secret."""
-    path, found = tmp_path / "cache", []
-    path.mkdir()
-    with open(path / "secret", "wb") as first:
-        fcntl.flock(first, fcntl.LOCK_EX)
-        second = threading.Thread(target=lambda: found.append(prefix_tiers._secret_in(path)))
-        second.start()
-        second.join(0.05)
-        first.write(b"s" * 32)
-        first.flush()
-        fcntl.flock(first, fcntl.LOCK_UN)
-        second.join()
-    assert found == [b"s" * 32]
-    assert (prefix_tiers._secret_in(tmp_path / "new")) == (tmp_path / "new/secret").read_bytes()
 
 
 def test_other_settings_and_salts_find_nothing(tmp_path, model) -> None:
