@@ -64,8 +64,8 @@ _Memory = Annotated[
 _Weights = Annotated[
     float | None,
     _Gib(
-        help="The model's weights in GiB. Default: those beside the config.json, or for a built-in "
-        "model two bytes for each parameter."
+        help="The model's weights in GiB. Default: the files beside the config.json, or else all "
+        "parameters in the configuration's dtype."
     ),
 ]
 _Reserve = Annotated[
@@ -159,7 +159,6 @@ class Plan:
         bytes_per_slot: Bytes of one saved state.
         bytes_per_state: Bytes of one live state; more than a slot's if slots are int8.
         bytes_per_block: Bytes of one KV block.
-        bytes_per_logits: Bytes that a ``PrefixCache`` adds to each slot.
         num_sequences: Sequences that the cache holds.
         first_checkpoints: States that the first prompt and its answer save, on average over prompts
             that are up to half a block shorter or longer than the mean.
@@ -171,7 +170,6 @@ class Plan:
     bytes_per_slot: int
     bytes_per_state: int
     bytes_per_block: int
-    bytes_per_logits: int
     num_sequences: int
     first_checkpoints: float
     later_checkpoints: float
@@ -274,7 +272,6 @@ def make_plan(
         bytes_per_slot=slot,
         bytes_per_state=shape.state_spec.bytes_per_slot,
         bytes_per_block=kv_block,
-        bytes_per_logits=shape.bytes_per_logits,
         num_sequences=num_sequences,
         first_checkpoints=_mean_checkpoints(workload, block, matched_blocks=0),
         later_checkpoints=later,
@@ -360,10 +357,9 @@ def plan_report(
     split: SplitOfTrace | None = None,
 ) -> dict[str, Any]:
     """Return a plan as a JSON object; sizes in bytes unless they say otherwise."""
-    conv = shape.state_spec.tensors[0]
     return {
         "model": shape.name,
-        "mamba_layers": conv.num_layers,
+        "mamba_layers": shape.num_state_layers,
         "attention_layers": shape.kv_spec.num_layers,
         "bytes_per_slot": made.bytes_per_slot,
         "bytes_per_live_state": made.bytes_per_state,
@@ -409,8 +405,7 @@ def _settings(made: Plan, split: SplitOfTrace | None = None) -> dict[str, int | 
 def _budgets(made: Plan) -> dict[str, int | float]:
     """Return the arguments of ``PrefixCache`` that the plan decides; budgets in GiB, rounded up."""
     blocks = (made.config.num_kv_blocks or 0) * made.bytes_per_block
-    logits = (made.config.max_slots or 0) * made.bytes_per_logits
-    sizes = {"mamba_cache_gb": made.slot_bytes + logits, "kv_cache_gb": blocks}
+    sizes = {"mamba_cache_gb": made.slot_bytes, "kv_cache_gb": blocks}
     budgets = {name: math.ceil(size / _GIB * 1000) / 1000 for name, size in sizes.items()}
     return {"block_size_tokens": made.config.block_size_tokens, **budgets}
 
@@ -434,16 +429,12 @@ def _memory(
     weight_bytes = shape.weight_bytes
     if weights is not None:
         weight_bytes = int(check_number("--weights", weights, maximum=_MOST_GIB) * _GIB)
-    if weight_bytes is None:
-        raise InvalidArgumentError(
-            f"there are no *.safetensors beside {shape.name} to take the size from: give --weights"
-        )
     return GpuMemory(total, weight_bytes, int(reserve * total))
 
 
 def _show(shape: ModelShape, made: Plan, split: SplitOfTrace | None) -> None:
     out = console()
-    layers, chunk = shape.state_spec.tensors[0].num_layers, shape.ssm_chunk_size
+    layers, chunk = shape.num_state_layers, shape.ssm_chunk_size
     chunks = "no SSM chunks" if chunk == 1 else f"SSM chunks of {chunk} tokens"
     out.print(
         f"{shape.name}: {layers} layers with a state, {shape.kv_spec.num_layers} of attention, "

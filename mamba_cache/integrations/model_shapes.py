@@ -1,178 +1,43 @@
-"""Model shapes: what a model keeps of a sequence, read from its Hugging Face configuration.
+"""Model shapes: what a model keeps of a sequence, read from the cache that it fills.
 
-Every family names the same sizes differently. A size is looked up under all the names that are
-known for it, so a new family that keeps to one of them needs nothing here. What kind of recurrence
-its layers have is told by the names of their sizes, never by ``model_type``.
+The model of a configuration is built on the meta device, where tensors have shapes and no memory,
+and a few tokens go through it. No list of families is kept: what transformers can build is read.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from mamba_cache._checks import INT32_MAX, as_ints, check_int
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError
+from mamba_cache.integrations.transformers.layers import (
+    LayerParts,
+    SequenceMemory,
+    learn_layers,
+    read_layers,
+)
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
 __all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]
 
-_Config = Mapping[str, Any]
-
-_NESTED = ("text_config", "llm_config", "language_config", "decoder", "generator")
-"""Where a multimodal configuration keeps its language model's."""
-
-_LAYER_KINDS = {
-    "M": "s",
-    "*": "t",
-    "-": "",
-    "E": "",
-    "mamba": "s",
-    "mamba2": "s",
-    "linear_attention": "s",
-    "conv": "s",
-    "attention": "t",
-    "full_attention": "t",
-    "sliding_attention": "w",
-    "hybrid": "st",
-    "hybrid_sliding": "sw",
-    "mlp": "",
-    "moe": "",
-}
-"""What a layer keeps: "s" a state, "t" keys and values of all tokens, "w" of a window of them."""
-
-_LAYER_LISTS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-_MAMBA_HEADS = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
-_MAMBA_HEAD_DIM = ("mamba_head_dim", "mamba_d_head", "mamba_headdim")
-_STATE_DIM = ("ssm_state_size", "mamba_d_state", "state_size")
-_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
-_CONV_WINDOW = ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim")
-_KIMI_WINDOW = ("linear_conv_kernel_dim", "short_conv_kernel_size")
-_KEY_VALUE_WINDOW = ("sconv_kernel_size", "conv_kernel_size")
-_EXPAND = ("mamba_expand", "expand")
-_CHUNK = ("chunk_size", "mamba_chunk_size")
-_HEAD_DIM = ("head_dim", "attention_head_dim")
-_ATTENTION_WINDOW = ("sliding_window", "sliding_window_size", "attention_window_size")
-_SSM_DTYPE = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
-_DTYPE = ("dtype", "torch_dtype")
-
-_MOST_LAYERS = 10_000
-
-_LINEAR_ATTENTION_CHUNK = 64
-"""The chunk of the usual kernels of gated delta rules; configurations do not name it."""
-
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 """What names a repository of the Hugging Face hub: owner/name."""
 
-BUILT_IN: dict[str, tuple[float, Mapping[str, Any]]] = {
-    "nemotron-h-8b": (
-        8.1,
-        {
-            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 128,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "chunk_size": 128,
-        },
-    ),
-    "nemotron-nano-9b-v2": (
-        8.9,
-        {
-            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-            "hidden_size": 4480,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 80,
-            "ssm_state_size": 128,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "chunk_size": 128,
-        },
-    ),
-    "granite-4.0-h-tiny": (
-        6.9,
-        {
-            "layer_types": 4 * (5 * ["mamba"] + ["attention"] + 4 * ["mamba"]),
-            "hidden_size": 1536,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "mamba_n_heads": 48,
-            "mamba_d_head": 64,
-            "mamba_d_state": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_conv": 4,
-            "mamba_chunk_size": 256,
-        },
-    ),
-    "qwen3-next-80b-a3b": (
-        81.3,
-        {
-            "num_hidden_layers": 48,
-            "full_attention_interval": 4,
-            "hidden_size": 2048,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-        },
-    ),
-    "falcon-h1-7b": (
-        7.6,
-        {
-            "num_hidden_layers": 44,
-            "hidden_size": 3072,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "mamba_d_ssm": 3072,
-            "mamba_n_heads": 24,
-            "mamba_d_head": 128,
-            "mamba_d_state": 256,
-            "mamba_n_groups": 1,
-            "mamba_d_conv": 4,
-            "mamba_chunk_size": 256,
-        },
-    ),
-    "zamba2-7b": (
-        7.4,
-        {
-            "layers_block_type": [
-                "hybrid" if layer in (6, *range(11, 78, 6)) else "mamba" for layer in range(81)
-            ],
-            "hidden_size": 3584,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "attention_head_dim": 224,
-            "n_mamba_heads": 112,
-            "mamba_headdim": 64,
-            "mamba_d_state": 64,
-            "mamba_ngroups": 2,
-            "mamba_d_conv": 4,
-            "chunk_size": 256,
-        },
-    ),
-}
-"""Billions of parameters, and what the published configurations say, by name."""
+_TOKENS: Final = 8
+_LINEAR_ATTENTION_CHUNK: Final = 64
+"""The chunk of the usual kernels of gated delta rules; configurations do not name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,32 +46,47 @@ class ModelShape:
 
     Attributes:
         name: What it is called.
-        state_spec: One state: of a Mamba layer a conv window and an SSM state. What layers of
-            sliding-window attention keep is of one size at any position, so it is part of it, as a
-            kind of layers of its own.
-        kv_spec: One token's keys and values. Of latent attention the latent vector and the rotated
-            key count as one head, half of it as keys.
+        state_spec: One state. The keys and values of a sliding window have one size at any
+            position, so they are part of it.
+        kv_spec: One token's keys and values.
         ssm_chunk_size: Tokens of one chunk of its SSM kernels; 1 if they have none.
-        weight_bytes: Bytes of its weights; None if that is not known.
-        bytes_per_logits: Bytes of the logits of one token, which a ``PrefixCache`` keeps in each
-            slot beside the state; 0 if the size of the vocabulary is not known.
+        weight_bytes: Bytes of its weights.
+        num_state_layers: Layers that keep a state.
     """
 
     name: str
     state_spec: StateSpec
     kv_spec: KVCacheSpec
     ssm_chunk_size: int
-    weight_bytes: int | None
-    bytes_per_logits: int = 0
+    weight_bytes: int
+    num_state_layers: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """How many of a model's layers keep a state, all tokens, and a window of them."""
+def _built_in(
+    name: str,
+    billions: float,
+    mamba: tuple[int, int, tuple[int, int, int]],
+    kv: tuple[int, int, int],
+    chunk: int,
+) -> ModelShape:
+    layers, channels, ssm = mamba
+    spec = StateSpec.mamba(layers, (channels, 4), ssm, torch.bfloat16, torch.float32)
+    weight_bytes = int(billions * 10**9) * 2
+    return ModelShape(name, spec, KVCacheSpec(*kv, torch.bfloat16), chunk, weight_bytes, layers)
 
-    states: int
-    tokens: int
-    windows: int
+
+BUILT_IN: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _built_in("nemotron-h-8b", 8.1, (24, 10240, (128, 64, 128)), (4, 8, 128), 128),
+        _built_in("nemotron-nano-9b-v2", 8.9, (27, 12288, (128, 80, 128)), (4, 8, 128), 128),
+        _built_in("granite-4.0-h-tiny", 6.9, (36, 3328, (48, 64, 128)), (4, 4, 128), 256),
+        _built_in("qwen3-next-80b-a3b", 81.3, (36, 8192, (32, 128, 128)), (12, 2, 256), 64),
+        _built_in("falcon-h1-7b", 7.6, (44, 3584, (24, 128, 256)), (44, 2, 128), 256),
+        _built_in("zamba2-7b", 7.4, (81, 7424, (112, 64, 64)), (13, 32, 224), 256),
+    )
+}
+"""Published models by name, in bfloat16: they need no transformers."""
 
 
 def load_shape(model: str) -> ModelShape:
@@ -218,322 +98,139 @@ def load_shape(model: str) -> ModelShape:
 
     Raises:
         InvalidArgumentError: There is no such model or file, or it cannot be read.
+        MissingExtraError: A configuration is read and transformers is not installed.
+        UnsupportedVersionError: transformers is too old.
     """
     if model.lower() in BUILT_IN:
-        billions, config = BUILT_IN[model.lower()]
-        return shape_of(config, name=model.lower(), weight_bytes=int(billions * 10**9) * 2)
+        return BUILT_IN[model.lower()]
     path = _find(model)
+    library = transformers()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"{path} must be a Hugging Face config.json: {error}") from error
-    return shape_of(found, name=str(path), weight_bytes=_checkpoint_bytes(path.parent))
+        config = library.AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever a file holds, transformers' own code reads it
+        raise InvalidArgumentError(
+            f"{path} must be a config.json that transformers reads: {_first_line(error)}"
+        ) from error
+    shape = shape_of(config, name=str(path))
+    stored = _checkpoint_bytes(path.parent)
+    return shape if stored is None else replace(shape, weight_bytes=stored)
 
 
-def shape_of(
-    config: Mapping[str, Any], *, name: str, weight_bytes: int | None = None
-) -> ModelShape:
-    """Read a model's shape from its configuration.
+def shape_of(config: Any, *, name: str) -> ModelShape:
+    """Build a configuration's model on the meta device, and read what its cache holds.
 
     Args:
-        config: A Hugging Face configuration; of a multimodal one, the text model's part counts.
+        config: A configuration of transformers; of a multimodal one the text model's part counts.
         name: What to call the model.
-        weight_bytes: Bytes of its weights, if they are known.
 
     Raises:
-        InvalidArgumentError: It is of a kind that is not known, or has no layers with a state.
+        InvalidArgumentError: transformers cannot build it or run it there, or it has no layers
+            with a state that a prefix cache could keep.
     """
-    config = _language_model(config)
-    read_states = _recurrence(config)
-    layers = _count_layers(config)
-    if not layers.states:
+    library = transformers()
+    whole, config = config, config.get_text_config(decoder=True)
+    dtype = config.dtype or whole.dtype or torch.bfloat16
+    log = library.utils.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity_error()  # kernels that are not installed make no difference to shapes
+    try:
+        # In bfloat16: the grouped products of experts take no other on this device.
+        with torch.device("meta"):
+            model = library.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, trust_remote_code=False
+            ).eval()
+        cache = _filled_cache(model)
+    except MambaCacheError:
+        raise
+    except Exception as error:
         raise InvalidArgumentError(
-            f"{name} must have Mamba layers or others with a state, got "
-            f"{layers.tokens + layers.windows} layers of attention alone"
-        )
-    dtype = _dtype(config, _DTYPE, torch.bfloat16)
-    states, chunk = read_states(config, layers, dtype)
-    if layers.windows:
-        states.append(_attention_windows(config, layers, dtype))
-    kv_spec = KVCacheSpec(layers.tokens, *(_kv_shape(config) if layers.tokens else (1, 1)), dtype)
-    spec = StateSpec(tuple(tensor for tensor in states if tensor.num_layers))
-    vocabulary = config.get("vocab_size")
-    logits = vocabulary * dtype.itemsize if isinstance(vocabulary, int) else 0
-    return ModelShape(name, spec, kv_spec, chunk, weight_bytes, logits)
-
-
-def _language_model(config: _Config) -> _Config:
-    """Return the part that describes the language model, with the dtype of the whole."""
-    nested = None
-    if isinstance(config, Mapping):
-        nested = next((config[part] for part in _NESTED if config.get(part)), None)
-    for part in (config, nested):
-        if part is not None and not isinstance(part, Mapping):
-            raise InvalidArgumentError(f"a configuration must be an object, got {part!r:.60}")
-    if nested is None:
-        return config
-    return {**{name: config[name] for name in _DTYPE if config.get(name)}, **nested}
-
-
-def _count_layers(config: _Config) -> _Layers:
-    kinds = _layer_kinds(config)
-    return _Layers(*(sum(part in kind for kind in kinds) for part in "stw"))
-
-
-def _layer_kinds(config: _Config) -> list[str]:
-    """Return what each layer keeps, in the letters of ``_LAYER_KINDS``."""
-    listed = next((config[name] for name in _LAYER_LISTS if config.get(name)), None)
-    if listed is not None:
-        kinds = list(listed) if isinstance(listed, (list, str)) else [listed]
-        unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in _LAYER_KINDS]
-        if unknown:
-            raise InvalidArgumentError(
-                f"layers must be of the kinds {sorted(_LAYER_KINDS)}, got "
-                f"{sorted({str(kind) for kind in unknown})}"
-            )
-        return [_LAYER_KINDS[kind] for kind in kinds]
-    num_layers = _int(config, ("num_hidden_layers",), maximum=_MOST_LAYERS)
-    if config.get("mamba_d_ssm") or _has(config, ("cca_time0",)):
-        return ["st"] * num_layers  # attention and a state side by side in every layer
-    if _is_pure(config):
-        return ["s"] * num_layers
-    if "local_layer_ids" in config:
-        local = set(as_ints("local_layer_ids", config["local_layer_ids"] or ()))
-        return ["sw" if layer in local else "st" for layer in range(num_layers)]
-    attention = _attention_layers(config, num_layers)
-    return ["t" if layer in attention else "s" for layer in range(num_layers)]
-
-
-def _attention_layers(config: _Config, num_layers: int) -> set[int]:
-    for name in ("attn_layer_indices", "full_attn_idxs"):
-        if name in config:
-            return set(as_ints(name, config[name] or ()))
-    if "attn_layer_period" in config:
-        period = _int(config, ("attn_layer_period",))
-        offset = check_int("attn_layer_offset", config.get("attn_layer_offset", 0), minimum=0)
-        return {layer for layer in range(num_layers) if layer % period == offset}
-    for name in ("full_attention_interval", "layer_group_size"):
-        if name in config:
-            interval = _int(config, (name,))
-            return {layer for layer in range(num_layers) if (layer + 1) % interval == 0}
-    full = _kimi_part(config).get("full_attn_layers")
-    if full is not None:  # which counts from 1
-        return {layer - 1 for layer in as_ints("linear_attn_config.full_attn_layers", full)}
-    names = [
-        *_LAYER_LISTS, "attn_layer_indices", "full_attn_idxs", "attn_layer_period",
-        "full_attention_interval", "layer_group_size", "linear_attn_config.full_attn_layers",
-        "local_layer_ids",
-    ]  # fmt: skip
-    raise InvalidArgumentError(
-        f"the configuration must say which layers are attention, under one of {names}, "
-        f"got model_type {config.get('model_type')!r} with none of them"
+            f"{name} cannot be built on the meta device: {_first_line(error)}"
+        ) from error
+    finally:
+        log.set_verbosity(verbosity)
+    layers = learn_layers(cache)
+    memory = read_layers(cache, layers, _TOKENS)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    return ModelShape(
+        name,
+        StateSpec(tuple(_state_tensors(layers, memory, dtype))),
+        _kv_spec(layers, memory, dtype),
+        _chunk_size(config, memory),
+        num_weights * dtype.itemsize,
+        sum(bool(layer.convs or layer.recurrents) for layer in layers),
     )
 
 
-_States = tuple[list[StateTensorSpec], int]
-"""The tensors of a state, that of most layers first, and the tokens of the kernels' chunk."""
+def _filled_cache(model: Any) -> Any:
+    """Return the cache of a model on the meta device after a few tokens."""
+    accepted = inspect.signature(model.forward).parameters
+    name = "cache_params" if "cache_params" in accepted else "past_key_values"
+    cache = transformers().DynamicCache(config=model.config.get_text_config(decoder=True))
+    options: dict[str, Any] = {name: cache, "use_cache": True}
+    if "position_ids" in accepted:
+        options["position_ids"] = torch.arange(_TOKENS, device="meta")[None]
+    ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        model(input_ids=ids, **options)
+    return cache
 
 
-def _recurrence(config: _Config) -> Callable[[_Config, _Layers, torch.dtype], _States]:
-    """Return what reads the sizes of the layers' states, by the names that these have.
-
-    Raises:
-        InvalidArgumentError: There is none of the names.
-    """
-    for _, names, read in _RECURRENCES:
-        if _has(config, names):
-            return read
-    known = "; ".join(f"{what}: {' or '.join(names)}" for what, names, _ in _RECURRENCES)
-    raise InvalidArgumentError(
-        f"the configuration must say the size of a layer's state, under one of the names known "
-        f"({known}), got model_type {config.get('model_type')!r} with none of them"
-    )
-
-
-def _mamba(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
-    window, state_dim = _int(config, _CONV_WINDOW), _int(config, _STATE_DIM)
-    ssm_dtype = _dtype(config, _SSM_DTYPE, torch.float32)
-    if not _has(config, _CHUNK):  # Mamba-1: a state for each channel, and no chunks
-        if _is_pure(config) and _has(config, ("intermediate_size",)):
-            inner = _int(config, ("intermediate_size",))
-        else:
-            inner = _int(config, _EXPAND) * _int(config, ("hidden_size",))
-        return _conv_and_ssm(layers, (inner, window), (inner, state_dim), dtype, ssm_dtype), 1
-    heads, head_dim = _mamba_heads(config)
-    conv_dim = heads * head_dim + 2 * _int(config, _GROUPS) * state_dim
-    ssm = (heads, head_dim, state_dim)
-    return _conv_and_ssm(layers, (conv_dim, window), ssm, dtype, ssm_dtype), _int(config, _CHUNK)
-
-
-def _gated_delta(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
-    heads = _int(config, ("linear_num_value_heads",))
-    key_dim = _int(config, ("linear_key_head_dim",))
-    value_dim = _int(config, ("linear_value_head_dim",))
-    conv_dim = 2 * _int(config, ("linear_num_key_heads",)) * key_dim + heads * value_dim
-    chunk = _int(config, _CHUNK) if _has(config, _CHUNK) else _LINEAR_ATTENTION_CHUNK
-    ssm_dtype = _dtype(config, _SSM_DTYPE, torch.float32)
-    conv, ssm = (conv_dim, _int(config, _CONV_WINDOW)), (heads, key_dim, value_dim)
-    return _conv_and_ssm(layers, conv, ssm, dtype, ssm_dtype), chunk
-
-
-def _kimi_delta(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
-    part = _kimi_part(config)
-    sizes = {
-        "linear_num_heads": part.get("num_heads"),
-        "linear_head_dim": part.get("head_dim"),
-        "short_conv_kernel_size": part.get("short_conv_kernel_size"),
-        **config,
-    }
-    heads = _int(sizes, ("linear_num_heads", "num_attention_heads"))
-    head_dim = _int(sizes, ("linear_head_dim", "head_dim"))
-    conv, ssm = (3 * heads * head_dim, _int(sizes, _KIMI_WINDOW)), (heads, head_dim, head_dim)
-    states = _conv_and_ssm(layers, conv, ssm, dtype, torch.float32)
-    return states, _LINEAR_ATTENTION_CHUNK
-
-
-def _short_conv(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
-    shape = (_int(config, ("hidden_size",)), _int(config, ("conv_L_cache",)))
-    return [StateTensorSpec("conv", layers.states, shape, dtype)], 1
-
-
-def _compressed_attention(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
-    """Read two convolutions over queries and keys, and half of the last token's values."""
-    kv_heads, head_dim = _kv_shape(config)
-    channels = (_int(config, ("num_attention_heads",)) + kv_heads) * head_dim
-    window = _int(config, ("cca_time0",)) + _int(config, ("cca_time1",)) - 2
-    if not window:
-        raise InvalidArgumentError("cca_time0 + cca_time1 must be at least 3, got 2")
-    values = max(kv_heads * head_dim // 2, 1)
-    return [
-        StateTensorSpec("conv", layers.states, (channels, window), dtype),
-        StateTensorSpec("values", layers.states, (values,), dtype),
-    ], 1
-
-
-def _key_value_convs(config: _Config, layers: _Layers, dtype: torch.dtype) -> _States:
-    """Read convolutions over keys, values and what both halves of a layer add; in float32."""
-    del dtype
-    window, hidden = _int(config, _KEY_VALUE_WINDOW), _int(config, ("hidden_size",))
-
-    def convs(name: str, count: int, channels: int) -> StateTensorSpec:
-        return StateTensorSpec(name, count, (2, channels, window), torch.float32)
-
-    heads, head_dim = _kv_shape(config)
-    window_heads, window_dim = _window_kv_shape(config)
-    return [
-        convs("conv", layers.states, hidden),
-        convs("attention.conv", layers.tokens, heads * head_dim),
-        convs("sliding_attention.conv", layers.windows, window_heads * window_dim),
-    ], 1
-
-
-_RECURRENCES = (
-    ("gated delta rule", ("linear_num_value_heads",), _gated_delta),
-    (
-        "Kimi delta attention",
-        ("linear_num_heads", "linear_attn_config", "short_conv_kernel_size"),
-        _kimi_delta,
-    ),
-    ("short convolutions", ("conv_L_cache",), _short_conv),
-    ("compressed convolutional attention", ("cca_time0",), _compressed_attention),
-    ("convolutions of keys and values", _KEY_VALUE_WINDOW, _key_value_convs),
-    ("Mamba", _STATE_DIM, _mamba),
-)
-"""Kinds of layers with a state: what they are, the names that tell them, and what reads them."""
-
-
-def _conv_and_ssm(
-    layers: _Layers,
-    conv: tuple[int, ...],
-    ssm: tuple[int, ...],
-    dtype: torch.dtype,
-    ssm_dtype: torch.dtype,
+def _state_tensors(
+    layers: Sequence[LayerParts], memory: SequenceMemory, dtype: torch.dtype
 ) -> list[StateTensorSpec]:
-    return list(StateSpec.mamba(layers.states, conv, ssm, dtype, ssm_dtype).tensors)
+    """Return the states of all layers, equal ones as one tensor; those of most layers first."""
+    states, windows = iter(memory.states), iter(memory.windows)
+    counts: Counter[tuple[str, tuple[int, ...], torch.dtype]] = Counter()
+    for layer in layers:
+        for name, indices in (("conv", layer.convs), ("ssm", layer.recurrents)):
+            for _ in indices:
+                state = next(states)
+                counts[name, tuple(state.shape[1:]), _dtype_of(state, dtype)] += 1
+        for _ in range(2 if layer.window else 0):
+            keys = next(windows)
+            window = keys.shape[1], layer.window, keys.shape[3]
+            counts["window", window, _dtype_of(keys, dtype)] += 1
+    tensors, seen = [], Counter[str]()
+    for (name, shape, of), count in sorted(counts.items(), key=lambda one: -one[1]):
+        seen[name] += 1
+        number = "" if seen[name] == 1 else str(seen[name])
+        tensors.append(StateTensorSpec(name + number, count, shape, of))
+    return sorted(tensors, key=lambda tensor: not tensor.name.startswith("conv"))
 
 
-def _mamba_heads(config: _Config) -> tuple[int, int]:
-    if _is_pure(config):  # whose heads need no prefix: there are no others
-        return (
-            _int(config, ("num_heads", *_MAMBA_HEADS)),
-            _int(config, ("head_dim", *_MAMBA_HEAD_DIM)),
-        )
-    heads = _int(config, _MAMBA_HEADS)
-    if _has(config, _MAMBA_HEAD_DIM) and _first(config, _MAMBA_HEAD_DIM) != "auto":
-        return heads, _int(config, _MAMBA_HEAD_DIM)
-    if _has(config, ("mamba_d_ssm",)):
-        return heads, _int(config, ("mamba_d_ssm",)) // heads
-    return heads, _int(config, _EXPAND) * _int(config, ("hidden_size",)) // heads
+def _kv_spec(
+    layers: Sequence[LayerParts], memory: SequenceMemory, dtype: torch.dtype
+) -> KVCacheSpec:
+    """Return a token's keys and values; sizes that differ are counted as one head of the mean."""
+    num_layers = sum(layer.has_tokens and not layer.window for layer in layers)
+    if not num_layers:
+        return KVCacheSpec(0, 1, 1, dtype)
+    shapes = {(tensor.shape[1], tensor.shape[3]) for tensor in memory.tokens}
+    of = _dtype_of(memory.tokens[0], dtype)
+    if len(shapes) == 1:
+        [(heads, head_dim)] = shapes
+        return KVCacheSpec(num_layers, heads, head_dim, of)
+    numbers = sum(math.prod(tensor.shape) // _TOKENS for tensor in memory.tokens)
+    return KVCacheSpec(num_layers, 1, -(-numbers // (2 * num_layers)), of)
 
 
-def _attention_windows(config: _Config, layers: _Layers, dtype: torch.dtype) -> StateTensorSpec:
-    """Return the keys and values of a window: the next token's own are not among them."""
-    tokens = max(_int(config, _ATTENTION_WINDOW) - 1, 1)
-    heads, head_dim = _window_kv_shape(config)
-    shape = (2, heads, tokens, head_dim)
-    return StateTensorSpec("sliding_attention.window", layers.windows, shape, dtype)
+def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return what a tensor of the bfloat16 model has in a model of another dtype."""
+    return dtype if tensor.dtype == torch.bfloat16 else tensor.dtype
 
 
-def _kv_shape(config: _Config) -> tuple[int, int]:
-    """Return the key and value heads of an attention layer, and the size of one."""
-    if _has(config, ("kv_lora_rank",)):  # latent attention: one vector, and the rotated key
-        values = _int(config, ("kv_lora_rank",)) + _int(config, ("qk_rope_head_dim",))
-        return 1, -(-values // 2)
-    num_heads = _int(config, ("num_attention_heads",))
-    num_kv_heads = num_heads
-    if _has(config, ("num_key_value_heads",)):
-        num_kv_heads = _int(config, ("num_key_value_heads",))
-    if _has(config, _HEAD_DIM):
-        return num_kv_heads, _int(config, _HEAD_DIM)
-    return num_kv_heads, _int(config, ("hidden_size",)) // num_heads
+def _chunk_size(config: Any, memory: SequenceMemory) -> int:
+    for name in ("chunk_size", "mamba_chunk_size"):
+        if isinstance(size := getattr(config, name, None), int):
+            return size
+    has_heads = any(state.dim() == 4 for state in memory.states)  # [1, heads, key, value]
+    return _LINEAR_ATTENTION_CHUNK if has_heads else 1
 
 
-def _window_kv_shape(config: _Config) -> tuple[int, int]:
-    """Return the same of a layer of sliding-window attention."""
-    if _has(config, ("swa_num_key_value_heads",)):
-        return _int(config, ("swa_num_key_value_heads",)), _int(config, ("swa_head_dim",))
-    return _kv_shape(config)
-
-
-def _is_pure(config: _Config) -> bool:
-    """Whether the model has layers of Mamba and none of attention."""
-    return _has(config, _STATE_DIM) and not _has(config, ("num_attention_heads",))
-
-
-def _kimi_part(config: _Config) -> _Config:
-    """Return the sizes of Kimi delta attention that published files keep apart."""
-    part = config.get("linear_attn_config") or {}
-    if not isinstance(part, Mapping):
-        raise InvalidArgumentError(f"linear_attn_config must be an object, got {part!r:.60}")
-    return part
-
-
-def _has(config: _Config, names: tuple[str, ...]) -> bool:
-    return any(config.get(name) is not None for name in names)
-
-
-def _first(config: _Config, names: tuple[str, ...]) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _int(config: _Config, names: tuple[str, ...], *, maximum: int = INT32_MAX) -> int:
-    """Return a size, whatever it is called.
-
-    Raises:
-        InvalidArgumentError: It is missing, or no int from 1 to ``maximum``.
-    """
-    name = f"the configuration's {' or '.join(names)}"
-    return check_int(name, _first(config, names), minimum=1, maximum=maximum)
-
-
-def _dtype(config: _Config, names: tuple[str, ...], default: torch.dtype) -> torch.dtype:
-    name = _first(config, names)
-    if name is None:
-        return default
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"{' or '.join(names)} must be a torch dtype, got {name!r}")
-    return dtype
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _find(model: str) -> Path:

@@ -18,7 +18,6 @@ import torch
 from measuring import progress
 from model_kernels import REFERENCE, kernels_of, library_versions, without_kernels
 
-from mamba_cache.integrations.model_shapes import BUILT_IN
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.library import transformers
 
@@ -40,12 +39,34 @@ class Family(NamedTuple):
 FAMILIES = {
     "nemotron-h-8b": Family(
         "nemotron_h",
-        {**BUILT_IN["nemotron-h-8b"][1], "max_position_embeddings": 131_072},
+        {
+            "hybrid_override_pattern": "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "chunk_size": 128,
+            "max_position_embeddings": 131_072,
+        },
     ),
     "granite-4-like": Family(
         "granitemoehybrid",
         {
-            **BUILT_IN["granite-4.0-h-tiny"][1],
+            "layer_types": 4 * (5 * ["mamba"] + ["attention"] + 4 * ["mamba"]),
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 256,
             "vocab_size": 100_352,
             "intermediate_size": 512,
             "shared_intermediate_size": 1024,

@@ -1,5 +1,7 @@
 """What a plan expects a model to keep is what the model's transformers cache holds."""
 
+import json
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -11,9 +13,10 @@ from transformers_rig import FAMILIES as SERVED
 from transformers_rig import make_model
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.model_shapes import shape_of
-from mamba_cache.integrations.transformers.probe import probe
+from mamba_cache.integrations.model_shapes import load_shape
+from mamba_cache.integrations.transformers.layers import read_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.tensors import PrefixLayout
 
 BLOCK = 16
 ATTENTION = {
@@ -165,77 +168,93 @@ PUBLISHED |= {
 PURE = ("mamba", "mamba2")
 """They have no attention, and their files say nothing of it."""
 
-REFUSED = {
-    *("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"),  # indexed attention
-    *("minimax", "rwkv", "xlstm", "recurrent_gemma"),  # states outside transformers' cache layers
-}
-"""Types whose layers keep a state and that neither ``PrefixCache`` nor a plan serves, and why."""
-
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def measure(model):
-    """What ``PrefixCache`` measures of a model: its bytes per slot and per block."""
-    layout = probe(ModelRunner(model), BLOCK).layout
+    """What ``PrefixCache`` measures of a model: its bytes per state and per block."""
+    runner = ModelRunner(model)
+    cache = runner.new_cache()
+    logits = runner.forward([0, 1, 2], cache, 0)[:, -1]
+    layers = runner.learn(cache)
+    memory = read_layers(cache, layers, 3)
+    memory.logits = logits
+    layout = PrefixLayout(layers, memory, BLOCK)
     return layout.bytes_per_state, layout.bytes_per_block
 
 
-def planned(config, dtype):
-    """What a plan reads of its configuration."""
-    shape = shape_of({**config, "dtype": str(dtype)}, name="a model")
+def planned(folder, config, dtype):
+    """What a plan reads of a configuration's file."""
+    config = {**config, "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shape = load_shape(str(folder))
     return shape.state_spec.bytes_per_slot, shape.kv_spec.bytes_per_block(BLOCK)
 
 
 @both_dtypes
 @pytest.mark.parametrize("model_type", [t for t in PUBLISHED if t in CONFIG_MAPPING])
-def test_a_plan_counts_the_bytes_that_the_model_keeps(model_type, dtype):
+def test_a_plan_counts_the_bytes_that_the_model_keeps(model_type, dtype, tmp_path):
     """The names that transformers gives to sizes and layers are others than those of files."""
     published = ATTENTION | PUBLISHED[model_type]
     if model_type in PURE:
         published = {"vocab_size": 64, "hidden_size": 64} | PUBLISHED[model_type]
-    config = transformers.AutoConfig.for_model(model_type, pad_token_id=0, **published)
+    published |= {"pad_token_id": 0, "model_type": model_type}
+    config = transformers.AutoConfig.for_model(**published)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     kept = measure(model)
-    assert planned(published, dtype) == kept
-    assert planned(model.config.to_dict(), dtype) == kept
+    assert planned(tmp_path, published, dtype) == kept
+    assert planned(tmp_path, model.config.to_dict(), dtype) == kept
 
 
 @both_dtypes
 @pytest.mark.parametrize("name", SERVED)
-def test_a_plan_reads_every_family_that_the_cache_serves(name, dtype):
+def test_a_plan_reads_every_family_that_the_cache_serves(name, dtype, tmp_path):
     model = make_model(name).to(dtype)
-    assert planned(model.config.to_dict(), dtype) == measure(model)
+    assert planned(tmp_path, model.config.to_dict(), dtype) == measure(model)
 
 
-def kinds_of_layers(config):
-    """How many layers of a cache keep a state, and how many all keys and values."""
-    layers = transformers.DynamicCache(config=config).layers
-    states = sum(isinstance(x, transformers.cache_utils.LinearAttentionLayer) for x in layers)
-    tokens = ("DynamicLayer", "LinearAttentionAndFullAttentionLayer")
-    return states, sum(type(layer).__name__ in tokens for layer in layers)
+def test_the_text_model_of_a_multimodal_one_is_read(tmp_path):
+    model = make_model("qwen3_5")
+    text = model.config.to_dict()
+    kept = measure(model)
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}}
+    assert planned(tmp_path, config | {"architectures": None}, torch.float32) == kept
 
 
-def test_every_configuration_of_transformers_with_states_is_read_or_refused_by_name():
-    """With the sizes that transformers itself gives it, multimodal ones among them."""
-    read, refused = [], set()
-    for model_type in CONFIG_MAPPING:
-        try:
-            config = CONFIG_MAPPING[model_type]()
-            decoder = config.get_text_config(decoder=True)
-            states, tokens = kinds_of_layers(decoder)
-        except Exception:
-            continue  # it needs arguments, or has no decoder
-        if not states and model_type not in REFUSED:
-            continue
-        try:
-            shape = shape_of(config.to_dict(), name=model_type)
-        except InvalidArgumentError:
-            refused.add(model_type)
-            continue
-        assert (shape.state_spec.tensors[0].num_layers, shape.kv_spec.num_layers) == (
-            states,
-            tokens,
-        ), model_type
-        read.append(model_type)
-    assert refused == REFUSED & set(CONFIG_MAPPING)
-    assert len(read) >= 20
+def test_weights_are_counted_where_there_are_no_files(tmp_path):
+    model = make_model("granite 4")
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict() | {"dtype": "float32"}))
+    assert load_shape(str(tmp_path)).weight_bytes == 4 * sum(p.numel() for p in model.parameters())
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (LLAMA, "the model must have linear-attention layers"),
+        ({"hidden_size": 32}, "must be a config.json that transformers reads"),
+        ({"model_type": "no-such-type"}, "must be a config.json that transformers reads"),
+        ({"model_type": "bamba", "mamba_n_heads": 7}, "must be a config.json|cannot be built"),
+        ({"model_type": "nemotron_h", "hidden_size": -4}, "cannot be built on the meta device"),
+        ([1, 2], "must be a config.json that transformers reads"),
+    ],
+)
+def test_what_cannot_be_read_is_named(config, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=said):
+        load_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "chunk"), [("mamba2", 16), ("qwen3_next", 64), ("mamba", 1), ("lfm2", 1)]
+)
+def test_the_chunk_is_the_kernels(model_type, chunk, tmp_path):
+    published = ({} if model_type in PURE else ATTENTION) | PUBLISHED[model_type]
+    config = {"vocab_size": 64, "hidden_size": 64, "pad_token_id": 0, "model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config | published), encoding="utf-8")
+    assert load_shape(str(tmp_path)).ssm_chunk_size == chunk

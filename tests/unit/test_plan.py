@@ -21,6 +21,7 @@ TINY = ModelShape(
     KVCacheSpec(1, 1, 4, torch.bfloat16),
     ssm_chunk_size=8,
     weight_bytes=100,
+    num_state_layers=2,
 )
 WORKLOAD = Workload(prompt_tokens=3000, output_tokens=300, concurrency=4, shared_tokens=1100)
 
