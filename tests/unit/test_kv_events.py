@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+import mmap
 import random
+import socket
 
 import numpy as np
 import pytest
@@ -293,6 +295,61 @@ def test_a_malformed_request_for_a_replay_is_passed_over(caplog):
         with caplog.at_level(logging.WARNING):
             wait_until(lambda: publisher._step() or dealer.poll(0))
         assert caplog.text.count("8 bytes") == 3
+        assert publisher.stats().replays == 1
+        dealer.close()
+
+
+def speak(endpoint, kind):
+    """Connect to a socket of ZeroMQ and shake hands, as a peer of a kind."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    peer = socket.create_connection((host, int(port)), timeout=10)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    peer.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+    return peer
+
+
+def send_parts(peer, size):
+    part = bytes(2**20)
+    for _ in range(0, size, len(part)):
+        peer.sendall(part)
+
+
+def resident_bytes():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(("name", "kind"), [("replay_endpoint", b"DEALER"), ("endpoint", b"SUB")])
+def test_a_large_frame_ends_its_connection_and_takes_no_memory(name, kind):
+    """From a client that has 300 MB to send; others are answered as before."""
+    with EventPublisher(**ANY) as publisher:
+        publisher.watch(Books())
+        before, size = resident_bytes(), 300 * 2**20
+        with speak(getattr(publisher, name), kind) as peer:
+            peer.sendall(b"\x02" + size.to_bytes(8, "big"))
+            with pytest.raises(OSError, match=r"reset|pipe|abort"):
+                send_parts(peer, size)
+        assert resident_bytes() - before < 50 * 2**20
+        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart([b"", bytes(8)])
+        assert dealer.poll(10_000)
+        dealer.close()
+
+
+def test_a_request_of_many_frames_is_passed_over_and_only_counted(caplog):
+    with by_hand() as publisher:
+        dealer = zmq.Context.instance().socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart([b"", *[bytes(8)] * 10_000])
+        dealer.send_multipart([b"", bytes(8)])
+        with caplog.at_level(logging.WARNING):
+            wait_until(lambda: publisher._step() or dealer.poll(0))
+        assert "got 10,002 frames" in caplog.text
+        assert len(caplog.text) < 1000
         assert publisher.stats().replays == 1
         dealer.close()
 

@@ -48,6 +48,10 @@ _LOG_BATCHES = 256
 _SNAPSHOT_SECONDS = 1.0
 """So long at least lies between two batches with all that is held, however many ask for one."""
 
+_MAX_FRAME_BYTES = 1024
+"""A longer frame ends its peer's connection: requests and subscriptions are short."""
+
+_REQUEST_FRAMES = 3  # who asks, an empty one, and the number of the first batch that is wanted
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _LOCAL = ("ipc://", "inproc://")
@@ -249,6 +253,7 @@ class EventPublisher:
         socket = zmq.Context.instance().socket(kind)
         self._sockets.append(socket)
         socket.linger = _LINGER_MS
+        socket.maxmsgsize = _MAX_FRAME_BYTES + len(self._topic)
         for tries_left in reversed(range(_BIND_TRIES if binds else 1)):
             try:
                 (socket.bind if binds else socket.connect)(endpoint)
@@ -297,7 +302,7 @@ class EventPublisher:
         if self._replay is None:
             self._stopping.wait(_POLL_SECONDS)
         elif self._replay.poll(int(_POLL_SECONDS * 1000)):
-            self._answer(self._replay.recv_multipart())
+            self._answer(*self._receive())
         self._drain()
         if self._owes_snapshot and time.monotonic() - self._snapshot_at >= _SNAPSHOT_SECONDS:
             self._send_snapshot()
@@ -331,11 +336,24 @@ class EventPublisher:
         self._owes_snapshot = False
         self._counts["snapshots"] += 1
 
-    def _answer(self, request: Sequence[bytes]) -> None:
+    def _receive(self) -> tuple[list[bytes], int]:
+        """Receive a request: its first frames, and how many it has."""
+        frames, count = [self._replay.recv()], 1
+        while self._replay.rcvmore:
+            frame, count = self._replay.recv(), count + 1
+            if count <= _REQUEST_FRAMES:
+                frames.append(frame)
+        return frames, count
+
+    def _answer(self, request: Sequence[bytes], num_frames: int) -> None:
         """Send a subscriber the batches that it lacks, or one with all that is held."""
-        if len(request) != 3 or len(request[2]) != 8:
+        if num_frames != _REQUEST_FRAMES or len(request[2]) != 8:
             sizes = [len(frame) for frame in request]
-            _log.warning("a replay is asked for with 8 bytes, got frames of %s", sizes)
+            _log.warning(
+                "a replay is asked for with 8 bytes, got %s frames, the first ones of %s",
+                f"{num_frames:,}",
+                sizes,
+            )
             return
         client, _, start = request
         if start < self._log[0][0]:
