@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from faulty_store import FaultyStore, Trouble
 from sources import ROOT
 from store_rig import (
     LOOPBACK,
@@ -28,12 +29,10 @@ from store_rig import (
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import (
-    FaultyStore,
     MemoryStore,
     MooncakeStore,
     StoreFault,
     StoreHealth,
-    Trouble,
     ValkeyStore,
     open_store,
 )

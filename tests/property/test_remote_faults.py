@@ -2,12 +2,12 @@
 
 import pytest
 from disk_rig import Answer, buffer_for, facts_of, payload_of
+from faulty_store import _TROUBLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote_rig import Bench, wait_until
 
 from mamba_cache.stores import StoreFault
-from mamba_cache.stores.faulty import _TROUBLES
 from mamba_cache.tiers import EntryKind, Refusal
 
 EVERY = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]

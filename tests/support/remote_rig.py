@@ -5,8 +5,9 @@ import threading
 
 from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
+from faulty_store import FaultyStore
 
-from mamba_cache.stores import FaultyStore, MemoryStore
+from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import EntryKind, RemoteTier
 from mamba_cache.tiers import remote as remote_module
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from faulty_store import FaultyStore, Trouble
 from fingerprints import fingerprint
 
 from mamba_cache.config import CacheConfig
@@ -22,8 +23,7 @@ from mamba_cache.integrations.distributed import (
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import StateSpec
-from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault
-from mamba_cache.stores.faulty import Trouble
+from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import (
     EntryKind,
     LoadPlanner,

@@ -20,9 +20,10 @@ from collections import Counter
 import numpy as np
 import torch
 from disk_rig import SECRET, facts_of
+from faulty_store import FaultyStore, Trouble
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
-from mamba_cache.stores import FaultyStore, Trouble, open_store
+from mamba_cache.stores import open_store
 from mamba_cache.tiers import EntryKind, RemoteTier
 from mamba_cache.tiers import remote as remote_module
 

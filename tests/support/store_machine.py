@@ -4,14 +4,14 @@ from unittest import mock
 
 from clocks import ManualClock
 from context_machine import STEM, TENANTS, Seen
+from faulty_store import _TROUBLES, FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from remote_rig import wait_until
 from tiers_machine import PROMPTS, TieredMachine
 
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault
-from mamba_cache.stores.faulty import _TROUBLES
+from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import ModelIdentity
 from mamba_cache.tiers import remote as remote_module
 

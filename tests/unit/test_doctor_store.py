@@ -4,9 +4,11 @@ import pytest
 
 pytest.importorskip("typer", reason="needs the extra cli")
 
+from faulty_store import FaultyStore, Trouble
+
 from mamba_cache.cli import doctor
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
+from mamba_cache.stores import MemoryStore, StoreFault
 
 ALL = ["store", "put", "exists", "get", "latency", "remove"]
 

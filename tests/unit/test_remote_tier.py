@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
+from faulty_store import FaultyStore, Trouble
 from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
-from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
+from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import EntryKind, Refusal, RemoteTier, remote
 from mamba_cache.tiers.jobs import Job, PutJob
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from clocks import ManualClock
 from context_rig import MODEL, assert_same_run, generate, make_config, make_context
+from faulty_store import FaultyStore, Trouble
 from remote_rig import PATIENCE, wait_until
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
 
@@ -19,7 +20,7 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.stores import FaultyStore, MemoryStore, StoreFault, Trouble
+from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import (
     EntryKind,
     LoadPlanner,

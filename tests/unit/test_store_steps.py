@@ -6,6 +6,7 @@ import threading
 import pytest
 from clocks import ManualClock
 from context_rig import generate, make_config, make_context
+from faulty_store import FaultyStore, Trouble
 from restart_rig import slow_prefill
 from step_watch import StepWatch
 
@@ -13,7 +14,7 @@ from mamba_cache import Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.stores import FaultyStore, MemoryStore, Trouble
+from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import ModelIdentity, PayloadMac, RemoteTier
 from mamba_cache.tiers import remote as remote_module
 

@@ -2,7 +2,6 @@
 
 import importlib.machinery
 import os
-import random
 import socket
 import ssl
 import sys
@@ -15,12 +14,10 @@ from store_rig import LOOPBACK, Speaker, free_port
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.stores import (
-    FaultyStore,
     MemoryStore,
     MooncakeStore,
     StoreFault,
     StoreHealth,
-    Trouble,
     ValkeyStore,
     open_store,
     urls,
@@ -603,135 +600,6 @@ def test_the_longest_key_and_memory_that_is_only_read_are_taken():
     assert MemoryStore().put_many([key, "a"], [memoryview(b"abc"), buffer()]) == [None, None]
 
 
-# Troubles on purpose
-
-
-def faulty(**options):
-    store = FaultyStore(MemoryStore(), **options)
-    assert store.put_many(["a", "b"], [buffer(10, 1), buffer(10, 2)]) == [None, None]
-    return store
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"call": "puts"},
-        {"call": "put_many", "trouble": Trouble.FLIP},
-        {"call": "exists_many", "trouble": "drop"},
-        {"probability": 1.5},
-        {"times": 0},
-        {"fault": "missing"},
-    ],
-)
-def test_wrong_troubles(arguments):
-    with pytest.raises(InvalidArgumentError):
-        faulty().inject(**{"call": "get_many_into", "trouble": Trouble.FAIL} | arguments)
-
-
-def test_troubles_of_some_keys_so_many_times():
-    store = faulty()
-    store.inject("exists_many", Trouble.FAIL, times=2, matches=lambda key: key == "b")
-    for _ in range(2):
-        assert store.exists_many(["a", "b"]) == [None, StoreFault.UNREACHABLE]
-    assert store.exists_many(["a", "b"]) == [None, None]
-    assert store.injected == {("exists_many", Trouble.FAIL): 2}
-
-
-def test_behind_a_key_that_is_missing_others_meet_their_troubles():
-    store = faulty()
-    store.inject("get_many_into", Trouble.FAIL, matches=lambda key: key == "b")
-    answers = store.get_many_into(["missing", "b"], [buffer(), buffer()])
-    assert answers == [MISSING, StoreFault.UNREACHABLE]
-
-
-def test_what_has_no_probability_never_happens(monkeypatch):
-    store = faulty()
-    monkeypatch.setattr(store._random, "random", lambda: 0.0)
-    store.inject("exists_many", Trouble.FAIL, probability=0)
-    assert store.exists_many(["a"]) == [None]
-
-
-def test_the_same_seed_draws_the_same_troubles():
-    def drawn(seed):
-        store = faulty(seed=seed)
-        store.inject("exists_many", Trouble.FAIL, probability=0.5)
-        return [store.exists_many(["a"])[0] for _ in range(64)]
-
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert set(drawn(1)) == {None, StoreFault.UNREACHABLE}
-
-
-def test_a_bit_is_flipped():
-    store = faulty(seed=random.randrange(1000))
-    store.inject("get_many_into", Trouble.FLIP, matches=lambda key: key == "b")
-    one, other = buffer(12), buffer(12)
-    assert store.get_many_into(["a", "b"], [one, other]) == [10, 10]
-    assert bytes(one[:10]) == b"\1" * 10
-    changed = np.unpackbits(np.frombuffer(other[:10], np.uint8) ^ 2)
-    assert changed.sum() == 1
-    assert bytes(other[10:]) == b"\7\7"
-
-
-def test_other_damage():
-    def read(trouble):
-        store = faulty()
-        store.inject("get_many_into", trouble, matches=lambda key: key == "b")
-        into = buffer(10)
-        answers = store.get_many_into(["a", "b", "none"], [buffer(10), into, buffer(10)])
-        assert answers[::2] == [10, MISSING]
-        return answers[1], bytes(into)
-
-    half = b"\2" * 5 + bytes(5)
-    assert read(Trouble.TRUNCATE) == (5, half)
-    assert read(Trouble.ZERO) == (10, half)
-    assert read(Trouble.TEAR) == (StoreFault.TRANSFER_FAILED, half)
-    assert read(Trouble.SWAP) == (10, b"\1" * 10)
-    assert read(Trouble.FAIL)[0] is StoreFault.UNREACHABLE
-
-
-def test_puts_and_removals_that_do_not_happen():
-    store = faulty()
-    store.inject("put_many", Trouble.DROP, matches=lambda key: key == "c")
-    store.inject("put_many", Trouble.LOSE, matches=lambda key: key == "d")
-    store.inject("put_many", Trouble.FAIL, fault=StoreFault.FULL, matches=lambda key: key == "e")
-    keys = ["c", "d", "e", "f"]
-    answers = store.put_many(keys, [buffer() for _ in keys])
-    assert answers == [None, None, StoreFault.FULL, None]
-    assert store.exists_many(keys) == [MISSING, MISSING, MISSING, None]
-    store.inject("remove", Trouble.DROP, matches=lambda key: key == "a")
-    store.inject("remove", Trouble.FAIL, matches=lambda key: key == "b")
-    assert store.remove(["a", "b", "f"]) == [None, StoreFault.UNREACHABLE, None]
-    assert store.exists_many(["a", "b", "f"]) == [None, None, MISSING]
-
-
-def test_whole_calls_are_late_raise_or_hang():
-    slept = []
-    store = faulty(sleep=slept.append)
-    store.inject("exists_many", Trouble.DELAY, seconds=3.0, times=1)
-    assert store.exists_many(["a"]) == [None]
-    assert slept == [3.0]
-    store.inject("exists_many", Trouble.RAISE, times=1)
-    with pytest.raises(OSError, match="asked for"):
-        store.exists_many(["a"])
-    store.inject("exists_many", Trouble.HANG, times=1)
-    answers = []
-    thread = threading.Thread(target=lambda: answers.extend(store.exists_many(["a"])))
-    thread.start()
-    while not store.injected["exists_many", Trouble.HANG]:
-        pass
-    assert answers == []
-    while thread.is_alive():  # it may not have begun to wait
-        store.release()
-    assert answers == [None]
-    store.inject("health", Trouble.FAIL, fault=StoreFault.DENIED)
-    assert store.health().fault is StoreFault.DENIED
-    store.heal()
-    assert store.health().fault is None
-    assert store.register(buffer()) is None
-    store.unregister(buffer())
-    store.close()
-
-
 def test_a_forked_process_has_connections_of_its_own(monkeypatch):
     """On one of its parent's, each would read what the other one asked for."""
     conversation = [b"+OK\r\n", b"+PONG\r\n", b"+PONG\r\n"]
@@ -747,23 +615,6 @@ def test_a_forked_process_has_connections_of_its_own(monkeypatch):
         assert store.health().fault is None  # over the same one
         assert sum(b"SELECT" in each for each in server.heard) == 2
         store.close()
-
-
-def test_who_heals_a_store_releases_calls_that_are_only_about_to_hang(monkeypatch):
-    store = FaultyStore(MemoryStore())
-    store.inject("exists_many", Trouble.HANG)
-    draw = store._draw
-
-    def healed(*arguments):
-        rule = draw(*arguments)
-        store.heal()
-        return rule
-
-    monkeypatch.setattr(store, "_draw", healed)
-    thread = threading.Thread(target=store.exists_many, args=[["k"]], daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("port", [0, 65536])

@@ -5,9 +5,10 @@ import threading
 
 import pytest
 from disk_rig import Answer, buffer_for, facts_of, load, open_tier, payload_of, put
+from faulty_store import Trouble
 from remote_rig import Bench, wait_until
 
-from mamba_cache.stores import StoreFault, Trouble
+from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers.slab import SlabFile
 
