@@ -235,7 +235,7 @@ class OfPrefixCache:
     """Requests to a ``PrefixCache``: ``generate``, for one token."""
 
     def __init__(self, store):
-        settings = {"host_cache_gb": 0.01, "hash_secret": b"s", "measure_costs": False}
+        settings = {"host_cache_gb": 0.01, "hash_secret": b"s"}
         self.cache = make_cache(make_model("granite 4"), store=store, **settings)
         generator = torch.Generator().manual_seed(5)
         self.prompts = torch.randint(

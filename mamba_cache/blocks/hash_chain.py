@@ -124,33 +124,6 @@ class BlockHashChain:
         """
         return self._digests[index - 1] if index else self._root
 
-    def part_hash(self, index: int, tokens: Any) -> BlockHashes:
-        """Return the hash that the first tokens of block ``index`` have, chained as the block is.
-
-        It names the prefix that ends with these tokens. A part is shorter than a block, so no
-        part has the hash of a whole block, nor of a part of another length.
-
-        Args:
-            index: A block, from 0 to the number of complete blocks.
-            tokens: At least one, and fewer than a block has; as for ``compute_block_hashes``.
-
-        Returns:
-            One hash.
-
-        Raises:
-            InvalidArgumentError: ``tokens`` are not valid ids, too many or none, there is no such
-                block, or the sequence has multimodal keys, which belong to whole blocks.
-        """
-        index = check_int("index", index, minimum=0, maximum=len(self._digests))
-        data = as_token_array(tokens).tobytes()
-        if not 0 < len(data) < self._block_bytes or self._all_keys:
-            raise InvalidArgumentError(
-                f"a part must have 1 to {self._block_bytes // _TOKEN_BYTES - 1} tokens and no "
-                f"multimodal keys, got {len(data) // _TOKEN_BYTES} tokens"
-                f"{' of a sequence with such keys' if self._all_keys else ''}"
-            )
-        return BlockHashes([self._hasher.digest(self.parent_digest(index) + data)])
-
     def append(self, tokens: Any) -> None:
         """Append tokens and hash the blocks that they complete, in O(new tokens).
 

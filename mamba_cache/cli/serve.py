@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +21,8 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     mamba_cache_gb: Annotated[float, typer.Option(help="Budget for saved states in GiB.")] = 2.0,
     kv_cache_gb: Annotated[float, typer.Option(help="Budget for keys and values in GiB.")] = 4.0,
     block_size_tokens: Annotated[
-        int, typer.Option(help="Tokens of a block; a multiple of the model's SSM chunk.")
-    ] = 256,
+        int, typer.Option(help="Tokens of a block; states lie at block boundaries.")
+    ] = 32,
     max_batch_size: Annotated[
         int, typer.Option(help="Requests that run at once, with --continuous-batching.", min=1)
     ] = 64,
@@ -40,9 +39,6 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     verify_hits: Annotated[
         float, typer.Option(help="Part of the hits to compute again when idle, and compare.")
     ] = 0.0,
-    log_requests: Annotated[
-        bool, typer.Option(help="Log what was found of each prompt, and why not more.")
-    ] = False,
     hash_algorithm: Annotated[
         str,
         typer.Option(
@@ -74,14 +70,9 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     settings["max_batch_size"] = max_batch_size
     settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
     settings["events_replay_endpoint"] = events_replay_endpoint
-    settings |= {"verify_hits": verify_hits, "log_requests": log_requests}
-    settings["hash_algorithm"] = hash_algorithm
+    settings |= {"verify_hits": verify_hits, "hash_algorithm": hash_algorithm}
     if hash_secret_file is not None:
         settings["hash_secret"] = _secret_in(hash_secret_file)
-    if log_requests:
-        logger = logging.getLogger("mamba_cache.requests")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(logging.StreamHandler())
     with installed(**settings, block_size_tokens=block_size_tokens):
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)

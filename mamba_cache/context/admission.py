@@ -9,7 +9,6 @@ from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.memory import BlockCopier
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
@@ -19,7 +18,7 @@ from mamba_cache.context.requests import (
     RequestStatus,
 )
 from mamba_cache.context.tiering import Tiering
-from mamba_cache.errors import BlockCapacityError, SequenceLengthError, TokenCapacityError
+from mamba_cache.errors import SequenceLengthError, TokenCapacityError
 from mamba_cache.slots import MambaSlotAllocator, SlotLease
 
 __all__ = ["Admitter"]
@@ -35,7 +34,6 @@ class Admitter:
         rows: Rows and blocks of requests.
         checkpoints: Which states are saved.
         tiering: What can be loaded from tiers below the GPU; None: nothing.
-        copier: Copies KV blocks; None: an embedder keeps them.
     """
 
     def __init__(
@@ -47,9 +45,7 @@ class Admitter:
         checkpoints: Checkpoints,
         *,
         tiering: Tiering | None = None,
-        copier: BlockCopier | None = None,
     ) -> None:
-        self._copier = copier
         self._tiering = tiering
         self._config = config
         self._kv_blocks = kv_blocks
@@ -86,7 +82,6 @@ class Admitter:
         active: ActiveRequest,
         chunk_tokens: int | None,
         token_room: int,
-        resume_at: int | None = None,
     ) -> None:
         """Match a request, give it memory, and plan its first chunk for the next step.
 
@@ -94,7 +89,6 @@ class Admitter:
             active: A request that holds nothing.
             chunk_tokens: Tokens to compute; None: all that are left.
             token_room: Tokens that the step's buffers can still hold.
-            resume_at: A position inside a block at which it may resume, as in ``add_request``.
 
         Raises:
             InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
@@ -110,10 +104,6 @@ class Admitter:
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
         match = self._match_on_gpu(hashes, num_tokens)
-        if resume_at is not None and self._enter_inside_block(
-            active, hashes, match, chunk_tokens, token_room, resume_at
-        ):
-            return
         if self._tiering is None:
             self._enter(active, hashes, match, chunk_tokens, token_room)
             return
@@ -124,56 +114,6 @@ class Admitter:
             self._cancel_load(load)
             raise
         self._tiering.offer_used(active, found.state_matched_blocks)
-
-    def _enter_inside_block(  # noqa: PLR0917 (as ``_enter``)
-        self,
-        active: ActiveRequest,
-        hashes: BlockHashes,
-        match: PrefixMatch,
-        chunk_tokens: int | None,
-        token_room: int,
-        position: int,
-    ) -> bool:
-        """Admit a request that resumes inside a block, if what it needs for that is cached.
-
-        Args:
-            active: The request.
-            hashes: Of its whole blocks.
-            match: What of these is cached.
-            chunk_tokens: As in ``admit``.
-            token_room: Likewise.
-            position: Where it resumes.
-
-        Returns:
-            Whether it was admitted. If not, it holds nothing.
-        """
-        depth, rest = divmod(position, self._config.block_size_tokens)
-        last = match.prompt_tokens - self._config.min_computed_tokens
-        is_farther = rest and match.skip_tokens < position <= last
-        # Multimodal keys belong to whole blocks, so that parts of these have no hashes.
-        has_part = is_farther and not active.request.multimodal_keys
-        if self._copier is None or not has_part or match.kv_matched_blocks < depth:
-            return False
-        part = active.part_hash(position)
-        assert part is not None, "it is inside a block"
-        block = self._kv_blocks.find_block(part[0], part.digest(0))
-        if block is None or not self._slots.has_state(block):
-            return False
-        match = replace(match, state_matched_blocks=depth, skip_tokens=position, miss_reason=None)
-        self._kv_blocks.retain_memory_blocks([block])  # it is read before others may have it
-        try:
-            self._enter(active, hashes, match, chunk_tokens, token_room, state_block=block)
-            if match.kv_matched_blocks == depth:  # else the whole block is there
-                self._copier.copy(block, active.block_ids[depth])
-        except BlockCapacityError:
-            return False  # that one block more was too many, perhaps
-        except BaseException:
-            if active.row >= 0:
-                self.release(active)
-            raise
-        finally:
-            self._kv_blocks.release_memory_blocks([block])
-        return True
 
     def _find_below(
         self, tiering: Tiering, active: ActiveRequest, hashes: BlockHashes, match: PrefixMatch
@@ -204,7 +144,6 @@ class Admitter:
         token_room: int,
         load: PlannedLoad | None = None,
         state_position: int | None = None,
-        state_block: int | None = None,
     ) -> None:
         """Give a matched request memory, and plan its first chunk; the rest is as in ``admit``.
 
@@ -216,7 +155,6 @@ class Admitter:
             token_room: Likewise.
             load: What it loads for that.
             state_position: Where it could resume without a load. Default: where it resumes.
-            state_block: The block whose slot it resumes from, if it is not the last that it skips.
         """
         left = match.prompt_tokens - match.skip_tokens
         num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)
@@ -233,9 +171,7 @@ class Admitter:
             chunk_tokens=num_tokens,
         )
         lease = None
-        if state_block is not None:
-            lease = self._pin([state_block], 1)
-        elif load is None:
+        if load is None:
             lease = self._pin(match.block_ids, match.state_matched_blocks)
         try:
             row = self._rows.take(match.block_ids, end, active.request_id)

@@ -8,7 +8,6 @@ from typing import Literal
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.tiering import Tiering
@@ -40,7 +39,6 @@ class Checkpoints:
         slots: Where slots are reserved, and checkpoints that found no room are counted.
         counters: Where saved states are counted.
         tiering: Where what becomes findable is offered; None: nowhere.
-        paths: What policies are shown of prompts; None: their blocks.
         refuses: Whether policies may refuse states that nobody asked for.
 
     Attributes:
@@ -56,13 +54,10 @@ class Checkpoints:
         counters: StatsCounters,
         *,
         tiering: Tiering | None = None,
-        paths: PromptPaths | None = None,
         refuses: bool = True,
     ) -> None:
         self._tiering = tiering
-        self._paths = paths
         self._refuses = refuses
-        self._unit = config.block_size_tokens if paths is None else paths.unit_tokens
         self._placement = placement
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -294,15 +289,6 @@ class Checkpoints:
         """Describe a request that was just matched, for a policy that knows prompts."""
         num_tokens, request = active.num_tokens, active.request
         most_skipped = max(0, num_tokens - self._min_computed_tokens)
-        if self._paths is not None:
-            return self._paths.facts(
-                active.path(self._paths, num_tokens),
-                num_tokens,
-                active.num_shared_tokens,
-                most_skipped,
-                will_continue=request.will_continue,
-                source=request.source,
-            )
         return PromptFacts(
             hashes,
             self._block_size,
@@ -344,16 +330,13 @@ class Checkpoints:
             kind = "branch" if position == active.num_shared_tokens else "inside"
         is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
         is_asked |= not self._refuses
-        return StateProposal(active.prompt_seen, position // self._unit, kind, is_asked)
+        return StateProposal(active.prompt_seen, position // block, kind, is_asked)
 
     def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe the state at the end of a block that a decoding request has begun."""
-        depth = position // self._unit
+        depth = position // self._block_size
         is_asked = not self._refuses or active.wants_state_at(position)
-        before: Sequence[int] = active.hashes
-        if self._paths is not None:
-            before = active.path(self._paths, position - self._unit)
-        return StateProposal(active.prompt_seen, depth, "end", is_asked, before[: depth - 1])
+        return StateProposal(active.prompt_seen, depth, "end", is_asked, active.hashes[: depth - 1])
 
     def _reserve(
         self,

@@ -27,7 +27,6 @@ from mamba_cache.context.invariants import check_requests, check_states_of_block
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
-    BlockCopier,
     LiveRows,
     RequestCounts,
     SharedStore,
@@ -336,7 +335,6 @@ class DynamicInferenceContext:
             slots,
             self._counters,
             tiering=tiering,
-            paths=None if shared is None else shared.paths,
             refuses=shared is None or shared.refuses_states,
         )
         self._admitter = Admitter(
@@ -346,7 +344,6 @@ class DynamicInferenceContext:
             rows,
             self._checkpoints,
             tiering=tiering,
-            copier=None if self.kv_cache is None else BlockCopier(self.kv_cache),
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._sampler = HitSampler(config.verify_hits) if config.verify_hits else None
@@ -451,7 +448,6 @@ class DynamicInferenceContext:
         *,
         chunk_tokens: int | None = None,
         checkpoint_positions: Sequence[int] = (),
-        resume_at: int | None = None,
     ) -> Admission:
         """Admit a request to the next step: match it, reserve its memory, plan its first chunk.
 
@@ -459,14 +455,10 @@ class DynamicInferenceContext:
             request: The request, prepared or not.
             chunk_tokens: Tokens to compute in the next step. Default: all that are left.
             checkpoint_positions: As in ``Request``, for engines that learn of branch points late.
-            resume_at: A position inside a block at which somebody has saved a state, beside the
-                tokens of that block up to it, registered under ``BlockHashChain.part_hash``. If
-                they are still cached, the request resumes there; if not, as without. That of a
-                request with multimodal keys is not looked at.
 
         Raises:
             InvalidArgumentError: The request is malformed or was prepared by another context, its
-                id is in use, ``chunk_tokens`` is not an int >= 1, or ``resume_at`` none >= 0.
+                id is in use, or ``chunk_tokens`` is not an int >= 1.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
             RequestCapacityError: No row is free.
             TokenCapacityError: The step's token buffers cannot hold the chunk beside the other
@@ -486,9 +478,7 @@ class DynamicInferenceContext:
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(checkpoint_positions)
-        if resume_at is not None:
-            resume_at = check_int("resume_at", resume_at, minimum=0)
-        self._admitter.admit(active, chunk_tokens, self.request_table.token_room(), resume_at)
+        self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
             self._tell_admitted(active)

@@ -11,7 +11,6 @@ from typing import NamedTuple, cast
 import torch
 
 from mamba_cache.config import CacheConfig, EvictionPolicy
-from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.stats import StatsCounters
@@ -26,7 +25,6 @@ from mamba_cache.slots import (
 from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,
-    StateCopier,
     StateSpec,
     blocks_in_budget,
     slots_in_budget,
@@ -34,7 +32,6 @@ from mamba_cache.states import (
 
 __all__ = [
     "SLOT_FIELDS",
-    "BlockCopier",
     "KindLayers",
     "LiveRows",
     "RequestCounts",
@@ -95,7 +92,6 @@ class SharedStore:
         on_admitted: Called with each request that begins to run, and what was found of it, by
             whoever logs and verifies what all that share this do.
         pins: Prompts that stay cached for all that share this; None: the context has its own.
-        paths: What the slots' policy is shown of prompts; None: their blocks.
         refuses_states: Whether the slots' policy may refuse states; not where whoever made this
             copies each of them elsewhere.
     """
@@ -105,26 +101,7 @@ class SharedStore:
     counters: StatsCounters
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
     pins: Pins | None = None
-    paths: PromptPaths | None = None
     refuses_states: bool = True
-
-
-class BlockCopier:
-    """Copies KV blocks within a cache, all layers in one launch.
-
-    Args:
-        kv_cache: The cache.
-    """
-
-    def __init__(self, kv_cache: torch.Tensor) -> None:
-        self._layers = [kv_cache.flatten(0, 1)]
-        self._copier: StateCopier | None = None
-
-    def copy(self, source: int, target: int) -> None:
-        """Enqueue the copy of one block to another."""
-        if self._copier is None:
-            self._copier = StateCopier(self._layers, self._layers)
-        self._copier.copy([source], [target])
 
 
 @dataclass(slots=True)

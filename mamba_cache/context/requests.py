@@ -20,7 +20,6 @@ from mamba_cache.blocks import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.paths import PromptPaths
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
@@ -552,17 +551,6 @@ class ActiveRequest:
         self.collect_tokens()
         tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
-
-    def part_hash(self, position: int) -> BlockHashes | None:
-        """Return the hash of the tokens between the last whole block and a position, if any."""
-        depth, rest = divmod(position, self._rows.block_size_tokens)
-        if not rest:
-            return None
-        return self._chain.part_hash(depth, self.tokens(position - rest, position))
-
-    def path(self, paths: PromptPaths, end: int) -> list[int]:
-        """Return what a policy is shown of its tokens up to ``end``."""
-        return paths.hash_ids(self._chain, self.tokens(0, end))
 
     def chunk_from(
         self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None

@@ -52,13 +52,11 @@ class HitToVerify:
         request: The request that resumed; adapters and multimodal items are as in it.
         tokens: [num_tokens] int32: the prefix that it did not compute.
         hashes: Of its complete blocks.
-        part: Of the tokens after them, where it resumed inside a block; None: there are none.
     """
 
     request: Request
     tokens: TokenArray
     hashes: BlockHashes
-    part: BlockHashes | None = None
 
     @property
     def request_id(self) -> Hashable:
@@ -66,9 +64,7 @@ class HitToVerify:
         return self.request.request_id
 
     def digest(self, index: int) -> bytes:
-        """Return the digest of a block of it; the last one may be a part."""
-        if self.part is not None and index == len(self.hashes):
-            return self.part.digest(0)
+        """Return the digest of a block of it."""
         return self.hashes.digest(index)
 
     def find(self, kv_blocks: KVBlockAllocator, slots: SlotPool) -> tuple[list[int], int] | None:
@@ -76,11 +72,6 @@ class HitToVerify:
         blocks = kv_blocks.match_prefix(self.hashes)
         if len(blocks) < len(self.hashes):
             return None
-        if self.part is not None:
-            block = kv_blocks.find_block(self.part[0], self.part.digest(0))
-            if block is None:
-                return None
-            blocks.append(block)
         slot = slots.get_slot(blocks[-1])
         return None if slot < 0 else (blocks, slot)
 
@@ -140,8 +131,7 @@ class HitSampler:
             return
         position = admission.skip_tokens
         hashes = active.hashes[: admission.state_matched_blocks]
-        part = active.part_hash(position)
-        self.add(HitToVerify(active.request, active.tokens(0, position), hashes, part))
+        self.add(HitToVerify(active.request, active.tokens(0, position), hashes))
 
     def take(self) -> HitToVerify | None:
         """Return the hit that has waited longest; None if there is none."""

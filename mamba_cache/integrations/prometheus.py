@@ -51,18 +51,6 @@ _COUNTERS = {
 }
 """Fields of ``CacheStats`` that are metrics as they are, and what they say."""
 
-_OF_PREFIX_CACHES = {
-    "declined_hits": "Requests computed as a whole because restoring was known to take longer",
-    "declined_tokens": "Tokens of the prefixes that were not restored then",
-    "declined_loads": "Requests that did not wait for what a disk or store had, computed instead",
-    "splits": "States saved inside a prompt, each of which divided its computation",
-    "declined_splits": "Positions passed over because their states were known not to pay",
-    "seconds_splitting": "Seconds spent on splits, estimated",
-    "seconds_restoring": "Seconds spent on restores",
-    "seconds_saved": "Seconds that hits saved, estimated",
-}
-"""Fields that a ``PrefixCache`` of transformers has besides."""
-
 _KINDS = {
     "blocks": ("KV blocks, by what they hold", ("free", "cached", "used")),
     "slots": ("Slots, by what they hold", ("free", "reserved", "cached")),
@@ -145,10 +133,6 @@ class CacheCollector(Collector):
         stats = {name: cache.stats() for name, cache in self._caches.items()}
         for field, text in _COUNTERS.items():
             yield _counter(field, text, {name: getattr(one, field) for name, one in stats.items()})
-        for field, text in _OF_PREFIX_CACHES.items():
-            values = {n: getattr(one, field) for n, one in stats.items() if hasattr(one, field)}
-            if values:
-                yield _counter(field, text, values)
         restored = {name: one.hits * one.bytes_per_slot for name, one in stats.items()}
         yield _counter("restored_bytes", "Bytes of states restored from slots", restored)
         saved = {name: one.saved_states * one.bytes_per_slot for name, one in stats.items()}

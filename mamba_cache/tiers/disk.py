@@ -88,7 +88,6 @@ class DiskTier:
     Attributes:
         name: "disk".
         folder: Where the files are.
-        state_lengths: Tokens of the prefixes whose states were there when it was opened.
 
     Raises:
         BudgetError: The capacity does not hold one row of each kind.
@@ -136,7 +135,6 @@ class DiskTier:
         self._not_recovered: Counter[Refusal] = Counter()
         self._failures = 0
         self._rests_until = self._full_until = 0.0
-        self.state_lengths: set[int] = set()
         self.folder, self._folder_lock = open_folder(self._path, identity)
         self._files: dict[EntryKind, _File] = {}
         try:
@@ -499,8 +497,6 @@ class DiskTier:
             elif header is not None and (name := _name(header.facts.key)) not in names:
                 names.add(name)
                 entries[row] = header
-                if header.facts.key.kind is EntryKind.STATE:
-                    self.state_lengths.add(header.facts.prefix_tokens)
         file.rows.adopt(file.slab.num_rows, entries)
         self._jobs.counts["recovered"] += len(entries)
 

@@ -25,7 +25,7 @@ EAGER = ContinuousBatchingConfig(use_cuda_graph=False)
 
 def make_cache(model, **settings):
     ample = {"mamba_cache_gb": 0.2, "kv_cache_gb": 0.2, "block_size_tokens": BLOCK}
-    return PrefixCache(model, **{**ample, "max_batch_size": 16, "measure_costs": False, **settings})
+    return PrefixCache(model, **{**ample, "max_batch_size": 16, **settings})
 
 
 def tokens(generator, count):

@@ -6,11 +6,9 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from gpu_models import BLOCK, make_model
-from gpu_rig import BUSY_CYCLES, waiting_raises
 
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.costs import make_cost_model
 from mamba_cache.integrations.transformers.layers import read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -71,7 +69,7 @@ def make_cache(model, **settings):
 
 
 def test_hits_answer_as_misses_do(model, generator):
-    cache = make_cache(model, measure_costs=False)
+    cache = make_cache(model)
     shared = tokens(generator, 3 * BLOCK + 5)
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     options |= {"output_logits": True, "eos_token_id": None}
@@ -89,7 +87,7 @@ def test_hits_answer_as_misses_do(model, generator):
 
 
 def test_a_restored_state_is_the_saved_one_to_the_bit(model, generator):
-    cache = make_cache(model, measure_costs=False)
+    cache = make_cache(model)
     ids = tokens(generator)
     first, again = cache.prefill(ids), cache.prefill(ids)
     assert cache.stats().skipped_tokens == LENGTH
@@ -98,39 +96,13 @@ def test_a_restored_state_is_the_saved_one_to_the_bit(model, generator):
         assert torch.equal(one, other)
 
 
-def test_costs_are_those_of_the_device_and_nobody_waits_for_it():
-    """The host has enqueued the work long before it is done."""
-    costs = make_cost_model(torch.device("cuda"), is_on=True)
-    with waiting_raises():
-        for _ in range(3):
-            with costs.forward(100, 0), costs.restore(1000):
-                torch.cuda._sleep(BUSY_CYCLES)
-        costs.collect()
-        assert costs.forward_seconds(100, 0) is None, "the device cannot be done by now"
-    torch.cuda.synchronize()
-    costs.collect()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    torch.cuda._sleep(BUSY_CYCLES)
-    end.record()
-    torch.cuda.synchronize()
-    wanted = start.elapsed_time(end) / 1e3
-    for seconds in (costs.forward_seconds(100, 0), costs.restore_seconds(1000)):
-        assert wanted / 2 < seconds < 10 * wanted
-
-
-def test_calls_teach_it_and_named_positions_are_kept(model, generator):
+def test_named_positions_are_kept(model, generator):
     cache = make_cache(model)
     shared, options = tokens(generator, 3 * BLOCK), {"max_new_tokens": 2, "do_sample": False}
-    for number in range(12):
+    for _ in range(3):
         ids = torch.tensor([shared + tokens(generator, 20)], device="cuda")
         cache.generate(ids, attention_mask=torch.ones_like(ids), checkpoints=[3 * BLOCK], **options)
-        fresh = torch.tensor([tokens(generator, 3 * BLOCK + 20)], device="cuda")
-        cache.generate(fresh, attention_mask=torch.ones_like(fresh), **options)
-        assert number or cache.stats().splits == 1
     stats = cache.stats()
-    assert stats.hits + stats.declined_hits == 11
-    assert stats.requests == 24
-    assert cache.expected_saving(3 * BLOCK, 20) is not None
-    assert 0 < stats.seconds_restoring < 10
+    assert (stats.requests, stats.hits) == (3, 2)
+    assert stats.skipped_tokens == 2 * 3 * BLOCK
     cache.check_invariants()

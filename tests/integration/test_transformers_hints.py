@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-import numpy as np
 from batch_rig import batch, subject, tokens
 from drawn_traces import draw_agents, draw_conversations, draw_mixed
 from prefix_replay import replay, turns_of
@@ -83,16 +82,16 @@ def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
     batch(cache, [[*prompt, 5]], will_continue=False, source="b")
     cache.check_invariants()
     alone, batched = policy.told
-    assert alone.block_size_tokens == batched.block_size_tokens == 1
-    assert batched.hash_ids[: len(prompt)] == alone.hash_ids
-    assert [facts.num_usable_blocks for facts in (alone, batched)] == [len(prompt)] * 2
+    assert alone.block_size_tokens == batched.block_size_tokens == BLOCK
+    assert batched.hash_ids == alone.hash_ids
+    assert [facts.num_usable_blocks for facts in (alone, batched)] == [2, 2]
     assert (alone.will_continue, alone.source) == (True, "a")
     assert (batched.will_continue, batched.source) == (False, "b")
-    # The same candidate stands for the state where the first prompt ended.
+    # The same candidate stands for the state at the first prompt's last boundary.
     node = policy._tree.find(alone.hash_ids[-1])
     assert policy._tree._last_use_at[node] == policy._tree.clock
     cache.generate([prompt[:BLOCK]], checkpoints=[BLOCK], **SHORT)
-    assert policy.proposed[-1].num_blocks >= BLOCK
+    assert policy.proposed[-1].num_blocks == 1
 
 
 @pytest.mark.parametrize("count", [3, BLOCK + 2])
@@ -104,8 +103,7 @@ def test_an_answer_of_a_batch_is_a_candidate_that_its_next_turn_uses(nemotron, g
     depth = (len(prompt) + count - 1) // BLOCK * BLOCK
     told = [*prompt, *answer, 5]
     tree = policy._tree
-    hash_ids = cache._store.paths.hash_ids(_chain(cache, told), np.array(told, np.int32))
-    node = tree.find(hash_ids[depth - 1])
+    node = tree.find(_chain(cache, told).hashes[depth // BLOCK - 1])
     assert tree.is_kept(node)
     assert tree._last_use_at[node] < tree.clock + 1
     batch(cache, [told])
@@ -122,7 +120,7 @@ def _chain(cache, told):
 
 def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
     """Strangers' states are worth less than those of a prompt that comes again and again."""
-    room = budgets(nemotron.cache(), slots=2, blocks=200)
+    room = budgets(nemotron.cache(), slots=1, blocks=200)
     cache = nemotron.cache(**room, eviction="adaptive")
     copies, save = [], cache._store.tensors.save_state
     monkeypatch.setattr(

@@ -759,7 +759,6 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"block_size_tokens": 0}, "block_size_tokens"),
         ({"segment_tokens": 1.5}, "segment_tokens"),
         ({"reuse_answers": 1}, "reuse_answers"),
-        ({"measure_costs": "no"}, "measure_costs"),
         ({"hash_algorithm": "md5"}, "hash_algorithm must be one of"),
         ({"hash_secret": b""}, "hash_secret must be bytes, at least one of them"),
         ({"weights_check": "some"}, "weights_check must be one of"),

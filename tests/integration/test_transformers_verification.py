@@ -1,7 +1,5 @@
 """Hits of a prefix cache that are verified, and what its log says."""
 
-import logging
-
 import pytest
 import torch
 from batch_rig import SERVED, subject, tokens
@@ -273,73 +271,6 @@ def test_a_cache_that_nobody_uses_is_verified(generator):
     del cache
     assert verifier.look() == 0
     assert verifier._stopped.is_set()
-
-
-def test_the_log_of_a_prefix_cache(generator, caplog):
-    caplog.set_level(logging.INFO, "mamba_cache.requests")
-
-    def line(call):
-        caplog.clear()
-        call()
-        [message] = [r.getMessage() for r in caplog.records if r.name == "mamba_cache.requests"]
-        return dict(field.split("=", 1) for field in message.split(" "))
-
-    model = make_model("granite 4")
-    small = budgets(make_cache(model), slots=2, blocks=6)
-    cache = make_cache(model, log_requests=True, **small)
-    prompt, other = text(generator, 3 * BLOCK + 2), text(generator, 5 * BLOCK)
-    first = line(lambda: cached(cache, prompt))
-    assert (first["reason"], first["tier"], first["skipped_tokens"]) == ("new_prefix", "-", "0")
-    longer = join(prompt, text(generator, 3))
-    second = line(lambda: cached(cache, longer))
-    assert (second["reason"], second["tier"]) == ("-", "gpu")
-    assert second["skipped_tokens"] == second["matched_tokens"] == str(prompt.shape[1])
-    assert line(lambda: cached(cache, prompt, cache_salt="a"))["reason"] == "salt_differs"
-    cached(cache, other)
-    assert line(lambda: cached(cache, prompt))["reason"] in ("evicted", "state_evicted")
-    handle = model.model.register_forward_hook(lambda *_: None)
-    assert line(lambda: cached(cache, prompt))["reason"] == "adapter_differs"
-    handle.remove()
-
-
-def test_generate_and_batches_write_one_log(generator, caplog):
-    """A line for each prompt, also where its only token comes from cached logits."""
-    caplog.set_level(logging.INFO, "mamba_cache.requests")
-    own = subject("granite 4")
-    cache = own.cache(log_requests=True, host_cache_gb=0.01)
-    cache.prepare_batches()
-    assert caplog.messages == []  # what is tried out is nobody's prompt
-    prompt, one = text(generator, 3 * BLOCK + 2), own.config(max_new_tokens=1)
-    told = prompt[0].tolist()
-
-    def reason(given, **options):
-        caplog.clear()
-        cache.generate_batch([given], one, **options)
-        [message] = [one.message for one in caplog.records if one.name == "mamba_cache.requests"]
-        return message.partition("skipped_tokens=")[2]
-
-    cached(cache, prompt)
-    assert reason(told, cache_salt="a") == "0 tier=- reason=salt_differs"
-    assert reason(told) == f"{len(told)} tier=gpu reason=-"
-    cache._store.kv_blocks.reset()
-    assert reason(told) == f"{len(told)} tier=host reason=-"
-    cache._store.kv_blocks.reset()
-    assert reason([*told, 4]) == f"{len(told)} tier=host reason=-"
-    assert reason([*told, 5]) == f"{len(told)} tier=gpu reason=-"
-    assert not cache._store.watch.brought
-
-
-def test_the_log_names_hits_that_do_not_pay_and_tiers(generator, caplog, monkeypatch):
-    caplog.set_level(logging.INFO, "mamba_cache.requests")
-    cache = make_cache(make_model("granite 4"), log_requests=True, host_cache_gb=0.01)
-    prompt = text(generator, 3 * BLOCK + 2)
-    cached(cache, prompt)
-    cache._store.kv_blocks.reset()
-    cached(cache, join(prompt, text(generator, 2)))
-    assert "tier=host reason=-" in caplog.messages[-1]
-    monkeypatch.setattr(cache._costs, "uses", lambda _: False)
-    cached(cache, join(prompt, text(generator, 2)))
-    assert "skipped_tokens=0 tier=- reason=below_break_even" in caplog.messages[-1]
 
 
 def test_a_served_model_is_verified_while_nobody_uses_it(generator, monkeypatch):

@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 
-from mamba_cache.integrations.transformers import capture, fingerprint
+from mamba_cache.integrations.transformers import capture, fingerprint, generation
 from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory
-from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
+from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import PrefixTensors
 from mamba_cache.slots.pool import SlotPool
 
@@ -24,10 +24,9 @@ def _another_slot(load: Any) -> Any:
     return broken
 
 
-def _shifted_part(save_tokens: Any) -> Any:
+def _shifted_blocks(save_tokens: Any) -> Any:
     def broken(self: PrefixTensors, blocks: Any, memory: Any, start: int, end: int) -> None:
-        is_part = (end - start) % self._layout.block_size_tokens > 0
-        shift = int(is_part and start > 0)
+        shift = int(start > 0)
         save_tokens(self, blocks, memory, start - shift, end - shift)
 
     return broken
@@ -42,27 +41,18 @@ def _aliased_state(load: Any) -> Any:
     return broken
 
 
-def _anybodys_logits(_: Any) -> Any:
-    return lambda self, slot: slot >= 0
-
-
-def _answer_a_token_short(_: Any) -> Any:
-    def broken(self: Generation, index: int, row: Any, memory: SequenceMemory) -> None:
-        answer = self._answer(index)[:-1]
-        record = row.prefill.record.fork()
-        record.append(answer)
-        record.publish(memory, len(row.prompt.tokens) + len(answer), is_end=True)
-        record.close()
+def _boundary_a_token_late(keep: Any) -> Any:
+    def broken(self: Generation) -> None:
+        keep(self)
+        for index, row in enumerate(self._rows):
+            if row.boundary and row.boundary == self._ids.shape[1] - 2 - row.prompt.padding:
+                row.states = [x.clone() for x in self._memory().row(index).states]
 
     return broken
 
 
-def _rows_that_went_on(publish: Any) -> Any:
-    def broken(self: Any, memory: Any, num_tokens: int, **named: Any) -> None:
-        went_on = num_tokens < memory.num_tokens
-        publish(self, memory, num_tokens, **{**named, "is_end": went_on or named.get("is_end")})
-
-    return broken
+def _rows_that_went_on(_: Any) -> Any:
+    return lambda memory, **_: memory
 
 
 def _no_salts(open_record: Any) -> Any:
@@ -136,15 +126,6 @@ def _nothing_given_back(_: Any) -> Any:
     return lambda self: None
 
 
-def _parts_by_length(find_part: Any) -> Any:
-    def broken(self: PrefixStore, chain: Any, depth: int, tokens: Any) -> Any:
-        wanted = chain.parent_digest(depth), len(tokens)
-        alike = [block for block, of_it in self._parts.blocks.items() if of_it == wanted]
-        return alike[0] if alike else find_part(self, chain, depth, tokens)
-
-    return broken
-
-
 def _window_too_short(fill: Any) -> Any:
     def broken(self: CacheFiller, cache: Any, memory: SequenceMemory) -> None:
         fill(self, cache, memory)
@@ -166,17 +147,11 @@ def _random_numbers_used(first_forward: Any) -> Any:
 _FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the state of another slot is restored": (PrefixTensors, "load", _another_slot),
     "the live state is the slot itself, not a copy": (PrefixTensors, "load", _aliased_state),
-    "the part of a block is a token too early": (PrefixTensors, "save_tokens", _shifted_part),
-    "parts of blocks are found by their length": (PrefixStore, "find_part", _parts_by_length),
-    "a slot's logits are given out whosever they are": (
-        PrefixStore, "has_logits", _anybodys_logits,
+    "the tokens of a block are one too early": (PrefixTensors, "save_tokens", _shifted_blocks),
+    "an answer's state is that of a token later": (
+        Generation, "_keep_boundaries", _boundary_a_token_late,
     ),
-    "an answer's state is published for a token fewer": (
-        Generation, "_publish_answer", _answer_a_token_short,
-    ),
-    "rows that ended are published as they went on": (
-        SequenceRecord, "publish", _rows_that_went_on,
-    ),
+    "a boundary's state is that of the answer's end": (generation, "replace", _rows_that_went_on),
     "the padding of a row is kept with it": (SequenceMemory, "row", _padding_kept),
     "all rows of a batch keep the first one's state": (SequenceMemory, "row", _first_row_for_all),
     "of several captured windows the later are shifted": (

@@ -118,8 +118,8 @@ class Books:
         """Compute a sequence: match it, fill the rest, save states after some of its blocks.
 
         Args:
-            tokens: The sequence; what is left after its whole blocks is kept as a part.
-            states: After how many blocks a state is saved; one beyond them is that of the part.
+            tokens: The sequence; what is left after its whole blocks is not kept.
+            states: After how many blocks a state is saved.
             salt: If given, observers are not told the tokens.
         """
         kv_blocks, slots = self.kv_block_allocator, self.slot_allocator
@@ -128,8 +128,8 @@ class Books:
         hashes, array = chain.hashes, np.array(tokens, np.int32)
         held = kv_blocks.match_prefix(hashes)
         kv_blocks.retain_memory_blocks(held)
-        first, rest = len(held), len(tokens) % BLOCK
-        held += kv_blocks.allocate_memory_blocks(len(hashes) - first + bool(rest))
+        first = len(held)
+        held += kv_blocks.allocate_memory_blocks(len(hashes) - first)
         whole, told = len(hashes), salt is None
         registered = kv_blocks.register_kv_block_hashes(
             held[first:whole],
@@ -137,19 +137,12 @@ class Books:
             parent_hash=hashes[first - 1] if first else None,
             tokens=array[first * BLOCK : whole * BLOCK] if told else None,
         )
-        finders, ids = [*held[:first], *registered], list(hashes)
-        if rest:
-            part = chain.part_hash(whole, tokens[-rest:])
-            parent = hashes[-1] if whole else None
-            finders += kv_blocks.register_kv_block_hashes(
-                held[whole:], part, parent_hash=parent, tokens=array[-rest:] if told else None
-            )
-            ids += part
+        finders = [*held[:first], *registered]
         for number in states:
             if number <= len(finders) and finders[number - 1] is not None:
                 [slot] = slots.reserve_slots([finders[number - 1]])
                 if slot is not None:
-                    slots.commit_reserved([slot], [finders[number - 1]], [ids[number - 1]])
+                    slots.commit_reserved([slot], [finders[number - 1]], [hashes[number - 1]])
         kv_blocks.release_memory_blocks(held)
 
     def load(self, rng: random.Random, num_calls: int) -> None:

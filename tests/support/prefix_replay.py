@@ -5,7 +5,7 @@
 
 A token here stands for 32 of the trace's, and a block of 8 for one of 256. An id of the trace is a
 run of 13, so that prompts end inside blocks. The answer to a prompt that a later one goes on from
-is what that one has there, so that its next turn may resume from the answer's end.
+is what that one has there, so that its next turn may resume from the answer's last boundary.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class _BooksOnly(PrefixStore):
 
 class _Computed:
     """What a forward leaves behind."""
-
-    logits = None
 
     def __init__(self, layout: Any) -> None:
         self._dtypes = layout.initial.dtypes()
@@ -111,25 +109,27 @@ def replay(
     for prompt, answer in turns:
         began, num_tokens = time.process_time(), len(prompt)
         total += num_tokens
-        record = store.open(prompt, cache_salt=None, lora_id=None, min_computed=1, with_logits=True)
+        record = store.open(prompt, cache_salt=None, lora_id=None, min_computed=1)
         store.counters.count_admission(record.match)
         start = record.match.skip_tokens
         if start:
             store.slots.note_consumed([store.slots.get_slot(record.restored_blocks[-1])])
-        record.tell_policy(PromptHint(), num_tokens)
+        record.tell_policy(PromptHint(), num_tokens - 1)
         facts = PlacementFacts(
             prompt_tokens=num_tokens,
             block_size_tokens=BLOCK,
             num_matched_blocks=record.match.kv_matched_blocks,
             num_required_blocks=-(-num_tokens // BLOCK),
         )
-        inside = {p for p in placed_positions(placement, facts) if start < p < num_tokens}
+        inside = placed_positions(placement, facts) | {(num_tokens - 1) // BLOCK * BLOCK}
+        inside = {p for p in inside if start < p < num_tokens}
         record.reserve_states(inside)
-        if start < num_tokens:
-            record.publish(computed, num_tokens, captured=inside, is_end=True)
+        record.publish(computed, num_tokens, captured=inside, is_end=True)
         answered = record.fork()
         answered.append(answer.tolist())
-        answered.publish(computed, num_tokens + len(answer), is_end=True)
+        end = (num_tokens + len(answer)) // BLOCK * BLOCK
+        if end > num_tokens:
+            answered.publish(computed, end, is_end=True)
         answered.close()
         record.close()
         seconds += time.process_time() - began

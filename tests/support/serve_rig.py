@@ -25,7 +25,6 @@ SETTINGS = {
     "mamba_cache_gb": 0.02,
     "kv_cache_gb": 0.02,
     "block_size_tokens": BLOCK,
-    "measure_costs": False,
 }
 NEW = 12
 

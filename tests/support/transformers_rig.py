@@ -201,12 +201,11 @@ def generate_about_an_image(model: transformers.PreTrainedModel) -> None:
 
 
 def make_cache(model: transformers.PreTrainedModel, **settings: object) -> PrefixCache:
-    """A cache with room for all that a test does, and which reads no clock.
+    """A cache with room for all that a test does.
 
     Unless ``settings`` say otherwise.
     """
     ample = {"mamba_cache_gb": 0.01, "kv_cache_gb": 0.01, "block_size_tokens": BLOCK}
-    ample["measure_costs"] = False
     return PrefixCache(model, **{**ample, "segment_tokens": 4 * BLOCK, **settings})
 
 

@@ -9,7 +9,6 @@ from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import DynamicInferenceContext, Request, SharedStore
-from mamba_cache.context.paths import PromptPaths
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvalidArgumentError
@@ -151,28 +150,26 @@ class Listening(AdaptiveSlotPolicy):
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_policy_is_shown_the_paths_that_the_owner_makes(refuses):
-    """In units of a few tokens, in which the owner proposes states inside blocks."""
-    policy, paths = Listening(), PromptPaths(64 * BLOCK)
-    paths.unit_tokens, paths._block_size = 1, BLOCK
-    store = replace(make_store(policy=policy), paths=paths, refuses_states=refuses, pins=None)
+def test_the_owners_policy_is_shown_prompts_and_states(refuses):
+    policy = Listening()
+    store = replace(make_store(policy=policy), refuses_states=refuses, pins=None)
     context = embed(store)
     answer = generate(context, PROMPT, BLOCK + 2, will_continue=True, source="x")[0]
     assert answer == generate(make_context(), PROMPT, BLOCK + 2)[0]
     context.check_invariants()
     [facts] = policy.told
     count = len(PROMPT)
-    assert (facts.block_size_tokens, facts.num_usable_blocks) == (1, count - 1)
-    assert (len(facts.hash_ids), facts.num_matched_blocks) == (count, count - count // BLOCK)
+    assert (facts.block_size_tokens, facts.num_usable_blocks) == (BLOCK, (count - 1) // BLOCK)
+    assert (len(facts.hash_ids), facts.num_matched_blocks) == (count // BLOCK, 0)
     assert (facts.will_continue, facts.source) == (True, "x")
     depths = [proposal.num_blocks for proposal in policy.proposed]
-    assert depths[-1] == 4 * BLOCK
-    assert set(depths) <= {BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK}
+    assert depths[-1] == 4
+    assert set(depths) <= {1, 2, 3, 4}
     assert {proposal.is_asked for proposal in policy.proposed} == {not refuses}
     # The state that decoding saved is known by the id of its block, which the next turn has.
     told = [*PROMPT, *answer]
     request = context.prepare(Request(request_id="next", prompt_tokens=told))
-    node = policy._tree.find(paths.hash_ids(request.chain, request.tokens)[4 * BLOCK - 1])
+    node = policy._tree.find(request.chain.hashes[3])
     assert policy._tree.is_kept(node)
     generate(context, [*told, 1], 1)
     assert policy._tree._last_use_at[node] == policy._tree.clock

@@ -55,13 +55,6 @@ def test_keys_in_lists_are_logged():
     context.check_invariants()
 
 
-def test_a_prompt_with_multimodal_keys_resumes_at_no_part_of_a_block():
-    """It was refused, where something before the part was cached and not where it was not."""
-    context = make_context()
-    request = Request(request_id=1, prompt_tokens=PROMPT, multimodal_keys=[(0, "cat")])
-    assert context.add_request(request, resume_at=3).skip_tokens == 0
-
-
 def test_who_sends_hints_can_be_a_key_throughout():
     with pytest.raises(InvalidArgumentError, match="source must be hashable"):
         Request(request_id=1, prompt_tokens=PROMPT, source=([],))

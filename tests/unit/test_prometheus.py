@@ -27,7 +27,6 @@ from mamba_cache.integrations.prometheus import (
     CacheCollector,
     CallDurations,
 )
-from mamba_cache.integrations.transformers import PrefixCacheStats
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import Refusal, TierStats
 
@@ -37,9 +36,8 @@ GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
 class Source:
     """Statistics of distinct values, each at least 1."""
 
-    def __init__(self, seed, kind=CacheStats):
-        self.kind = kind
-        fields = [f.name for f in dataclasses.fields(kind) if f.name != "misses"]
+    def __init__(self, seed):
+        fields = [f.name for f in dataclasses.fields(CacheStats) if f.name != "misses"]
         values = random.Random(seed).sample(range(1, 10**6), len(fields) + len(MissReason))
         self.values = dict(zip(fields, values, strict=False))
         self.misses = dict(
@@ -47,7 +45,7 @@ class Source:
         )
 
     def stats(self):
-        return self.kind(misses=self.misses, **self.values)
+        return CacheStats(misses=self.misses, **self.values)
 
 
 def scrape(registry):
@@ -69,9 +67,8 @@ def labels(**named):
     return frozenset(named.items())
 
 
-@pytest.mark.parametrize("kind", [CacheStats, PrefixCacheStats])
-def test_every_figure_is_exported(seed, kind):
-    source = Source(seed, kind)
+def test_every_figure_is_exported(seed):
+    source = Source(seed)
     samples = scrape(registry_of(main=source))
     exported = {value for series in samples.values() for value in series.values()}
     bytes_per_slot = source.values.pop("bytes_per_slot")
@@ -99,7 +96,7 @@ def test_names_kinds_and_reasons(seed):
 
 
 def test_names_follow_the_conventions(seed):
-    registry = registry_of(main=Source(seed, PrefixCacheStats))
+    registry = registry_of(main=Source(seed))
     CallDurations(registry)
     for family in registry.collect():
         assert re.fullmatch(r"mamba_cache_[a-z_]+", family.name)
@@ -194,15 +191,6 @@ def test_tiers_have_metrics_of_their_own():
         ("mamba_cache_tier_dropped_total", "a", "host", "queue_full"): 2,
         ("mamba_cache_tier_refused_total", "a", "host", "missing"): 1,
     }
-
-
-def test_only_prefix_caches_have_what_is_theirs(seed):
-    context, cache = Source(seed), Source(seed + 1, PrefixCacheStats)
-    samples = scrape(registry_of(context=context, cache=cache))
-    assert samples["mamba_cache_seconds_saved_total"] == {
-        labels(cache="cache"): cache.values["seconds_saved"]
-    }
-    assert "mamba_cache_seconds_saved_total" not in scrape(registry_of(context=context))
 
 
 def test_each_scrape_reads_the_context_anew(seed):
@@ -326,9 +314,7 @@ class Tiered(Source):
 @pytest.fixture
 def exported(seed):
     """{sample name: label names} of all that is exported."""
-    registry = registry_of(
-        main=Source(seed, PrefixCacheStats), verified=Verified(seed), tiered=Tiered(seed)
-    )
+    registry = registry_of(main=Source(seed), verified=Verified(seed), tiered=Tiered(seed))
     durations = CallDurations(registry)
     durations.watch("main", make_context())
     return {

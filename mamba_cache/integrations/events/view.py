@@ -56,8 +56,8 @@ class _Block:
 
     Attributes:
         parent: Hash of the block before it; None at a sequence's start.
-        tokens: What it holds, int32; None if whoever registered it did not tell, empty if it is but
-            the part of a block: it is not announced then, and neither is what comes after it.
+        tokens: What it holds, int32; None if whoever registered it did not tell: it is not
+            announced then, and neither is what comes after it.
         uses: What makes it worth announcing: the state at its end, each child that is itself worth
             it, and, in mode "resident", that it is there.
         is_told: Subscribers know of it.
@@ -96,8 +96,7 @@ class EventView:
     their children.
 
     Args:
-        block_size_tokens: Tokens of a block. What holds fewer is the part of one: its state makes
-            the blocks before it worth announcing, but routers know whole blocks only.
+        block_size_tokens: Tokens of a block.
         mode: Which KV blocks are announced.
 
     Attributes:
@@ -154,8 +153,6 @@ class EventView:
         data = None if event.tokens is None else event.tokens.tobytes()
         if data is None:
             self.num_untold += len(event.hash_ids)
-        elif len(data) != size * len(event.hash_ids):
-            data = b""  # the part of a block
         for index, hash_id in enumerate(event.hash_ids):
             tokens = data and data[index * size : (index + 1) * size]
             self._store_block(hash_id, parent, tokens)

@@ -10,7 +10,6 @@ Put it around a model and call its ``generate`` instead of the model's::
 
 from mamba_cache.integrations.transformers.batching.batcher import BatchStats
 from mamba_cache.integrations.transformers.checkpoints import message_ends
-from mamba_cache.integrations.transformers.costs import PrefixCacheStats
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 
-__all__ = ["BatchStats", "PrefixCache", "PrefixCacheStats", "message_ends"]
+__all__ = ["BatchStats", "PrefixCache", "message_ends"]

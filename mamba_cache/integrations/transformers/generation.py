@@ -34,7 +34,7 @@ class _Row:
 
     prompt: Prompt
     prefill: Prefill  # rows of the same prompt share it
-    boundary: int = 0  # the last block boundary in its answer, 0 before the first
+    boundary: int = 0  # the last block boundary since its prompt's end, 0 before the first
     states: list[torch.Tensor] = field(default_factory=list)  # conv and recurrent, there
     windows: list[torch.Tensor] = field(default_factory=list)  # likewise
 
@@ -85,7 +85,6 @@ class Generation:
         self._captured: set[int] = set()
         self._is_retry = False
         self._streamer: _EarlyStreamer | None = None
-        self._logits: torch.Tensor | None = None
         self.cache: Any = runner.new_cache()
         self.is_bypassed = False
 
@@ -146,7 +145,7 @@ class Generation:
         kept = (output if torch.is_tensor(output) else output.sequences).shape[1]
         del self._columns[len(self._columns) - (self._ids.shape[1] - kept) :]
         self._ids = self._ids[:, :kept]
-        if len(self._columns) < 2:
+        if len(self._columns) < 2 and not any(row.boundary for row in self._rows):
             return  # the last token of an answer has not gone through the model
         if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
             return
@@ -189,10 +188,6 @@ class Generation:
         self, forward: Callable[..., Any], kwargs: dict[str, Any], prompts: Sequence[Prompt]
     ) -> Any:
         start, layout = self._fill(prompts), self._store.layout
-        if start == kwargs["input_ids"].shape[1]:
-            assert self._logits is not None
-            self._runner.fingerprint.confirm()
-            return self._runner.output(self._logits[:, None], self.cache)
         kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., start:]
@@ -206,8 +201,6 @@ class Generation:
         self._store.counters.computed_tokens += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
-        if self._runner.keeps_logits:
-            self._logits = output.logits[:, -1].clone()
         return output
 
     @contextmanager
@@ -259,9 +252,6 @@ class Generation:
         self._prefills[prompt.key] = prefill
         self._prefiller.run(prefill, prefill.segments[:-1])
         self._rows = [_Row(prompt, prefill)]
-        if not prefill.segments:
-            self._logits = prefill.logits
-            return len(tokens)
         return prefill.segments[-1].start
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
@@ -304,34 +294,33 @@ class Generation:
     def _publish_prompts(self) -> None:
         """Cache what the first forward completed, before any row goes its own way."""
         memory = self._memory()
-        memory.logits = self._logits
         is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
         for index, row in enumerate(self._rows):
-            # Of a batch the last token is computed for all rows together, as decoded tokens are;
-            # the states before it were kept then.
+            # Of a batch the last token is computed for all rows together, as decoded tokens are.
             num_decoded = int(is_batch and not self._keeps_decoded)
             row.prefill.record.publish(
                 memory.row(index, row.prompt.padding),
                 len(row.prompt.tokens) - num_decoded,
                 captured=self._captured,
-                is_end=not is_batch,
+                is_end=row.prefill.saves_end and not num_decoded,
             )
 
     def _keep_boundaries(self) -> None:
-        """Copy the states of rows whose answer has just completed a block.
+        """Copy the states of rows that have just completed a block.
 
-        They are for rows that end before others: one row ends with the call.
+        A later boundary's states take the place of an earlier one's.
         """
         assert self._ids is not None
-        if not self._columns or len(self._rows) == 1:
-            return
         size, num_columns = self._store.layout.block_size_tokens, self._ids.shape[1] - 1
         for index, row in enumerate(self._rows):
             num_tokens = num_columns - row.prompt.padding
             if num_tokens % size:
                 continue
-            self._read_columns(len(self._columns))
-            if len(self._answer(index)) == num_tokens - len(row.prompt.tokens):
+            is_open = len(self._rows) == 1  # one row ends with the call
+            if not is_open:
+                self._read_columns(len(self._columns))
+                is_open = len(self._answer(index)) == num_tokens - len(row.prompt.tokens)
+            if is_open:
                 kept = self._memory().row(index, row.prompt.padding)
                 row.boundary = num_tokens
                 row.states = [state.clone() for state in kept.states]
@@ -340,15 +329,14 @@ class Generation:
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
         answer = self._answer(index)
         self._store.counters.computed_tokens += len(answer)
-        num_tokens = len(row.prompt.tokens) + len(answer)
+        # A token that was taken back may have completed the block.
+        if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
+            return
         record = row.prefill.record.fork()
         try:
             record.append(answer)
-            if row.boundary:
-                kept = replace(memory, states=row.states, windows=row.windows)
-                record.publish(kept, row.boundary, is_end=True)
-            # The states of a row that ended before others have gone on from its end.
-            record.publish(memory, num_tokens, is_end=num_tokens == memory.num_tokens)
+            memory = replace(memory, states=row.states, windows=row.windows)
+            record.publish(memory, row.boundary, is_end=True)
         finally:
             record.close()
 

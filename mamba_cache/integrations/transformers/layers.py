@@ -56,15 +56,12 @@ class SequenceMemory:
         windows: [rows, heads, min(num_tokens, window), head_dim] each: keys, then values, of
             sliding-window layers.
         tokens: [rows, heads, num_tokens, head_dim] each: keys, then values, of the others.
-        logits: [rows, vocabulary]: what the model said after the last token; None if it is not
-            known.
     """
 
     num_tokens: int
     states: list[torch.Tensor] = field(default_factory=list)
     windows: list[torch.Tensor] = field(default_factory=list)
     tokens: list[torch.Tensor] = field(default_factory=list)
-    logits: torch.Tensor | None = None
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
         """Return views of one row without the ``padding`` tokens on its left."""
@@ -77,7 +74,6 @@ class SequenceMemory:
             [state[one] for state in self.states],
             [window[one, :, max(window.shape[2] - num_tokens, 0) :] for window in self.windows],
             [tokens[one, :, padding:] for tokens in self.tokens],
-            None if self.logits is None else self.logits[one],
         )
 
     @property
@@ -96,7 +92,7 @@ class SequenceMemory:
             [tensor.to(next(wanted)) for tensor in tensors]
             for tensors in (self.states, self.windows, self.tokens)
         )
-        return SequenceMemory(self.num_tokens, states, windows, tokens, self.logits)
+        return SequenceMemory(self.num_tokens, states, windows, tokens)
 
 
 def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> SequenceMemory:

@@ -22,7 +22,7 @@ from mamba_cache._checks import (
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm, SlotPolicyName
-from mamba_cache.context import Pin, VerificationStats
+from mamba_cache.context import CacheStats, Pin, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -45,7 +45,6 @@ from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
-from mamba_cache.integrations.transformers.costs import PrefixCacheStats, make_cost_model
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
@@ -94,7 +93,10 @@ class PrefixCache:
             usable on its own.
         mamba_cache_gb: Budget for saved states in GiB (2**30 bytes).
         kv_cache_gb: Budget for keys and values in GiB. Not used by models without attention.
-        block_size_tokens: Tokens of a block; a multiple of the model's SSM chunk.
+        block_size_tokens: Tokens of a block. States lie at block boundaries, so that a hit computes
+            up to that many cached tokens again. With a multiple of the model's SSM chunk a hit
+            computes the same chunks as a miss, and gives the same bits; with other sizes the two
+            are equal to rounding.
         segment_tokens: The most that one forward computes of a prompt; a multiple of
             ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
             with transformers' reference path, whose scans need much memory for each token; less
@@ -115,10 +117,6 @@ class PrefixCache:
             of the rest, so that a change elsewhere may give wrong answers in up to 15 calls; "off"
             only which tensors they are and PyTorch's count of writes, which fused optimizers,
             ``.data`` and inference tensors bypass.
-        measure_costs: Measure what forwards and restores take here, and pass over what is known not
-            to pay: hits that restore more slowly than the whole prompt is computed, and states
-            inside a prompt that cost more than they will save. False: every hit is used, and what
-            is computed depends on the prompts alone. Measured on CPUs and CUDA devices.
         max_batch_size: Requests that ``generate_batch`` runs at once. The states that they read and
             write take room beside the budgets from its first call on, as the caches of ``generate``
             do while they run; their keys and values are in the budget.
@@ -130,8 +128,6 @@ class PrefixCache:
         disk_cache_gb: What everything below that path may take, in GiB.
         verify_hits: What part of the hits is computed again without the cache and compared, from 0
             to 1, in ``verify_pending``.
-        log_requests: Log a line for each prompt, in the logger ``mamba_cache.requests`` at level
-            INFO: what was found of it, where, and why not more.
         store: A store of prefixes that several processes share, on this machine or others: a
             ``stores.BlobStore``, or the URL of one. It needs ``host_cache_gb`` and ``hash_secret``.
         hash_algorithm: Hash function of block digests, as in ``CacheConfig``: "blake2b" and
@@ -160,19 +156,17 @@ class PrefixCache:
         *,
         mamba_cache_gb: float,
         kv_cache_gb: float,
-        block_size_tokens: int = 256,
+        block_size_tokens: int = 32,
         segment_tokens: int | None = None,
         eviction: SlotEvictionPolicy | SlotPolicyName | None = None,
         placement: CheckpointPlacement | None = None,
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
-        measure_costs: bool = True,
         max_batch_size: int = 64,
         host_cache_gb: float | None = None,
         disk_cache_path: str | os.PathLike[str] | None = None,
         disk_cache_gb: float = 16.0,
         verify_hits: float = 0.0,
-        log_requests: bool = False,
         store: Any = None,
         hash_algorithm: HashAlgorithm = "blake2b",
         hash_secret: bytes | None = None,
@@ -181,11 +175,9 @@ class PrefixCache:
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         check_kind("reuse_answers", reuse_answers, bool)
-        check_kind("measure_costs", measure_costs, bool)
         check_int("max_batch_size", max_batch_size, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
-        check_kind("log_requests", log_requests, bool)
         check_choice("hash_algorithm", hash_algorithm, get_args(HashAlgorithm))
         check_secret("hash_secret", hash_secret)
         register_attention()
@@ -197,7 +189,7 @@ class PrefixCache:
                 "hash_secret, the same bytes in all processes that share it"
             )
         self._runner = ModelRunner(model, weights_check)
-        _check_sizes(block_size_tokens, segment_tokens, self._runner.chunk_size)
+        _check_sizes(block_size_tokens, segment_tokens)
         probed = probe(self._runner, block_size_tokens)
         layout, is_step_exact = probed.layout, probed.is_step_exact
         # The probe was the first run: what a second one rewrites, every run does.
@@ -205,7 +197,6 @@ class PrefixCache:
         num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
         num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
         self._capture = probe_capture(self._runner, layout)
-        self._costs = make_cost_model(layout.device, is_on=measure_costs)
         self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
         self._guard = CallGuard(self._take_back)
@@ -237,14 +228,13 @@ class PrefixCache:
             filler=self._filler,
             capture=self._capture,
             placement=placement,
-            costs=self._costs,
             segment_tokens=most_tokens,
             may_shrink=segment_tokens is None,
             fewest_tokens=self._batcher_settings.fewest_tokens,
         )
         self._batcher: Batcher | None = None
-        if verify_hits or log_requests:
-            self._store.watch = PromptWatch(self._store, verify_hits=verify_hits, logs=log_requests)
+        if verify_hits:
+            self._store.watch = PromptWatch(self._store, verify_hits=verify_hits)
         self._is_closed = False
         self._home = self._runner.placement()
         self._vocabulary = self._runner.vocabulary
@@ -253,7 +243,6 @@ class PrefixCache:
             self._store.tiers = PrefixTiers(
                 self._store,
                 self._runner,
-                self._costs,
                 host_cache_gb=host_cache_gb,
                 disk_cache_path=disk_cache_path,
                 disk_cache_gb=disk_cache_gb,
@@ -583,7 +572,6 @@ class PrefixCache:
             cache_salt=cache_salt,
             lora_id=self._runner.fingerprint.key,
             min_computed=0,
-            with_logits=True,
         )
         try:
             self._runner.fingerprint.confirm()
@@ -626,12 +614,12 @@ class PrefixCache:
         """Tokens of a KV block."""
         return self._store.layout.block_size_tokens
 
-    def stats(self) -> PrefixCacheStats:
-        """Returns what the cache did so far, what that took and saved, and what it holds now.
+    def stats(self) -> CacheStats:
+        """Return what the cache did so far, and what it holds now.
 
-        What ``generate_batch`` did is in it, but for seconds.
+        What ``generate_batch`` did is in it.
         """
-        return PrefixCacheStats.of(self._store.stats(), self._costs.spent)
+        return self._store.stats()
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
@@ -677,39 +665,6 @@ class PrefixCache:
         """Whether a call of it is running."""
         return self._guard.is_busy
 
-    def break_even_tokens(self, new_tokens: int = 256) -> int | None:
-        """Returns from how many cached tokens on a hit wins, by what was measured in calls.
-
-        Args:
-            new_tokens: Tokens of the prompt that follow the cached ones.
-
-        Returns:
-            The number; None while it is not known, or if none that is known wins. Of lengths that
-            all win it is the least that is known.
-
-        Raises:
-            InvalidArgumentError: ``new_tokens`` is not an int >= 1.
-        """
-        check_int("new_tokens", new_tokens, minimum=1)
-        return self._prefiller.break_even_tokens(new_tokens)
-
-    def expected_saving(self, cached_tokens: int, new_tokens: int = 256) -> float | None:
-        """Returns the seconds by which a hit is faster than none, by what was measured in calls.
-
-        Args:
-            cached_tokens: Tokens that the hit does not compute.
-            new_tokens: Tokens of the prompt that follow them.
-
-        Returns:
-            The seconds, negative if it is slower; None while they are not known.
-
-        Raises:
-            InvalidArgumentError: One of them is not an int >= 1.
-        """
-        check_int("cached_tokens", cached_tokens, minimum=1)
-        check_int("new_tokens", new_tokens, minimum=1)
-        return self._prefiller.expected_saving(cached_tokens, new_tokens)
-
     def reset(self) -> None:
         """Forgets every prefix and every count, as after a change of the model's weights.
 
@@ -750,7 +705,6 @@ class PrefixCache:
         if self._batcher is not None:  # its requests hold what is the store's
             self._batcher.reset()
         self._store.reset()
-        self._costs.spent.reset()
         self._runner.fingerprint.forget()
         if self._store.tiers is not None:
             self._store.tiers.take_weights()
@@ -840,15 +794,14 @@ def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> in
     return max(most // block_size_tokens, 1) * block_size_tokens
 
 
-def _check_sizes(block_size_tokens: int, segment_tokens: int | None, chunk_size: int) -> None:
-    sizes = [("block_size_tokens", block_size_tokens, "the model's SSM chunk", chunk_size)]
+def _check_sizes(block_size_tokens: int, segment_tokens: int | None) -> None:
+    check_int("block_size_tokens", block_size_tokens, minimum=1)
     if segment_tokens is not None:
-        sizes.append(("segment_tokens", segment_tokens, "block_size_tokens", block_size_tokens))
-    for name, size, unit, multiple_of in sizes:
-        is_int = isinstance(size, int) and not isinstance(size, bool)
-        if not is_int or size < 1 or size % multiple_of:
+        check_int("segment_tokens", segment_tokens, minimum=1)
+        if segment_tokens % block_size_tokens:
             raise InvalidArgumentError(
-                f"{name} must be a positive multiple of {unit} ({multiple_of}), got {size!r}"
+                f"segment_tokens must be a multiple of block_size_tokens ({block_size_tokens}), "
+                f"got {segment_tokens}"
             )
 
 

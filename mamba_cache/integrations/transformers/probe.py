@@ -226,10 +226,9 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
     """Compute one block, and return it from where it was saved."""
     cache = runner.new_cache()
     with _refused_if_it_fails(runner):
-        logits = runner.forward(prefix, cache, 0)
+        runner.forward(prefix, cache, 0)
     layers = runner.learn(cache)
     live = read_layers(cache, layers, len(prefix))
-    live.logits = logits[:, -1]
     layout = PrefixLayout(layers, live, len(prefix))
     tensors = PrefixTensors(layout, num_slots=1, num_blocks=1)
     tensors.save_state(0, live)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.modules import module as torch_modules
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
@@ -118,11 +117,6 @@ class ModelRunner:
         self.forward([0, 1, 2], cache, 0)
         self.forward([3], cache, 3)
 
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether logits may be given out again: hooks on the model itself move them each time."""
-        return not (self.model._forward_hooks or torch_modules._global_forward_hooks)
-
     def learn(self, cache: Any) -> tuple[LayerParts, ...]:
         """Finds out what each layer of a filled cache keeps.
 
@@ -170,13 +164,8 @@ class ModelRunner:
             options["position_ids"] = positions
         with torch.no_grad():
             output = self._call(input_ids=ids, **options)
-        self._output_type = type(output)
         logits: torch.Tensor = output.logits
         return logits
-
-    def output(self, logits: torch.Tensor, cache: Any) -> Any:
-        """Makes what the model's forward returns: logits [rows, tokens, vocabulary] and a cache."""
-        return self._output_type(**{"logits": logits, self.cache_name: cache})
 
     @property
     def is_compiled(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -21,18 +20,23 @@ from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKe
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.context import SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
-from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
-from mamba_cache.context.paths import PromptPaths
+from mamba_cache.context.matching import PrefixMatch, find_prefix
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
-from mamba_cache.events import Admitted, Removed, Stored
+from mamba_cache.events import Admitted, Stored
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots import MambaSlotAllocator, SlotEvictionPolicy, SlotPool, StateProposal
+from mamba_cache.slots import (
+    MambaSlotAllocator,
+    PromptFacts,
+    SlotEvictionPolicy,
+    SlotPool,
+    StateProposal,
+)
 from mamba_cache.states import StatePool
 from mamba_cache.tiers import EntryKind
 
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
     from mamba_cache.integrations.transformers.verification import PromptWatch
 
-__all__ = ["PrefixHit", "PrefixStore", "SequenceRecord", "SoughtPrompt"]
+__all__ = ["PrefixStore", "SequenceRecord", "SoughtPrompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +55,8 @@ class SoughtPrompt:
     chain: BlockHashChain  # its tokens, hashed
     tokens: npt.NDArray[np.int32]  # its token ids
     min_computed: int  # tokens of it that are left to compute in any case
-    with_logits: bool  # but of a prompt that is cached whole, with the logits that follow, none
     cache_salt: ExtraKey  # the salt of the chain
     is_told: bool  # whether listeners get the tokens of what is brought from lower tiers
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """What of a prompt is cached.
-
-    Attributes:
-        match: Its whole blocks; ``skip_tokens`` counts the tokens of the part as well.
-        part_block: The block that holds the tokens between the last whole block and the restored
-            state; None if the state lies at the end of a whole block, or there is none.
-        has_logits: The whole prompt is cached, and so are the logits that follow.
-    """
-
-    match: PrefixMatch
-    part_block: int | None = None
-    has_logits: bool = False
 
 
 class PrefixStore:
@@ -83,7 +70,6 @@ class PrefixStore:
         slots: The books of slots.
         tensors: What is in them.
         pins: Prompts that stay cached.
-        paths: What the slots' policy is shown of prompts.
         counters: What was done so far.
         live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
             not those of the layout: under autocast, for example.
@@ -108,10 +94,6 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, eviction)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
-        self.paths = PromptPaths(layout.block_size_tokens)
-        self._parts = _PartIndex()
-        self._with_logits: dict[int, int] = {}  # slots and their generations when it was saved
-        self.kv_blocks.listeners.add(self._parts.forget, Removed)
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
@@ -153,7 +135,6 @@ class PrefixStore:
             counters=self.counters,
             on_admitted=None if self.watch is None else WeakCallback(self._admitted),
             pins=self.pins,
-            paths=self.paths,
             refuses_states=self.tiers is None,  # each state is copied to them
         )
 
@@ -175,140 +156,33 @@ class PrefixStore:
 
     def let_go(self) -> None:
         """Gives back all that records hold, when the call that opened them is over."""
-        self._parts.repair()
         self.pins.repair()
         counts = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
-        for slot in self.slots.reserved:
-            self.forget_logits(slot)
         self.slots.cancel_reserved(list(self.slots.reserved))
         if self.tiers is not None:
             self.tiers.let_go()
 
-    def match(self, prompt: SoughtPrompt) -> PrefixHit:
-        """Finds how much of a prompt is cached; nothing changes."""
-        size, chain, tokens = self.layout.block_size_tokens, prompt.chain, prompt.tokens
-        match = find_prefix(
-            chain.hashes,
-            chain.num_tokens,
+    def match(self, prompt: SoughtPrompt) -> PrefixMatch:
+        """Find how much of a prompt is cached; nothing changes."""
+        return find_prefix(
+            prompt.chain.hashes,
+            prompt.chain.num_tokens,
             self.kv_blocks,
             self.slots,
-            block_size_tokens=size,
+            block_size_tokens=self.layout.block_size_tokens,
             min_computed_tokens=prompt.min_computed,
         )
-        if match.miss_reason is MissReason.PROMPT_SHORTER_THAN_BLOCK:  # parts are cached as well
-            match = replace(match, miss_reason=MissReason.NO_KV_MATCH)
-        if prompt.with_logits and (hit := self._match_whole(match, chain, tokens)) is not None:
-            return hit
-        last = len(tokens) - prompt.min_computed
-        for depth in range(match.kv_matched_blocks, -1, -1):
-            start = depth * size
-            if start + size - 1 <= match.skip_tokens:
-                break
-            for length in self._parts.lengths_after(chain.parent_digest(depth)):
-                end = start + length
-                if match.skip_tokens < end <= last:
-                    block = self.find_part(chain, depth, tokens[start:end])
-                    if block is not None and self.slots.has_state(block):
-                        return PrefixHit(_reaching(match, depth, end), block)
-        return PrefixHit(match)
-
-    def _match_whole(
-        self, match: PrefixMatch, chain: BlockHashChain, tokens: npt.NDArray[np.int32]
-    ) -> PrefixHit | None:
-        """Finds a prompt that was computed before, to its last token."""
-        depth, rest = divmod(len(tokens), self.layout.block_size_tokens)
-        if match.kv_matched_blocks < depth or not len(tokens):
-            return None
-        part = self.find_part(chain, depth, tokens[-rest:]) if rest else None
-        block = part if rest else match.block_ids[-1]
-        if block is None or not self.has_logits(self.slots.get_slot(block)):
-            return None
-        return PrefixHit(_reaching(match, depth, len(tokens)), part, has_logits=True)
-
-    def has_logits(self, slot: int) -> bool:
-        """Says whether the logits in a slot belong to the state in it; not if the slot is -1."""
-        return slot >= 0 and self._with_logits.get(slot) == self.slots.generations[slot]
-
-    def save_state(self, slot: int, memory: SequenceMemory) -> None:
-        """Copies a one-row state, and the logits that follow it if they are known, into a slot."""
-        self.forget_logits(slot)
-        self.tensors.save_state(slot, memory)
-        if memory.logits is not None and memory.logits.dtype is self.layout.logits_dtype:
-            self.trust_logits(slot)
-
-    def save_logits(self, slot: int, logits: torch.Tensor | None) -> None:
-        """Copies the logits that follow a cached state to it, if they are known only now."""
-        if logits is None or logits.dtype is not self.layout.logits_dtype or self.has_logits(slot):
-            return
-        self.tensors.save_logits(slot, logits)
-        self.trust_logits(slot)
-
-    def trust_logits(self, slot: int) -> None:
-        """Notes that the logits in a slot belong to the state that was loaded with them."""
-        self._with_logits[slot] = int(self.slots.generations[slot])
-
-    def forget_logits(self, slot: int) -> None:
-        """Notes that a state is written into a slot without the logits that follow."""
-        self._with_logits.pop(slot, None)
-
-    def find_part(
-        self, chain: BlockHashChain, depth: int, tokens: npt.NDArray[np.int32]
-    ) -> int | None:
-        """Finds the block that holds just these tokens after ``depth`` whole blocks of a chain."""
-        part = chain.part_hash(depth, tokens)
-        return self.kv_blocks.find_block(part[0], part.digest(0))
-
-    def find_end(
-        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int
-    ) -> tuple[int, int | None]:
-        """Returns the hash id of a sequence's first ``end`` tokens, and the block that ends there.
-
-        The block is None if it is not cached.
-        """
-        depth, rest = divmod(end, self.layout.block_size_tokens)
-        if rest:
-            found = chain.part_hash(depth, tokens[end - rest : end])
-        else:
-            found = chain.hashes[depth - 1 : depth]
-        return found[0], self.kv_blocks.find_block(found[0], found.digest(0))
 
     def remove(self, block: int, digest: bytes, kind: EntryKind) -> None:
         """Make a block, or the state at its end, unfindable that is wrong, in tiers too."""
-        log = None if self.watch is None else self.watch.log
-        with nullcontext() if log is None else log.removing("verification_failed"):
-            if kind is EntryKind.STATE:
-                self.slots.invalidate_block(block)
-            else:
-                self.kv_blocks.deregister_blocks([block])
+        if kind is EntryKind.STATE:
+            self.slots.invalidate_block(block)
+        else:
+            self.kv_blocks.deregister_blocks([block])
         if self.tiers is not None:
             self.tiers.remove(kind, digest)
-
-    def register_part(
-        self,
-        block: int,
-        chain: BlockHashChain,
-        depth: int,
-        tokens: npt.NDArray[np.int32],
-        *,
-        told: npt.NDArray[np.int32] | None,
-    ) -> int | None:
-        """Makes a block findable that holds just these tokens after ``depth`` whole blocks.
-
-        Listeners get ``told`` as its tokens.
-
-        Returns:
-            As ``KVBlockAllocator.register_kv_block_hashes`` does for the block.
-        """
-        part, hashes = chain.part_hash(depth, tokens), chain.hashes
-        parent = hashes[depth - 1] if depth else None
-        [holder] = self.kv_blocks.register_kv_block_hashes(
-            [block], part, parent_hash=parent, tokens=told
-        )
-        if holder == block:
-            self._parts.add(block, chain.parent_digest(depth), len(tokens))
-        return holder
 
     def open(
         self,
@@ -317,7 +191,6 @@ class PrefixStore:
         cache_salt: ExtraKey,
         lora_id: ExtraKey,
         min_computed: int,
-        with_logits: bool = False,
     ) -> SequenceRecord:
         """Matches a prompt and holds what was found until the record is closed.
 
@@ -328,21 +201,15 @@ class PrefixStore:
         """
         self.pins.expire()
         size = self.layout.block_size_tokens
-        tiers = self.tiers
         key = self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=self.hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        num_restored = 0 if tiers is None else tiers.num_restored
         is_told = self.is_told(cache_salt, lora_id)
-        prompt = SoughtPrompt(chain, tokens, min_computed, with_logits, cache_salt, is_told)
-        hit = self.find(prompt)
-        record = SequenceRecord(self, prompt, hit, lora_id)
-        if tiers is not None and tiers.num_restored > num_restored:
-            record.tier = "host"
-        return record
+        prompt = SoughtPrompt(chain, tokens, min_computed, cache_salt, is_told)
+        return SequenceRecord(self, prompt, self.find(prompt), lora_id)
 
-    def find(self, prompt: SoughtPrompt) -> PrefixHit:
-        """Finds how much of a prompt is cached, once what lies below has been brought."""
+    def find(self, prompt: SoughtPrompt) -> PrefixMatch:
+        """Find how much of a prompt is cached, once what lies below has been brought."""
         if self.tiers is not None:
             self.tiers.bring(prompt)
         return self.match(prompt)
@@ -353,24 +220,14 @@ class PrefixStore:
         """Offer what is cached of a sequence's whole blocks to the tiers below."""
         if self.tiers is None or lora_id in self.live_dtypes:
             return
-        hashes, size = chain.hashes, self.layout.block_size_tokens
+        hashes = chain.hashes
         for index, hash_id in enumerate(hashes):
             block = self.kv_blocks.find_block(hash_id, hashes.digest(index))
             if block is None:
                 return
-            end = (index + 1) * size
-            self.tiers.offer(EntryKind.KV, chain, tokens, end, block)
+            self.tiers.offer(EntryKind.KV, chain, tokens, index, block)
             if self.slots.has_state(block):
-                self.tiers.offer(EntryKind.STATE, chain, tokens, end, block)
-
-    def logits_of(self, hit: PrefixHit) -> torch.Tensor:
-        """Returns the logits, [1, vocabulary], that follow what was found whole; not copied."""
-        block = hit.match.block_ids[-1] if hit.part_block is None else hit.part_block
-        slot = self.slots.get_slot(block)
-        self.slots.note_consumed([slot])
-        logits = self.tensors.room(slot, hit.match.skip_tokens).logits
-        assert logits is not None
-        return logits
+                self.tiers.offer(EntryKind.STATE, chain, tokens, index, block)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the key that a sequence is computed under."""
@@ -410,8 +267,6 @@ class PrefixStore:
         self.slots.reset()
         self.pins.forget()
         self.kv_blocks.reset()
-        self._parts.clear()
-        self._with_logits.clear()
         self.counters.reset()
         self.live_dtypes.clear()
         self._told_lora_id = None
@@ -443,76 +298,20 @@ class PrefixStore:
         held = (np.count_nonzero(references), self.slots.num_reserved_slots)
         if any(held):
             raise InvariantError(f"{held[0]} blocks and {held[1]} slots are held by nobody")
-        registered = np.asarray(self.kv_blocks.block_hashes)
-        for block in self._parts.blocks:
-            if registered[block] < 0:
-                raise InvariantError(f"block {block} counts as a part and is not registered")
-
-
-def _reaching(match: PrefixMatch, depth: int, num_tokens: int) -> PrefixMatch:
-    """Returns a match whose state lies ``num_tokens`` into the prompt, after ``depth`` blocks."""
-    return replace(match, state_matched_blocks=depth, skip_tokens=num_tokens, miss_reason=None)
-
-
-class _PartIndex:
-    """Which lengths of parts are worth looking for, by what they are chained on.
-
-    Attributes:
-        blocks: The blocks that hold parts, each with the prefix before it and its length.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, tuple[bytes, int]] = {}
-        self._lengths: dict[bytes, dict[int, int]] = {}  # after each prefix, by block
-
-    def add(self, block: int, parent: bytes, length: int) -> None:
-        """Enters a registered block that holds ``length`` tokens after the prefix ``parent``."""
-        self.blocks[block] = parent, length
-        self._lengths.setdefault(parent, {})[block] = length
-
-    def lengths_after(self, parent: bytes) -> list[int]:
-        """Returns the lengths of parts that are registered after a prefix, the longest first."""
-        return sorted({*self._lengths.get(parent, {}).values()}, reverse=True)
-
-    def forget(self, event: Removed) -> None:
-        """Takes out the blocks that are no longer registered.
-
-        It must end well after an interrupt between any two lines of this class: it is called while
-        what a call held is given back.
-        """
-        for block in event.block_ids if event.kind == "block" else ():
-            parent = self.blocks.get(block, (b"", 0))[0]
-            after = self._lengths.get(parent, {})
-            after.pop(block, None)
-            if not after:
-                self._lengths.pop(parent, None)
-            self.blocks.pop(block, None)
-
-    def repair(self) -> None:
-        """Makes the two maps agree again, after a call that broke off."""
-        self._lengths = {}
-        for block, (parent, length) in self.blocks.items():
-            self._lengths.setdefault(parent, {})[block] = length
-
-    def clear(self) -> None:
-        self._lengths.clear()
-        self.blocks.clear()
 
 
 class SequenceRecord:
     """One sequence that is being computed, and what of it is cached.
 
     Attributes:
-        match: What of its whole blocks was found.
-        has_logits: All of it was found, and the logits that follow.
+        match: What of it was found.
         num_published: Blocks that are findable, from the sequence's start.
         cache_salt: The salt that it was matched under.
-        tier: Where what was found lay: "gpu", or "host" if it was brought from there.
         asked: Positions at which the caller asked for a state.
     """
 
     def __init__(
-        self, store: PrefixStore, sought: SoughtPrompt, hit: PrefixHit, lora_id: ExtraKey
+        self, store: PrefixStore, sought: SoughtPrompt, match: PrefixMatch, lora_id: ExtraKey
     ) -> None:
         self._store = store
         self._sought = sought
@@ -520,22 +319,17 @@ class SequenceRecord:
         self._lora_id = lora_id
         self._chain = sought.chain
         self._tokens = sought.tokens
-        self._hit = hit
-        self.match = hit.match
-        self.has_logits = hit.has_logits
-        self._held = [*hit.match.block_ids]
-        if hit.part_block is not None:
-            self._held.append(hit.part_block)
+        self.match = match
+        self._held = [*match.block_ids]
         store.kv_blocks.retain_memory_blocks(self._held)
-        self.num_published = len(hit.match.block_ids)
+        self.num_published = len(match.block_ids)
         self.cache_salt = sought.cache_salt
-        self.tier = "gpu"
         self.asked: frozenset[int] = frozenset()
         self._prompt_seen: Any = None  # what stands for it with a policy that knows prompts
         self._num_seen = 0
         self._spare: list[int] = []
         self._reserved: dict[int, int] = {}
-        self._tokens_to_state = hit.match.skip_tokens
+        self._tokens_to_state = match.skip_tokens
 
     @property
     def prompt(
@@ -547,13 +341,12 @@ class SequenceRecord:
     @property
     def restored_blocks(self) -> list[int]:
         """The blocks up to the state that was found, at whose end it is; none if none was."""
-        blocks, part = self.match.block_ids[: self.match.state_matched_blocks], self._hit.part_block
-        return [*blocks] if part is None else [*blocks, part]
+        return [*self.match.block_ids[: self.match.state_matched_blocks]]
 
     def fork(self) -> SequenceRecord:
         """Returns a record that goes on from here on its own."""
         sought = replace(self._sought, chain=self._chain.copy(), tokens=self._tokens)
-        other = SequenceRecord(self._store, sought, self._hit, self._lora_id)
+        other = SequenceRecord(self._store, sought, self.match, self._lora_id)
         other.num_published = self.num_published
         other._prompt_seen, other._num_seen = self._prompt_seen, self._num_seen
         other._tokens_to_state = self._tokens_to_state
@@ -561,39 +354,39 @@ class SequenceRecord:
 
     def tell_policy(self, hint: PromptHint, num_usable: int) -> None:
         """Tells a policy that knows prompts of this one, of which ``num_usable`` can be skipped."""
-        slots, match = self._store.slots, self.match
+        slots, size = self._store.slots, self._store.layout.block_size_tokens
         if not slots.knows_prompts:
             return
-        matched = max(
-            match.skip_tokens, match.kv_matched_blocks * self._store.layout.block_size_tokens
-        )
         self._num_seen = len(self._tokens)
         self._prompt_seen = slots.begin_request(
-            self._store.paths.facts(
-                self._store.paths.hash_ids(self._chain, self._tokens),
-                self._num_seen,
-                matched,
-                num_usable,
-                will_continue=hint.will_continue,
-                source=hint.source,
+            PromptFacts(
+                self._chain.hashes,
+                size,
+                self.match.kv_matched_blocks,
+                num_usable // size,
+                hint.will_continue,
+                hint.source,
             )
         )
 
-    def _propose(self, position: int, *, is_end: bool) -> list[StateProposal] | None:
-        """Describes a state for a policy that knows prompts; None: it was not told of this one."""
+    def _propose(self, position: int) -> list[StateProposal] | None:
+        """Describe a state for a policy that knows prompts; None: it was not told of this one."""
         if self._prompt_seen is None:
             return None
+        size = self._store.layout.block_size_tokens
+        depth = position // size
         # What lies in tiers below may come back from there, so each state is to be saved once.
         is_asked = position in self.asked or self._store.tiers is not None
-        paths = self._store.paths
         if position > self._num_seen:
-            hash_ids = paths.hash_ids(self._chain, self._tokens[:position])
-            return [paths.propose_answer(self._prompt_seen, hash_ids, is_asked=is_asked)]
-        kind: Literal["end", "branch", "inside"] = "end"
-        if not is_end:
-            branch = self.match.kv_matched_blocks * self._store.layout.block_size_tokens
-            kind = "branch" if position == branch else "inside"
-        return [StateProposal(self._prompt_seen, paths.depth(position), kind, is_asked)]
+            before = self._chain.hashes[: depth - 1]
+            return [StateProposal(self._prompt_seen, depth, "end", is_asked, before)]
+        kind: Literal["end", "branch", "inside"] = "inside"
+        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
+        if position >= (self._num_seen - 1) // size * size:
+            kind = "end"
+        elif depth == self.match.kv_matched_blocks:
+            kind = "branch"
+        return [StateProposal(self._prompt_seen, depth, kind, is_asked)]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Goes on with tokens.
@@ -612,8 +405,6 @@ class SequenceRecord:
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
         saved = self._store.tensors.load(slot, blocks, match.skip_tokens)
-        if not self.has_logits:
-            saved.logits = None
         dtypes = self._store.live_dtypes.get(self._lora_id)
         return saved if dtypes is None else saved.to_dtypes(dtypes)
 
@@ -632,10 +423,9 @@ class SequenceRecord:
             block = self._block_ending_at(position // size)
             if block is None or self._store.slots.has_state(block):
                 continue
-            proposals = self._propose(position, is_end=False)
+            proposals = self._propose(position)
             [slot] = self._store.slots.reserve_slots([block], proposals)
             if slot is not None:
-                self._store.forget_logits(slot)
                 self._reserved[position] = slot
                 rooms[position] = self._store.tensors.room(slot, position)
         return rooms
@@ -657,7 +447,8 @@ class SequenceRecord:
             num_tokens: Tokens of it that count.
             captured: Of the positions whose slots were reserved, those whose states were written.
                 The others are given back.
-            is_end: The states in ``memory`` are those after ``num_tokens`` tokens, and are kept.
+            is_end: The states in ``memory`` are those after ``num_tokens`` tokens; they are kept if
+                a block ends there.
         """
         try:
             self._publish(memory, num_tokens, captured, is_end)
@@ -674,7 +465,7 @@ class SequenceRecord:
         size = self._store.layout.block_size_tokens
         self._publish_blocks(memory, num_tokens // size)
         self._commit_reserved(captured)
-        if is_end and self.num_published >= num_tokens // size:
+        if is_end and num_tokens and not num_tokens % size:
             self._publish_end(memory, num_tokens)
 
     def close(self) -> None:
@@ -725,9 +516,9 @@ class SequenceRecord:
             parent_hash=hashes[first - 1] if first else None,
             tokens=self._tokens[first * size : end] if self._is_told else None,
         )
-        for index, holder in enumerate(holders, first + 1):
+        for index, holder in enumerate(holders, first):
             if holder is not None:
-                self._offer(EntryKind.KV, index * size, holder)
+                self._offer(EntryKind.KV, index, holder)
         # A block whose hash id belongs to another content stays private, and nothing after it can
         # be found.
         self.num_published += holders.index(None) if None in holders else len(holders)
@@ -746,60 +537,37 @@ class SequenceRecord:
                 self._commit(slot, block, hashes[index - 1], position)
 
     def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
-        """Keeps the state where the sequence stands, in the middle of a block or at its end."""
-        if not num_tokens:
+        """Keep the state where the sequence stands, at the end of a block."""
+        index = num_tokens // self._store.layout.block_size_tokens
+        if index > self.num_published:
             return
-        depth, rest = divmod(num_tokens, self._store.layout.block_size_tokens)
-        hash_id, block = self._store.find_end(self._chain, self._tokens, num_tokens)
-        if block is None and rest:
-            part = self._tokens[num_tokens - rest : num_tokens]
-            block = self._publish_part(memory, num_tokens, depth, part)
-        if block is None:
+        block = self._block_ending_at(index)
+        if block is None or self._store.slots.has_state(block):
             return
-        if (own := self._store.slots.get_slot(block)) >= 0:
-            self._store.save_logits(own, memory.logits)
-            return
-        proposals = self._propose(num_tokens, is_end=True)
+        proposals = self._propose(num_tokens)
         [slot] = self._store.slots.reserve_slots([block], proposals)
         if slot is None:
             return
         try:
-            self._store.save_state(slot, memory)
+            self._store.tensors.save_state(slot, memory)
         except BaseException:
-            self._store.forget_logits(slot)
             self._store.slots.cancel_reserved([slot])
             raise
-        self._commit(slot, block, hash_id, num_tokens)
-
-    def _publish_part(
-        self, memory: SequenceMemory, num_tokens: int, depth: int, part: npt.NDArray[np.int32]
-    ) -> int | None:
-        taken = self._take(1)
-        self._held += taken
-        for block in taken:
-            self._store.tensors.save_tokens([block], memory, num_tokens - len(part), num_tokens)
-            told = part if self._is_told else None
-            holder = self._store.register_part(block, self._chain, depth, part, told=told)
-            if holder is not None:
-                self._offer(EntryKind.KV, num_tokens, holder)
-            return holder
-        return None
+        self._commit(slot, block, self._chain.hashes[index - 1], num_tokens)
 
     def _commit(self, slot: int, block: int, hash_id: int, position: int) -> None:
         saved = max(1, position - self._tokens_to_state)
         slots = self._store.slots
-        [kept] = slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
-        if kept != slot:  # whoever gets the slot next must not take over its logits
-            self._store.forget_logits(slot)
+        slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
         self._tokens_to_state = position
         self._store.counters.saved_states += 1
-        self._offer(EntryKind.STATE, position, block)
+        self._offer(EntryKind.STATE, position // self._store.layout.block_size_tokens - 1, block)
 
-    def _offer(self, kind: EntryKind, end: int, block: int) -> None:
+    def _offer(self, kind: EntryKind, index: int, block: int) -> None:
         """Offer what is findable now to the tiers below, unless it is of other dtypes."""
         tiers = self._store.tiers
         if tiers is not None and self._lora_id not in self._store.live_dtypes:
-            tiers.offer(kind, self._chain, self._tokens, end, block)
+            tiers.offer(kind, self._chain, self._tokens, index, block)
 
     def _take(self, count: int) -> list[int]:
         """Takes up to ``count`` blocks, as many as there are."""

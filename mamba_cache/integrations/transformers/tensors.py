@@ -28,7 +28,7 @@ class _SlotGroup:
     shape: tuple[int, ...]  # how many there are, one row, and the shape of each
     strides: tuple[int, ...]  # of elements; only between two tensors may be gaps, to align them
     start: int  # the first element of the first, if all of the slot were of this dtype
-    name: str  # of its states in a pool; empty for windows and logits
+    name: str  # of its states in a pool; empty for windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class PrefixLayout:
     """What a slot and a KV block of one model are made of.
 
     A slot holds the conv and recurrent states and, because they too have one size at any position,
-    the windows of sliding-window layers and the logits that follow, one after the other in one row
-    of bytes: a state is restored by one copy. A block holds keys and values of all other layers.
+    the windows of sliding-window layers, one after the other in one row of bytes: a state is
+    restored by one copy. A block holds keys and values of all other layers.
 
-    It is learned from what such a cache held of some sequence, one row, and the logits after it.
+    It is learned from what such a cache held of some sequence, one row.
 
     Attributes:
         layers: What each layer of the model's cache keeps.
@@ -57,9 +57,8 @@ class PrefixLayout:
         state_places: By state, in the order of ``SequenceMemory.states``, what it is called in a
             pool of states, and which of those of this name it is.
         bytes_per_state: Bytes of the states and windows in a slot.
-        bytes_per_slot: Bytes of one slot: a state, the logits after it, and what aligns them.
+        bytes_per_slot: Bytes of one slot: a state, and what aligns its tensors.
         bytes_per_block: Bytes of one KV block; 0 if the model has no layer that keeps all tokens.
-        logits_dtype: Of the logits.
         device: Where the sample was.
         initial: What a cache holds before the first token: one row.
         sample: What it holds of one token, one row of zeros.
@@ -78,20 +77,16 @@ class PrefixLayout:
             for window, width in zip(sample.windows, self._widths, strict=True)
         ]
         states = [tuple(state.shape[1:]) for state in sample.states]
-        assert sample.logits is not None
         self.bytes_per_state = sum(
             math.prod(shape) * tensor.dtype.itemsize
             for shape, tensor in zip(
                 [*states, *windows], [*sample.states, *sample.windows], strict=True
             )
         )
-        logits = tuple(sample.logits.shape[1:])
-        self.logits_dtype = sample.logits.dtype
-        dtypes = [x.dtype for x in (*sample.states, *sample.windows, sample.logits)]
+        dtypes = [x.dtype for x in (*sample.states, *sample.windows)]
         self.state_kinds, self.state_places = _sort_states(layers, sample.states)
-        names = [name for name, _ in self.state_places] + [""] * (len(windows) + 1)
-        shapes = [*states, *windows, logits]
-        self._slot_groups, self.bytes_per_slot = _arrange(shapes, dtypes, names)
+        names = [name for name, _ in self.state_places] + [""] * len(windows)
+        self._slot_groups, self.bytes_per_slot = _arrange([*states, *windows], dtypes, names)
         self.token_groups = _group(sample.tokens)
         self.bytes_per_block = block_size_tokens * sum(
             len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
@@ -132,9 +127,7 @@ class PrefixLayout:
             views.update(zip(group.indices, alike, strict=True))
         found = [views[index] for index in range(len(views))]
         num_states = len(self.initial.states)
-        return SequenceMemory(
-            num_tokens, found[:num_states], found[num_states:-1], logits=found[-1]
-        )
+        return SequenceMemory(num_tokens, found[:num_states], found[num_states:])
 
     def pool_views(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the states in slots, [num_slots, bytes_per_slot], as a ``StatePool`` has them.
@@ -197,47 +190,32 @@ class PrefixTensors:
         return self._layout.slot_views(self.slots[slot], num_tokens)
 
     def save_state(self, slot: int, memory: SequenceMemory) -> None:
-        """Copies the states, windows and logits of a one-row ``memory`` into a slot."""
+        """Copy the states and windows of a one-row ``memory`` into a slot."""
         room = self.room(slot, memory.num_tokens)
         saved, live = [*room.states, *room.windows], [*memory.states]
         live += self._layout.pad_windows(memory)
-        if memory.logits is not None and room.logits is not None:
-            saved.append(room.logits)
-            live.append(memory.logits)
         # One launch for all layers of a dtype, where a loop would take one for each.
         torch._foreach_copy_(saved, live)
-
-    def save_logits(self, slot: int, logits: torch.Tensor) -> None:
-        """Copies logits, [1, vocabulary], into a slot beside its state."""
-        room = self.room(slot, 0).logits
-        assert room is not None
-        room.copy_(logits)
 
     def save_tokens(
         self, block_ids: Sequence[int], memory: SequenceMemory, start: int, end: int
     ) -> None:
-        """Copies keys and values from ``start`` to ``end`` of a sequence into consecutive blocks.
+        """Copy keys and values from ``start`` to ``end`` of a sequence into consecutive blocks.
 
-        The first block begins at ``start``; the last one need not be full.
+        Both are block boundaries.
         """
         size = self._layout.block_size_tokens
-        full, rest = divmod(end - start, size)
         for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
             tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
             tokens = tokens.to(pool.dtype)
-            if full:
-                ids = ints_to_device(block_ids[:full], pool.device)
-                blocks = tokens[:, :, : full * size]
-                shape = (len(group.indices), group.heads, full, size, group.head_dim)
-                pool.index_copy_(1, ids, blocks.view(shape).permute(0, 2, 3, 1, 4))
-            if rest:
-                pool[:, block_ids[full], :rest].copy_(tokens[:, :, full * size :].transpose(1, 2))
+            ids = ints_to_device(block_ids, pool.device)
+            shape = (len(group.indices), group.heads, len(block_ids), size, group.head_dim)
+            pool.index_copy_(1, ids, tokens.view(shape).permute(0, 2, 3, 1, 4))
 
     def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
         """Returns a prefix in tensors of its own: one copy of its state, one of its KV blocks.
 
-        One row. States are views of one row of bytes, keys and values of one tensor. The logits are
-        those that were saved there last, perhaps with another state.
+        One row. States are views of one row of bytes, keys and values of one tensor.
         """
         saved = self._layout.slot_views(self.slots[slot].clone(), num_tokens)
         saved.windows = self._layout.trim_windows(saved.windows, num_tokens)

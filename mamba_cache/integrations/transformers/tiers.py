@@ -7,7 +7,8 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +27,6 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,
 )
-from mamba_cache.integrations.transformers.costs import CostModel
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
@@ -43,6 +43,7 @@ from mamba_cache.tiers import (
     HostLease,
     HostTier,
     LoadPlanner,
+    Mark,
     ModelIdentity,
     Numerics,
     PlainTransfers,
@@ -59,7 +60,6 @@ from mamba_cache.tiers import (
 __all__ = ["PrefixTiers"]
 
 _GIB: Final = 2**30
-_FLAG_BYTES: Final = 16
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 10.0
 """How long a call waits for lower tiers at most, and where nobody knows what computing takes."""
@@ -67,7 +67,6 @@ _DEADLINE_SECONDS: Final = 10.0
 _TRY_EVERY: Final = 16
 """Of the loads that would not win, one in so many is tried: nothing else measures them again."""
 
-_SEARCHED_TOKENS: Final = 512
 _KERNEL_PACKAGES: Final = ("transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention")
 
 
@@ -104,7 +103,6 @@ class PrefixTiers:
         self,
         store: PrefixStore,
         runner: ModelRunner,
-        costs: CostModel,
         *,
         host_cache_gb: float,
         disk_cache_path: str | os.PathLike[str] | None,
@@ -114,15 +112,11 @@ class PrefixTiers:
         budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
         self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
         self._path = None if disk_cache_path is None else Path(disk_cache_path).expanduser()
-        self._store, self._runner, self._costs = store, runner, costs
+        self._store, self._runner = store, runner
         layout, on_gpu = store.layout, store.layout.device.type == "cuda"
         tensors = store.tensors
-        # Whether the logits that follow a state are with it.
-        self._flags = torch.zeros(
-            (1, len(tensors.slots), _FLAG_BYTES), dtype=torch.uint8, device=layout.device
-        )
         self._layouts = {
-            EntryKind.STATE: RowLayout([tensors.slots[None], self._flags], sums_chunks=on_gpu),
+            EntryKind.STATE: RowLayout([tensors.slots[None]], sums_chunks=on_gpu),
             EntryKind.KV: RowLayout(tensors.blocks, sums_chunks=on_gpu),
         }
         self._has_kv = bool(tensors.blocks)
@@ -140,10 +134,11 @@ class PrefixTiers:
         self._copies = self._make_copies()
         self.hash_secret = store.hash_secret
         self._offers: list[_Offer] = []
-        self._lengths: set[int] = set()
         self._keys: dict[ExtraKey, str | None] = {}
         self._key: str | None = None
-        self._last_has_logits = False
+        self._planner = LoadPlanner()
+        self._knows_rate = False
+        self._timed: list[tuple[Mark, Mark, int]] = []
         self._late: Prefetch | None = None
         self._num_declined = 0
         self._has_declined = False
@@ -191,7 +186,6 @@ class PrefixTiers:
                 kv_bytes=self._layouts[EntryKind.KV].row_bytes if self._has_kv else 0,
                 write_on_use=1,
             )
-            self._lengths |= self._disk.state_lengths
             self._closes = weakref.finalize(self, self._disk.close)
         self._link = LowerTierLink(
             self._host,
@@ -199,7 +193,7 @@ class PrefixTiers:
             block_size_tokens=self._store.layout.block_size_tokens,
             min_computed_tokens=1,
             has_kv=self._has_kv,
-            host_planner=LoadPlanner(),
+            host_planner=self._planner,
             store=self._remote,
         )
 
@@ -221,18 +215,16 @@ class PrefixTiers:
         kind: EntryKind,
         chain: BlockHashChain,
         tokens: npt.NDArray[np.int32],
-        end: int,
+        index: int,
         block: int,
     ) -> None:
         """Have a block, or the state at its end, copied to the host tier when the call is over.
 
-        ``end`` counts the sequence's tokens up to there.
+        It is the sequence's block ``index``.
         """
-        if self._key is None:
+        if self._key is None or self._host.has(kind, chain.hashes.digest(index)):
             return
-        facts = self._facts(kind, chain, tokens, end)
-        if self._host.has(kind, facts.key.digest):
-            return
+        facts = self._facts(kind, chain, tokens, index)
         slots = self._store.slots
         if kind is EntryKind.STATE:
             place = slots.get_slot(block)
@@ -249,100 +241,93 @@ class PrefixTiers:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
         offers, self._offers = self._offers, []
         self._host.poll()
-        leases: list[tuple[_Offer, HostLease]] = []
-        for offer in offers:
-            if self._is_there(offer) and (lease := self._host.reserve(offer.facts)) is not None:
-                leases.append((offer, lease))
-                if offer.facts.key.kind is EntryKind.STATE:
-                    has_logits = self._store.has_logits(offer.place)
-                    self._flags[0, offer.place] = int(has_logits)
+        leases = [
+            (offer, lease)
+            for offer in offers
+            if self._is_there(offer) and (lease := self._host.reserve(offer.facts)) is not None
+        ]
         if not leases:
             return
         jobs = [CopyJob(each.facts.key.kind, each.place, row.lease.row) for each, row in leases]
         self._copies.spill(jobs).wait()
         for offer, lease in leases:
             self._host.complete(lease)
-            if offer.facts.key.kind is EntryKind.STATE:
-                self._lengths.add(offer.facts.prefix_tokens)
             if self._link is not None:
                 self._link.offer(offer.facts)
 
-    def bring(self, prompt: SoughtPrompt) -> None:
-        """Bring the longest prefix of a prompt that lies below, if it is longer than what is here.
+    @contextmanager
+    def timed(self, num_tokens: int) -> Iterator[None]:
+        """Measure what the forward inside takes, over ``num_tokens`` tokens of a prompt."""
+        begun = self._copies.mark()
+        yield
+        self._timed.append((begun, self._copies.mark(), num_tokens))
 
-        What is brought counts in the share of blocks and slots that the prompt's salt has.
-        """
+    def _read_times(self) -> None:
+        """Take over the forwards that have ended."""
+        while self._timed:
+            begun, ended, num_tokens = self._timed[0]
+            seconds = self._copies.seconds_between(begun, ended)
+            if seconds is None:
+                return
+            self._planner.record_prefill(num_tokens, seconds)
+            self._knows_rate = True
+            del self._timed[0]
+
+    def _seconds_to_compute(self, num_tokens: int) -> float | None:
+        """Return about how long a prompt's tokens take, None if no forward was measured."""
+        if not self._knows_rate:
+            return None
+        return num_tokens / self._planner.rates.tokens_per_second
+
+    def bring(self, prompt: SoughtPrompt) -> None:
+        """Bring the longest prefix of a prompt below, if it is longer than the one here."""
         self._host.poll()
         if self._link is not None:
             self._link.poll()
+        self._read_times()
         self._has_declined, self._waited_seconds = False, 0.0
         if self._key is None:
             return
-        num_tokens = len(prompt.tokens)
-        left = num_tokens - prompt.min_computed
-        for end in self._ends_below(prompt, num_tokens if prompt.with_logits else left):
-            match = self._store.match(prompt).match
-            here = match.skip_tokens
-            if end <= here:
-                return
-            if left < end < num_tokens:
-                continue
-            computing = self._costs.prefill_seconds(end - here, here)
-            is_usable = self._bring_up_to(prompt, end, list(match.block_ids), computing)
-            if is_usable and (end <= left or self._last_has_logits):
-                return
-
-    def _ends_below(self, prompt: SoughtPrompt, last: int) -> list[int]:
-        """Return where states of a prompt end that lie below and may be used, the last one first.
-
-        Of thousands of lengths at which some prompt's state ended, those are looked at that lie in
-        blocks whose keys and values are there. What a store has is not known: it is asked for all
-        ends of blocks, and for those inside a block in the last one of the prefix that it has, and
-        in the one before; of models without attention in the prompt's last tokens.
-        """
         size = self._store.layout.block_size_tokens
-        ends = {end for end in self._lengths if end <= last}
-        asks = self._link is not None and self._remote is not None and self._remote.is_healthy
-        if not ends and not asks:
-            return []
-        found = self._store.match(prompt).match
-        most = last // size if asks else max(ends) // size
-        depth = self._depth_below(prompt, found.kv_matched_blocks, most)
-        if asks:
-            ends.update(range(size, depth * size + 1, size))
-            if not self._has_kv:
-                ends.update(range(max(1, last + 1 - _SEARCHED_TOKENS), last + 1))
-            elif depth:
-                ends.update(range((depth - 1) * size + 1, min((depth + 1) * size, last + 1)))
-        usable = [end for end in ends if found.skip_tokens < end < (depth + 1) * size]
-        unknown = [
-            end
-            for end in usable
-            if not self._host.has(EntryKind.STATE, _digest(prompt.chain, prompt.tokens, end, size))
-        ]
-        lower = set(self._found(EntryKind.STATE, prompt, unknown))
-        return sorted({*usable} - ({*unknown} - lower), reverse=True)
+        for depth in self._depths_below(prompt):
+            match = self._store.match(prompt)
+            here = match.state_matched_blocks
+            if depth <= here:
+                return
+            computing = self._seconds_to_compute((depth - here) * size)
+            if self._bring_up_to(prompt, depth, list(match.block_ids), computing):
+                return
 
-    def _depth_below(self, prompt: SoughtPrompt, matched: int, most: int) -> int:
-        """Count a prompt's first ``most`` blocks up to one that is neither here nor below."""
-        if not self._has_kv:
-            return most
-        size, hashes = self._store.layout.block_size_tokens, prompt.chain.hashes
-        missing = [
-            size * (index + 1)
-            for index in range(matched, most)
-            if not self._host.has(EntryKind.KV, hashes.digest(index))
-        ]
-        lower = self._found(EntryKind.KV, prompt, missing)
-        gap = next((end for end in missing if end not in lower), None)
-        return most if gap is None else gap // size - 1
+    def _depths_below(self, prompt: SoughtPrompt) -> list[int]:
+        """Return after how many blocks of a prompt states lie below, the most first.
 
-    def _found(self, kind: EntryKind, prompt: SoughtPrompt, ends: Sequence[int]) -> list[int]:
-        """Return after how many tokens of a prompt entries end that lower tiers have."""
-        if self._link is None or not ends:
+        Only those count whose keys and values are there as well.
+        """
+        found, hashes = self._store.match(prompt), prompt.chain.hashes
+        size = self._store.layout.block_size_tokens
+        most = max(0, len(prompt.tokens) - prompt.min_computed) // size
+        depths = range(found.state_matched_blocks + 1, most + 1)
+        if not depths:
             return []
-        keys = [self._facts(kind, prompt.chain, prompt.tokens, end).key for end in ends]
-        return [end for end, found in zip(ends, self._find(keys), strict=True) if found]
+        if self._has_kv:
+            missing = [
+                depth
+                for depth in range(found.kv_matched_blocks + 1, most + 1)
+                if not self._host.has(EntryKind.KV, hashes.digest(depth - 1))
+            ]
+            lower = self._found(EntryKind.KV, prompt, missing)
+            gap = next((depth for depth in missing if depth not in lower), most + 1)
+            depths = range(depths.start, gap)
+        in_host = {d for d in depths if self._host.has(EntryKind.STATE, hashes.digest(d - 1))}
+        unknown = [depth for depth in depths if depth not in in_host]
+        return sorted(in_host | self._found(EntryKind.STATE, prompt, unknown), reverse=True)
+
+    def _found(self, kind: EntryKind, prompt: SoughtPrompt, depths: Sequence[int]) -> set[int]:
+        """Return those of a prompt's blocks, counted from 1, whose entries lower tiers have."""
+        if self._link is None or not depths:
+            return set()
+        keys = [self._key_of(kind, prompt.chain.hashes.digest(depth - 1)) for depth in depths]
+        return {depth for depth, found in zip(depths, self._find(keys), strict=True) if found}
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether a lower tier has it."""
@@ -353,41 +338,35 @@ class PrefixTiers:
         return found
 
     def _bring_up_to(
-        self, prompt: SoughtPrompt, end: int, matched: list[int], computing: float | None
+        self, prompt: SoughtPrompt, depth: int, matched: list[int], computing: float | None
     ) -> bool:
-        """Bring a state and the blocks before it; say whether they are there now.
+        """Bring the state after ``depth`` blocks, and these; say whether they are there now.
 
         It would take about ``computing`` seconds to compute them; None: nobody knows.
         """
-        size, chain, tokens = self._store.layout.block_size_tokens, prompt.chain, prompt.tokens
-        depth, rest = divmod(end, size)
-        matched = matched[:depth]
-        ends = [size * (index + 1) for index in range(len(matched), depth)]
-        part = self._store.find_part(chain, depth, tokens[end - rest : end]) if rest else None
-        if rest and part is None:
-            ends.append(end)
-        kv = [self._facts(EntryKind.KV, chain, tokens, each) for each in ends]
-        state = self._facts(EntryKind.STATE, chain, tokens, end)
-        wanted = [state, *(kv if self._has_kv else ())]  # what takes longest is asked for first
-        if not self._are_in_host(wanted, end, computing):
+        held, chain, tokens = matched[:depth], prompt.chain, prompt.tokens
+        missing = range(len(held), depth)
+        wanted = [self._facts(EntryKind.STATE, chain, tokens, depth - 1)]
+        if self._has_kv:  # after the state, which takes longest
+            wanted += [self._facts(EntryKind.KV, chain, tokens, index) for index in missing]
+        if not self._are_in_host(wanted, depth, computing):
             return False
-        held = [*matched, *([] if part is None else [part])]
         kv_blocks = self._store.kv_blocks
         kv_blocks.retain_memory_blocks(held)
         try:
             try:
-                blocks = kv_blocks.allocate_memory_blocks(len(ends))
+                blocks = kv_blocks.allocate_memory_blocks(len(missing))
             except BlockCapacityError:
                 return False
             held += blocks
-            return self._load(prompt, end, wanted, blocks, held[-1])
+            return self._load(prompt, depth, wanted, blocks, held[-1])
         finally:
             kv_blocks.release_memory_blocks(held)
 
     def _load(
         self,
         prompt: SoughtPrompt,
-        end: int,
+        depth: int,
         wanted: Sequence[EntryFacts],
         blocks: list[int],
         last_block: int,
@@ -424,8 +403,7 @@ class PrefixTiers:
                 return False
             host.use(leases)
             host.count_restored(len(leases))
-            store.forget_logits(slot)
-            is_committed = self._publish(prompt, end, blocks, slot)
+            is_committed = self._publish(prompt, depth, blocks, slot)
             return is_committed
         finally:
             for lease in leases:
@@ -433,37 +411,30 @@ class PrefixTiers:
             if not is_committed:
                 store.slots.cancel_reserved([slot])
 
-    def _publish(self, prompt: SoughtPrompt, end: int, blocks: list[int], slot: int) -> bool:
+    def _publish(self, prompt: SoughtPrompt, depth: int, blocks: list[int], slot: int) -> bool:
         """Make loaded blocks and their state findable; say whether they are."""
         store, size = self._store, self._store.layout.block_size_tokens
-        chain, hashes = prompt.chain, prompt.chain.hashes
-        depth, rest = divmod(end, size)
-        part = prompt.tokens[end - rest : end]
-        has_part = rest > 0 and store.find_part(chain, depth, part) is None
-        whole = blocks[:-1] if has_part else blocks
-        first = depth - len(whole)
-        if whole:
+        hashes, first = prompt.chain.hashes, depth - len(blocks)
+        if blocks:
             holders = store.kv_blocks.register_kv_block_hashes(
-                whole,
+                blocks,
                 hashes[first:depth],
                 parent_hash=hashes[first - 1] if first else None,
                 tokens=prompt.tokens[first * size : depth * size] if prompt.is_told else None,
             )
             if None in holders:
                 return False
-        if has_part:
-            told = part if prompt.is_told else None
-            store.register_part(blocks[-1], chain, depth, part, told=told)
-        hash_id, block = store.find_end(chain, prompt.tokens, end)
+        block = store.kv_blocks.find_block(hashes[depth - 1], hashes.digest(depth - 1))
         if block is None:
             return False
-        store.slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[end])
-        self._last_has_logits = bool(self._flags[0, slot, 0])
-        if self._last_has_logits:
-            store.trust_logits(slot)
+        store.slots.commit_reserved(
+            [slot], [block], [hashes[depth - 1]], saved_tokens=[depth * size]
+        )
         return True
 
-    def _are_in_host(self, wanted: Sequence[EntryFacts], end: int, computing: float | None) -> bool:
+    def _are_in_host(
+        self, wanted: Sequence[EntryFacts], depth: int, computing: float | None
+    ) -> bool:
         """Say whether the host tier has all entries, once those below have been brought."""
         below = [facts for facts in wanted if not self._is_in_host(facts)]
         if not below:
@@ -477,7 +448,7 @@ class PrefixTiers:
         limits = [each for each in (computing, _DEADLINE_SECONDS) if each is not None]
         limit = min(limits, default=None)
         if self._is_slower(below, limit):
-            self._decline()
+            self._has_declined = True
             return False
         kept = [facts for facts in wanted if self._is_in_host(facts)]
         began = time.monotonic()
@@ -485,7 +456,7 @@ class PrefixTiers:
             below,
             kept,
             request_id=None,
-            skip_tokens=end,
+            skip_tokens=depth * self._store.layout.block_size_tokens,
             timeout_seconds=limit,
             waited_seconds=self._waited_seconds,
         )
@@ -496,13 +467,8 @@ class PrefixTiers:
         if state is PrefetchState.TIMED_OUT:
             self._late = prefetch
         if state is PrefetchState.TIMED_OUT or prefetch.has_failed:
-            self._decline()  # a tier that is dead fails for each boundary, one after the other
+            self._has_declined = True  # a tier that is dead fails for each boundary, one by one
         return state is PrefetchState.READY
-
-    def _decline(self) -> None:
-        """Bring nothing more for this prompt but what host memory has."""
-        self._has_declined = True
-        self._costs.spent.declined_loads += 1
 
     def _is_slower(self, below: Sequence[EntryFacts], limit: float | None) -> bool:
         """Say whether entries come too late from lower tiers, as far as anybody knows.
@@ -518,16 +484,10 @@ class PrefixTiers:
         self._num_declined += 1
         return self._num_declined % _TRY_EVERY != 0
 
-    @property
-    def num_restored(self) -> int:
-        """Entries that hits have brought back so far."""
-        return self._host.restored_total
-
     def remove(self, kind: EntryKind, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again."""
         if self._link is not None:
-            tenant, identity = tenant_digest(self.hash_secret, None), self._identity
-            self._link.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
+            self._link.remove(self._key_of(kind, digest))
         self._host.remove(kind, digest)
 
     def stats(self) -> tuple[TierStats, ...]:
@@ -553,7 +513,7 @@ class PrefixTiers:
             self._host.reset()
 
     def _end_transfers(self) -> None:
-        self._offers = []
+        self._offers, self._timed = [], []
         self._copies.wait()
         if self._link is not None:
             self._link.reset()
@@ -571,7 +531,6 @@ class PrefixTiers:
         if self._disk is not None:
             self._closes()  # and forgets it, which would live as long as this otherwise
         self.reset()
-        self._lengths.clear()
         self._begin()
 
     def close(self) -> None:
@@ -591,19 +550,20 @@ class PrefixTiers:
         for tier in (self._host, *self._below):
             tier.check_invariants()
 
+    def _key_of(self, kind: EntryKind, digest: bytes) -> EntryKey:
+        """Name the entry of a block, or of the state at its end."""
+        identity, tenant = self._identity, tenant_digest(self.hash_secret, None)
+        return EntryKey(identity.digest, tenant, kind, digest, identity.rank)  # it has the salt
+
     def _facts(
-        self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int
+        self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], index: int
     ) -> EntryFacts:
-        """Derive what the entry that ends after ``end`` tokens must be."""
-        block_size = self._store.layout.block_size_tokens
-        key = EntryKey(
-            self._identity.digest,
-            tenant_digest(self.hash_secret, None),  # the salt is in the digest
-            kind,
-            _digest(chain, tokens, end, block_size),
-            self._identity.rank,
+        """Derive what the entry of block ``index`` must be."""
+        return EntryFacts(
+            self._key_of(kind, chain.hashes.digest(index)),
+            (index + 1) * self._store.layout.block_size_tokens,
+            self._layouts[kind].row_bytes,
         )
-        return EntryFacts(key, end, self._layouts[kind].row_bytes)
 
     def _is_in_host(self, facts: EntryFacts) -> bool:
         return self._host.has(facts.key.kind, facts.key.digest)
@@ -615,16 +575,6 @@ class PrefixTiers:
             return is_same and slots.generations.item(offer.place) == offer.generation
         found = BlockHashes([offer.facts.key.digest])
         return self._store.kv_blocks.find_block(found[0], found.digest(0)) == offer.block
-
-
-def _digest(
-    chain: BlockHashChain, tokens: npt.NDArray[np.int32], end: int, block_size: int
-) -> bytes:
-    """Return what names the first ``end`` tokens of a prompt."""
-    depth, rest = divmod(end, block_size)
-    if not rest:
-        return chain.hashes.digest(depth - 1)
-    return chain.part_hash(depth, tokens[end - rest : end]).digest(0)
 
 
 def _format(layout: RowLayout, budget: int, kind: EntryKind) -> RowFormat:

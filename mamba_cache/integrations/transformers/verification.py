@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 from weakref import proxy
 
 import torch
 
-from mamba_cache.blocks import BlockHashChain
 from mamba_cache.context import HitToVerify, Request, SkippedVerification
-from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.context.request_log import RequestLog
-from mamba_cache.context.requests import ActiveRequest, Admission, TokenArray
+from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.context.verification import HitSampler, log_difference
 from mamba_cache.errors import MambaCacheError
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
@@ -37,20 +33,14 @@ class PromptWatch:
     """What is done about the prompts of a store beside counting them.
 
     Attributes:
-        sampler: Chooses hits; None: nothing is verified.
-        log: The log; None: there is none.
-        brought: Requests of batches that lower tiers have brought something for, till they run.
+        sampler: Chooses hits.
     """
 
-    def __init__(self, store: PrefixStore, *, verify_hits: float, logs: bool) -> None:
-        self.sampler = HitSampler(verify_hits) if verify_hits else None
-        self.log: RequestLog | None = None
+    def __init__(self, store: PrefixStore, *, verify_hits: float) -> None:
+        self.sampler = HitSampler(verify_hits)
         self._size = store.layout.block_size_tokens
-        if logs:
-            self.log = RequestLog(store.kv_blocks, store.slots, block_size_tokens=self._size)
         self._num_prompts = 0
         self._store = proxy(store)
-        self.brought: set[Hashable] = set()
 
     def counted(self, record: SequenceRecord, start: int) -> None:
         """Hear of a prompt that is counted, of which ``start`` tokens are restored."""
@@ -63,49 +53,17 @@ class PromptWatch:
             cache_salt=cast("str | None", salt),
             lora_id=cast("str | None", self._store.key_for(lora_id)),
         )
-        self.found(request, tokens, chain, record.match, start, record.tier)
-
-    def found(  # noqa: PLR0917 (one prompt, and what was found of it)
-        self,
-        request: Request,
-        tokens: TokenArray,
-        chain: BlockHashChain,
-        match: PrefixMatch,
-        start: int,
-        tier: str,
-    ) -> None:
-        """Hear what was found of a prompt, where it lay, and how much of it is used: ``start``.
-
-        The keys of ``request`` are those of its hashes.
-        """
-        if self.log is not None:
-            declined = "below_break_even" if match.skip_tokens and not start else None
-            keys = request.cache_salt, request.lora_id, ()
-            first = tokens[: self._size]
-            self.log.log(
-                request.request_id, match, tier, first, chain.hashes, keys=keys, reason=declined
-            )
-        if self.sampler is not None and start and self.sampler.chooses():
-            depth, rest = divmod(start, self._size)
-            part = chain.part_hash(depth, tokens[start - rest : start]) if rest else None
-            prefix = tokens[:start].copy()
-            self.sampler.add(HitToVerify(request, prefix, chain.hashes[:depth], part))
+        if start and self.sampler.chooses():
+            hashes = chain.hashes[: start // self._size]
+            self.sampler.add(HitToVerify(request, tokens[:start].copy(), hashes))
 
     def admitted(self, active: ActiveRequest, admission: Admission) -> None:
         """Hear of a request of a batch that begins to run."""
-        if self.log is not None:
-            tier = "host" if active.request_id in self.brought else None
-            self.log.admitted(active, admission, tier)
-        self.brought.discard(active.request_id)
-        if self.sampler is not None:
-            self.sampler.admitted(active, admission)
+        self.sampler.admitted(active, admission)
 
     def reset(self) -> None:
         """Forget all prompts and counts."""
-        for each in (self.sampler, self.log):
-            if each is not None:
-                each.reset()
-        self.brought.clear()
+        self.sampler.reset()
 
 
 def verify_prefixes(store: PrefixStore, prefiller: Prefiller, key: str, count: int | None) -> int:
@@ -137,25 +95,21 @@ def _compare(
 ) -> list[PrefixDifference]:
     """Compute a prefix that a prompt went on from, and compare it."""
     saved = store.tensors.load(slot, blocks, len(hit.tokens))
-    if not store.has_logits(slot):
-        saved.logits = None
-    layers, has_logits = store.layout.layers, saved.logits is not None
+    layers = store.layout.layers
 
     def compute(*, in_pieces: bool = False) -> PrefixContent:
         computed = prefiller.recompute(hit.tokens, in_pieces=in_pieces)
-        return _content(computed, layers, has_logits=has_logits)
+        return _content(computed, layers)
 
     return compare_prefixes(
-        _content(saved, layers, has_logits=has_logits),
+        _content(saved, layers),
         compute(),
         partial(compute, in_pieces=True),
         block_size_tokens=store.layout.block_size_tokens,
     )
 
 
-def _content(
-    memory: SequenceMemory, layers: tuple[LayerParts, ...], *, has_logits: bool
-) -> PrefixContent:
+def _content(memory: SequenceMemory, layers: tuple[LayerParts, ...]) -> PrefixContent:
     """Return what a slot and blocks hold of one row, by what it is."""
     states: dict[str, list[torch.Tensor]] = {"conv": [], "recurrent": []}
     own = iter(memory.states)
@@ -163,8 +117,6 @@ def _content(
         states["conv"] += [next(own)[0] for _ in parts.convs]
         states["recurrent"] += [next(own)[0] for _ in parts.recurrents]
     states["window"] = [window[0] for window in memory.windows]
-    if has_logits and memory.logits is not None:
-        states["logits"] = [memory.logits[0]]
     held = {name: tensors for name, tensors in states.items() if tensors}
     return PrefixContent(held, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import traceback
@@ -167,7 +168,7 @@ class Batcher:
                 max_sequence_length=_longest(runner, num_blocks * block_size),
                 num_kv_blocks=num_blocks,
                 max_slots=store.slots.max_slots,
-                ssm_chunk_size=runner.chunk_size,
+                ssm_chunk_size=math.gcd(block_size, runner.chunk_size),
                 vocab_size=runner.vocabulary,
                 min_computed_tokens=settings.fewest_tokens,
                 max_checkpoints_per_step=None if capture is not None else 0,
@@ -388,21 +389,17 @@ class Batcher:
 
     def _find(self, request: BatchRequest) -> int:
         """Return how many tokens of a prompt are cached, once lower tiers have brought theirs."""
-        prepared, tiers, watch = request.prepared, self._store.tiers, self._store.watch
+        prepared, tiers = request.prepared, self._store.tiers
         if tiers is not None:
-            num_restored = tiers.num_restored
             tiers.bring(
                 SoughtPrompt(
                     prepared.chain,
                     prepared.tokens,
                     self._settings.fewest_tokens,
-                    with_logits=False,
-                    cache_salt=prepared.request.cache_salt,
+                    prepared.request.cache_salt,
                     is_told=bool(prepared.request.tells_tokens),
                 )
             )
-            if watch is not None and tiers.num_restored > num_restored:
-                watch.brought.add(request.key)
         return self.context.match(prepared).skip_tokens
 
     def _close_ranks(self) -> None:

@@ -54,17 +54,15 @@ def install(
     *,
     mamba_cache_gb: float,
     kv_cache_gb: float,
-    block_size_tokens: int = 256,
+    block_size_tokens: int = 32,
     segment_tokens: int | None = None,
     reuse_answers: bool = True,
     weights_check: WeightsCheck = "sample",
-    measure_costs: bool = True,
     events_endpoint: str | None = None,
     events_replay_endpoint: str | None = None,
     events_mode: Literal["resident", "reachable"] = "reachable",
     max_batch_size: int = 64,
     verify_hits: float = 0.0,
-    log_requests: bool = False,
     hash_algorithm: HashAlgorithm = "blake2b",
     hash_secret: bytes | None = None,
 ) -> None:
@@ -85,7 +83,6 @@ def install(
         reuse_answers: Keep the states of answers.
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
-        measure_costs: Pass over what is known not to pay.
         events_endpoint: Where routers are told what the first loaded model has cached, as for
             ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: they are not.
         events_replay_endpoint: Where they ask for what they missed.
@@ -93,7 +90,6 @@ def install(
         max_batch_size: Requests that run at once, with continuous batching.
         verify_hits: What part of the hits is computed again without the cache, once nobody has used
             the model for a second, and compared.
-        log_requests: Log a line for each prompt.
         hash_algorithm: Hash function of block digests, as for ``PrefixCache``.
         hash_secret: Key of the block digests, not empty. Default: drawn for each loaded model.
 
@@ -112,10 +108,8 @@ def install(
     if segment_tokens is not None:
         check_int("segment_tokens", segment_tokens, minimum=1)
     check_kind("reuse_answers", reuse_answers, bool)
-    check_kind("measure_costs", measure_costs, bool)
     check_int("max_batch_size", max_batch_size, minimum=1)
     check_number("verify_hits", verify_hits, maximum=1)
-    check_kind("log_requests", log_requests, bool)
     check_secret("hash_secret", hash_secret)
     for name, value, allowed in (
         ("weights_check", weights_check, ("full", "sample", "off")),
@@ -141,10 +135,8 @@ def install(
             "segment_tokens": segment_tokens,
             "reuse_answers": reuse_answers,
             "weights_check": weights_check,
-            "measure_costs": measure_costs,
             "max_batch_size": max_batch_size,
             "verify_hits": verify_hits,
-            "log_requests": log_requests,
             "hash_algorithm": hash_algorithm,
             "hash_secret": hash_secret,
         },
