@@ -107,7 +107,7 @@ def test_a_corrupted_state_is_found_and_removed(generator):
     assert cache.stats().hits == hits
 
 
-@pytest.mark.parametrize("block", [0, 2, 3], ids=["first", "last whole", "part"])
+@pytest.mark.parametrize("block", [0, 2], ids=["first", "last"])
 def test_a_corrupted_block_is_found_and_removed(generator, block):
     cache = make_verified(host_cache_gb=0.01)
     prompt = text(generator, 3 * BLOCK + 2)
@@ -124,20 +124,6 @@ def test_a_corrupted_block_is_found_and_removed(generator, block):
     assert after.entries["kv"] == before.entries["kv"] - 1
     cache.check_invariants()
     assert find(cache, hit) is None
-
-
-def test_corrupted_logits_count_with_their_state(generator):
-    cache = make_verified()
-    prompt = text(generator, 3 * BLOCK + 2)
-    cached(cache, prompt)
-    cached(cache, prompt)
-    hit = cache._store.watch.sampler.take()
-    assert len(hit.tokens) == prompt.shape[1]
-    _, slot = find(cache, hit)
-    cache._store.tensors.room(slot, 0).logits[0, 3] += 0.1
-    cache._store.watch.sampler.add(hit)
-    cache.verify_pending()
-    assert cache.verification_stats().differences == {"state": 1, "kv": 0}
 
 
 def test_a_corrupted_batch_is_found(generator):
@@ -168,27 +154,6 @@ def test_hits_of_batches_over_tiers_are_verified_and_removed_below_too(generator
     [after] = cache.tier_stats()
     assert after.entries["kv"] == before.entries["kv"] - 3
     cache.check_invariants()
-
-
-def test_a_batch_that_goes_on_inside_a_block_is_verified(generator):
-    own = subject("granite 4")
-    cache = own.cache(verify_hits=1.0)
-    prompt, greedy = text(generator, 2 * BLOCK + 3), own.config(max_new_tokens=2)
-    cached(cache, prompt)
-    told = prompt[0].tolist()
-    for given in ([*told, 4], told):  # the first token of the second comes from cached logits
-        cache.generate_batch([given], greedy)
-        hit = cache._store.watch.sampler.take()
-        assert hit.tokens.tolist() == told
-        cache._store.watch.sampler.add(hit)
-        assert cache.verify_pending() == 1
-        assert cache.verification_stats().differences == CLEAN
-    block = find(cache, hit)[0][-1]
-    cache._store.tensors.blocks[0][1, block, 0] += 0.01
-    cache._store.watch.sampler.add(hit)
-    assert cache.verify_pending() == 1
-    assert cache.verification_stats().differences == {"state": 0, "kv": 1}
-    assert find(cache, hit) is None
 
 
 def test_what_cannot_be_verified_is_counted(generator, monkeypatch):
@@ -234,7 +199,7 @@ def test_hits_under_other_settings_and_weights(generator):
 
 @pytest.mark.parametrize(
     ("setting", "file"),
-    [({"verify_hits": 1.0}, "verification.py"), ({"log_requests": True}, "request_log.py")],
+    [({"verify_hits": 1.0}, "verification.py")],
 )
 def test_it_costs_nothing_when_it_is_off(generator, setting, file):
     def files_of_a_hit(**settings):
@@ -250,9 +215,8 @@ def test_misuse_is_refused():
     cache = make_verified()
     with pytest.raises(InvalidArgumentError, match="max_hits"):
         cache.verify_pending(0)
-    for setting in ({"verify_hits": 2}, {"log_requests": 1}):
-        with pytest.raises(InvalidArgumentError, match=next(iter(setting))):
-            make_cache(make_model("lfm2"), **setting)
+    with pytest.raises(InvalidArgumentError, match="verify_hits"):
+        make_cache(make_model("lfm2"), verify_hits=2)
 
 
 def test_a_cache_that_nobody_uses_is_verified(generator):
