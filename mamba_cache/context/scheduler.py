@@ -51,6 +51,7 @@ class QueuedRequest:
         prefetch: Loads from disk and store that it waits for; None: not begun.
         error: Why it cannot run; it takes part in no further step.
         last_output: What it had generated when that turned out.
+        number: Its place in the order of precedence.
     """
 
     prepared: PreparedRequest
@@ -62,6 +63,7 @@ class QueuedRequest:
     prefetch: Prefetch | None = None
     error: Exception | None = None
     last_output: Sequence[int] = ()
+    number: int = -1
 
     @property
     def key(self) -> Hashable:
@@ -119,6 +121,8 @@ class Scheduler(Generic[_Request]):
         self.max_chunk_tokens = context.config.max_tokens
         self.max_requests = context.config.max_requests
         self._requests: dict[Hashable, _Request] = {}
+        self._num_added = 0
+        self._queue: dict[Hashable, _Request] | None = None  # of the step that is being filled
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -156,6 +160,8 @@ class Scheduler(Generic[_Request]):
 
     def add(self, request: _Request) -> None:
         """Queue a request of an id that is not in use."""
+        request.number = self._num_added
+        self._num_added += 1
         self._requests[request.key] = request
 
     def remove(self, request_id: Hashable) -> None:
@@ -177,11 +183,9 @@ class Scheduler(Generic[_Request]):
             del self._requests[request.key]
 
     def rename(self, request_id: Hashable, request: _Request) -> None:
-        """Put a request, whose id in the context is another one now, where ``request_id`` was."""
-        self._requests = {
-            request.key if known == request_id else known: one
-            for known, one in self._requests.items()
-        }
+        """Note that ``request`` was ``request_id``; its place in the order stays."""
+        del self._requests[request_id]
+        self._requests[request.key] = request
 
     def fork(self, request: _Request, sample_first: Callable[[_Request], int]) -> list[_Request]:
         """Fork a request that has its first token by now, for as many as there is room for.
@@ -282,39 +286,35 @@ class Scheduler(Generic[_Request]):
         while True:
             while (shortage := self._schedule()) and not self._has_work():
                 self._make_room(*shortage)
-            handles = [request.prefetch for request in self._requests.values()]
+            handles = [] if self._has_work() else [one.prefetch for one in self]
             arriving = [each for each in handles if each is not None and not each.is_done]
-            if self._has_work() or not arriving:
+            if not arriving:
+                self._queue = None
                 return
             arriving[0].wait()
 
     def _schedule(self) -> tuple[_Request, CapacityError] | None:
         """Schedule chunks while the token budget lasts; return the first that did not fit."""
-        config, statuses = self._context.config, self._context.statuses()
+        config, self._queue = self._context.config, None
         num_decoding = len(self._context.request_table.decoding_rows)
         budget = min(
             self.max_chunk_tokens, config.max_tokens - num_decoding * config.max_decode_tokens
         )
-        queue = {
-            request_id: request
-            for request_id, request in self._requests.items()
-            if request_id not in statuses
-            and request.error is None
-            and not self._awaits_fork(request)
-            and (request.prefetch is None or request.prefetch.is_done)
-        }
         room = self.max_requests - len(self._holding())
-        for place, requests in (
-            (self._continue, self._with_status(RequestStatus.PREFILLING)),
-            (self._resume, self._with_status(RequestStatus.PREEMPTED)),
-            (self._admit, list(queue.values())),
+        for place, status in (
+            (self._continue, RequestStatus.PREFILLING),
+            (self._resume, RequestStatus.PREEMPTED),
+            (self._admit, None),
         ):
+            is_new = place != self._continue
+            if is_new and room <= 0:  # those that wait are not even looked at
+                return None
+            requests = self._with_status(status) if status else list(self._queued().values())
             for request in requests:
-                is_new = place != self._continue
                 if budget <= 0 or (is_new and room <= 0):
                     return None
                 try:
-                    num_tokens = place(request, budget, queue)
+                    num_tokens = place(request, budget)
                 except CapacityError as error:
                     # Those behind it stay behind it: small ones must not starve a large one.
                     return request, error
@@ -322,10 +322,24 @@ class Scheduler(Generic[_Request]):
                 room -= is_new and num_tokens > 0
         return None
 
-    def _continue(self, request: _Request, budget: int, queue: dict[Hashable, _Request]) -> int:
+    def _queued(self) -> dict[Hashable, _Request]:
+        """Return the requests that are not admitted and could be, in their order."""
+        if self._queue is None:
+            statuses = self._context.statuses()
+            self._queue = {
+                request_id: request
+                for request_id, request in self._requests.items()
+                if request_id not in statuses
+                and request.error is None
+                and not self._awaits_fork(request)
+                and (request.prefetch is None or request.prefetch.is_done)
+            }
+        return self._queue
+
+    def _continue(self, request: _Request, budget: int) -> int:
         progress = self._context.progress(request.key)
         start = progress.num_computed
-        positions = self._branches_off(request, start, queue)
+        positions = self._branches_off(request, start)
         end = len(request.prepared.tokens) + progress.num_generated
         num_tokens = self._context.schedule_prefill(
             request.key,
@@ -335,7 +349,7 @@ class Scheduler(Generic[_Request]):
         request.branch_positions.update(positions)
         return num_tokens
 
-    def _resume(self, request: _Request, budget: int, _: dict[Hashable, _Request]) -> int:
+    def _resume(self, request: _Request, budget: int) -> int:
         # Where it will start is not known yet, but that it is the end of a block.
         num_generated = self._context.progress(request.key).num_generated
         chunk_tokens = self._chunk_tokens(0, len(request.prepared.tokens) + num_generated, budget)
@@ -343,7 +357,7 @@ class Scheduler(Generic[_Request]):
         request.note_admission(admission)
         return admission.chunk_tokens
 
-    def _admit(self, request: _Request, budget: int, queue: dict[Hashable, _Request]) -> int:
+    def _admit(self, request: _Request, budget: int) -> int:
         if self._find is not None:
             skip_tokens = self._find(request)
         else:
@@ -351,13 +365,13 @@ class Scheduler(Generic[_Request]):
         if self._waits(request, skip_tokens):
             request.waited_steps += 1
             return 0
-        positions = self._branches_off(request, skip_tokens, queue)
+        positions = self._branches_off(request, skip_tokens)
         admission = self._context.add_request(
             request.prepared,
             chunk_tokens=self._chunk_tokens(skip_tokens, len(request.prepared.tokens), budget),
             checkpoint_positions=positions,
         )
-        del queue[request.key]
+        del self._queued()[request.key]
         request.branch_positions.update(positions)
         request.note_admission(admission)
         return admission.chunk_tokens
@@ -373,12 +387,9 @@ class Scheduler(Generic[_Request]):
         too_few = left - size < self._min_chunk and size > self._min_chunk
         return size - (self._min_chunk - 1) if too_few else size
 
-    def _branches_off(
-        self, request: _Request, start: int, queue: dict[Hashable, _Request]
-    ) -> list[int]:
-        return branch_positions(
-            request, queue.values(), start=start, block_size_tokens=self._block_size
-        )
+    def _branches_off(self, request: _Request, start: int) -> list[int]:
+        queued = self._queued().values()
+        return branch_positions(request, queued, start=start, block_size_tokens=self._block_size)
 
     def _awaits_fork(self, request: _Request) -> bool:
         """Say whether a queued request will be a fork of one that has no token yet."""
@@ -422,12 +433,14 @@ class Scheduler(Generic[_Request]):
 
     def _with_status(self, *wanted: RequestStatus) -> list[_Request]:
         """Return requests that can run and are in one of the states ``wanted``, oldest first."""
-        statuses = self._context.statuses()
-        return [
+        found = [
             request
-            for request_id, request in self._requests.items()
-            if statuses.get(request_id) in wanted and request.error is None
+            for request_id, status in self._context.statuses().items()
+            if status in wanted
+            and (request := self._requests.get(request_id)) is not None
+            and request.error is None
         ]
+        return sorted(found, key=lambda request: request.number)
 
 
 def common_blocks(request: QueuedRequest, other: QueuedRequest) -> int:

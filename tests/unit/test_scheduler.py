@@ -11,7 +11,7 @@ from mamba_cache.context.scheduler import (
     common_blocks,
     is_worth_waiting,
 )
-from mamba_cache.errors import UnknownRequestError
+from mamba_cache.errors import BlockCapacityError, UnknownRequestError
 from mamba_cache.reference.requests import EngineRequest
 
 
@@ -260,8 +260,19 @@ def test_a_request_keeps_its_place_under_a_new_id(rng):
         Request(request_id="c", prompt_tokens=first.prepared.tokens)
     )
     steps.scheduler.rename("a", first)
-    assert [one.key for one in steps.scheduler] == ["c", "b"]
     assert steps.run() == {"b": 1, "c": 1}
+    steps.scheduler._make_room(first, BlockCapacityError(1, 0, "no block"))
+    assert steps.context.status("b") is RequestStatus.PREEMPTED  # the younger one
+
+
+def test_requests_that_wait_cost_nothing_while_all_places_are_taken(rng, monkeypatch):
+    steps = Steps()
+    steps.scheduler.max_requests = 1
+    for name in "abc":
+        steps.add(name, draw_prompt(rng, 5))
+    steps.run()
+    monkeypatch.setattr(steps.scheduler, "_queued", lambda: pytest.fail("they are looked at"))
+    assert steps.run() == {"a": 1}
 
 
 @pytest.mark.parametrize(

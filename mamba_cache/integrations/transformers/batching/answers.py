@@ -47,7 +47,7 @@ class AnswerSettings:
     _longest_stop: int = field(default=0)
 
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Says whether an answer ends with a stop string."""
+        """Say whether an answer ends with a stop string."""
         if self.stops is None:
             return False
         # A stop string may begin in the prompt, as for generate. So long is none in tokens.
@@ -78,7 +78,7 @@ class AnswerSettingsReader:
         self._joined: list[tuple[Any, Any]] = []
 
     def read(self, config: Any, prompt_tokens: int) -> AnswerSettings:
-        """Returns the settings of a prompt's answers.
+        """Return the settings of a prompt's answers.
 
         Raises:
             InvalidArgumentError: Something that is set cannot be served.
@@ -199,7 +199,7 @@ def _processors(model: Any, config: Any, prompt: torch.Tensor, device: str) -> A
 
 
 def _has_default_length(model: Any, config: Any) -> bool:
-    """Says whether nobody has set a length, so that the library's default means new tokens."""
+    """Say whether no length is set: the library's default then counts new tokens."""
     defaults: dict[str, Any] = getattr(type(config), "_get_default_generation_params", dict)()
     return getattr(
         model.generation_config, "max_length", None

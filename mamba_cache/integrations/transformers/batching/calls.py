@@ -80,7 +80,7 @@ class BatchCall:
         self._batching = batching_config
 
     def _read_streamers(self, streamer: Any, count: int) -> list[Any]:
-        """Returns a streamer of transformers, or None, for each prompt."""
+        """Return a streamer of transformers, or None, for each prompt."""
         if streamer is None or callable(streamer):
             return [None] * count
         if hasattr(streamer, "put"):  # some of these are endless when one asks what is in them
@@ -105,7 +105,7 @@ class BatchCall:
     def run(
         self, batcher: Batcher, *, warms_up: bool, shows_progress: bool, records_timestamps: bool
     ) -> dict[str, Any]:
-        """Runs the requests to their ends; returns a ``GenerationOutput`` for each request id."""
+        """Run the requests to their ends; return a ``GenerationOutput`` for each request id."""
         configure(batcher, self._batching)
         made = [self._submit(batcher, index) for index in range(len(self.prompts))]
         if warms_up:
@@ -161,7 +161,7 @@ class BatchCall:
 
 
 def configure(batcher: Batcher, batching_config: Any) -> None:
-    """Has the requests that follow run as a ``ContinuousBatchingConfig`` says, or None.
+    """Configure a batcher as a ``ContinuousBatchingConfig`` says; None: as it was made.
 
     Raises:
         InvalidArgumentError: It is neither, or a number in it is less than 1.
@@ -184,7 +184,7 @@ def configure(batcher: Batcher, batching_config: Any) -> None:
 
 
 def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
-    """Compares a batch of requests with each of them by itself, while nobody runs.
+    """Compare a batch of requests with each of them alone; no request may run meanwhile.
 
     Raises:
         UnresumableModelError: They differ by more than rounding.
@@ -233,7 +233,7 @@ def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    """Returns what was given for all prompts, or for each."""
+    """Return what was given for all prompts, or for each."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -263,7 +263,7 @@ def _why_eager(use_cuda_graph: Any) -> str:
 
 
 def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any:
-    """Returns a ``GenerationOutput`` of a request, which may not be over yet.
+    """Return a ``GenerationOutput`` of a request, which may not be over yet.
 
     Raises:
         UnsupportedVersionError: transformers has no such thing.
@@ -284,7 +284,7 @@ def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any
 
 
 def failed_output(request_id: str, prompt: Sequence[int], error: BaseException) -> Any:
-    """Returns a ``GenerationOutput`` of a request that could not begin, or go on."""
+    """Return a ``GenerationOutput`` of a request that could not begin, or go on."""
     kind, statuses = _output_types()
     return kind(request_id, list(prompt), error=_message_of(error), status=statuses.FAILED)
 

@@ -22,7 +22,7 @@ _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.decode_inputs
 
 
 def padded_sizes(max_requests: int) -> tuple[int, ...]:
-    """Returns the sizes of decode batches: few enough to capture a CUDA graph for each."""
+    """Return the sizes of decode batches: few enough to capture a CUDA graph for each."""
     sizes = {size for size in (1, 2, 4, 8, 12, 16, 24, 32, 48) if size < max_requests}
     sizes |= {*range(64, max_requests, 32), max_requests}
     return tuple(sorted(sizes))
@@ -63,7 +63,7 @@ class DecodeStep:
         self._caches: dict[int, Any] = {}
 
     def compute(self, num_rows: int) -> torch.Tensor:
-        """Computes the step whose metadata are on the device, for the rows below ``num_rows``.
+        """Compute the step whose metadata are on the device, for the rows below ``num_rows``.
 
         Returns [num_rows, vocabulary] logits; those of rows that do not decode mean nothing.
         """
@@ -83,11 +83,11 @@ class DecodeStep:
         return logits[:, -1]
 
     def clear_step(self) -> None:
-        """Has no row decode, until the next step's metadata come: what is computed is lost."""
+        """Mark every row as idle until the next step's metadata arrive."""
         self._metadata["decode_state_rows"].fill_(-1)
 
     def _cache(self, num_rows: int) -> Any:
-        """Returns a cache of the model whose states are the live ones."""
+        """Return a cache of the model whose states are the live ones."""
         cache = self._caches.get(num_rows)
         if cache is None:
             cache = self._caches[num_rows] = self._make_cache(num_rows)

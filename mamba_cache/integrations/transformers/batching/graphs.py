@@ -55,7 +55,7 @@ class DecodeGraphs:
         return tuple(sorted(self._graphs))
 
     def prepare(self, sizes: Sequence[int], made_for: Hashable) -> None:
-        """Captures a graph for each size that has none; to be called while nobody decodes.
+        """Capture a graph for each size that has none; call it while no request runs.
 
         A model that cannot be captured, because it waits for the device or allocates otherwise each
         time, is computed eagerly from then on; ``eager_reason`` says why.
@@ -110,7 +110,7 @@ class DecodeGraphs:
         return _Graph(graph, logits)
 
     def run(self, size: int, *, is_eager: str = "") -> torch.Tensor:
-        """Computes a step.
+        """Compute a step.
 
         Args:
             size: Rows of the batch.
@@ -131,7 +131,7 @@ class DecodeGraphs:
         return found.logits  # pragma: no cover
 
     def forget(self) -> None:
-        """Drops all graphs, as when the model has become another one."""
+        """Drop all graphs, as when the model has become another one."""
         self._graphs.clear()
         self._refusal = ""
         self._made_for = None

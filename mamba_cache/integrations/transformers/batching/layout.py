@@ -43,7 +43,7 @@ class BatchLayout:
         self.num_state_layers = sum(kind.num_layers for kind in self.state_spec.kinds)
 
     def kv_cache(self, blocks: Sequence[torch.Tensor], pool_size: int) -> torch.Tensor:
-        """Returns what ``PrefixTensors.blocks`` holds as a context has it, not copied.
+        """Return what ``PrefixTensors.blocks`` holds as a context has it, not copied.
 
         [num_layers, 2, pool_size, block_size_tokens, num_kv_heads, head_dim].
         """
@@ -54,21 +54,21 @@ class BatchLayout:
         return self.kv_spec.allocate(pool_size, layout.block_size_tokens, layout.device)
 
     def views(self, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the states of tensors [num_layers, rows, *shape] as layers see them.
+        """Return the states of tensors [num_layers, rows, *shape] as layers see them.
 
         [rows, *shape] each, in the order of ``SequenceMemory.states``; not copied.
         """
         return [tensors[name][layer] for name, layer in self._places]
 
     def stack(self, states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Does the reverse: returns [num_layers, rows, *shape] copies by name."""
+        """Do the reverse: return [num_layers, rows, *shape] copies by name."""
         groups: dict[str, list[torch.Tensor]] = {}
         for (name, _), state in zip(self._places, states, strict=True):
             groups.setdefault(name, []).append(state)
         return {name: torch.stack(group) for name, group in groups.items()}
 
     def empty_states(self, num_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Makes room for the states of ``num_rows`` sequences, by name."""
+        """Make room for the states of ``num_rows`` sequences, by name."""
         return {
             spec.name: torch.empty(
                 (spec.num_layers, num_rows, *spec.shape), dtype=spec.dtype, device=device
@@ -79,7 +79,7 @@ class BatchLayout:
     def memory(
         self, states: list[torch.Tensor], kv: torch.Tensor, num_tokens: int
     ) -> SequenceMemory:
-        """Returns what a model's cache is filled with.
+        """Return what a model's cache is filled with.
 
         Of states [rows, *shape] each, and [num_layers, 2, rows, kv_heads, num_tokens, head_dim]
         keys and values.
@@ -88,7 +88,7 @@ class BatchLayout:
 
 
 def _kv_spec(tokens: Sequence[torch.Tensor]) -> KVCacheSpec:
-    """Returns what one token's keys and values are."""
+    """Return what one token's keys and values are."""
     shapes = {(t.shape[1], t.shape[3], t.dtype) for t in tokens}
     if not shapes:
         return KVCacheSpec(num_layers=0, num_kv_heads=1, head_dim=1, dtype=torch.float32)

@@ -37,7 +37,7 @@ _originals: dict[int, str] = {}
 
 
 def register_attention() -> None:
-    """Makes the attention function known to transformers.
+    """Make the attention function known to transformers.
 
     It changes nothing for models that do not ask for it. It is done before a model's settings are
     first read, to which the registries belong.
@@ -62,7 +62,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attends to KV blocks; for another thread, does what the model did before."""
+    """Attend to KV blocks; for another thread, do what the model did before."""
     attention: PagedAttention | None = getattr(_current, "attention", None)
     if attention is not None:
         return attention.attend(query, options), None
@@ -81,7 +81,7 @@ def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _make_mask(**arguments: Any) -> Any:
-    """Makes no mask: how far each row looks back its length says."""
+    """Make no mask: how far each row looks back its length says."""
     if getattr(_current, "attention", None) is not None:
         return None
     name = _originals.get(id(arguments.get("config")), "eager")

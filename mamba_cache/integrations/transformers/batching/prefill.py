@@ -72,7 +72,7 @@ class PrefillStep:
         self._dummy_slot = allocator.dummy_block_id * context.config.block_size_tokens
 
     def compute(self, step: Step) -> list[ComputedChunks]:
-        """Computes all chunks of a step: keys, values and checkpoints are written, not states."""
+        """Compute all chunks of a step: keys, values and checkpoints are written, not states."""
         chunks, is_captured = self._place(step), True
         computed = []
         for group in self._group(chunks):
@@ -87,13 +87,13 @@ class PrefillStep:
         return computed
 
     def write_states(self, computed: Sequence[ComputedChunks]) -> None:
-        """Puts the states that forwards have left into the live rows of their requests."""
+        """Put the states that forwards have left into the live rows of their requests."""
         for chunks in computed:
             for name, states in chunks.states.items():
                 self._context.live_states[name].index_copy_(1, chunks.rows, states)
 
     def read_states(self, rows: Sequence[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns live rows, on the device, and copies of the states there by name."""
+        """Return live rows, on the device, and copies of the states there by name."""
         at = ints_to_device(rows, self._context.device)
         live = self._context.live_states.tensors
         return at, {name: tensor.index_select(1, at) for name, tensor in live.items()}
@@ -108,7 +108,7 @@ class PrefillStep:
         return placed
 
     def _group(self, chunks: Sequence[_Placed]) -> list[list[_Placed]]:
-        """Puts chunks together that begin, end and are saved at the same positions."""
+        """Put chunks together that begin, end and are saved at the same positions."""
         groups: dict[object, list[list[_Placed]]] = {}
         for chunk in chunks:
             request = chunk.request
@@ -152,7 +152,7 @@ class PrefillStep:
     def _restored(
         self, step: Step, group: Sequence[_Placed]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the rows of requests, and copies of their live states."""
+        """Return the rows of requests, and copies of their live states."""
         first, count = group[0].place, len(group)
         if [chunk.place for chunk in group] == [*range(first, first + count)]:
             rows = step.metadata.state_rows[first : first + count].long()
@@ -166,7 +166,7 @@ class PrefillStep:
     def _read_kv(
         self, tables: torch.Tensor, group: Sequence[_Placed], num_tokens: int
     ) -> torch.Tensor:
-        """Returns copies of keys and values [num_layers, 2, rows, kv_heads, num_tokens, dim]."""
+        """Return copies of keys and values [num_layers, 2, rows, kv_heads, num_tokens, dim]."""
         assert self._kv_cache is not None
         num_blocks = -(-num_tokens // self._context.config.block_size_tokens)
         blocks = torch.stack([tables[chunk.place, :num_blocks] for chunk in group]).long()
@@ -176,7 +176,7 @@ class PrefillStep:
     def _write_kv(
         self, tokens: Sequence[torch.Tensor], start: int, slots: Sequence[torch.Tensor]
     ) -> None:
-        """Writes what a forward added to the keys and values of its sequences."""
+        """Write what a forward added to the keys and values of its sequences."""
         if not tokens:
             return
         assert self._kv_cache is not None
@@ -188,7 +188,7 @@ class PrefillStep:
             layer.index_copy_(0, to, added)
 
     def _save(self, group: Sequence[_Placed], saved: dict[int, dict[str, torch.Tensor]]) -> None:
-        """Copies captured states into the slots that are reserved for them."""
+        """Copy captured states into the slots that are reserved for them."""
         pools = self._context.slot_allocator.states.tensors
         for position, states in saved.items():
             slots = [dict(chunk.request.checkpoints)[position] for chunk in group]

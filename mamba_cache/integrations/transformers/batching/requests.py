@@ -63,12 +63,12 @@ class BatchRequest(QueuedRequest):
         self.started_time = time.perf_counter()
 
     def end(self) -> None:
-        """Notes that it is over, and when."""
+        """Note that it is over, and when."""
         self.is_over = True
         self.finished_time = time.perf_counter()
 
     def draw(self) -> Draw:
-        """Returns how its next token is chosen."""
+        """Return how its next token is chosen."""
         tokens: list[int] = []
         if not self.answer:  # a fork that found no room draws its first token once more
             self.logprobs.clear()

@@ -47,7 +47,7 @@ class _Limits:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
-    """Returns a number in [0, 1) for each seed and token number: splitmix64's.
+    """Return a number in [0, 1) for each seed and token number: splitmix64's.
 
     It depends on them alone: who else is in the batch, and whether the token is computed a second
     time, changes nothing.
@@ -69,7 +69,7 @@ class Sampler:
         self._limits: _Limits | None = None
 
     def choose(self, logits: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
-        """Chooses a token for each row.
+        """Choose a token for each row.
 
         Args:
             logits: [rows, vocabulary] on the device.
@@ -146,7 +146,7 @@ def _is_limited(settings: AnswerSettings) -> bool:
 
 
 def _draw(scores: torch.Tensor, limits: _Limits, uniform: torch.Tensor) -> torch.Tensor:
-    """Draws a token from each row: where the sum of probabilities passes the row's number."""
+    """Draw a token from each row: where the sum of probabilities passes the row's number."""
     scores = scores / limits.temperature[:, None]
     if not limits.most:
         return _pass(scores.double().softmax(-1), uniform)
