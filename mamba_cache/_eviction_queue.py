@@ -32,7 +32,6 @@ class EvictionQueue:
         """Add ``item``, or move it to ``priority`` if it is there."""
         if self._priorities.get(item) == priority:
             return
-        # In this order: interrupted in between, the heap has a stale entry, but lacks none.
         heapq.heappush(self._heap, (priority, item))
         self._priorities[item] = priority
         if len(self._heap) > 2 * len(self._priorities) + 16:

@@ -1,209 +1,150 @@
-"""The guard of an object's calls: one at a time, and none after one that broke off half-way.
+"""The guard of an object's calls: one at a time, and none after a change that broke off.
 
-Every object that owns slots, blocks or rows has one ``CallGuard``; what belongs to such an object
-shares its guard, so that their bookkeeping is proved together.
+docs/explanation/faults.md says what callers may rely on. Every object that owns blocks, slots or rows has one
+``CallGuard``; the parts of such an object share its guard.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
-from threading import get_ident
-from types import FrameType
-from typing import Any, TypeVar, cast
-from weakref import WeakMethod
+from threading import RLock, get_ident
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakMethod, ref
 
 from mamba_cache.errors import ConcurrentUseError, MambaCacheError, PoisonedError
 
-__all__ = ["CallGuard", "exclusive", "guarded", "query"]
+if TYPE_CHECKING:
+    from mamba_cache.events import Listeners
+
+__all__ = ["CallGuard", "guarded", "mark_outside", "outside", "query"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_Call = tuple[int, str]
-_Errors = tuple[type[BaseException], ...]
 
-_NO_CALL: _Call = (-1, "")
-
-_SECONDS_BETWEEN_LOOKS = 0.002
-"""How long one who waits for another thread's call sleeps before looking again."""
+_OUTSIDE = "_mamba_cache_outside"  # the attribute that ``mark_outside`` sets
 
 
 class CallGuard:
-    """Knows which call runs, and why no further one may.
+    """Knows which call runs, and whether a change broke off.
 
-    A call counts as unproved from its beginning, and only a call that ends well, or that is found
-    to have left everything right, takes that back. So it does not matter where an interrupt
-    strikes.
+    A call sets ``is_changing`` before its first change. Success clears it, and so does an error of
+    the package: whoever raises one has changed nothing, or has taken everything back. After any
+    other exception every call raises ``PoisonedError`` until a reset.
 
     Args:
-        check: A bound method of the object that proves its bookkeeping, by raising if it
-            contradicts itself. Only a weak reference is kept.
-        proves_changes: Whether consistent bookkeeping is proof enough after a change that broke
-            off. It is for an object that also knows what should be held; for one that hands out
-            blocks or slots and cannot know who has them, a change must end well.
-
-    Attributes:
-        is_changing: Set by the running call before its first change, and cleared when it has taken
-            everything back; read only where consistent bookkeeping is not proof enough.
+        owner: The object that the guard is made for.
+        take_back: A bound method that gives back what a call held which raised; or None.
+        heal: A bound method that resets the object when it is called after a change broke off; or
+            None: the caller must reset it.
     """
 
-    __slots__ = (
-        "_before",
-        "_check",
-        "_done",
-        "_proves_changes",
-        "_reason",
-        "_running",
-        "_unproved",
-        "is_changing",
-    )
-
-    def __init__(self, check: Callable[[], object], *, proves_changes: bool = True) -> None:
-        self._check = WeakMethod(check)
-        self._proves_changes = proves_changes
-        self._unproved = ""
-        self._reason = ""
-        self._before = ("", "")
-        self._done: _Call | None = None
-        # At most one entry. A dict, because setdefault is one step that no thread can divide.
-        self._running: dict[str, _Call] = {}
-        self.is_changing = False
-
-    def belongs_to(self, thing: object) -> bool:
-        """Say whether the guard proves the bookkeeping of ``thing``."""
-        check = self._check()
-        return getattr(check, "__self__", None) is thing
+    def __init__(
+        self,
+        owner: object,
+        *,
+        take_back: Callable[[], object] | None = None,
+        heal: Callable[[], object] | None = None,
+    ) -> None:
+        self._owner = ref(owner)
+        self._take_back = None if take_back is None else WeakMethod(take_back)
+        self._heal = None if heal is None else WeakMethod(heal)
+        self._lock = RLock()  # a second call of the same thread must be refused, not wait
+        self._call, self._thread = "", 0
+        self.is_changing, self.poison = False, ""
 
     @property
     def is_busy(self) -> bool:
         """Whether a call of any thread is running."""
-        return bool(self._running)
+        return bool(self._call)
+
+    def belongs_to(self, thing: object) -> bool:
+        """Return whether the guard was made for ``thing``."""
+        return self._owner() is thing
 
     def runs_here(self) -> bool:
-        """Say whether a call of this thread is running."""
-        return self._running.get("call", _NO_CALL)[0] == get_ident()
+        """Return whether a call of this thread is running."""
+        return self._thread == get_ident()
 
-    def enter(self, call: _Call, *, renews: bool = False, waits: bool = False) -> None:
-        """Begin a call.
-
-        Args:
-            call: The thread and the name of the call, in a tuple of its own.
-            renews: Whether the call makes everything new, so that it may follow any other.
-            waits: Whether to wait for a call of another thread.
-
-        Raises:
-            ConcurrentUseError: Another call is running.
-            PoisonedError: An earlier call broke off half-way.
-        """
-        while (running := self._running.setdefault("call", call)) is not call:
-            if not _is_running(running):  # interrupted twice, it never came to its end
-                self._running["call"] = call
-            elif waits and running[0] != call[0]:
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-            else:
-                raise _concurrent_use(call, running)
-        if self._unproved and not renews:
-            raise self._poisoned()
-        self._done, self.is_changing = None, False
-        self._before = self._unproved, self._reason
-        self._unproved, self._reason = call[1], ""
-
-    def succeed(self, call: _Call) -> None:
-        """Record that the running call has done all of its work."""
-        self._done = call
-        self._unproved = ""
-
-    def lose(self, call: _Call) -> None:
-        """Record that what a call returned is lost, if it had come to its end.
-
-        Who cannot know what was handed out must have it back, and only a reset does that.
-        """
-        if self._done is call and self.is_changing and not self._proves_changes:
-            self._unproved, self._reason = call[1], "was interrupted when it had done its work"
-
-    def fail(self, call: _Call, error: BaseException, *, renews: bool, trusts: _Errors) -> None:
-        """Judge what a call that raised has left.
-
-        Args:
-            call: As given to ``enter``.
-            error: What it raised.
-            renews: As given to ``enter``; such a call must end well.
-            trusts: Errors of the package which mean that nothing was changed.
-        """
-        if self._running.get("call") is not call:
-            return
-        is_trusted = isinstance(error, trusts) and not _is_foreign(error)
-        if renews:
-            if is_trusted and not self.is_changing and not self._proves_changes:
-                self._unproved, self._reason = self._before  # refused: what was so before stays so
-            return
-        if isinstance(error, PoisonedError):  # of the object itself, or of one that it uses
-            self._reason = self._reason or f"broke off with {error!r}"
-            return
-        if self.is_changing and not self._proves_changes:
-            self._reason = f"broke off with {error!r} in the middle of a change"
-            return
+    def enter(self, name: str, *, renews: bool = False, waits: bool = False) -> None:
+        """Begin a call; the arguments are those of ``guarded``."""
+        if not self._lock.acquire(blocking=waits):
+            raise self._concurrent_use(name, "by another thread")
+        if self._call:
+            self._lock.release()
+            raise self._concurrent_use(name, "from within it")
+        self._call, self._thread, self.is_changing = name, get_ident(), False
+        heal = None if self._heal is None else self._heal()
         try:
-            if not is_trusted:
-                self._prove()
-        except Exception as breach:
-            self._reason = f"broke off with {error!r} and left a contradiction ({breach})"
-        else:
-            self._unproved = ""
+            if self.poison and not renews and heal is not None:
+                heal()
+            elif not renews:
+                self.check()
+        except BaseException:
+            self.leave()
+            raise
 
-    def leave(self, call: _Call) -> None:
-        """End a call, if it is the one that runs."""
-        if self._running.get("call") is call:
-            del self._running["call"]
+    def leave(self) -> None:
+        """End the running call."""
+        self._call, self._thread = "", 0
+        self._lock.release()
 
-    def refuse_to_read(self, name: str) -> None:
-        """Refuse a query that comes while no call of its thread runs, and a call is unproved.
+    def check(self) -> None:
+        """Raise ``PoisonedError`` if a change broke off."""
+        if self.poison:
+            raise PoisonedError(f"{self.poison}; reset() makes everything new")
+
+    def fail(self, name: str, error: BaseException, *, is_nested: bool) -> None:
+        """Judge what a call that raised has left, and take back what it held."""
+        is_poisoned = isinstance(error, PoisonedError) and not hasattr(error, _OUTSIDE)
+        if is_poisoned or (self.is_changing and _breaks_off(error)):
+            self.poison = self.poison or f"{name} broke off with {error!r}"
+        take_back = None if self._take_back is None else self._take_back()
+        if take_back is not None and not is_nested:
+            with suppress(Exception), self.ending():  # the error that is raised already counts
+                take_back()
+
+    @contextmanager
+    def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> Iterator[None]:
+        """Do the part of a call that nothing may break off, not even an error of the package.
 
         Args:
-            name: The query.
-
-        Raises:
-            ConcurrentUseError: A call of another thread is running.
-            PoisonedError: An earlier call broke off half-way.
+            listeners: They are told afterwards; None: nobody is.
+            renews: Whether it makes everything new.
         """
-        running = self._running.get("call")
-        if running is not None and _is_running(running):
-            raise _concurrent_use((get_ident(), name), running)
-        raise self._poisoned()
+        was_held = listeners is not None and listeners.hold(True)
+        try:
+            yield
+        except BaseException as error:
+            self.poison = self.poison or f"{self._call} broke off with {error!r}"
+            raise
+        finally:
+            if listeners is not None:
+                listeners.hold(was_held)
+        self.is_changing = False
+        if renews:
+            self.poison = ""
+        if listeners is not None:
+            listeners.tell()
 
-    def _prove(self) -> None:
-        check = self._check()
-        if check is None:
-            raise ReferenceError("what it belonged to is gone")
-        check()
-
-    def _poisoned(self) -> PoisonedError:
-        why = self._reason or "was interrupted"
-        return PoisonedError(f"{self._unproved} {why}; reset() makes everything new")
+    def _concurrent_use(self, name: str, where: str) -> ConcurrentUseError:
+        return ConcurrentUseError(
+            f"{name} was called {where} while {self._call or 'another call'} was running: one "
+            "thread uses it at a time, and callbacks do not call it"
+        )
 
 
 def guarded(
-    *,
-    trusts: _Errors = (MambaCacheError,),
-    nests: bool = False,
-    renews: bool = False,
-    waits: bool = False,
+    *, nests: bool = False, changes: bool = False, renews: bool = False, waits: bool = False
 ) -> Callable[[_Method], _Method]:
-    """Make a method run alone, and not after a call of the object that broke off.
-
-    The object has a ``CallGuard`` as ``_guard``. An exception that is not trusted is followed by a
-    proof of the object's bookkeeping. If that fails, or is interrupted itself, every later call
-    raises ``PoisonedError``.
+    """Make a method run alone, and not after a change of the object that broke off.
 
     Args:
-        trusts: Errors of the package that the method raises only before it changes anything, or
-            after it has taken everything back.
         nests: Whether the method may be called from within another call of the guard by the same
-            thread, as a part of it; otherwise that is refused. A guard that is None lets all pass:
-            the object is part of another one that is guarded.
-        renews: Whether the method makes everything new, whatever happened before. That counts
-            only where the guard is the object's own.
+            thread, as a part of it; otherwise that is refused.
+        changes: Whether it changes bookkeeping from its beginning on.
+        renews: Whether it makes everything new, so that it may follow any other. That counts only
+            where the guard is the object's own.
         waits: Whether to wait for a call of another thread, instead of refusing.
     """
 
@@ -213,35 +154,24 @@ def guarded(
         @wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             guard: CallGuard = self._guard
-            if nests and (guard is None or (guard._unproved and guard.runs_here())):
-                return method(self, *args, **kwargs)
-            is_new = renews and guard.belongs_to(self)
-            call = (get_ident(), name)
+            is_nested = nests and guard.runs_here()
+            was_changing = is_nested and guard.is_changing
+            if not is_nested:
+                guard.enter(name, renews=renews and guard.belongs_to(self), waits=waits)
+            guard.is_changing = was_changing or changes
             try:
-                try:
-                    guard.enter(call, renews=is_new, waits=waits)
-                    result = method(self, *args, **kwargs)
-                    guard.succeed(call)
-                    return result
-                except BaseException as error:
-                    guard.fail(call, error, renews=is_new, trusts=trusts)
-                    raise
-                finally:
-                    guard.leave(call)
-            except BaseException:
-                guard.leave(call)  # once more: an interrupt may have struck the line above
-                guard.lose(call)
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                guard.fail(name, error, is_nested=is_nested)
                 raise
+            finally:
+                guard.is_changing = was_changing
+                if not is_nested:
+                    guard.leave()
 
-        decorated = cast(Any, run)
-        _RUNNERS.add(decorated.__code__)
-        return cast(_Method, decorated)
+        return cast(_Method, run)
 
     return decorate
-
-
-exclusive = guarded()
-"""Decorates a method that runs alone, and not after a call of the object that broke off."""
 
 
 def query(method: _Method) -> _Method:
@@ -252,42 +182,42 @@ def query(method: _Method) -> _Method:
 
     @wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        guard: CallGuard | None = self._guard
-        if guard is not None and guard._unproved and not guard.runs_here():
-            guard.refuse_to_read(method.__name__)
+        guard: CallGuard = self._guard
+        if not guard.runs_here():
+            if guard.is_busy:
+                raise guard._concurrent_use(method.__name__, "by another thread")
+            guard.check()
         return method(self, *args, **kwargs)
 
     return cast(_Method, ask)
 
 
-_RUNNERS: set[object] = set()
-"""The code of what ``guarded`` makes, by which its frames are known."""
+@contextmanager
+def outside() -> Iterator[None]:
+    """Mark what is raised within as raised outside of all changes: by a callback or a launch.
+
+    Whoever calls one takes back what it has changed before, as after an error of the package.
+    """
+    try:
+        yield
+    except BaseException as error:
+        mark_outside(error)
+        raise
 
 
-def _is_running(call: _Call) -> bool:
-    """Say whether the frame of a call is on its thread's stack. Slow: only for calls that meet."""
-    frame: FrameType | None = sys._current_frames().get(call[0])
-    while frame is not None:
-        if frame.f_code in _RUNNERS and frame.f_locals.get("call") is call:
-            return True
-        frame = frame.f_back
-    return False
+def mark_outside(error: BaseException) -> None:
+    """Mark an exception as raised outside of all changes."""
+    setattr(error, _OUTSIDE, True)
 
 
-def _concurrent_use(call: _Call, running: _Call) -> ConcurrentUseError:
-    where = "from within it" if running[0] == call[0] else "by another thread"
-    return ConcurrentUseError(
-        f"{call[1]} was called {where} while {running[1]} was running: one thread uses it "
-        "at a time, and callbacks do not call it"
-    )
+def _breaks_off(error: BaseException | None) -> bool:
+    """Return whether an exception leaves a change half done.
 
-
-def _is_foreign(error: BaseException | None) -> bool:
-    """Say whether an error, or one that was being handled as it was raised, is not the package's.
-
-    An error of the package that a handler raises while it takes things back proves nothing; one
+    An error of the package that is raised while another exception is handled proves nothing; one
     that is raised ``from`` another is a translation of it.
     """
+    if hasattr(error, _OUTSIDE):
+        return False
     while isinstance(error, MambaCacheError):
         error = None if error.__suppress_context__ else error.__context__
     return error is not None

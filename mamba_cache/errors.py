@@ -83,7 +83,7 @@ class ConcurrentUseError(MambaCacheError, RuntimeError):
 
 
 class PoisonedError(MambaCacheError, RuntimeError):
-    """An earlier call broke off and left what cannot be proved right; the message says which."""
+    """An exception broke off an earlier call in the middle of a change; the message says which."""
 
 
 class InvariantError(MambaCacheError, AssertionError):

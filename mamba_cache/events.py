@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from mamba_cache._guard import mark_outside
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["Admitted", "Event", "Listener", "Listeners", "Removed", "Stored"]
@@ -102,6 +103,7 @@ class Listeners:
     def __init__(self) -> None:
         self._listeners: dict[type, list[Listener]] = {kind: [] for kind in _KINDS}
         self._waiting: deque[Event] = deque()
+        self._is_held = False
 
     def add(self, listener: Listener, *kinds: type) -> None:
         """Add a listener.
@@ -137,14 +139,19 @@ class Listeners:
         if self._listeners[type(event)]:
             self._waiting.append(event)
 
+    def hold(self, is_held: bool) -> bool:
+        """Set whether events wait until they are no longer held; return what was set before."""
+        before, self._is_held = self._is_held, is_held
+        return before
+
     def tell(self) -> None:
-        """Deliver the queued events.
+        """Deliver the queued events, unless they are held.
 
         Raises:
             BaseException: The first error of a listener, after all were called.
         """
         failure: BaseException | None = None
-        while self._waiting:
+        while self._waiting and not self._is_held:
             event = self._waiting.popleft()
             for listener in list(self._listeners[type(event)]):
                 try:
@@ -152,4 +159,5 @@ class Listeners:
                 except BaseException as error:  # noqa: PERF203 - the others must be called
                     failure = failure or error
         if failure is not None:
+            mark_outside(failure)
             raise failure

@@ -73,9 +73,8 @@ class KVBlockAllocator:
     "Recently" counts calls, not seconds, so the same calls always give the same blocks. Every call
     costs as much as the blocks it names, times the logarithm of the number of cached blocks.
 
-    After a call that was broken off in the middle of a change, by an interrupt or a foreign
-    exception, every later one raises ``PoisonedError`` until ``reset``. Within a context, the
-    bookkeeping of all of it decides that.
+    After an exception of another package in the middle of a change, every call raises
+    ``PoisonedError`` until ``reset``: that of the context, if the blocks are a part of one.
 
     Args:
         pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
@@ -119,7 +118,7 @@ class KVBlockAllocator:
         self.enable_prefix_caching = enable_prefix_caching
         self.listeners = Listeners()
         self.before_reset: Callable[[], object] | None = None
-        self._guard = CallGuard(self.check_invariants, proves_changes=False)
+        self._guard = CallGuard(self)
         self._find_slots: Callable[[], SlotsOfBlocks | None] = lambda: None
         # Exactly the cached blocks without cached children; those with used ones go last.
         self._leaves = LeafQueue()
@@ -127,7 +126,7 @@ class KVBlockAllocator:
         self._clear()
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
+        """Become a part of what ``guard`` guards: it is used with the other parts."""
         self._guard = guard
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
@@ -322,7 +321,6 @@ class KVBlockAllocator:
             return [None] * len(ids)
         self._guard.is_changing = True
         holders = self._register_all(plan, are_new)
-        self._guard.is_changing = False
         self.listeners.tell()
         return holders
 
@@ -368,20 +366,19 @@ class KVBlockAllocator:
         """
         self._deregister(*self._registered(dict.fromkeys(self._checked_ids(block_ids))))
 
+    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Return to the initial state: references are dropped and every block is free.
 
         Listeners stay, and get the blocks that were registered. In a context it is refused with
         ``StepOrderError`` while requests hold blocks.
         """
-        self._reset()
-        self.listeners.tell()
-
-    @guarded(nests=True, renews=True)
-    def _reset(self) -> None:
         if self.before_reset is not None:
             self.before_reset()
-        self._guard.is_changing = True
+        with self._guard.ending(self.listeners, renews=True):
+            self._reset()
+
+    def _reset(self) -> None:
         gone = {block_id: hash_id for hash_id, block_id in self._tree.items()}
         digests = tuple(map(self._tree.digest_of, gone))
         block_ids, hash_ids = tuple(gone), tuple(gone.values())
@@ -601,7 +598,6 @@ class KVBlockAllocator:
         self._guard.is_changing = True
         self._forget(blocks, cached)
         self._free.extend(ids_of(cached))
-        self._guard.is_changing = False
         self.listeners.tell()
 
     def _forget(self, blocks: Blocks, cached: Blocks) -> None:

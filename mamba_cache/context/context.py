@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, check_kind, check_number
-from mamba_cache._guard import CallGuard, exclusive, guarded, query
+from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
@@ -71,7 +71,7 @@ from mamba_cache.context.verification import (
     VerificationStats,
     log_difference,
 )
-from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnknownRequestError
+from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import RankAgreement, SlotContext, StatesOfBlocks
@@ -107,9 +107,6 @@ __all__ = ["DynamicInferenceContext"]
 _FEW = 8
 """So many requests are looked at one by one; operations on arrays take more to begin with."""
 
-_REFUSALS = (StepOrderError, UnknownRequestError)
-"""What calls that only give back refuse with, before they change anything."""
-
 
 class DynamicInferenceContext:
     """Requests that run over a KV cache and live states, and reuse the prefixes that they share.
@@ -123,8 +120,8 @@ class DynamicInferenceContext:
 
     A call that raises an error of this package leaves the context as it was, but for the recency
     of blocks that it looked at. One thread uses a context at a time; a call that comes while
-    another runs raises ``ConcurrentUseError``. Any thread may read ``stats``. When something else
-    breaks a call off and not all of it can be taken back, every later call raises
+    another runs raises ``ConcurrentUseError``. Any thread may read ``stats``. After an
+    exception of another package while bookkeeping changed, every later call raises
     ``PoisonedError`` until ``reset``.
 
     It has every field of ``protocols.SlotContext``, so that slots can be embedded in it.
@@ -206,7 +203,7 @@ class DynamicInferenceContext:
         self._make_memory(state_spec, kv_spec, shared)
         self._set_slot_fields()
         self._make_slots(state_spec, slot_policy, shared)
-        self._guard = CallGuard(self.check_invariants)
+        self._guard = CallGuard(self)
         if shared is None:
             self.kv_block_allocator.join(self._guard)
             self.slot_allocator.join(self._guard)
@@ -355,6 +352,7 @@ class DynamicInferenceContext:
         diagnostics = self._sampler, self._request_log
         listeners = [each.admitted for each in diagnostics if each is not None]
         self._runner = StepRunner(
+            guard=self._guard,
             buffers=self.step_buffers,
             rows=rows,
             slots=slots,
@@ -368,10 +366,10 @@ class DynamicInferenceContext:
         )
         self._forker = Forker(
             rows,
+            guard=self._guard,
             live_states=self.live_states,
             kv_cache=self.kv_cache,
             preparer=self._preparer,
-            runner=self._runner,
             speculation=speculation,
             counters=self._counters,
         )
@@ -388,7 +386,7 @@ class DynamicInferenceContext:
         """
         return self._preparer.prepare(request)
 
-    @exclusive
+    @guarded()
     def match(self, request: Request | PreparedRequest) -> PrefixMatch:
         """Find how much of a request is cached now. Nothing changes, and nothing is promised.
 
@@ -397,9 +395,10 @@ class DynamicInferenceContext:
             SequenceLengthError: As in ``prepare``.
         """
         _, tokens, chain = self._preparer.read(request)
+        self._guard.is_changing = self._tiering is not None  # which takes over what has arrived
         return self._admitter.match(chain.hashes, len(tokens))
 
-    @exclusive
+    @guarded()
     def prefetch(
         self, request: Request | PreparedRequest, *, timeout_seconds: float | None = None
     ) -> Prefetch:
@@ -421,6 +420,7 @@ class DynamicInferenceContext:
         if timeout_seconds is not None:
             timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
         own, tokens, chain = self._preparer.read(request)
+        self._guard.is_changing = True
         match = self._admitter.match(chain.hashes, len(tokens))
         if self._tiering is None:
             return Prefetch(own.request_id, match.skip_tokens, 0, 0, timeout_seconds)
@@ -428,7 +428,7 @@ class DynamicInferenceContext:
         handle.go_on = WeakCallback(self.poll_tiers)
         return handle
 
-    @exclusive
+    @guarded(changes=True)
     def poll_tiers(self) -> None:
         """Take over what tiers have ended since the last call. It does not wait.
 
@@ -441,7 +441,7 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 self._tiering.lower.agree()
 
-    @exclusive
+    @guarded()
     def add_request(
         self,
         request: Request | PreparedRequest,
@@ -478,6 +478,7 @@ class DynamicInferenceContext:
             is_cached=self.config.enable_prefix_caching,
         )
         active.want_checkpoints(checkpoint_positions)
+        self._guard.is_changing = True
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
@@ -502,7 +503,7 @@ class DynamicInferenceContext:
             self._end(active)
             raise
 
-    @exclusive
+    @guarded()
     def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
         """Bring a preempted request on again; what it generated counts as its prompt now.
 
@@ -522,10 +523,11 @@ class DynamicInferenceContext:
         self._runner.require_none()
         self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
+        self._guard.is_changing = True
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         return active.current_admission
 
-    @exclusive
+    @guarded()
     def schedule_prefill(
         self,
         request_id: Hashable,
@@ -553,10 +555,11 @@ class DynamicInferenceContext:
         self._runner.require_none()
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
         positions = check_positions(checkpoint_positions)
+        self._guard.is_changing = True
         self._admitter.schedule(active, chunk_tokens, self.request_table.token_room(), positions)
         return active.current_chunk.num_tokens
 
-    @exclusive
+    @guarded()
     def begin_step(
         self, decode_ids: Iterable[Hashable] | None = None, *, drafts: Drafts | None = None
     ) -> Step:
@@ -599,6 +602,8 @@ class DynamicInferenceContext:
         if group.ids or drafts is not None:
             work = self._decode_work(group, drafts)
             rows.check_fits(work.num_tokens)
+        self._guard.is_changing = True
+        if group.ids:
             due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
             if len(due):
                 saving, crossing = self._give_blocks(work, due)
@@ -672,7 +677,7 @@ class DynamicInferenceContext:
                 crossing.append(place)
         return saving, np.array(crossing, dtype=np.int64)
 
-    @guarded(trusts=())
+    @guarded()
     def commit_step(
         self,
         new_tokens: NewTokens | DeviceTokens,
@@ -705,7 +710,7 @@ class DynamicInferenceContext:
             return self._runner.commit_on_device(new_tokens)
         return self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
 
-    @guarded(trusts=())
+    @guarded()
     def collect_step(self) -> dict[Hashable, list[int]]:
         """Wait for the tokens of a step committed with ``DeviceTokens``, and append them.
 
@@ -721,7 +726,7 @@ class DynamicInferenceContext:
         """
         return self._runner.collect(self._preparer.read_tokens)
 
-    @guarded(trusts=_REFUSALS)
+    @guarded()
     def abort_step(self) -> tuple[Hashable, ...]:
         """Take a step back: nothing that it wrote is findable, and its requests are preempted.
 
@@ -736,7 +741,7 @@ class DynamicInferenceContext:
         """
         return self._runner.abort()
 
-    @exclusive
+    @guarded()
     def fork(
         self,
         request_id: Hashable,
@@ -779,7 +784,7 @@ class DynamicInferenceContext:
         active = self.request_table.find(request_id, RequestStatus.DECODING)
         return self._forker.fork(active, new_ids, last_tokens)
 
-    @guarded(trusts=_REFUSALS)
+    @guarded()
     def preempt(self, request_id: Hashable) -> None:
         """Take a request's row and blocks back; ``resume_request`` brings it on again.
 
@@ -795,10 +800,11 @@ class DynamicInferenceContext:
         active = self.request_table.find(
             request_id, *sorted(holding, key=lambda status: status.value)
         )
-        self._admitter.release(active)
-        self._counters.preemptions += 1
+        with self._guard.ending(self.listeners):
+            self._admitter.release(active)
+            self._counters.preemptions += 1
 
-    @guarded(trusts=_REFUSALS)
+    @guarded()
     def finish(self, request_id: Hashable) -> list[int]:
         """End a request in any state; what it cached stays findable.
 
@@ -814,10 +820,11 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         active = self.request_table.find(request_id)
-        self._end(active)
+        with self._guard.ending(self.listeners):
+            self._end(active)
         return active.generated
 
-    @exclusive
+    @guarded()
     def pin(self, request: Request | PreparedRequest, *, ttl_seconds: float | None = None) -> Pin:
         """Keep a cached prompt findable, whatever else needs room.
 
@@ -850,7 +857,7 @@ class DynamicInferenceContext:
         num_blocks = self.slot_allocator.num_blocks_to_state(blocks)
         return self._pins.add(blocks[:num_blocks], num_blocks * self.block_size_tokens, ttl_seconds)
 
-    @exclusive
+    @guarded()
     def unpin(self, pin: Pin) -> None:
         """End a pin before its time; one that is over is passed over.
 
@@ -1092,29 +1099,31 @@ class DynamicInferenceContext:
         else:
             self._reset_everything()
 
-    @guarded(trusts=())
+    @guarded()
     def _reset_requests(self) -> None:
-        self._runner.drop()
-        for active in self.request_table:
-            self._end(active)
+        with self._guard.ending(self.listeners):
+            self._runner.drop()
+            for active in self.request_table:
+                self._end(active)
 
     @guarded(renews=True)
     def _reset_everything(self) -> None:
-        self._runner.forget()
-        self.request_table.reset()
-        # Before the KV blocks, which tell the slots: these may contradict each other by now.
-        self.slot_allocator.reset()
-        self._pins.forget()
-        self.kv_block_allocator.reset()
-        self._checkpoints.reset()
-        self._counters.reset()
-        for diagnostics in (self._sampler, self._request_log):
-            if diagnostics is not None:
-                diagnostics.reset()
-        if self._tiering is not None:
-            self._tiering.reset()
+        with self._guard.ending(self.listeners, renews=True):
+            self._runner.forget()
+            self.request_table.reset()
+            # Before the KV blocks, which tell the slots: these may contradict each other by now.
+            self.slot_allocator.reset()
+            self._pins.forget()
+            self.kv_block_allocator.reset()
+            self._checkpoints.reset()
+            self._counters.reset()
+            for diagnostics in (self._sampler, self._request_log):
+                if diagnostics is not None:
+                    diagnostics.reset()
+            if self._tiering is not None:
+                self._tiering.reset()
 
-    @exclusive
+    @guarded(changes=True)
     def take_verification(self) -> HitToVerify | None:
         """Return a hit that is to be verified, when the embedder is idle; None: there is none.
 
@@ -1129,7 +1138,7 @@ class DynamicInferenceContext:
             sampler.skip(SkippedVerification.GONE)
         return None
 
-    @guarded(trusts=())
+    @guarded()
     def report_verification(
         self,
         hit: HitToVerify,
@@ -1177,10 +1186,11 @@ class DynamicInferenceContext:
         found_differences = compare_prefixes(
             saved, computed, again, block_size_tokens=size, tolerance=tolerance
         )
+        self._guard.is_changing = True
         sampler.count([self._remove_entry(hit, blocks, each) for each in found_differences])
         return tuple(found_differences)
 
-    @exclusive
+    @guarded()
     def skip_verification(self, reason: str) -> None:
         """Count a hit that ``take_verification`` gave and nobody can compute.
 
@@ -1268,7 +1278,7 @@ class DynamicInferenceContext:
             self._tiering.lower.close()
             self._closes_lower.detach()
 
-    @exclusive
+    @guarded(changes=True)
     def wait_for_tiers(self) -> None:
         """Wait until all that is being spilled has arrived, and all memory of tiers is there.
 
@@ -1291,7 +1301,6 @@ class DynamicInferenceContext:
         Raises:
             InvariantError: It does not: a bug of this package.
         """
-        self._runner.check_invariants()
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import as_items
+from mamba_cache._guard import CallGuard, outside
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestPreparer, RequestStatus
 from mamba_cache.context.speculation import Speculation
 from mamba_cache.context.stats import StatsCounters
-from mamba_cache.context.stepping import StepRunner
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.states import StateCopier, StatePool
 
@@ -50,10 +50,10 @@ class Forker:
 
     Args:
         requests: The requests that are not finished, with their rows and blocks.
+        guard: The context's.
         live_states: Their states.
         kv_cache: Their keys and values; None: an embedder keeps them.
         preparer: Checks tokens.
-        runner: Hears which rows were used.
         speculation: The device's side, if requests can have drafts.
         counters: Where forks are counted.
     """
@@ -62,19 +62,19 @@ class Forker:
         self,
         requests: RequestTable,
         *,
+        guard: CallGuard,
         live_states: StatePool,
         kv_cache: torch.Tensor | None,
         preparer: RequestPreparer,
-        runner: StepRunner,
         speculation: Speculation | None,
         counters: StatsCounters,
     ) -> None:
+        self._guard = guard
         self._counters = counters
         self._states = list(live_states.tensors.values())
         self._kv_cache = kv_cache
         self._requests = requests
         self._preparer = preparer
-        self._runner = runner
         self._speculation = speculation
         self._copiers: tuple[StateCopier, StateCopier | None] | None = None
 
@@ -106,7 +106,7 @@ class Forker:
         if not ids:
             return Forks((), active.row, (), None, ())
         copiers = self._make_copiers()
-        num_before = self._counters.forks
+        self._guard.is_changing = True
         rows, blocks = self._requests.fork(active.row, tokens, ids)
         forks: list[ActiveRequest] = []
         try:
@@ -115,20 +115,17 @@ class Forker:
                 fork.row = row
             source_block = active.block_ids[forks[0].num_shared_blocks] if blocks else None
             made = Forks(tuple(ids), active.row, tuple(rows), source_block, tuple(blocks))
-            self._copy(copiers, made, tokens)
+            with outside():
+                self._copy(copiers, made, tokens)
             for fork in forks:
                 fork.status = RequestStatus.DECODING
-            # Last, and all at once: until then nobody knows them. They are counted before, so that
-            # what strikes as they return finds them counted.
-            self._counters.forks = num_before + len(forks)
             self._requests.add_all(forks)
         except BaseException:
-            self._counters.forks = num_before
-            self._requests.discard(forks)
             for row in reversed(rows):
                 self._requests.mark(row, num_due=0, is_decoding=False)
                 self._requests.give_back(row)
             raise
+        self._counters.forks += len(forks)
         return made
 
     def _copy(

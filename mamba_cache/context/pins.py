@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import check_kind, check_number
+from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -68,6 +69,10 @@ class Pins:
         self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
         """[pool_size] how many pins hold each block."""
 
+    @property
+    def _guard(self) -> CallGuard:
+        return self._kv_blocks._guard
+
     def __len__(self) -> int:
         return len(self._pins)
 
@@ -82,6 +87,7 @@ class Pins:
         """The slots that are pinned, each as often as it is."""
         return [pin._lease for pin in self._pins]
 
+    @guarded(nests=True)
     def add(
         self, block_ids: Sequence[int], num_tokens: int, ttl_seconds: float | None = None
     ) -> Pin:
@@ -110,6 +116,7 @@ class Pins:
         slot = self._slots.get_slot(block_ids[-1])
         self._check_share(blocks, slot)
         expires_at = None if ttl_seconds is None else self._clock() + ttl_seconds
+        self._guard.is_changing = True
         [lease] = self._slots.pin_slots([slot])
         try:
             self._kv_blocks.retain_memory_blocks(block_ids)
@@ -138,6 +145,7 @@ class Pins:
         if slot not in slots and len(slots) >= int(self._max_share * self._slots.max_slots):
             raise MambaSlotCapacityError(1, 0, f"for pins; {_ADVICE}")
 
+    @guarded(nests=True)
     def remove(self, pin: Pin) -> None:
         """End a pin; one that is over already is passed over.
 
@@ -149,6 +157,7 @@ class Pins:
         if pin in self._pins:
             self._end(pin)
 
+    @guarded(nests=True)
     def expire(self) -> None:
         """End the pins whose time is up, and those whose states somebody has taken away."""
         if self._pins:
@@ -160,18 +169,6 @@ class Pins:
         """Forget all pins: who owns the blocks and slots has taken all of them back."""
         self._pins.clear()
         self.references.fill(0)
-
-    def repair(self) -> None:
-        """Make the references, and the slots' readers, those of the pins: nobody else reads slots.
-
-        For an owner of blocks and slots who takes back what a call held that broke off.
-        """
-        self.references.fill(0)
-        self._slots.pin_counts.fill(0)
-        for pin in self._pins:
-            self.references[list(pin._block_ids)] += 1
-            if self._slots.is_current(pin._lease):
-                self._slots.pin_counts[pin._lease.slot] += 1
 
     def check_invariants(self) -> None:
         """Prove that the references are those of the pins.
@@ -190,6 +187,7 @@ class Pins:
         return is_late or not self._slots.is_current(pin._lease)
 
     def _end(self, pin: Pin) -> None:
+        self._guard.is_changing = True
         del self._pins[pin]
         self._slots.unpin_slots([pin._lease])
         self.references[list(pin._block_ids)] -= 1

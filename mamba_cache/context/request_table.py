@@ -164,11 +164,6 @@ class RequestTable:
         """Add requests whose ids ``check_new`` accepted, all of them at once."""
         self._requests.update({active.request_id: active for active in requests})
 
-    def discard(self, requests: Iterable[ActiveRequest]) -> None:
-        """Forget those of some requests that are known."""
-        for active in requests:
-            self._requests.pop(active.request_id, None)
-
     def remove(self, active: ActiveRequest) -> None:
         """Forget a finished request."""
         del self._requests[active.request_id]

@@ -483,7 +483,6 @@ class ActiveRequest:
         if self.row < 0:
             return _NO_TOKENS
         newest = self._rows.newest_tokens(self.row, len(self.prompt) + len(self._generated))
-        # One call adds them all, so that an interrupt comes before or after.
         self._generated.frombytes(newest.tobytes())
         return newest
 
@@ -492,16 +491,11 @@ class ActiveRequest:
         """Hashes of the complete blocks of all tokens known so far; none without a cache."""
         known, end = self._chain.num_tokens, self.num_tokens
         if known < end and self._is_cached:
-            chain = self._chain.copy()  # what an interrupt leaves half-way is nobody's
-            chain.append(self.tokens(known, end))
-            self._chain = chain
+            self._chain.append(self.tokens(known, end))
         return self._chain.hashes
 
     def take_over(self) -> BlockHashes:
         """Take its newest tokens over from its row, and hash the blocks that they complete.
-
-        Within a call that is known to have broken off, if it does: what an interrupt leaves is not
-        gone on with.
 
         Returns:
             As ``hashes``.

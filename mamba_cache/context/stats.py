@@ -42,6 +42,8 @@ class CacheStats:
         hash_collisions: Blocks kept private because their hash id belonged to other content.
         aborted_steps: Steps taken back.
         preemptions: Calls of ``preempt``; requests of aborted steps are not counted here.
+        self_resets: Times that a ``PrefixCache`` reset itself, because an exception of another
+            package broke off a change of its bookkeeping.
         forks: Requests made by ``fork``, which are not among ``requests`` unless they are resumed.
         free_blocks: KV blocks that hold nothing, now.
         cached_blocks: KV blocks that hold a prefix and belong to no request, now.
@@ -68,6 +70,7 @@ class CacheStats:
     hash_collisions: int
     aborted_steps: int
     preemptions: int
+    self_resets: int
     forks: int
     free_blocks: int
     cached_blocks: int
@@ -96,6 +99,7 @@ class StatsCounters:
     unwritten_states: int = 0
     aborted_steps: int = 0
     preemptions: int = 0
+    self_resets: int = 0
     forks: int = 0
 
     def reset(self) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mamba_cache._guard import CallGuard, outside
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
@@ -39,7 +40,6 @@ from mamba_cache.context.step import (
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import (
     InvalidArgumentError,
-    InvariantError,
     StepOrderError,
     UnwrittenStateWarning,
 )
@@ -77,6 +77,7 @@ class StepRunner:
     """The step in flight, and the one before it whose tokens are not collected.
 
     Args:
+        guard: The context's.
         buffers: The step's tensors.
         rows: What is kept of requests as arrays.
         slots: Where states are restored from and saved to.
@@ -92,6 +93,7 @@ class StepRunner:
     def __init__(
         self,
         *,
+        guard: CallGuard,
         buffers: StepBuffers,
         rows: RequestTable,
         slots: MambaSlotAllocator,
@@ -105,6 +107,7 @@ class StepRunner:
     ) -> None:
         self._tiering = tiering
         self._on_admitted = on_admitted
+        self._guard = guard
         self._buffers = buffers
         self._rows = rows
         self._slots = slots
@@ -121,7 +124,6 @@ class StepRunner:
         self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False
-        self._unfinished = ""
 
     @property
     def step(self) -> Step:
@@ -187,21 +189,23 @@ class StepRunner:
             if self._tiering is not None and prefills:
                 self._begin_loads(self._tiering)
             plan = plan_step(work, self._rows, prefills, boundaries, crossing)
-            metadata = self._buffers.fill(plan)
-            self._extractions.begin(metadata)
             self._num_boundaries = len(plan.boundaries)
-            if self._speculation is not None:
-                is_exact = drafts is None and self._uncollected is None
-                self._speculation.describe(metadata, drafts, is_exact=is_exact)
-            self._restore(plan)
+            with outside():
+                metadata = self._buffers.fill(plan)
+                self._extractions.begin(metadata)
+                if self._speculation is not None:
+                    is_exact = drafts is None and self._uncollected is None
+                    self._speculation.describe(metadata, drafts, is_exact=is_exact)
+                self._restore(plan)
+                chunks = [PrefillWork(a.request_id, a.current_chunk) for a in prefills]
+                step = Step(work, chunks, metadata)
             if self._tiering is not None:
                 self._tiering.begin_forward(sum(a.current_chunk.num_tokens for a in prefills))
-            chunks = [PrefillWork(a.request_id, a.current_chunk) for a in prefills]
-            self._step = Step(work, chunks, metadata)
+            self._step = step
         except BaseException:
             self._preempt_all()
             raise
-        return self._step
+        return step
 
     def _begin_loads(self, tiering: Tiering) -> None:
         """Enqueue what the step's requests load; those that cannot load compute instead."""
@@ -245,27 +249,27 @@ class StepRunner:
         if self._speculation is not None:
             self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
-        self._unfinished = "a step is committed in part"
-        tokens, counts = sampled
-        work, num_decodes = self._work, len(self._work.group.ids)
-        if num_decodes:
-            own = None if counts is None else counts[:num_decodes]
-            self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
-            self._counters.computed_tokens += work.num_tokens
-        preempted: tuple[Hashable, ...] = ()
-        if self._prefills:
-            sampling = [active for active in self._prefills if active.current_chunk.samples]
-            firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
-            if damaged:
-                preempted = self._preempt_damaged(damaged)
-            for active in self._prefills:
-                self._end_chunk(active)
-            for active, token in firsts:
-                if active not in damaged:
-                    self._rows.append_first_token(active.row, token)
-        self._end_step()
-        self._unfinished = ""
+        with self._guard.ending(self._slots.listeners):
+            tokens, counts = sampled
+            work, num_decodes = self._work, len(self._work.group.ids)
+            if num_decodes:
+                own = None if counts is None else counts[:num_decodes]
+                self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
+                self._counters.computed_tokens += work.num_tokens
+            preempted: tuple[Hashable, ...] = ()
+            if self._prefills:
+                sampling = [active for active in self._prefills if active.current_chunk.samples]
+                firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
+                if damaged:
+                    preempted = self._preempt_damaged(damaged)
+                for active in self._prefills:
+                    self._end_chunk(active)
+                for active, token in firsts:
+                    if active not in damaged:
+                        self._rows.append_first_token(active.row, token)
+            self._end_step()
         if tiering is not None:
+            self._guard.is_changing = True
             tiering.end_step()
         return preempted
 
@@ -353,33 +357,33 @@ class StepRunner:
         self._advance(self._speculation, sampled.tokens, sampled.counts)
         self._save_boundaries()
         sent = SentTokens(sampled)
-        self._unfinished = "a step is committed in part"
-        work, count = self._work, len(self._work.group.ids)
-        sampling = [
-            (i, active)
-            for i, active in enumerate(self._prefills, count)
-            if active.current_chunk.samples and active not in damaged
-        ]
-        preempted = self._preempt_damaged(damaged) if damaged else ()
-        rows = np.array([active.row for _, active in sampling], dtype=np.int64)
-        rows = np.concatenate((work.group.rows, rows))
-        uncollected = _Uncollected(
-            group=work.group,
-            lengths=work.ends - work.most,
-            prefills=[active for _, active in sampling],
-            places=np.array([*range(count), *(place for place, _ in sampling)], dtype=np.int64),
-            rows=rows,
-            num_releases=self._rows.num_releases[rows],
-            planned=self._planned,
-            sent=sent,
-        )
-        self._rows.num_in_doubt[work.group.rows] = uncollected.lengths
-        for active in self._prefills:
-            self._end_chunk(active)
-        self._uncollected = uncollected
-        self._end_step()
-        self._unfinished = ""
+        with self._guard.ending(self._slots.listeners):
+            work, count = self._work, len(self._work.group.ids)
+            sampling = [
+                (i, active)
+                for i, active in enumerate(self._prefills, count)
+                if active.current_chunk.samples and active not in damaged
+            ]
+            preempted = self._preempt_damaged(damaged) if damaged else ()
+            rows = np.array([active.row for _, active in sampling], dtype=np.int64)
+            rows = np.concatenate((work.group.rows, rows))
+            uncollected = _Uncollected(
+                group=work.group,
+                lengths=work.ends - work.most,
+                prefills=[active for _, active in sampling],
+                places=np.array([*range(count), *(place for place, _ in sampling)], dtype=np.int64),
+                rows=rows,
+                num_releases=self._rows.num_releases[rows],
+                planned=self._planned,
+                sent=sent,
+            )
+            self._rows.num_in_doubt[work.group.rows] = uncollected.lengths
+            for active in self._prefills:
+                self._end_chunk(active)
+            self._uncollected = uncollected
+            self._end_step()
         if tiering is not None:
+            self._guard.is_changing = True
             tiering.end_step()
         return preempted
 
@@ -413,14 +417,14 @@ class StepRunner:
             planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
             group = DecodingGroup([group.requests[place] for place in kept])
         check(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
-        self._unfinished = "the tokens of a step are collected in part"
-        self._rows.num_in_doubt[group.rows] = 0
-        self._take(group, tokens[:count], counts[:count], planned, stays=True)
-        self._counters.computed_tokens += int(lengths.sum())
-        self._rows.append_token(rows[count:], tokens[count:, 0])
-        self._uncollected = None
-        self._unfinished = ""
+        with self._guard.ending(self._slots.listeners):
+            self._rows.num_in_doubt[group.rows] = 0
+            self._take(group, tokens[:count], counts[:count], planned, stays=True)
+            self._counters.computed_tokens += int(lengths.sum())
+            self._rows.append_token(rows[count:], tokens[count:, 0])
+            self._uncollected = None
         if self._tiering is not None:
+            self._guard.is_changing = True
             self._tiering.pump()
         ids = (*group.ids, *(active.request_id for active in prefills))
         lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
@@ -433,8 +437,9 @@ class StepRunner:
             StepOrderError: No step is in flight.
         """
         ids = self.step.request_ids
-        self._preempt_all()
-        self._counters.aborted_steps += 1
+        with self._guard.ending(self._slots.listeners):
+            self._preempt_all()
+            self._counters.aborted_steps += 1
         return ids
 
     def drop(self) -> None:
@@ -447,16 +452,6 @@ class StepRunner:
         """Have no step in flight; what its requests hold is dealt with by the caller."""
         self._end_step()
         self._uncollected = None
-        self._unfinished = ""
-
-    def check_invariants(self) -> None:
-        """Prove that no step is committed or collected in part.
-
-        Raises:
-            InvariantError: One is: the call broke off.
-        """
-        if self._unfinished:
-            raise InvariantError(self._unfinished)
 
     def read_sampled(
         self, new_tokens: object, counts: object, preparer: RequestPreparer
@@ -567,7 +562,6 @@ class StepRunner:
         return tokens, counts
 
     def _preempt_all(self) -> None:
-        # Forgotten last: interrupted half-way, the step is seen to lack requests.
         for active in (*self._work.group.requests, *self._prefills):
             self._admitter.release(active)
         self._end_step()

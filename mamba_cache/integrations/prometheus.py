@@ -46,6 +46,7 @@ _COUNTERS = {
     "evicted_slots": "Saved states given up for others",
     "hash_collisions": "Blocks kept private because their hash id belonged to other content",
     "aborted_steps": "Steps taken back",
+    "self_resets": "Times that a prefix cache reset itself after an exception in its bookkeeping",
     "preemptions": "Requests preempted by the engine",
     "forks": "Requests that went on from where another stood",
 }

@@ -14,7 +14,7 @@ import torch
 
 from mamba_cache._checks import check_hashable, check_int, check_number
 from mamba_cache._extras import install_hint
-from mamba_cache._guard import CallGuard, exclusive, guarded
+from mamba_cache._guard import CallGuard, guarded
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Pin, Request, Step
@@ -99,9 +99,9 @@ class Engine:
         for event in engine.stream():
             print(event.token)
 
-    One thread uses an engine at a time. Whatever breaks a call off, the step that was in flight is
-    taken back and its requests go on with the next one, or every later call raises
-    ``PoisonedError`` until ``reset``; no token is lost or told twice.
+    One thread uses an engine at a time. After an exception the step that was in flight is taken
+    back, and its requests go on with the next one. If the exception came while bookkeeping changed,
+    every later call raises ``PoisonedError`` until ``reset``.
 
     Arguments that are not listed are those of ``DynamicInferenceContext``.
 
@@ -167,7 +167,7 @@ class Engine:
         )
         self.decoding = DecodingStats()
         self._ids = count()
-        self._guard = CallGuard(self._recover)
+        self._guard = CallGuard(self, take_back=self._recover)
         # What the last step returned: only the next call can know that it arrived.
         self._news = _News([], [])
         self._is_untold = False
@@ -315,7 +315,7 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Compute one step for all requests that fit into it.
 
-        If the model raises, or a token cannot be sampled from its logits, or an interrupt strikes,
+        If the model raises, or a token cannot be sampled from its logits,
         the step is taken back and the exception goes on to the caller; the step's requests resume
         with the next one. What was sampled by then and could not be told, the next call returns.
 
@@ -326,7 +326,7 @@ class Engine:
         Raises:
             InvalidArgumentError: Logits from which no token can be sampled; see ``sample``.
             ConcurrentUseError: Another thread's call is running.
-            PoisonedError: An earlier call broke off half-way, and ``reset`` was not called since.
+            PoisonedError: A change broke off, and ``reset`` was not called since.
         """
         before = self._news
         try:
@@ -406,7 +406,7 @@ class Engine:
             raise
         return [done[request_id] for request_id in ids]
 
-    @guarded(trusts=())
+    @guarded()
     def cancel(self, request_id: Hashable) -> None:
         """End a request, queued or running; what it cached so far stays findable.
 
@@ -423,7 +423,7 @@ class Engine:
             return
         self._scheduler.remove(request_id)
 
-    @guarded(trusts=())
+    @guarded()
     def verify_pending(self, max_hits: int | None = None) -> int:
         """Compute hits again that wait to be verified, and compare them with what is cached.
 
@@ -459,11 +459,12 @@ class Engine:
     @guarded(renews=True)
     def reset(self) -> None:
         """Forget all requests and all that is cached, whatever happened; nothing more is told."""
-        self.context.reset()
-        self._scheduler.reset()
-        self._news, self._is_untold, self._is_behind = _News([], []), False, False
+        with self._guard.ending(renews=True):
+            self.context.reset()
+            self._scheduler.reset()
+            self._news, self._is_untold, self._is_behind = _News([], []), False, False
 
-    @exclusive
+    @guarded()
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
             if self._is_in_use(request.request_id):
@@ -471,12 +472,12 @@ class Engine:
         for request in requests:
             self._scheduler.add(request)
 
-    @guarded(trusts=())
+    @guarded()
     def _end_all(self) -> None:
         self._news, self._is_untold = _News([], []), False
         self._scheduler.clear()
 
-    @guarded(trusts=())
+    @guarded()
     def _step(self) -> list[TokenEvent]:
         if self._is_untold:
             news = _News([*self._news.events], self._news.told)
@@ -590,7 +591,7 @@ class Engine:
         return request_id in self._scheduler or request_id in self._ended_untold()
 
     def _recover(self) -> None:
-        """Take back what a call that broke off left; what it committed is told by the next step."""
+        """Take back what a call that raised left; what it committed is told by the next step."""
         self._is_behind = True
         self._scheduler.recover()
 

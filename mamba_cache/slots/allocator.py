@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import as_ids, as_ints, check_int, check_kind
-from mamba_cache._guard import guarded
+from mamba_cache._guard import guarded, outside
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -43,7 +43,7 @@ class MambaSlotAllocator(SlotPool):
     into slots, ``reserve_slots`` comes before the forward, and ``commit_reserved`` or
     ``cancel_reserved`` after it; until then nobody can find those states.
 
-    After a call that was broken off in the middle of a change, every later one raises
+    After an exception of another package in the middle of a change, every call raises
     ``PoisonedError`` until ``reset``, as in ``SlotPool``.
 
     Args:
@@ -466,7 +466,6 @@ class MambaSlotAllocator(SlotPool):
             # An error of the package comes before its copy: what was in a slot before is whole.
             is_whole = isinstance(error, MambaCacheError)
             self._invalidate_blocks_batch(set(batch.block_ids) - (with_slot if is_whole else set()))
-            self._guard.is_changing = False
             raise
         self.transfers.spoil_scratch(num_scratch_rows)
         self._clear_intermediate_state()
@@ -503,7 +502,8 @@ class MambaSlotAllocator(SlotPool):
     @guarded(nests=True)
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
         """Copy states from the scratch to slots, all layers in one launch."""
-        self._write(lambda: self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots)))
+        with outside():  # the caller takes the slots back
+            self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
 
     @guarded(nests=True)
     def _clear_intermediate_state(self) -> None:
@@ -513,26 +513,18 @@ class MambaSlotAllocator(SlotPool):
         self._tables.clear(*rows)
 
     def _write(self, move: Callable[[], object]) -> None:
-        """Write into slots that may be findable; broken off, they hold neither old nor new."""
+        """Write into slots that may be findable: after an exception they hold neither old nor new."""
         self._guard.is_changing = True
-        try:
-            move()
-        except MambaCacheError:  # refused before anything was enqueued
-            self._guard.is_changing = False
-            raise
+        move()
 
     def _prefill_rows(self) -> tuple[int, int]:
         """Return the first row and the number of the batch's prefill requests."""
         batch = self.context.batch_dimensions
         return self.context.paused_request_count + batch.decode_req_count, batch.prefill_req_count
 
-    @guarded(nests=True, renews=True)
-    def reset(self) -> None:
-        """Return everything to the initial state: no slot taken, no hash, every state zero.
-
-        In a context it is refused with ``StepOrderError`` while a step is in flight.
-        """
-        super().reset()
+    def _reset(self) -> None:
+        """Return everything to the initial state: no slot taken, no hash, every state zero."""
+        super()._reset()
         self._tables.reset()
         self.states.zero_()
         self._scratch.zero_()

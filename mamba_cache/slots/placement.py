@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from mamba_cache._checks import as_ints, check_int
+from mamba_cache._guard import outside
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
@@ -163,4 +164,6 @@ def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> s
     """
     block = facts.block_size_tokens
     name = f"the positions of {type(placement).__name__}"
-    return {p // block * block for p in as_ints(name, placement.positions(facts))}
+    with outside():
+        positions = as_ints(name, placement.positions(facts))
+    return {p // block * block for p in positions}

@@ -401,8 +401,7 @@ class HostView:
     __slots__ = ("_made",)
 
     def __init__(self) -> None:
-        # Of which tensor, at which address, and what. One attribute: an interrupt between two
-        # would leave one tensor's array under another's name.
+        # The tensor, its address, and its array.
         self._made: tuple[Any, int, npt.NDArray[Any]] = None, 0, np.empty(0)
 
     def of(self, values: Any) -> npt.NDArray[Any]:

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
-from mamba_cache._guard import CallGuard, guarded, query
+from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
-    MambaCacheError,
     MambaSlotCapacityError,
     MissingStateError,
     UnknownBlockError,
@@ -67,9 +66,8 @@ class SlotPool:
     ``slot_to_block``, ``free_count`` and ``hash_to_block_id`` may also be written from outside: no
     copy of what they say is kept.
 
-    After a call that was broken off in the middle of a change, by an interrupt or a foreign
-    exception, every later one raises ``PoisonedError`` until ``reset``. Within a context, the
-    bookkeeping of all of it decides that.
+    After an exception of another package in the middle of a change, every call raises
+    ``PoisonedError`` until ``reset``: that of the context, if the slots are a part of one.
 
     Args:
         max_slots: Slots for saved states, 0 or more.
@@ -132,7 +130,7 @@ class SlotPool:
         self.listeners = listeners if isinstance(listeners, Listeners) else Listeners()
         self._evicts_held = evicts_held
         self._ref_counts, self._block_hashes = HostView(), HostView()
-        self._guard = CallGuard(self.check_invariants, proves_changes=False)
+        self._guard = CallGuard(self)
         self._free_slots = np.empty(self.max_slots, np.int32)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
         self._slot_to_block = np.empty(self.max_slots, np.int32)
@@ -160,7 +158,7 @@ class SlotPool:
             attach(self)
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
+        """Become a part of what ``guard`` guards: it is used with the other parts."""
         self._guard = guard
 
     def _clear(self) -> None:
@@ -315,10 +313,8 @@ class SlotPool:
                 self._tell()
             except BaseException:
                 # The caller never learns the slots, so it does not write them.
-                self._guard.is_changing = True
                 self._free_blocks(new)
                 self._put_events()
-                self._guard.is_changing = False
                 raise
         return [slots[block_id] for block_id in ids]
 
@@ -597,12 +593,8 @@ class SlotPool:
         """
         # The blocks have lost their content already, so from here on this must end well.
         self._guard.is_changing = True
-        try:
-            ids = self._block_ids(block_ids)
-            hashes = _as_hash_ids(hashes_to_delete)
-        except MambaCacheError:
-            self._guard.is_changing = False
-            raise
+        ids = self._block_ids(block_ids)
+        hashes = _as_hash_ids(hashes_to_delete)
         self._free_states(ids, hashes)
         self._tell()
 
@@ -643,24 +635,22 @@ class SlotPool:
             self._tell()
         except BaseException:
             self._push(victims)
-            self._guard.is_changing = False
             raise
         return victims
 
+    @guarded(nests=True, renews=True)
     def reset(self) -> None:
         """Free every slot, reserved and pinned ones too, and forget every hash and count.
 
         In a context it is refused with ``StepOrderError`` while a step is in flight, whose forward
         writes into slots that somebody else might reserve meanwhile.
         """
-        self._reset()
-        self.listeners.tell()
-
-    @guarded(nests=True, renews=True)
-    def _reset(self) -> None:
         if self.before_reset is not None:
             self.before_reset()
-        self._guard.is_changing = True
+        with self._guard.ending(self.listeners, renews=True):
+            self._reset()
+
+    def _reset(self) -> None:
         self._last_generation += 1
         self.epoch = self._last_generation
         self.generations.fill(self.epoch)
@@ -766,7 +756,9 @@ class SlotPool:
         slots = self._evictable(protected)
         if candidates is not None:
             slots = slots[np.isin(blocks[slots], as_ints("candidates", candidates))]
-        return self._as_victims(self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks))
+        with outside():
+            chosen = self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks)
+        return self._as_victims(chosen)
 
     def _as_victims(self, chosen: Iterable[Any]) -> list[int]:
         """Read what a policy chose, which may be a caller's own and return an array."""
@@ -926,12 +918,8 @@ class SlotPool:
             self.listeners.put(kind("state", block_ids, hash_ids, slots=slots))
 
     def _tell(self) -> None:
-        """Tell the listeners, outside of the change."""
         self._put_events()
-        was_changing = self._guard.is_changing
-        self._guard.is_changing = False
         self.listeners.tell()
-        self._guard.is_changing = was_changing
 
 
 def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:

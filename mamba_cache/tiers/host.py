@@ -203,7 +203,7 @@ class HostTier:
         pinner: Pinner | None = None,
         hash_id_of: Callable[[bytes], int] | None = None,
     ) -> None:
-        self._guard = CallGuard(self.check_invariants)
+        self._guard = CallGuard(self)
         self._hash_id_of = hash_id_of
         self._pinner = pinner
         self._entries = {
@@ -216,7 +216,7 @@ class HostTier:
         self._begin_memory()
 
     def join(self, guard: CallGuard) -> None:
-        """Become a part of what ``guard`` guards: its bookkeeping is proved together with this."""
+        """Become a part of what ``guard`` guards: it is used with the other parts."""
         self._guard = guard
 
     def _clear_counts(self) -> None:
@@ -264,7 +264,7 @@ class HostTier:
         """Return what tells which entries of a kind can be found, as that changes."""
         return self._entries[kind].pool
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def wait_for_memory(self) -> None:
         """Wait until all rows are there, or as many as can be had."""
         for entries in self._entries.values():
@@ -272,7 +272,7 @@ class HostTier:
                 wait([future])
         self.poll()
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def poll(self) -> None:
         """Take over the rows that are ready, and what lower tiers have ended. It does not wait."""
         for entries in self._entries.values():
@@ -308,7 +308,7 @@ class HostTier:
         """Whether the states' policy is one that must be told of requests."""
         return self._entries[EntryKind.STATE].pool.knows_prompts
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def begin_request(self, facts: Any) -> Any:
         """Tell the states' policy of a request; return what stands for its prompt in proposals.
 
@@ -317,7 +317,7 @@ class HostTier:
         """
         return self._entries[EntryKind.STATE].pool.begin_request(facts)
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
         """Say which of some states are worth a row now, for a policy that knows prompts.
 
@@ -326,7 +326,7 @@ class HostTier:
         """
         return self._entries[EntryKind.STATE].pool.would_admit(proposals)
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def reserve(
         self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
     ) -> HostLease | None:
@@ -352,7 +352,7 @@ class HostTier:
             return None
         return self._lend(facts, lease, for_lower=for_lower)
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def complete(self, lease: HostLease) -> bool:
         """Make an entry findable whose bytes, and the checksums behind them, are in its row.
 
@@ -374,7 +374,7 @@ class HostTier:
         self.stored_total += is_kept
         return is_kept
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def cancel(self, lease: HostLease, reason: str | None = None) -> None:
         """Give a row back whose entry will not come, once nothing writes it.
 
@@ -390,7 +390,7 @@ class HostTier:
         if reason is not None:
             self.dropped[reason] += 1
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def read(self, facts: EntryFacts, *, for_lower: bool = False) -> HostLease | Refusal:
         """Find an entry and keep its row until ``release``.
 
@@ -432,7 +432,7 @@ class HostTier:
             return Refusal.GENERATION
         return Refusal.PAYLOAD_DIGEST
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def release(self, lease: HostLease) -> None:
         """End a reader's lease.
 
@@ -442,7 +442,7 @@ class HostTier:
         self._lower.pop(_name_of(lease), None)
         self._entries[lease.facts.key.kind].pool.release(lease.lease)
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def refuse(self, lease: HostLease, refusal: Refusal) -> None:
         """End the lease of a reader who found other bytes than there should be; drop the entry.
 
@@ -453,7 +453,7 @@ class HostTier:
         self.refused[refusal.value] += 1
         self.release(lease)
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def remove(self, kind: EntryKind, digest: bytes) -> bool:
         """Make an entry unfindable that is known to be wrong; say whether it was there.
 
@@ -468,13 +468,13 @@ class HostTier:
         pool.release(lease)
         return True
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def use(self, leases: Sequence[HostLease]) -> None:
         """Record that a hit uses entries that it reads: those of one prefix, from its start."""
         for kind, entries in self._entries.items():
             entries.pool.use([each.lease for each in leases if each.facts.key.kind is kind])
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def count_restored(self, count: int) -> None:
         """Count entries that were copied to the GPU and verified there."""
         self.restored_total += count
@@ -491,7 +491,7 @@ class HostTier:
         """Return how many rows of a kind there will be."""
         return self._entries[kind].format.num_rows
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def end_lower(self) -> None:
         """End all leases of lower tiers, which have done what they were handed."""
         self.poll()
@@ -510,17 +510,18 @@ class HostTier:
         """
         self._inbox.append((lease, refusal))
 
-    @guarded(nests=True, renews=True)
+    @guarded(nests=True, changes=True, renews=True)
     def reset(self) -> None:
         """Forget all entries, all counts, and all leases but those of lower tiers.
 
         Nothing but a lower tier may be reading or writing rows.
         """
-        for kind, entries in self._entries.items():
-            entries.pool.reset(self._lower_leases(kind))
-        self._clear_counts()
+        with self._guard.ending(renews=True):
+            for kind, entries in self._entries.items():
+                entries.pool.reset(self._lower_leases(kind))
+            self._clear_counts()
 
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def clear(self) -> None:
         """Make all entries unfindable; who reads or writes one goes on."""
         for entries in self._entries.values():

@@ -1,4 +1,4 @@
-"""Calls that break off at any moment: the context goes on rightly, or says that it cannot."""
+"""Calls that break off: the context goes on rightly, or says that it cannot."""
 
 import pytest
 from fault_rig import CALLS, Outcome, Survey

@@ -1,25 +1,15 @@
 """Errors that come from outside, at any one moment of a call."""
 
-import ast
-import dis
-import os
-import sys
-from functools import cache
-from pathlib import Path
-
 import numpy as np
 import torch
 
-import mamba_cache
 from mamba_cache.errors import InvalidArgumentError
-
-PACKAGE = str(Path(mamba_cache.__file__).parent) + os.sep
 
 
 class Injector:
     """Raises its error at one moment of a call, and counts the moments."""
 
-    error: type[BaseException] = KeyboardInterrupt
+    error: type[BaseException] = OSError
 
     def __init__(self, context, index):
         self.context, self.index = context, index
@@ -32,72 +22,6 @@ class Injector:
         if self.count == self.index:
             self.where = where
             raise self.error("injected")
-
-
-class Interrupt(Injector):
-    """A moment is before each instruction that the package executes."""
-
-    def __enter__(self):
-        self._previous = sys.gettrace()
-        # Python 3.12 makes instructions traceable in settrace, if a frame has asked for it before.
-        sys._getframe().f_trace_opcodes = True
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(self._previous)
-
-    def _trace(self, frame, event, _):
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            file = code.co_filename.removeprefix(PACKAGE)
-            self.pass_moment(f"{file}:{frame.f_lineno}, {code.co_name}+{frame.f_lasti}")
-        return self._trace
-
-
-class LineInterrupt(Interrupt):
-    """A moment is before each line of the package."""
-
-    def _trace(self, frame, event, _):
-        code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            self.pass_moment(f"{code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}")
-        return self._trace
-
-
-class LineOfSignals(LineInterrupt):
-    """A moment is before each line of the package at which a signal can strike.
-
-    Only a tracing function can raise between the end of a ``with`` block and the release of its
-    lock, for which other threads would wait for ever: the interpreter looks for signals after calls
-    and jumps, and ``with`` releases a lock of C's in the very instruction that leaves the block.
-    """
-
-    def _trace(self, frame, event, argument):
-        if event == "line" and _leaves_with(frame.f_code, frame.f_lasti, frame.f_lineno):
-            return self._trace
-        return super()._trace(frame, event, argument)
-
-
-@cache
-def _with_lines(file):
-    """The lines in which the ``with`` statements of a file begin."""
-    tree = ast.parse(Path(file).read_bytes())
-    return {node.lineno for node in ast.walk(tree) if isinstance(node, ast.With)}
-
-
-@cache
-def _leaves_with(code, offset, line):
-    """Whether an instruction leaves a ``with`` block: one that enters it loads its object first."""
-    if not code.co_filename.startswith(PACKAGE) or line not in _with_lines(code.co_filename):
-        return False
-    name = dis.opname[code.co_code[offset]]
-    return not name.startswith("LOAD_") or "CONST" in name
 
 
 class _Patching(Injector):
@@ -180,7 +104,6 @@ class Refused(_Patching):
 
 
 INJECTORS = {
-    "an interrupt before an instruction": Interrupt,
     "no memory for an array or tensor": OutOfMemory,
     "an exception in a launch or callback": Broken,
     "an error of the package in an inner call": Refused,

@@ -92,8 +92,8 @@ def test_digests_never_raise_where_ids_would():
     ("slot_allocator", "commit_reserved"),
     ("slot_allocator", "note_consumed"),
 ])  # fmt: skip
-def test_after_any_error_out_of_commit_the_books_are_proved(monkeypatch, owner, name):
-    """Removed to see it fail: ``trusts=()`` of ``commit_step``."""
+def test_any_error_in_the_middle_of_a_commit_poisons(monkeypatch, owner, name):
+    """One of the package's own, too: half of the requests have their tokens."""
     context = make_context()
     prompt = [1, 2, 3] * BLOCK
     generate(context, prompt, 1)
@@ -125,7 +125,7 @@ def test_slots_that_were_not_freed_with_their_blocks_make_the_context_unusable(m
         patches.setattr(context.slot_allocator, "free_states", broken)
         with pytest.raises(OSError, match="broken"):
             add(context, "x", OTHER[::-1] * 2)
-    with pytest.raises(PoisonedError, match="add_request broke off"):
+    with pytest.raises(PoisonedError, match="allocate_memory_blocks broke off"):
         add(context, "x", OTHER)
     context.reset()
     assert_same_run(generate(context, OTHER, 2), OTHER)

@@ -1,6 +1,5 @@
 """Forks: equal to requests of their own, all of them or none; what is shared is never written."""
 
-import contextlib
 import re
 from contextlib import nullcontext
 
@@ -21,14 +20,14 @@ from context_rig import (
     saved_prefix_lengths,
 )
 from fingerprints import fingerprint
-from injectors import Interrupt
 
 from mamba_cache import DeviceTokens
 from mamba_cache.blocks import compute_block_hashes
-from mamba_cache.context import DynamicInferenceContext, Forks, Request, RequestStatus
+from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
+    PoisonedError,
     RequestCapacityError,
     StepOrderError,
     TokenCapacityError,
@@ -646,22 +645,16 @@ def test_forks_may_be_more_than_one_step_holds():
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["copy", "mark_rows_used", "add_all"])
-def test_what_breaks_off_is_taken_back(monkeypatch, where, error):
+def test_a_copy_that_fails_is_taken_back(monkeypatch, error):
     context = make_context()
     parent_of(context, steps=2)
     context.fork("parent", ["first"])
     context.finish("first")
-    owner = {
-        "copy": context._forker._copiers[1],
-        "mark_rows_used": context._runner,
-        "add_all": context.request_table,
-    }[where]
 
     def broken(*_):
         raise error("broken")
 
-    monkeypatch.setattr(owner, where, broken)
+    monkeypatch.setattr(context._forker._copiers[1], "copy", broken)
     with refused(context, error, "broken"):
         context.fork("parent", ["a", "b"], last_tokens=[1, 2])
     monkeypatch.undo()
@@ -669,19 +662,18 @@ def test_what_breaks_off_is_taken_back(monkeypatch, where, error):
     check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
 
 
-def test_what_breaks_off_when_all_is_done_is_taken_back_too(monkeypatch):
+def test_requests_that_break_off_as_they_are_added_poison(monkeypatch):
     context = make_context()
     parent_of(context)
-    add_all = context.request_table.add_all
 
     def interrupted(requests):
-        add_all(requests)
         raise KeyboardInterrupt("then")
 
     monkeypatch.setattr(context.request_table, "add_all", interrupted)
-    with refused(context, KeyboardInterrupt, "then"):
+    with pytest.raises(KeyboardInterrupt, match="then"):
         context.fork("parent", ["a", "b"])
-    assert context.statuses() == {"parent": RequestStatus.DECODING}
+    with pytest.raises(PoisonedError, match="fork broke off"):
+        context.statuses()
 
 
 def test_blocks_are_given_back_if_the_shared_ones_cannot_be_had(monkeypatch):
@@ -694,20 +686,3 @@ def test_blocks_are_given_back_if_the_shared_ones_cannot_be_had(monkeypatch):
     monkeypatch.setattr(context.kv_block_allocator, "retain_memory_blocks", refuse)
     with refused(context, InvalidArgumentError, "refused"):
         context.fork("parent", ["a", "b"])
-
-
-def test_forks_are_counted_wherever_an_interrupt_strikes():
-    """Struck between their making and their counting, they were there and not counted."""
-
-    def strike(index):
-        context = make_context()
-        parent_of(context)
-        with contextlib.suppress(KeyboardInterrupt), Interrupt(None, index) as moments:
-            context.fork("parent", ["a", "b"])
-        num_forks = len(context.statuses()) - 1
-        assert context.stats().forks == num_forks, index
-        return num_forks, moments.count
-
-    _, last = strike(0)
-    outcomes = {strike(index)[0] for index in range(last - 90, last, 2)}
-    assert outcomes == {0, 2}

@@ -1,180 +1,567 @@
-"""What the guard makes of calls that end badly."""
+"""Contract 17: an exception in the middle of a change makes an object unusable until its reset."""
 
-import sys
+import threading
 
 import pytest
+import torch
+from context_rig import (
+    BLOCK,
+    MODEL,
+    add,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    saved_prefix_lengths,
+    uncached,
+)
+from engine_rig import SamplingParams, make_engine
+from kv_rig import cache, prefix
+from slot_rig import full
+from tier_rig import KV, make_tiered
 
-from mamba_cache._guard import CallGuard, exclusive, guarded
+from mamba_cache._guard import CallGuard, guarded, outside, query
+from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import (
     ConcurrentUseError,
+    DoubleFreeError,
     InvalidArgumentError,
-    InvariantError,
-    MambaCacheError,
     PoisonedError,
 )
+from mamba_cache.events import Admitted, Removed, Stored
+from mamba_cache.slots import ConsumedSlotPolicy, SlotPool
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
+OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
+FOREIGN = [OSError, MemoryError, KeyboardInterrupt]
 
 
-@pytest.fixture
-def thing():
-    return make_thing()
+class Thing:
+    """Something with a guard."""
 
+    def __init__(self, **hooks):
+        self.num_healed = self.num_taken_back = 0
+        self.broken = None
+        methods = {name: getattr(self, method) for name, method in hooks.items()}
+        self._guard = CallGuard(self, **methods)
 
-def make_thing():
-    """Makes something with a guard, and books that are right or not.
+    @guarded()
+    def do(self, work, *, is_changing=True):
+        self._guard.is_changing = is_changing
+        return work()
 
-    Its class is new as well: the decorators are under test.
-    """
+    @guarded(nests=True, changes=True)
+    def do_inside(self, work):
+        return work()
 
-    class Thing:
-        def __init__(self):
-            self.is_right, self.num_checks, self.error = True, 0, None
-            self._guard = CallGuard(self.check)
+    @guarded(waits=True)
+    def do_in_turn(self, work):
+        return work()
 
-        def check(self):
-            self.num_checks += 1
-            if self.error:
-                raise self.error
-            if not self.is_right:
-                raise InvariantError("two and two are five")
-
-        @exclusive
-        def do(self, work):
-            return work()
-
-        @guarded(renews=True)
-        def _reset(self, work=lambda: None):
+    @guarded(renews=True)
+    def reset(self, work=lambda: None):
+        with self._guard.ending(renews=True):
             work()
-            self.is_right = True
 
-    return Thing()
+    @query
+    def ask(self):
+        return 7
+
+    def heal(self):
+        self.num_healed += 1
+        self.reset_inside()
+
+    @guarded(nests=True, renews=True)
+    def reset_inside(self):
+        with self._guard.ending(renews=True):
+            if self.broken:
+                raise self.broken
+
+    def take_back(self):
+        self.num_taken_back += 1
+        if self.broken:
+            raise self.broken
 
 
-def raise_(error, context=None):
-    if context is not None:
+def raise_(error, during=None):
+    if during is not None:
         try:
-            raise context
-        except type(context):
-            raise error  # noqa: B904 (the rollback's own error)
+            raise during
+        except type(during):
+            raise error  # noqa: B904 - the rollback's own error
     raise error
 
 
-def test_a_call_that_ends_well_costs_no_check(thing):
-    assert thing.do(lambda: 5) == 5
-    assert thing.do(work=lambda: 6) == 6
-    assert thing.num_checks == 0
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_foreign_exception_in_a_change_poisons_until_the_reset(error):
+    thing = Thing()
+    with pytest.raises(error):
+        thing.do(lambda: raise_(error("struck")))
+    for call in (lambda: thing.do(lambda: 5), thing.ask, lambda: thing.do_inside(lambda: 5)):
+        with pytest.raises(PoisonedError, match=r"do broke off with .*; reset\(\) makes"):
+            call()
+    thing.reset()
+    assert (thing.do(lambda: 5), thing.ask()) == (5, 7)
 
 
-def test_the_packages_own_errors_are_believed(thing):
-    for _ in range(2):
-        with pytest.raises(InvalidArgumentError):
-            thing.do(lambda: raise_(InvalidArgumentError("no")))
-    assert thing.num_checks == 0
+@pytest.mark.parametrize("error", FOREIGN)
+def test_outside_of_changes_it_does_not(error):
+    thing = Thing()
+
+    def calls_back():
+        with outside():
+            raise error("struck")
+
+    for work, is_changing in ((lambda: raise_(error("struck")), False), (calls_back, True)):
+        with pytest.raises(error):
+            thing.do(work, is_changing=is_changing)
+        assert thing.do(lambda: 5) == 5
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), MemoryError(), KeyboardInterrupt()])
-def test_after_a_foreign_error_the_books_are_proved(thing, error):
-    with pytest.raises(type(error)):
-        thing.do(lambda: raise_(error))
-    assert thing.num_checks == 1
-    assert thing.do(lambda: 5) == 5
-
-
-def test_books_that_are_wrong_poison(thing):
-    thing.is_right = False
-    with pytest.raises(OSError, match="disk"):
-        thing.do(lambda: raise_(OSError("disk")))
-    for _ in range(2):
-        with pytest.raises(PoisonedError, match=r"do broke off .*disk.*two and two are five"):
-            thing.do(lambda: 5)
-    thing._reset()
-    assert thing.do(lambda: 5) == 5
-
-
-def test_an_own_error_on_the_way_back_from_a_foreign_one_is_not_believed(thing):
-    """The rollback gave back twice what the interrupt had left half given back."""
-    thing.is_right = False
-    with pytest.raises(MambaCacheError):
-        thing.do(lambda: raise_(MambaCacheError("twice"), OSError("disk")))
-    with pytest.raises(PoisonedError):
-        thing.do(lambda: 5)
-
-
-def test_an_own_error_that_translates_a_foreign_one_is_believed(thing):
+def test_the_packages_own_errors_are_believed():
     def translate():
         try:
             raise TypeError
         except TypeError as error:
             raise InvalidArgumentError("no") from error
 
-    thing.is_right = False
-    with pytest.raises(InvalidArgumentError):
-        thing.do(translate)
-    assert thing.num_checks == 0
+    thing = Thing()
+    for work in (lambda: raise_(InvalidArgumentError("no")), translate):
+        with pytest.raises(InvalidArgumentError):
+            thing.do(work)
+        assert thing.do(lambda: 5) == 5
 
 
-def test_an_interrupted_proof_proves_nothing(thing):
-    thing.error = KeyboardInterrupt()
+def test_one_that_strikes_while_a_foreign_exception_is_handled_is_not():
+    thing = Thing()
+    with pytest.raises(DoubleFreeError):
+        thing.do(lambda: raise_(DoubleFreeError("twice"), OSError("disk")))
+    with pytest.raises(PoisonedError, match="twice"):
+        thing.do(lambda: 5)
+
+
+def test_a_part_that_is_poisoned_poisons_the_whole():
+    part, thing = Thing(), Thing()
+    with pytest.raises(OSError, match="disk"):
+        part.do(lambda: raise_(OSError("disk")))
+    with pytest.raises(PoisonedError):
+        thing.do(lambda: part.do(lambda: 5), is_changing=False)
+    with pytest.raises(PoisonedError, match="do broke off with PoisonedError"):
+        thing.ask()
+
+
+def test_a_nested_call_is_a_change_of_its_own():
+    """What follows it in the same call, such as a model's forward, is outside of it again."""
+    thing = Thing()
+
+    def compute():
+        assert thing.do_inside(lambda: 5) == 5
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        thing.do(lambda: raise_(OSError("disk")))
-    with pytest.raises(PoisonedError, match="do was interrupted"):
-        thing.do(lambda: 5)
+        thing.do(compute, is_changing=False)
+    assert thing.ask() == 7
+    with pytest.raises(KeyboardInterrupt):
+        thing.do(lambda: thing.do_inside(lambda: raise_(KeyboardInterrupt())), is_changing=False)
+    with pytest.raises(PoisonedError, match="do_inside broke off"):
+        thing.ask()
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), MambaCacheError("own")])
-def test_a_reset_that_fails_heals_nothing(thing, error):
-    thing.is_right = False
-    with pytest.raises(OSError, match="first"):
-        thing.do(lambda: raise_(OSError("first")))
-    with pytest.raises(type(error)):
-        thing._reset(lambda: raise_(error))
-    with pytest.raises(PoisonedError, match="reset was interrupted"):
+@pytest.mark.parametrize("error", [OSError, InvalidArgumentError])
+def test_a_reset_that_breaks_off_heals_nothing(error):
+    thing = Thing()
+    with pytest.raises(error):
+        thing.reset(lambda: raise_(error("struck")))
+    with pytest.raises(PoisonedError, match="reset broke off"):
         thing.do(lambda: 5)
-    thing._reset()
+    thing.reset()
     assert thing.do(lambda: 5) == 5
 
 
-def test_a_call_from_within_is_refused_and_does_no_harm(thing):
+def test_what_heals_itself_does_so_at_the_next_call():
+    thing = Thing(heal="heal")
+    with pytest.raises(OSError, match="disk"):
+        thing.do(lambda: raise_(OSError("disk")))
+    thing.broken = MemoryError("still")
+    with pytest.raises(MemoryError):
+        thing.do(lambda: 5)
+    thing.broken = None
+    assert thing.do(lambda: 5) == thing.do(lambda: 5) == 5
+    assert thing.num_healed == 2
+
+
+def test_what_a_call_held_is_taken_back_and_its_own_error_is_raised():
+    thing = Thing(take_back="take_back")
+    with pytest.raises(KeyboardInterrupt):
+        thing.do(lambda: raise_(KeyboardInterrupt()), is_changing=False)
+    assert thing.num_taken_back == 1
+    assert thing.do(lambda: 5) == 5
+    thing.broken = DoubleFreeError("twice")
+    with pytest.raises(OSError, match="disk"):
+        thing.do(lambda: raise_(OSError("disk")), is_changing=False)
+    with pytest.raises(PoisonedError, match="twice"):
+        thing.do(lambda: 5)
+
+
+def test_a_call_from_within_is_refused_and_does_no_harm():
+    thing = Thing()
     with pytest.raises(ConcurrentUseError, match="do was called from within it while do was"):
         thing.do(lambda: thing.do(lambda: 5))
+    assert thing.do(thing.ask) == 7
     assert thing.do(lambda: 5) == 5
 
 
-def test_the_guard_itself_may_be_interrupted_anywhere(thing):
-    """Removed to see it fail: the second ``leave`` in ``_guard``."""
-    module = sys.modules[CallGuard.__module__]
-    for index in range(1, 400):
-        thing = make_thing()
-        tracer = _StrikeIn(module.__file__, index)
-        previous = sys.gettrace()
-        sys.settrace(tracer)
-        try:
-            thing.do(lambda: 5)
-        except KeyboardInterrupt:
-            pass
+def test_a_call_of_another_thread_is_refused_or_waits():
+    thing, entered, go_on, seen = Thing(), threading.Event(), threading.Event(), []
+
+    def halt():
+        entered.set()
+        go_on.wait()
+
+    threads = [threading.Thread(target=thing.do, args=(halt,))]
+    threads[0].start()
+    entered.wait()
+    assert thing._guard.is_busy
+    for call in (lambda: thing.do(lambda: 5), lambda: thing.do_inside(lambda: 5), thing.ask):
+        with pytest.raises(ConcurrentUseError, match="by another thread while do was running"):
+            call()
+    threads.append(threading.Thread(target=thing.do_in_turn, args=(lambda: seen.append(1),)))
+    threads[1].start()
+    assert not seen
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert seen == [1]
+    assert not thing._guard.is_busy
+
+
+# The objects that have a guard.
+
+
+def strike(monkeypatch, owner, name, error, call=1):
+    """The ``call``-th call of ``owner.name`` raises once its work is done."""
+    work, calls = getattr(owner, name), []
+
+    def struck(*args, **kwargs):
+        result = work(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == call:
+            raise error("struck")
+        return result
+
+    monkeypatch.setattr(owner, name, struck)
+
+
+def change_blocks(pool, cached):
+    pool.retain_memory_blocks(cached)
+    pool.release_memory_blocks(cached)
+    pool.deregister_blocks(cached)
+    pool.register_kv_block_hashes(pool.allocate_memory_blocks(1), prefix(5))
+
+
+def change_slots(pool):
+    [slot] = pool.reserve_slots([2])
+    pool.commit_reserved([slot], [2], [20])
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize("name", ["add_chain", "remove", "count_cached"])
+def test_blocks_whose_change_breaks_off(monkeypatch, name, error):
+    pool = KVBlockAllocator(9)
+    cached = cache(pool, 1, 2)
+    with monkeypatch.context() as patch:
+        strike(patch, type(pool._tree), name, error)
+        with pytest.raises(error):
+            change_blocks(pool, cached)
+    for call in (lambda: pool.allocate_memory_blocks(1), lambda: pool.match_prefix(prefix(1))):
+        with pytest.raises(PoisonedError, match="broke off"):
+            call()
+    pool.reset()
+    pool.check_invariants()
+    assert len(pool.allocate_memory_blocks(8)) == 8
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize("name", ["_assign", "_unassign", "_push", "_register"])
+def test_slots_whose_change_breaks_off(monkeypatch, name, error):
+    pool = SlotPool(2, KVBlockAllocator(9))
+    pool.allocate_slots_batch([0, 1])
+    with monkeypatch.context() as patch:
+        strike(patch, pool, name, error)
+        with pytest.raises(error):
+            change_slots(pool)
+    for call in (lambda: pool.reserve_slots([3]), lambda: pool.get_slot(0)):
+        with pytest.raises(PoisonedError, match="broke off"):
+            call()
+    pool.reset()
+    pool.check_invariants()
+    assert len(pool.reserve_slots([4, 5])) == 2
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_policy_that_breaks_off_where_it_is_told(error):
+    class Policy(ConsumedSlotPolicy):
+        def on_stored(self, slots, saved_tokens):
+            raise error("struck")
+
+    pool = SlotPool(2, KVBlockAllocator(9), policy=Policy())
+    with pytest.raises(error):
+        pool.allocate_slots_batch([0])
+    with pytest.raises(PoisonedError, match="allocate_slots_batch broke off"):
+        pool.allocate_slots_batch([1])
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_policy_that_raises_where_it_chooses_changes_nothing(error):
+    class Policy(ConsumedSlotPolicy):
+        def choose(self, *arguments):
+            raise error("struck")
+
+    pool = SlotPool(1, KVBlockAllocator(9), policy=Policy())
+    pool.allocate_slots_batch([0])
+    with pytest.raises(error):
+        pool.reserve_slots([1])
+    assert pool.get_slot(0) == 0
+    pool.check_invariants()
+
+
+def test_a_write_into_slots_that_breaks_off(monkeypatch):
+    allocator = full()
+
+    def broken(*_):
+        raise OSError("launch")
+
+    monkeypatch.setattr(allocator.transfers, "live_to_slots", broken)
+    with pytest.raises(OSError, match="launch"):
+        allocator.copy_live_to_slots([0], [0])
+    with pytest.raises(PoisonedError, match="copy_live_to_slots broke off"):
+        allocator.get_slot(0)
+    allocator.reset()
+    assert allocator.get_slot(0) == -1
+
+
+def test_host_memory_whose_change_breaks_off(monkeypatch):
+    context = make_tiered()
+    tier = context.host_tier
+    with monkeypatch.context() as patch:
+        strike(patch, tier._entries[KV].pool, "reset", KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.clear()
+    with pytest.raises(PoisonedError, match="clear broke off"):
+        context.match(context.prepare(_request()))  # whose part it is
+    context.reset()
+    generate(context, PROMPT, 1)
+    context.check_invariants()
+
+
+def _request():
+    return Request(request_id="probe", prompt_tokens=PROMPT)
+
+
+STRUCK = {
+    "a table that is half written": ("request_table", "take", "add_request"),
+    "slots that are reserved for nobody": ("slot_allocator", "reserve_slots", "add_request"),
+    "a block that is findable": ("kv_block_allocator", "register_kv_block_hashes", "commit_step"),
+    "a state that is findable": ("slot_allocator", "commit_reserved", "commit_step"),
+    "a table of whom one token is missing": ("request_table", "append_first_token", "commit_step"),
+    "a request that is given back": ("request_table", "give_back", "finish"),
+}
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize(("owner", "name", "call"), STRUCK.values(), ids=STRUCK)
+def test_a_context_whose_change_breaks_off(monkeypatch, owner, name, call, error):
+    context = make_context()
+    generate(context, OTHER, 2)
+    with monkeypatch.context() as patch:
+        strike(patch, getattr(context, owner), name, error)
+        with pytest.raises(error):
+            generate(context, PROMPT, 2)
+    for refused in (lambda: add(context, "y", OTHER), context.begin_step, context.statuses):
+        with pytest.raises(PoisonedError, match=f"{name}|{call}"):
+            refused()
+    assert context.stats().requests >= 1  # what was counted may be read
+    context.reset()
+    context.check_invariants()
+    assert_same_run(generate(context, PROMPT, 2), PROMPT)
+    assert context.stats().used_blocks == context.stats().reserved_slots == 0
+
+
+# What runs outside of changes: it takes a request or a step back, and the cache stays.
+
+
+def warm():
+    """A context with a cached prompt."""
+    context = make_context()
+    generate(context, PROMPT, 1)
+    return context
+
+
+def check_kept(context):
+    """The cached prompt is found again, and nothing is held."""
+    hit = generate(context, PROMPT, 2, request_id="hit")
+    assert hit[2].skip_tokens == 3 * BLOCK
+    assert_same_run(hit, PROMPT)
+    context.check_invariants()
+    assert context.stats().used_blocks == context.stats().reserved_slots == 0
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_forward_that_raises_ends_its_step_alone(error):
+    context = warm()
+    add(context, "x", OTHER)
+    step = context.begin_step()
+    for tensor in context.live_states.tensors.values():  # it stopped half-way
+        tensor[:, [request.row for request in step.requests]] = torch.nan
+    context.abort_step()
+    assert context.status("x") is RequestStatus.PREEMPTED
+    context.resume_request("x")
+    run_step(context)
+    assert context.finish("x") == uncached(OTHER, 1)[0]
+    check_kept(context)
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize("kind", [Admitted, Stored])
+def test_a_listener_that_raises_keeps_the_cache(kind, error):
+    """At an admission the request is taken back; at a commit the step is done."""
+    context = warm()
+
+    def broken(event):
+        raise error("struck")
+
+    context.listeners.add(broken, kind)
+    if kind is Admitted:
+        with pytest.raises(error):
+            add(context, "x", OTHER)
+        assert context.statuses() == {}
+    else:
+        add(context, "x", OTHER)
+        step = context.begin_step()
+        token = int(MODEL.forward(step.metadata, context)[0].argmax())
+        with pytest.raises(error):
+            context.commit_step({"x": token})
+        assert context.output("x") == [token] == uncached(OTHER, 1)[0]
+        context.listeners.remove(broken)
+        run_step(context)
+        assert context.finish("x") == uncached(OTHER, 2)[0]
+    context.listeners.remove(broken)
+    check_kept(context)
+
+
+def test_listeners_that_raise_in_the_middle_of_a_commit_are_told_after_it():
+    """Half of the requests had their tokens, and nobody knew which."""
+    context, heard = make_context(), []
+    for number in range(3):
+        add(context, number, [number, *OTHER])
+    step = context.begin_step()
+    tokens = MODEL.forward(step.metadata, context).argmax(1).tolist()
+
+    def broken(event):
+        heard.append(event)
+        raise OSError("broken")
+
+    context.listeners.add(broken, Stored)
+    with pytest.raises(OSError, match="broken"):
+        context.commit_step(tokens)
+    assert [context.output(number) for number in range(3)] == [[token] for token in tokens]
+    assert len(heard) >= 3
+    for number in range(3):
+        assert saved_prefix_lengths(context, [number, *OTHER])
+    context.check_invariants()
+
+
+def test_a_listener_may_not_call_in():
+    context = warm()
+    context.listeners.add(lambda event: context.match(_request()), Stored)
+    add(context, "x", OTHER)
+    step = context.begin_step()
+    token = int(MODEL.forward(step.metadata, context)[0].argmax())
+    with pytest.raises(ConcurrentUseError, match="from within it"):
+        context.commit_step({"x": token})
+    assert context.finish("x") == [token]
+
+
+def test_a_listener_of_an_eviction_that_raises_takes_the_request_back():
+    context = make_context(make_config(num_kv_blocks=7))
+    generate(context, PROMPT, 1)
+
+    def broken(event):
+        raise OSError("broken")
+
+    context.listeners.add(broken, Removed)
+    with pytest.raises(OSError, match="broken"):
+        add(context, "x", OTHER[::-1] * 2)
+    assert context.statuses() == {}
+    context.listeners.remove(broken)
+    context.check_invariants()
+    assert_same_run(generate(context, OTHER, 2), OTHER)
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_launch_that_fails_takes_its_step_back(monkeypatch, error):
+    context = warm()
+    add(context, "x", [*PROMPT, 1])
+    with monkeypatch.context() as patch:
+        strike(patch, context.slot_allocator.transfers, "slots_to_live", error)
+        with pytest.raises(error):
+            context.begin_step()
+    assert context.status("x") is RequestStatus.PREEMPTED
+    context.finish("x")
+    check_kept(context)
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_placement_that_raises_takes_its_request_back(error):
+    class Placement:
+        broken = False
+
+        def positions(self, facts):
+            if self.broken:
+                raise error("struck")
+            return [2 * BLOCK, 3 * BLOCK]
+
+    placement = Placement()
+    context = make_context(placement=placement)
+    generate(context, PROMPT, 1)
+    placement.broken = True
+    with pytest.raises(error):
+        add(context, "x", OTHER)
+    placement.broken = False
+    assert context.statuses() == {}
+    check_kept(context)
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize("where", ["forward", "sampling"])
+def test_an_engine_goes_on_after_its_model_or_its_sampling_raised(monkeypatch, where, error):
+    engine = make_engine()
+    prompts = [PROMPT, OTHER]
+    wanted = [one.tokens for one in engine.generate(prompts, SamplingParams(max_new_tokens=3))]
+    ids = [engine.submit(prompt, SamplingParams(max_new_tokens=3)) for prompt in prompts]
+    with monkeypatch.context() as patch:
+        if where == "forward":
+            strike(patch, engine._model, "forward", error)
         else:
-            break
-        finally:
-            sys.settrace(previous)
-        try:
-            assert thing.do(lambda: 6) == 6
-        except PoisonedError:
-            thing._reset()
-            assert thing.do(lambda: 6) == 6
-    assert 20 < index < 399
+            strike(patch, engine, "_verify", error)
+        with pytest.raises(error):
+            engine.step()
+    ends = {e.request_id: e.completion for e in engine.stream() if e.completion}
+    assert [ends[request_id].tokens for request_id in ids] == wanted
+    assert engine.context.stats().hits >= 1
 
 
-class _StrikeIn:
-    """Raises KeyboardInterrupt before the ``index``-th instruction in one file."""
-
-    def __init__(self, file, index):
-        self.file, self.left = file, index
-
-    def __call__(self, frame, event, _):
-        if frame.f_code.co_filename != self.file:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-        return self
+def test_an_engine_over_a_poisoned_context_is_reset_with_it(monkeypatch):
+    engine = make_engine()
+    engine.submit(PROMPT, SamplingParams(max_new_tokens=2))
+    with monkeypatch.context() as patch:
+        strike(patch, engine.context.kv_block_allocator, "register_kv_block_hashes", OSError)
+        with pytest.raises(OSError, match="struck"):
+            engine.step()
+    with pytest.raises(PoisonedError):
+        engine.step()
+    engine.reset()
+    [one] = engine.generate([PROMPT], SamplingParams(max_new_tokens=2))
+    assert len(one.tokens) == 2

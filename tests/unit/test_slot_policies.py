@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from fingerprints import digest_of
-from injectors import Interrupt
 
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
@@ -187,20 +186,6 @@ def test_an_embedders_array_is_read_as_it_is_now():
         assert view.of(given).tolist() == np.asarray(given).tolist()
     tensor.data = torch.tensor([10, 11])
     assert view.of(tensor).tolist() == [10, 11]
-
-
-def test_a_view_that_an_interrupt_breaks_off_has_never_one_array_under_anothers_name():
-    first, second = torch.arange(3), torch.arange(10, 14)
-    view = HostView()
-    with Interrupt(None, 0) as moments:
-        view.of(second)
-    assert moments.count > 10
-    for moment in range(1, moments.count + 1):
-        view = HostView()
-        view.of(first)
-        with pytest.raises(KeyboardInterrupt), Interrupt(None, moment):
-            view.of(second)
-        assert view.of(second).tolist() == second.tolist()
 
 
 class Foreign(str):

@@ -84,9 +84,9 @@ _BLOCKS_WITHOUT_MEMORY = 2**18
 class PrefixCache:
     """Reuses the prefixes of prompts that a transformers model has computed before.
 
-    One thread uses the model at a time through it; others wait. Whatever breaks a call off, what it
-    held is given back and the books are proved, or every later call raises ``PoisonedError`` until
-    ``reset``; the model itself is free of it then.
+    One thread uses the model at a time through it; others wait. After any exception what the call
+    held is given back, and the model is free of it. If the exception came while bookkeeping
+    changed, the next call resets the cache and counts it in ``stats().self_resets``.
 
     Args:
         model: A causal language model of transformers with linear-attention layers. It stays
@@ -199,7 +199,7 @@ class PrefixCache:
         self._capture = probe_capture(self._runner, layout)
         self._options = OptionsReader(model)
         self._reuse_answers = reuse_answers
-        self._guard = CallGuard(self._take_back)
+        self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         most_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
         self._batcher_settings = BatcherSettings(
             max_requests=max_batch_size,
@@ -255,7 +255,7 @@ class PrefixCache:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def generate(
         self,
         inputs: Any = None,
@@ -337,7 +337,7 @@ class PrefixCache:
             )
         return output
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def generate_batch(
         self,
         inputs: Any,
@@ -430,7 +430,7 @@ class PrefixCache:
             records_timestamps=record_timestamps,
         )
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def prepare_batches(self) -> int:
         """Sets up what ``generate_batch`` needs, which its first call does otherwise.
 
@@ -446,7 +446,7 @@ class PrefixCache:
         self._check_ready()
         return self._ready_batcher().context.config.max_sequence_length
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def run_batches(self, manager: BatchManager) -> None:
         """Lets a manager run the requests that have arrived, and those that arrive meanwhile.
 
@@ -493,7 +493,7 @@ class PrefixCache:
         self._batcher = batcher
         return batcher
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def prefill(
         self,
         input_ids: Any,
@@ -537,7 +537,7 @@ class PrefixCache:
             prefill.record.close()
         return past
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def pin(
         self, input_ids: Any, *, ttl_seconds: float | None = None, cache_salt: ExtraKey = None
     ) -> Pin:
@@ -580,7 +580,7 @@ class PrefixCache:
         finally:
             record.close()
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def unpin(self, pin: Pin) -> None:
         """Ends a pin before its time; one that is over is passed over.
 
@@ -625,7 +625,7 @@ class PrefixCache:
         """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
         return () if self._store.tiers is None else self._store.tiers.stats()
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def verify_pending(self, max_hits: int | None = None) -> int:
         """Computes hits again that wait to be verified, and compares them with what is cached.
 
@@ -678,15 +678,16 @@ class PrefixCache:
     @guarded(renews=True, waits=True)
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
-        self._is_closed = True
-        self._remove_hooks()
-        tiers, self._store.tiers = self._store.tiers, None
-        if tiers is not None:
-            tiers.close()
-        self._batcher = None
-        self._store.close()
+        with self._guard.ending(renews=True):
+            self._is_closed = True
+            self._remove_hooks()
+            tiers, self._store.tiers = self._store.tiers, None
+            if tiers is not None:
+                tiers.close()
+            self._batcher = None
+            self._store.close()
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def check_invariants(self) -> None:
         """Checks the books.
 
@@ -701,24 +702,35 @@ class PrefixCache:
 
     @guarded(renews=True, waits=True)
     def _reset(self) -> None:
-        self._remove_hooks()
-        if self._batcher is not None:  # its requests hold what is the store's
-            self._batcher.reset()
-        self._store.reset()
-        self._runner.fingerprint.forget()
-        if self._store.tiers is not None:
-            self._store.tiers.take_weights()
+        self._make_new()
+
+    def _heal(self) -> None:
+        """Reset the cache after a change of its bookkeeping broke off, and count it."""
+        num_before = self._store.counters.self_resets
+        self._make_new()
+        self._store.counters.self_resets = num_before + 1
+
+    def _make_new(self) -> None:
+        with self._guard.ending(renews=True):
+            self._remove_hooks()
+            if self._batcher is not None:  # its requests hold what is the store's
+                self._batcher.reset()
+            self._store.reset()
+            self._runner.fingerprint.forget()
+            if self._store.tiers is not None:
+                self._store.tiers.take_weights()
 
     def _take_back(self) -> None:
-        """Give back what a call that broke off held, and prove the books."""
+        """Give back what a call that raised held."""
         self._remove_hooks()
+        if self._guard.poison:
+            return  # the next call makes everything new
         if self._batcher is not None:
             self._batcher.drop()
         self._store.let_go()
-        self._store.check_invariants()
 
     def _remove_hooks(self) -> None:
-        """Free the model of what a call put there that broke off."""
+        """Take from the model what a call that raised has put there."""
         remove_hooks(self._store)
         put_back(self._capture)
         self._runner.leave()

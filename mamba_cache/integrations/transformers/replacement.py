@@ -36,12 +36,9 @@ class _Replacements:
 
     def __init__(self) -> None:
         self._now: dict[tuple[int, str], _Replacement] = {}
-        self._guard = CallGuard(self._check)
+        self._guard = CallGuard(self)
 
-    def _check(self) -> None:
-        """There are no books to prove: see above."""
-
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def add(self, user: object, owner: Any, name: str, replace: Callable[[Any], Any]) -> None:
         """Replace an attribute for one more user."""
         key = id(owner), name
@@ -54,7 +51,7 @@ class _Replacements:
         if getattr(owner, name) is not now.substitute:
             setattr(owner, name, now.substitute)
 
-    @guarded(waits=True, trusts=())
+    @guarded(waits=True)
     def release(self, key: tuple[int, str], user: object) -> None:
         """Put an attribute back, unless somebody else still wants it replaced."""
         now = self._now.get(key)

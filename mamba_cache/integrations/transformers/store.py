@@ -156,7 +156,6 @@ class PrefixStore:
 
     def let_go(self) -> None:
         """Gives back all that records hold, when the call that opened them is over."""
-        self.pins.repair()
         counts = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())

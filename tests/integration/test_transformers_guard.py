@@ -1,0 +1,172 @@
+"""Contract 17 for a ``PrefixCache``: it resets itself only after a change that broke off."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+from batch_rig import answers, batch, subject, tokens
+from transformers_rig import BLOCK
+
+from mamba_cache.errors import ConcurrentUseError, PoisonedError
+from mamba_cache.events import Stored
+
+FOREIGN = [OSError, KeyboardInterrupt]
+both_ways = pytest.mark.parametrize("is_batch", [False, True], ids=["generate", "batch"])
+
+
+@pytest.fixture(scope="module")
+def nemotron():
+    return subject("nemotron_h")
+
+
+def answer(cache, prompt, *, is_batch, count=3, **options):
+    """What a cache adds to a prompt, one way or the other."""
+    if is_batch:
+        return answers(batch(cache, [prompt], max_new_tokens=count, **options))[0]
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
+    return cache.generate([prompt], **options)[0, len(prompt) :].tolist()
+
+
+def strike(patch, owner, name, error):
+    """The first call of ``owner.name`` raises once its work is done."""
+    work, calls = getattr(owner, name), []
+
+    def struck(*args, **kwargs):
+        result = work(*args, **kwargs)
+        if not calls:
+            calls.append(1)
+            raise error("struck")
+        return result
+
+    patch.setattr(owner, name, struck)
+
+
+@pytest.fixture
+def warm(nemotron, generator):
+    """A cache with a cached prompt, and the prompt."""
+    cache, prompt = nemotron.cache(), tokens(generator, 3 * BLOCK)
+    cache.prefill(prompt)
+    return cache, prompt
+
+
+def check_kept(cache, prompt, model, *, is_batch):
+    """The cached prompt is found, the answer is right, and the cache did not reset itself."""
+    before, longer = cache.stats().skipped_tokens, [*prompt, 5, 7]
+    assert answer(cache, longer, is_batch=is_batch) == model.answer(longer, 3)
+    assert cache.stats().skipped_tokens - before >= len(prompt) - BLOCK
+    assert cache.stats().self_resets == 0
+    cache.check_invariants()
+
+
+@both_ways
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_forward_that_raises_keeps_the_cache(
+    nemotron, warm, generator, monkeypatch, is_batch, error
+):
+    cache, prompt = warm
+    answer(cache, tokens(generator, 5), is_batch=is_batch)  # sets up what batches need
+    with monkeypatch.context() as patch:
+        layer = nemotron.model.model.layers[1].mixer
+        strike(patch, type(layer), "forward", error)
+        with pytest.raises(error, match="struck"):
+            answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
+    check_kept(cache, prompt, nemotron, is_batch=is_batch)
+
+
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_stopping_criterion_that_raises_keeps_the_cache(nemotron, warm, generator, error):
+    cache, prompt = warm
+
+    def stop(*_):
+        raise error("struck")
+
+    with pytest.raises(error, match="struck"):
+        answer(cache, tokens(generator, BLOCK), is_batch=False, stopping_criteria=[stop])
+    check_kept(cache, prompt, nemotron, is_batch=False)
+
+
+def test_an_interrupt_in_a_streamer_keeps_the_cache(nemotron, warm, generator):
+    cache, prompt = warm
+
+    def stop(*_):
+        raise KeyboardInterrupt("struck")
+
+    with pytest.raises(KeyboardInterrupt, match="struck"):
+        batch(cache, [tokens(generator, 2 * BLOCK)] * 2, streamer=stop)
+    check_kept(cache, prompt, nemotron, is_batch=True)
+
+
+@both_ways
+@pytest.mark.parametrize("error", FOREIGN)
+def test_a_listener_that_raises_keeps_the_cache(nemotron, warm, generator, is_batch, error):
+    cache, prompt = warm
+    answer(cache, tokens(generator, 5), is_batch=is_batch)
+
+    def broken(event):
+        raise error("struck")
+
+    cache.listeners.add(broken, Stored)
+    with pytest.raises(error, match="struck"):
+        answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
+    cache.listeners.remove(broken)
+    check_kept(cache, prompt, nemotron, is_batch=is_batch)
+
+
+def test_a_listener_may_not_call_in(warm, generator):
+    cache, _ = warm
+    cache.listeners.add(lambda event: cache.prefill([1, 2]), Stored)
+    with pytest.raises(ConcurrentUseError, match="from within it"):
+        answer(cache, tokens(generator, 2 * BLOCK), is_batch=False)
+
+
+@both_ways
+@pytest.mark.parametrize("error", FOREIGN)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("kv_blocks", "_register_all"),
+        ("slots", "_publish"),
+        ("kv_blocks", "_free_or_cache"),
+    ],
+)
+def test_a_change_that_breaks_off_resets_the_cache_at_its_next_call(
+    nemotron, warm, generator, monkeypatch, is_batch, owner, name, error
+):
+    cache, prompt = warm
+    answer(cache, tokens(generator, 5), is_batch=is_batch)
+    with monkeypatch.context() as patch:
+        books = getattr(cache._store, owner)
+        strike(patch, books, name, error)
+        with pytest.raises(error, match="struck"):
+            answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
+    assert cache.stats().self_resets == 0
+    longer = [*prompt, 5, 7]
+    for is_next in (False, True):
+        before = cache.stats().skipped_tokens if is_next else 0
+        assert answer(cache, longer, is_batch=is_batch) == nemotron.answer(longer, 3)
+        assert bool(cache.stats().skipped_tokens - before) == is_next
+        assert cache.stats().self_resets == 1
+    cache.check_invariants()
+    cache.reset()
+    assert cache.stats().self_resets == 0
+
+
+def test_what_cannot_reset_itself_says_so_until_it_can(nemotron, warm, monkeypatch):
+    cache, prompt = warm
+    with monkeypatch.context() as patch:
+        strike(patch, cache._store.kv_blocks, "_register_all", OSError)
+        with pytest.raises(OSError, match="struck"):
+            cache.prefill([9, *prompt])
+
+        def refuse():
+            raise MemoryError("still")
+
+        patch.setattr(cache._store, "reset", refuse)
+        with pytest.raises(MemoryError, match="still"):
+            cache.prefill(prompt)
+        with pytest.raises(MemoryError, match="still"):
+            cache.prefill(prompt)
+    with pytest.raises(PoisonedError, match="broke off"):
+        cache.kv_block_allocator.match_prefix(cache._store.kv_blocks)
+    cache.prefill(prompt)
+    assert cache.stats().self_resets == 1
