@@ -12,6 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import Final
 
+from mamba_cache._guard import outside
 from mamba_cache.blocks import BlockHashes
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.protocols import RankAgreement
@@ -538,12 +539,14 @@ class LowerTierLink:
         if self._agreement is None or not self._open:
             return
         pending = _STATES.index(PrefetchState.PENDING)
-        states = self._agreement.largest([
+        own = [
             (0 if each.is_answered else pending)
             if each.is_asking
             else _STATES.index(each.own_state)
             for each in self._open
-        ])  # fmt: skip
+        ]
+        with outside():
+            states = self._agreement.largest(own)
         asked = {id(each.prefetch): each for each in self._asked}
         for prefetch, state in zip(list(self._open), states, strict=True):
             if state == pending:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
+from mamba_cache._guard import outside
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import CacheConfig
@@ -254,7 +255,9 @@ class Tiering:
         """Say of each of some facts whether it holds on this rank or another one."""
         if self._agreement is None:
             return list(flags)
-        return [value > 0 for value in self._agreement.largest([float(flag) for flag in flags])]
+        with outside():
+            largest = self._agreement.largest([float(flag) for flag in flags])
+        return [value > 0 for value in largest]
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to the lower tier what a request resumes from, if the host tier has it.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mamba_cache._checks import check_number
+from mamba_cache._guard import outside
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import RankAgreement
 
@@ -146,7 +147,8 @@ def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
         seconds: What each takes on this rank; infinite where it is not possible.
         agreement: With the other ranks, which give as many; None: there are none.
     """
-    longest = seconds if agreement is None else agreement.largest(seconds)
+    with outside():
+        longest = seconds if agreement is None else agreement.largest(seconds)
     return min(range(len(longest)), key=lambda index: (longest[index], -index))
 
 

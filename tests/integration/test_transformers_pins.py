@@ -15,7 +15,6 @@ from transformers_rig import BLOCK, budgets
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
-    InvariantError,
     MambaSlotCapacityError,
     MissingStateError,
     SequenceLengthError,
@@ -252,25 +251,3 @@ def test_what_lies_in_host_memory_is_brought_and_pinned(nemotron, generator):
     before = cache.tier_stats()[0].restored
     assert found(cache, prompt, is_batch=True) == 2 * BLOCK
     assert cache.tier_stats()[0].restored == before
-
-
-def test_repair_makes_the_bookkeeping_that_of_the_pins(nemotron, generator):
-    cache, _ = small(nemotron)
-    prompts = [tokens(generator, BLOCK) for _ in range(2)]
-    for prompt in prompts:
-        cache.prefill(prompt)
-    pin, gone = (cache.pin(prompt) for prompt in prompts)
-    store, slot = cache._store, pin._lease.slot
-    store.slots.invalidate_block(gone._block_ids[-1])
-    store.slots.pin_counts[slot] = 3
-    store.pins.references[pin._block_ids[0]] = 0
-    with pytest.raises(InvariantError, match="references of pins"):
-        store.check_invariants()
-    store.let_go()
-    cache.check_invariants()
-    assert cache.pins == (pin,)
-    store.slots.pin_counts[slot] = 2
-    with pytest.raises(InvariantError, match="are pinned, but"):
-        store.check_invariants()
-    store.let_go()
-    cache.check_invariants()

@@ -86,7 +86,7 @@ def test_of_several_live_states_the_current_one_is_copied(make, steps):
     ring = context.config.live_rows_per_request
     states = {name: snapshot(tensor) for name, tensor in context.live_states.tensors.items()}
     forks = context.fork("parent", range(3), last_tokens=[1, 2, 3])
-    cursors = context._runner.cursors.tolist()
+    cursors = context._runner._speculation._rows.cursors.tolist()
     sources = [row * ring + cursors[row] for row in (forks.source_row, *forks.rows)]
     # One more after each step for what was taken, as many as index % 3 says.
     taken = sum(1 + index % 3 for index in range(1, steps))

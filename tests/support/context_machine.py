@@ -332,9 +332,9 @@ class ContextMachine(RuleBasedStateMachine):
 
     def live_state(self, row):
         """The tensors of the live state that a request's next step reads."""
-        cursors = self.context._runner.cursors
+        speculation = self.context._runner._speculation
         place = row * self.context.config.live_rows_per_request
-        place += 0 if cursors is None else int(cursors[row])
+        place += 0 if speculation is None else int(speculation._rows.cursors[row])
         return [tensor[:, place] for tensor in self.context.live_states.tensors.values()]
 
     @precondition(lambda self: self.can_step())
