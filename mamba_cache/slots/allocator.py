@@ -513,7 +513,7 @@ class MambaSlotAllocator(SlotPool):
         self._tables.clear(*rows)
 
     def _write(self, move: Callable[[], object]) -> None:
-        """Write into slots that may be findable: an exception leaves neither old nor new in them."""
+        """Write into slots that may be findable; an exception leaves neither old nor new there."""
         self._guard.is_changing = True
         move()
 
