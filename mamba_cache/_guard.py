@@ -90,7 +90,11 @@ class CallGuard:
         self._lock.release()
 
     def check(self) -> None:
-        """Raise ``PoisonedError`` if a change broke off."""
+        """Refuse what is called after a change broke off.
+
+        Raises:
+            PoisonedError: A change broke off, and there was no reset since.
+        """
         if self.poison:
             raise PoisonedError(f"{self.poison}; reset() makes everything new")
 
