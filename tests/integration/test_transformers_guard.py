@@ -68,8 +68,12 @@ def test_a_forward_that_raises_keeps_the_cache(
     with monkeypatch.context() as patch:
         layer = nemotron.model.model.layers[1].mixer
         strike(patch, type(layer), "forward", error)
-        with pytest.raises(error, match="struck"):
-            answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
+        unknown = tokens(generator, 2 * BLOCK)
+        if is_batch and error is OSError:  # it is run again
+            assert answer(cache, unknown, is_batch=True) == nemotron.answer(unknown, 3)
+        else:
+            with pytest.raises(error, match="struck"):
+                answer(cache, unknown, is_batch=is_batch)
     check_kept(cache, prompt, nemotron, is_batch=is_batch)
 
 
