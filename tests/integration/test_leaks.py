@@ -68,6 +68,6 @@ def test_twenty_thousand_requests_leave_nothing_behind(rng):
     assert stats.evicted_blocks > 10_000
     assert stats.evicted_slots > 1_000
     blocks, objects, resident = (now - then for now, then in zip(after, before, strict=True))
-    assert blocks < 1_000  # a leak at each hundredth request would be 160 objects or more
+    assert blocks < 300  # a dict and an object at each hundredth request are 360
     assert objects < 100
     assert resident < 16 * 2**20
