@@ -26,7 +26,9 @@ def keep(path, columns, rows, *, none_of=(), packages=("torch",), **more):
     """
     if path is None:
         return
-    name = Path(sys.argv[0]).stem
+    script = Path(sys.argv[0])
+    name = script.stem
+    folder = "tests/benchmarks" if script.parent.name == "benchmarks" else "tests"
     measurements = [
         {
             "name": kind,
@@ -42,7 +44,7 @@ def keep(path, columns, rows, *, none_of=(), packages=("torch",), **more):
     ]
     report = {
         "benchmark": name,
-        "command": " ".join(["python", f"tests/{name}.py", *_arguments()]),
+        "command": " ".join(["python", f"{folder}/{name}.py", *_arguments()]),
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),

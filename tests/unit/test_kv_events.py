@@ -302,7 +302,7 @@ def test_a_malformed_request_for_a_replay_is_passed_over(caplog):
 def speak(endpoint, kind):
     """Connect to a socket of ZeroMQ and shake hands, as a peer of a kind."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    peer = socket.create_connection((host, int(port)), timeout=10)
+    peer = socket.create_connection((host, int(port)))
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     peer.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)

@@ -1,13 +1,13 @@
 """Prints how many prompt tokens are skipped behind routers, and how many predictions come true.
 
-Run ``python tests/router_rates.py`` where the routers are (tests/engines/routers.sh).
+Run ``python tests/benchmarks/router_rates.py`` where the routers are (tests/engines/routers.sh).
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from kept_runs import add_json_option, keep
 from router_rig import FEW, FEW_SLOTS, KINDS, LOAD, SIZES, TWICE, run, two

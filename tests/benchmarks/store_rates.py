@@ -1,6 +1,6 @@
 """Prints how fast stores on loopback take and give chunks, and what ``doctor`` says of one.
 
-Run ``python tests/store_rates.py`` where Valkey's server and Mooncake are
+Run ``python tests/benchmarks/store_rates.py`` where Valkey's server and Mooncake are
 (tests/engines/stores.sh); where redis-py is installed it reads and writes the same chunks.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
 

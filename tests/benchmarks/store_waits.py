@@ -1,7 +1,7 @@
 """Measures what a store that fails adds to requests, beside the same requests without a store.
 
-Run ``python tests/store_waits.py --count 200 --json out.json`` where Valkey's server and Mooncake
-are (tests/engines/stores.sh), as root, so that nothing else on the machine takes the processor
+Run ``python tests/benchmarks/store_waits.py --count 200 --json out.json`` where Valkey's server
+and Mooncake are (tests/engines/stores.sh), as root, so that nothing else takes the processor
 (``--plain`` without): the thread of requests is in the real-time class; the threads of the tier
 and the control are too with Valkey, and right after it (nice -20) with Mooncake, which spins. The
 exit code is 1 if 50 ms or more were added to a request while the machine did nothing else.
@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
 import torch
@@ -489,7 +489,7 @@ def report(results, arguments, is_plain):
     ]
     return {
         "benchmark": "store_waits",
-        "command": " ".join(["python", "tests/store_waits.py", *arguments]),
+        "command": " ".join(["python", "tests/benchmarks/store_waits.py", *arguments]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "python": platform.python_version(),
