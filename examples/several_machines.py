@@ -37,7 +37,7 @@ def make_replica(model: HybridModel, store: Any) -> Engine:
         num_host_blocks=64,
         num_host_states=8,
         store=store,
-        store_write_on_use=1,  # everything; by default what was used twice
+        write_on_use=1,  # everything; by default what was used twice
         store_patience_seconds=5.0,
         hash_secret=b"the same on all machines",
     )

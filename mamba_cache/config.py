@@ -56,7 +56,7 @@ class CacheConfig:
     """Everything about the cache that does not depend on the model's layers.
 
     Attributes:
-        block_size_tokens: Tokens of one KV block; a multiple of ``ssm_chunk_alignment``.
+        block_size_tokens: Tokens of one KV block; a multiple of ``ssm_chunk_size``.
         max_requests: Requests that can run at once: rows of live state.
         max_tokens: Tokens computed in one step, over all requests.
         max_sequence_length: Prompt and generated tokens of one request.
@@ -69,8 +69,6 @@ class CacheConfig:
         max_slots: Slots for saved states. 0 means that no state is ever saved; without prefix
             caching that is the default.
         ssm_chunk_size: Tokens of one chunk of the model's SSM kernel.
-        ssm_chunk_alignment: Checkpoints lie on multiples of this many tokens; a multiple of
-            ``ssm_chunk_size``, which is its default.
         enable_prefix_caching: If False, nothing is matched and nothing is saved.
         eviction_policy: What becomes of KV blocks that no request refers to.
         slot_policy: Which saved states are given up first where a context is given no policy of its
@@ -94,29 +92,23 @@ class CacheConfig:
         quantized_tensors: Names of the tensors of a state that ``slot_quantization`` is for. Each
             is floating-point, [heads, head_dim, state_dim] in a layer.
         slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
-        slot_rounding_seed: For "stochastic"; from 0 to 2**31 - 1.
         host_cache_gb: Budget in GiB for a tier of KV blocks and states in host memory, pinned where
             a GPU copies from it. None, and none of the two counts below either: there is no tier.
         host_state_share: How much of it is for states, from 0 to 1; the rest is for KV blocks.
         num_host_blocks: KV blocks in the tier, instead of what its budget holds.
         num_host_states: States in the tier, likewise.
-        max_tier_copies: Entries that may be under way to the tier at once; more are dropped and
-            counted.
         disk_cache_path: A directory for a tier on disk below the host tier. What lies there
             outlives the process; it needs an identity of model and weights.
         disk_cache_gb: What everything below that path may take, in GiB.
-        disk_write_on_use: 2: an entry is written to the disk when it is used for the second time;
+        write_on_use: 2: an entry is written to disk and store when it is used for the second time;
             1: as soon as it is in the host tier.
         verify_hits: What part of the hits is computed again without the cache and compared, from 0
             to 1: ``DynamicInferenceContext.take_verification`` hands them out. 0: none.
-        log_requests: Log a line for each request that begins to run, in the logger
-            ``mamba_cache.requests`` at level INFO: what was found of it, where, and why not more.
         max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
             0 to 1.
         store: A store that several processes share, as a tier below the host tier and the disk: a
             ``stores.BlobStore``, or the URL of one. It needs ``hash_secret``, the same in all
             processes, and an identity of model and weights.
-        store_write_on_use: As ``disk_write_on_use``, of the store.
         store_patience_seconds: For how long a request waits for a store that owes an answer; then
             it is computed. 0: no request waits for the store.
         hash_algorithm: Hash function of block digests. "blake2b" is keyed with ``hash_secret``, and
@@ -141,7 +133,6 @@ class CacheConfig:
     mamba_cache_gb: float | None = None
     max_slots: int | None = None
     ssm_chunk_size: int = 256
-    ssm_chunk_alignment: int | None = None
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
     slot_policy: SlotPolicyName | None = None
@@ -154,27 +145,21 @@ class CacheConfig:
     slot_quantization: Literal["int8"] | None = None
     quantized_tensors: tuple[str, ...] = ("ssm",)
     slot_rounding: Literal["nearest", "stochastic"] = "nearest"
-    slot_rounding_seed: int = 0
     host_cache_gb: float | None = None
     host_state_share: float = 0.75
     num_host_blocks: int | None = None
     num_host_states: int | None = None
-    max_tier_copies: int = 256
     disk_cache_path: str | None = None
     disk_cache_gb: float | None = None
-    disk_write_on_use: int = 2
+    write_on_use: int = 2
     verify_hits: float = 0.0
-    log_requests: bool = False
     max_pinned_share: float = 0.25
     store: Any = field(default=None, repr=False)  # its URL may hold a password
-    store_write_on_use: int = 2
     store_patience_seconds: float = 0.03
     hash_algorithm: HashAlgorithm = "blake2b"
     hash_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.ssm_chunk_alignment is None:
-            object.__setattr__(self, "ssm_chunk_alignment", self.ssm_chunk_size)
         if self.max_checkpoints_per_step is None:
             limit = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * self.max_requests
             object.__setattr__(self, "max_checkpoints_per_step", limit)
@@ -191,12 +176,6 @@ class CacheConfig:
         self._check_drafts()
         self._check_choices()
         self._check_diagnostics()
-
-    @property
-    def chunk_alignment(self) -> int:
-        """``ssm_chunk_alignment`` with its default applied, in tokens."""
-        assert self.ssm_chunk_alignment is not None
-        return self.ssm_chunk_alignment
 
     @property
     def checkpoints_per_step(self) -> int:
@@ -242,11 +221,11 @@ class CacheConfig:
     def _check_counts(self) -> None:
         at_least_one = (
             "block_size_tokens", "max_requests", "max_tokens", "max_sequence_length",
-            "ssm_chunk_size", "ssm_chunk_alignment", "min_computed_tokens",
+            "ssm_chunk_size", "min_computed_tokens",
         )  # fmt: skip
         for name in at_least_one:
             self._check_count(name, minimum=1)
-        for name in ("max_checkpoints_per_step", "num_speculative_tokens", "max_tier_copies"):
+        for name in ("max_checkpoints_per_step", "num_speculative_tokens"):
             self._check_count(name, minimum=0)
         optional = (
             ("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0), ("num_host_blocks", 0),
@@ -290,8 +269,8 @@ class CacheConfig:
             )
 
     def _check_disk_tier(self) -> None:
-        uses = check_int("disk_write_on_use", self.disk_write_on_use, minimum=1, maximum=2)
-        object.__setattr__(self, "disk_write_on_use", uses)
+        uses = check_int("write_on_use", self.write_on_use, minimum=1, maximum=2)
+        object.__setattr__(self, "write_on_use", uses)
         if self.disk_cache_path is None and self.disk_cache_gb is None:
             return
         if self.disk_cache_path is None or self.disk_cache_gb is None:
@@ -313,8 +292,6 @@ class CacheConfig:
             )
 
     def _check_store(self) -> None:
-        uses = check_int("store_write_on_use", self.store_write_on_use, minimum=1, maximum=2)
-        object.__setattr__(self, "store_write_on_use", uses)
         seconds = check_number("store_patience_seconds", self.store_patience_seconds, maximum=1e9)
         object.__setattr__(self, "store_patience_seconds", seconds)
         if self.store is None:
@@ -331,16 +308,11 @@ class CacheConfig:
             )
 
     def _check_alignment(self) -> None:
-        if self.chunk_alignment % self.ssm_chunk_size:
+        if self.block_size_tokens % self.ssm_chunk_size:
             raise InvalidArgumentError(
-                f"ssm_chunk_alignment must be a multiple of ssm_chunk_size "
-                f"({self.ssm_chunk_size}), got {self.ssm_chunk_alignment}"
-            )
-        if self.block_size_tokens % self.chunk_alignment:
-            raise InvalidArgumentError(
-                f"block_size_tokens must be a multiple of ssm_chunk_alignment "
-                f"({self.ssm_chunk_alignment}), got {self.block_size_tokens}: a checkpoint at a "
-                f"block boundary would fall inside a chunk, and a hit would differ from a miss"
+                f"block_size_tokens must be a multiple of ssm_chunk_size ({self.ssm_chunk_size}), "
+                f"got {self.block_size_tokens}: a checkpoint at a block boundary would fall inside "
+                "a chunk, and a hit would differ from a miss"
             )
 
     def _check_drafts(self) -> None:
@@ -364,7 +336,6 @@ class CacheConfig:
         names = check_names("quantized_tensors", self.quantized_tensors)
         object.__setattr__(self, "quantized_tensors", names)
         check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
-        self._check_count("slot_rounding_seed", minimum=0)
         check_choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
         check_secret("hash_secret", self.hash_secret)
 
@@ -378,7 +349,6 @@ class CacheConfig:
             )
         for name in (
             "enable_prefix_caching", "save_decode_states", "publish_decoded_blocks",
-            "log_requests",
         ):  # fmt: skip
             if not isinstance(given := getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name} must be a bool, got {given!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -40,7 +40,6 @@ from mamba_cache.context.memory import (
 )
 from mamba_cache.context.pins import Pin, Pins
 from mamba_cache.context.prefetch import Prefetch
-from mamba_cache.context.request_log import RequestLog
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
@@ -288,7 +287,7 @@ class DynamicInferenceContext:
         self.block_size_tokens = config.block_size_tokens
         self.prefix_caching_eviction_policy = config.eviction_policy
         self.mamba_chunk_size = config.ssm_chunk_size
-        self.ssm_chunk_alignment = config.chunk_alignment
+        self.ssm_chunk_alignment = config.ssm_chunk_size
         self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
         self.request_to_kv_block_ids = torch.from_numpy(self.request_table.block_tables)
         self.mamba_metadata = LiveRows(config)
@@ -344,13 +343,7 @@ class DynamicInferenceContext:
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._sampler = HitSampler(config.verify_hits) if config.verify_hits else None
-        self._request_log: RequestLog | None = None
-        if config.log_requests:
-            self._request_log = RequestLog(
-                self.kv_block_allocator, slots, block_size_tokens=config.block_size_tokens
-            )
-        diagnostics = self._sampler, self._request_log
-        listeners = [each.admitted for each in diagnostics if each is not None]
+        listeners = [] if self._sampler is None else [self._sampler.admitted]
         self._runner = StepRunner(
             guard=self._guard,
             buffers=self.step_buffers,
@@ -1117,9 +1110,8 @@ class DynamicInferenceContext:
             self.kv_block_allocator.reset()
             self._checkpoints.reset()
             self._counters.reset()
-            for diagnostics in (self._sampler, self._request_log):
-                if diagnostics is not None:
-                    diagnostics.reset()
+            if self._sampler is not None:
+                self._sampler.reset()
             if self._tiering is not None:
                 self._tiering.reset()
 
@@ -1222,12 +1214,10 @@ class DynamicInferenceContext:
         index = len(blocks) - 1 if difference.block is None else difference.block
         digest = hit.digest(index)
         kind = log_difference(hit.request_id, digest, difference)
-        log = self._request_log
-        with nullcontext() if log is None else log.removing("verification_failed"):
-            if is_state:
-                self.slot_allocator.invalidate_block(blocks[index])
-            else:
-                self.kv_block_allocator.deregister_blocks([blocks[index]])
+        if is_state:
+            self.slot_allocator.invalidate_block(blocks[index])
+        else:
+            self.kv_block_allocator.deregister_blocks([blocks[index]])
         if self._tiering is not None:
             entry = EntryKind.STATE if is_state else EntryKind.KV
             self._tiering.remove(entry, hit.request.cache_salt, digest)

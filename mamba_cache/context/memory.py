@@ -287,9 +287,7 @@ def _quantization(config: CacheConfig) -> SlotQuantization | None:
     """Return how slots keep states in int8, or None if they keep them as they are."""
     if config.slot_quantization is None:
         return None
-    return SlotQuantization(
-        config.slot_rounding, config.slot_rounding_seed, config.quantized_tensors
-    )
+    return SlotQuantization(config.slot_rounding, tensors=config.quantized_tensors)
 
 
 def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:

@@ -199,7 +199,6 @@ def make_tiering(
         planner=planner,
         has_kv=has_kv,
         identity=identity,
-        max_copies=config.max_tier_copies,
         lower=lower,
         agreement=agreement,
     )
@@ -228,7 +227,7 @@ def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTi
         state_bytes=sizes[EntryKind.STATE],
         kv_bytes=sizes[EntryKind.KV],
         state_share=config.host_state_share,
-        write_on_use=config.disk_write_on_use,
+        write_on_use=config.write_on_use,
     )
 
 
@@ -250,7 +249,7 @@ def _open_store(config: CacheConfig, identity: CacheIdentity | None) -> RemoteTi
     return RemoteTier(
         open_store(store) if isinstance(store, str) else store,
         secret=config.hash_secret,
-        write_on_use=config.store_write_on_use,
+        write_on_use=config.write_on_use,
         owns_store=isinstance(store, str),
     )
 

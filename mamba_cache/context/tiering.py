@@ -138,7 +138,7 @@ class Tiering:
         planner: LoadPlanner,
         has_kv: bool,
         identity: TierKey | None = None,
-        max_copies: int = 64,
+        max_copies: int = 256,
         lower: LowerTierLink | None = None,
         agreement: RankAgreement | None = None,
     ) -> None:
@@ -155,7 +155,7 @@ class Tiering:
         self._keeps_kv = has_kv and bool(host.num_rows(EntryKind.KV))
         self._most_pins = slots.max_slots // 2
         # What a disk takes at once passes the host tier's rows, worth one or not, as it does slots.
-        self._passes_all = lower is not None and config.disk_write_on_use == 1
+        self._passes_all = lower is not None and config.write_on_use == 1
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[HostLease]]] = []

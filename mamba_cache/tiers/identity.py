@@ -239,7 +239,6 @@ class CacheIdentity:
                 "kind": config.slot_quantization,
                 "tensors": list(config.quantized_tensors),
                 "rounding": config.slot_rounding,
-                "seed": config.slot_rounding_seed,
             }
         facts = {
             "format": FORMAT_VERSION,
@@ -261,7 +260,6 @@ class CacheIdentity:
             },
             "block_size_tokens": config.block_size_tokens,
             "ssm_chunk_size": config.ssm_chunk_size,
-            "ssm_chunk_alignment": config.chunk_alignment,
             "quantization": quantization,
             "hash": {
                 "algorithm": config.hash_algorithm,

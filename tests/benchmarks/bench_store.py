@@ -300,7 +300,7 @@ def _engine(setting: _Setting, *, with_store: bool = True) -> Engine:
         num_host_blocks=160,
         num_host_states=40,
         store=setting.url if with_store else None,
-        store_write_on_use=1,
+        write_on_use=1,
         store_patience_seconds=_WAIT_SECONDS,
         hash_secret=setting.secret,
     )

@@ -495,7 +495,7 @@ class _FirstTokens:
             num_host_states=12,
             disk_cache_path=disk_path,
             disk_cache_gb=None if disk_path is None else 8.0,
-            disk_write_on_use=1,
+            write_on_use=1,
             hash_secret=bytes(32),
         )
         self.context = DynamicInferenceContext(

@@ -193,7 +193,7 @@ class OfContext:
     def __init__(self, store):
         settings = {"num_host_blocks": 60, "num_host_states": 40, "hash_secret": b"s"}
         if store is not None:
-            settings |= {"store": store, "store_write_on_use": 1}
+            settings |= {"store": store, "write_on_use": 1}
         self.context = make_context(
             make_config(**settings),
             identity=ModelIdentity(name="model", weights="w"),

@@ -32,7 +32,6 @@ class CapturedStep:
                 max_sequence_length=128, num_kv_blocks=100, max_slots=30,
                 slot_quantization=quantization and "int8",
                 slot_rounding=quantization.rounding if quantization else "nearest",
-                slot_rounding_seed=quantization.seed if quantization else 0,
             ),
             StateSpec.mamba(LAYERS, CONV, SSM, torch.bfloat16, torch.float32),
             device="cuda",

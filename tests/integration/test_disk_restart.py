@@ -49,13 +49,13 @@ def test_a_second_process_skips_what_the_first_computed_with_equal_tokens(tmp_pa
 
 def test_what_is_used_once_is_not_written_by_default(tmp_path) -> None:
     """At the second use it is: with the default setting, all of it after the same prompts again."""
-    first = make_engine(tmp_path, disk_write_on_use=2)
+    first = make_engine(tmp_path, write_on_use=2)
     run(first, 1)
     assert first.context.disk_tier.flush()
     assert sum(first.context.disk_tier.stats().entries.values()) == 0
     run(first, 1)
     first.context.close()
-    second = make_engine(tmp_path, disk_write_on_use=2)
+    second = make_engine(tmp_path, write_on_use=2)
     answers, skipped = run(second, 1)
     assert answers == uncached(1)
     assert set(skipped) == {160}

@@ -51,13 +51,14 @@ def namespace_context(policy, device="cpu"):
 def package_context(policy, device="cpu"):
     """The package's own context, as an embedder with a scratch would use it."""
     config = CacheConfig(
-        block_size_tokens=BLOCK, ssm_chunk_size=SSM_CHUNK, ssm_chunk_alignment=ALIGNMENT,
+        block_size_tokens=BLOCK, ssm_chunk_size=SSM_CHUNK,
         max_requests=MAX_REQUESTS, max_tokens=64, max_sequence_length=BLOCK * MAX_BLOCKS,
         num_kv_blocks=NUM_BLOCKS - 1, max_slots=2, eviction_policy=policy.value,
     )  # fmt: skip
     spec = StateSpec.mamba(LAYERS, CONV, SSM, *DTYPES)
     context = DynamicInferenceContext(config, spec, device=device)
     context.prefix_caching_eviction_policy = policy
+    context.ssm_chunk_alignment = ALIGNMENT
     context.max_mamba_intermediate_states_per_step = SCRATCH
     return context
 

@@ -146,7 +146,6 @@ class ContextMachine(RuleBasedStateMachine):
             "max_checkpoints_per_step": max_checkpoints,
             "max_tokens": 60,
             "ssm_chunk_size": min(chunk, CHUNK),
-            "ssm_chunk_alignment": chunk,
             "max_sequence_length": longest,
             **settings,
             **sizes,

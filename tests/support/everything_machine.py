@@ -50,7 +50,6 @@ class Watched:
     def more_settings(self):
         return super().more_settings() | {
             "verify_hits": 1.0,
-            "log_requests": True,
             "max_pinned_share": 0.5,
         }
 

@@ -342,7 +342,7 @@ TARGETS = {
     "digests": plain(BlockHashes, digests=list(HASHES.digests)),
     "config": plain(
         CacheConfig,
-        **dict.fromkeys(("block_size_tokens", "ssm_chunk_size", "ssm_chunk_alignment"), 8),
+        **dict.fromkeys(("block_size_tokens", "ssm_chunk_size"), 8),
         max_requests=2,
         max_tokens=64,
         max_sequence_length=64,
@@ -358,7 +358,6 @@ TARGETS = {
         slot_quantization=None,
         quantized_tensors=["ssm"],
         slot_rounding="nearest",
-        slot_rounding_seed=3,
         hash_algorithm="sha256",
         hash_secret=b"x",
     ),

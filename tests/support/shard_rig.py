@@ -379,7 +379,7 @@ def run_tiered(rank, world_size, folder, seed, num_requests, backend):
     """One rank over a host tier and a disk; what it did is left in the folder."""
     path = f"{folder}/disk {rank}"  # below one path, whose budget counts all, one may leave no room
     run_over(rank, world_size, folder, seed, num_requests, backend, disk_cache_path=path,
-             disk_cache_gb=0.01 / (1 + rank), disk_write_on_use=1)  # fmt: skip
+             disk_cache_gb=0.01 / (1 + rank), write_on_use=1)  # fmt: skip
 
 
 def run_stored(rank, world_size, folder, seed, num_requests, backend):
@@ -388,7 +388,7 @@ def run_stored(rank, world_size, folder, seed, num_requests, backend):
     for call, fault in (("get_many_into", StoreFault.MISSING), ("put_many", StoreFault.FULL)):
         store.inject(call, Trouble.FAIL, probability=0.1, fault=fault)
     run_over(rank, world_size, folder, seed, num_requests, backend, store=store,
-             store_write_on_use=1)  # fmt: skip
+             write_on_use=1)  # fmt: skip
 
 
 def run_over(rank, world_size, folder, seed, num_requests, backend, **settings):

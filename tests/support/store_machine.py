@@ -44,7 +44,7 @@ class StoreMachine(TieredMachine):
     def more_settings(self):
         own = {
             "store": self.store,
-            "store_write_on_use": self.write_on_use,
+            "write_on_use": self.write_on_use,
             "hash_secret": b"of this test",
         }
         return super().more_settings() | self.host_rows | own

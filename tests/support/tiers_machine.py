@@ -86,7 +86,7 @@ class TieredMachine(ContextMachine):
         self.traffic(prompts, 9, None)
 
     def more_settings(self):
-        return {"num_host_blocks": 24, "num_host_states": 5, "max_tier_copies": 12}
+        return {"num_host_blocks": 24, "num_host_states": 5}
 
     def forget(self):
         super().forget()
@@ -434,7 +434,7 @@ class DiskMachine(TieredMachine):
             "disk_cache_path": self.folder,
             "disk_cache_gb": 2 * max(states, blocks) * row_bytes / 2**30,
             "host_state_share": 0.5,
-            "disk_write_on_use": self.write_on_use,
+            "write_on_use": self.write_on_use,
             "hash_secret": b"of this test",
         }
 

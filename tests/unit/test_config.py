@@ -17,7 +17,6 @@ MINIMUM = {
     "max_tokens": 1,
     "max_sequence_length": 1,
     "ssm_chunk_size": 1,
-    "ssm_chunk_alignment": 1,
     "min_computed_tokens": 1,
     "num_kv_blocks": 1,
     "max_slots": 0,
@@ -34,13 +33,12 @@ def make(**settings: Any) -> CacheConfig:
 
 def test_defaults_that_follow_other_settings() -> None:
     config = make(ssm_chunk_size=2, max_requests=7)
-    assert config.ssm_chunk_alignment == config.chunk_alignment == 2
     assert config.max_checkpoints_per_step == config.checkpoints_per_step == 21
 
 
 def test_given_values_are_kept() -> None:
-    config = make(ssm_chunk_alignment=8, max_checkpoints_per_step=0, max_slots=0)
-    assert (config.chunk_alignment, config.checkpoints_per_step, config.max_slots) == (8, 0, 0)
+    config = make(max_checkpoints_per_step=0, max_slots=0)
+    assert (config.checkpoints_per_step, config.max_slots) == (0, 0)
 
 
 @pytest.mark.parametrize(("drafts", "tokens", "rows"), [(0, 1, 1), (1, 2, 3), (3, 4, 5)])
@@ -135,19 +133,13 @@ def test_hits_are_compared_where_slots_keep_states_as_they_are() -> None:
         make(verify_hits=0.5, slot_quantization="int8")
 
 
-def test_alignment_is_a_multiple_of_the_chunk() -> None:
-    expected = r"ssm_chunk_alignment must be a multiple of ssm_chunk_size \(4\), got 6"
-    with pytest.raises(InvalidArgumentError, match=expected):
-        make(ssm_chunk_alignment=6)
-
-
 def test_states_are_kept_on_the_chunk_grid() -> None:
     """Elsewhere a cache chunk of 128 was indexed into states kept per 64 tokens."""
-    expected = r"block_size_tokens must be a multiple of ssm_chunk_alignment \(4\), got 10"
+    expected = r"block_size_tokens must be a multiple of ssm_chunk_size \(4\), got 10"
     with pytest.raises(InvalidArgumentError, match=expected):
         make(block_size_tokens=10)
-    with pytest.raises(InvalidArgumentError, match=r"ssm_chunk_alignment \(16\), got 8"):
-        make(ssm_chunk_alignment=16)
+    with pytest.raises(InvalidArgumentError, match=r"ssm_chunk_size \(16\), got 8"):
+        make(ssm_chunk_size=16)
 
 
 class ForeignPolicy(str, Enum):
@@ -199,9 +191,3 @@ def test_a_vocabulary_may_have_one_token() -> None:
     assert make(vocab_size=1).vocab_size == 1
     with pytest.raises(InvalidArgumentError, match="vocab_size"):
         make(vocab_size=0)
-
-
-def test_the_seed_of_rounding_is_an_int32() -> None:
-    assert make(slot_rounding_seed=2**31 - 1).slot_rounding_seed == 2**31 - 1
-    with pytest.raises(InvalidArgumentError, match="slot_rounding_seed"):
-        make(slot_rounding_seed=2**31)

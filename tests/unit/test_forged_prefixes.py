@@ -87,7 +87,7 @@ def test_a_forged_block_is_a_miss_in_a_context(expected):
 
 def test_a_forged_block_is_a_miss_on_a_disk(tmp_path, expected):
     settings = {
-        "disk_cache_path": str(tmp_path), "disk_cache_gb": 0.01, "disk_write_on_use": 1
+        "disk_cache_path": str(tmp_path), "disk_cache_gb": 0.01, "write_on_use": 1
     }  # fmt: skip
     _check_a_tier(settings, expected)
 
@@ -95,7 +95,7 @@ def test_a_forged_block_is_a_miss_on_a_disk(tmp_path, expected):
 def test_a_forged_block_is_a_miss_in_a_store(monkeypatch, expected):
     for module in (remote, prefetch):  # loads are waited for as long as they take
         monkeypatch.setattr(module, "time", ManualClock())
-    settings = {"store": MemoryStore(), "store_write_on_use": 1}
+    settings = {"store": MemoryStore(), "write_on_use": 1}
     _check_a_tier(settings, expected)
 
 
@@ -118,9 +118,7 @@ def _check_a_tier(settings, expected):
 
 
 def on_disk(path, **changes):
-    return open_context(
-        disk_cache_path=str(path), disk_cache_gb=0.01, disk_write_on_use=1, **changes
-    )
+    return open_context(disk_cache_path=str(path), disk_cache_gb=0.01, write_on_use=1, **changes)
 
 
 def test_a_disk_cache_draws_a_secret_and_keeps_it(tmp_path):

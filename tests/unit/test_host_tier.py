@@ -220,7 +220,6 @@ def test_settings_are_checked():
         ({"host_cache_gb": -1}, "host_cache_gb must be a number"),
         ({"host_cache_gb": 1, "host_state_share": 1.5}, "host_state_share must be a number"),
         ({"num_host_states": -1, "num_host_blocks": 1}, "num_host_states must be an int"),
-        ({"max_tier_copies": -1}, "max_tier_copies must be an int"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             make_config(**wrong)
@@ -416,7 +415,8 @@ def test_what_is_written_over_while_it_was_copied_is_never_restored():
 
 
 def test_more_copies_than_may_be_under_way_are_dropped():
-    context = make_tiered(num_kv_blocks=100, max_tier_copies=2)
+    context = make_tiered(num_kv_blocks=100)
+    context._tiering._max_copies = 2
     install(context, LateTransfers)
     first(context)
     assert host_stats(context).dropped == {"queue_full": 3}

@@ -159,7 +159,7 @@ def test_blocks_are_chunks_and_small_beside_what_is_shared(chunk, prompt, shared
 
 
 def test_a_block_that_breaks_the_chunk_grid_is_refused():
-    with pytest.raises(InvalidArgumentError, match="multiple of ssm_chunk_alignment"):
+    with pytest.raises(InvalidArgumentError, match="multiple of ssm_chunk_size"):
         make_plan(TINY, WORKLOAD, GpuMemory(GIB, 0, 0), block_size_tokens=12)
 
 

@@ -92,7 +92,7 @@ def make(path, *, tier=None, planner=None, **changes):
         "num_host_states": 20,
         "disk_cache_path": path,
         "disk_cache_gb": 0.01,
-        "disk_write_on_use": 1,
+        "write_on_use": 1,
         "hash_secret": b"secret",
     }
     context = make_context(
@@ -478,7 +478,7 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
     tier = HeldTier()
     settings = {
         "num_host_states": 9, "num_host_blocks": 0, "disk_cache_path": tmp_path,
-        "disk_cache_gb": 0.01, "disk_write_on_use": 1, "hash_secret": b"s",
+        "disk_cache_gb": 0.01, "write_on_use": 1, "hash_secret": b"s",
     }  # fmt: skip
     contexts = []
     for _ in range(2):
@@ -524,7 +524,7 @@ def test_a_disk_has_rows_of_the_kinds_that_the_host_has(tmp_path) -> None:
 @pytest.mark.parametrize("uses", [1, 2])
 def test_what_a_disk_takes_at_once_passes_the_rows_of_states_worth_more(tmp_path, uses) -> None:
     context = make(
-        tmp_path, num_host_states=2, max_slots=4, slot_policy="adaptive", disk_write_on_use=uses
+        tmp_path, num_host_states=2, max_slots=4, slot_policy="adaptive", write_on_use=uses
     )
     once = [[(7 * i + k) % 13 for i in range(17)] for k in range(5)]
     for prompt in (PROMPT[:17], PROMPT[:17], *once):
@@ -553,7 +553,7 @@ def test_arguments_are_checked(context, tmp_path) -> None:
         ({"disk_cache_path": None}, "give both disk_cache_path and disk_cache_gb"),
         ({"disk_cache_path": 3}, "disk_cache_path must be a path"),
         ({"disk_cache_gb": -1}, "disk_cache_gb must be a number"),
-        ({"disk_write_on_use": 0}, "disk_write_on_use must be"),
+        ({"write_on_use": 0}, "write_on_use must be"),
         ({"num_host_blocks": None, "num_host_states": None}, "a disk tier needs a host tier"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
@@ -611,7 +611,7 @@ def test_a_disk_that_takes_all_gets_what_no_row_of_the_host_tier_is_worth(tmp_pa
     """It passes through a slot and a row; a disk that takes what is used gets less of it."""
     refused, stored = {}, {}
     for uses in (1, 2):
-        context = make(tmp_path / str(uses), num_host_states=3, max_slots=9, disk_write_on_use=uses)
+        context = make(tmp_path / str(uses), num_host_states=3, max_slots=9, write_on_use=uses)
         for number in range(9):
             generate(context, PROMPT, 1, request_id=number)
             generate(context, [(7 * i * number + i) % 13 for i in range(17)], 1)

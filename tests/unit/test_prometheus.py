@@ -131,7 +131,7 @@ def over_disk_and_store(kind, path):
     """A context or a prefix cache over both, and what asks it."""
     store = MemoryStore()
     if kind == "context":
-        engine = make_engine(path, store=store, store_write_on_use=1)
+        engine = make_engine(path, store=store, write_on_use=1)
         cache, ask = engine.context, partial(engine.generate, restart_prompts(1, 2))
     else:
         settings = {"store": store, "hash_secret": b"of this test"}
@@ -173,7 +173,8 @@ def test_disks_and_stores_have_the_same_metrics_as_host_memory(kind, tmp_path):
 
 
 def test_tiers_have_metrics_of_their_own():
-    context = make_tiered(num_kv_blocks=100, max_tier_copies=2)
+    context = make_tiered(num_kv_blocks=100)
+    context._tiering._max_copies = 2
     generate(context, list(range(13)) * 2, 1)
     context.host_tier.refused["missing"] += 1
     samples = tier_samples(context)

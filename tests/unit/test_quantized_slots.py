@@ -20,7 +20,7 @@ def quantized_context(**changes):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[: 4 * BLOCK]], ids=["inside", "at the end"])
 def test_a_hit_is_near_a_miss_and_no_longer_equal(rounding, prompt):
-    context = quantized_context(slot_rounding=rounding, slot_rounding_seed=3)
+    context = quantized_context(slot_rounding=rounding)
     longer = [*prompt, 1, 2]
     generate(context, prompt, BLOCK)
     _, logits, admission = generate(context, longer, 1)
@@ -30,9 +30,9 @@ def test_a_hit_is_near_a_miss_and_no_longer_equal(rounding, prompt):
     assert 0 < error < 0.05 * wanted.abs().max()
 
 
-def test_the_configurations_seed_is_the_slots_own():
-    context = quantized_context(slot_rounding="stochastic", slot_rounding_seed=3)
-    assert context.slot_allocator.quantization == SlotQuantization("stochastic", 3)
+def test_the_configurations_rounding_is_the_slots_own():
+    context = quantized_context(slot_rounding="stochastic")
+    assert context.slot_allocator.quantization == SlotQuantization("stochastic")
 
 
 def test_what_is_restored_is_what_quantising_the_saved_state_gives():
@@ -99,9 +99,6 @@ def test_one_layer_is_quantised_on_its_way_into_a_slot(generator):
     [
         {"slot_quantization": "int4"},
         {"slot_rounding": "up"},
-        {"slot_rounding_seed": -1},
-        {"slot_rounding_seed": 2**31},
-        {"slot_rounding_seed": 1.0},
     ],
 )
 def test_settings_out_of_range_are_refused(wrong):

@@ -284,7 +284,7 @@ def clock():
 @pytest.fixture
 def disks(tmp_path, clock):
     """Two ranks whose disks have the prompt, with states after two and three blocks."""
-    settings = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    settings = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     ranks = make_ranks(settings, settings)
     run(ranks, PROMPT, checkpoint_positions=[16])
     ranks.wait_for_tiers()
@@ -426,7 +426,7 @@ def test_ranks_that_wait_find_out_together(disks, clock, seconds):
 
 def test_ranks_share_a_store_by_identity_and_rank(clock):
     """New processes find what those of the same rank have left, once all stores have answered."""
-    shared = {"store": MemoryStore(), "store_write_on_use": 1, "store_patience_seconds": 60}
+    shared = {"store": MemoryStore(), "write_on_use": 1, "store_patience_seconds": 60}
     first = make_ranks(shared, shared)
     run(first, PROMPT)
     first.wait_for_tiers()

@@ -52,7 +52,7 @@ def make(store, *, planner=None, identity=IDENTITY, **changes):
         "num_host_blocks": 40,
         "num_host_states": 20,
         "store": store,
-        "store_write_on_use": 1,
+        "write_on_use": 1,
         "hash_secret": b"secret",
     }
     return make_context(
@@ -275,7 +275,7 @@ def engine_over(store, **changes):
         "num_host_blocks": 300,
         "num_host_states": 60,
         "store": store,
-        "store_write_on_use": 1,
+        "write_on_use": 1,
         "hash_secret": b"of this test",
     }
     return Engine(
@@ -497,7 +497,7 @@ def test_the_speed_of_the_store_is_measured(store, clock) -> None:
 
 def test_disk_and_store_together(store, tmp_path) -> None:
     """What the disk has comes from there, and the rest from the store; both are offered all."""
-    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     empty = MemoryStore()
     first = make(empty, **on_disk)
     generate(first, PROMPT[:50], 2)
@@ -519,7 +519,7 @@ def test_disk_and_store_together(store, tmp_path) -> None:
 
 
 def test_where_the_disk_has_it_all_the_store_is_not_asked(store, tmp_path) -> None:
-    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
     assert ask(context).wait() is PrefetchState.READY
@@ -543,7 +543,7 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     store, clock, tmp_path, monkeypatch
 ) -> None:
     """What one request is owed by a store does not make another one, all on disk, too late."""
-    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "disk_write_on_use": 1}
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
     opened, read = threading.Event(), SlabFile.read
@@ -564,7 +564,7 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
 def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     """By default an entry is written when it is used for the second time."""
     store = MemoryStore()
-    context = make(store, store_write_on_use=2)
+    context = make(store, write_on_use=2)
     generate(context, PROMPT, 2)
     context.wait_for_tiers()
     assert store._blobs == {}
@@ -587,7 +587,7 @@ def test_models_without_attention_share_states_alone(store) -> None:
     contexts = [
         make_context(
             make_config(
-                num_host_states=9, num_host_blocks=0, store=store, store_write_on_use=1,
+                num_host_states=9, num_host_blocks=0, store=store, write_on_use=1,
                 hash_secret=b"s",
             ),
             model=model, identity=IDENTITY, load_planner=slow_prefill(),
@@ -634,8 +634,8 @@ def test_settings_are_checked() -> None:
         make_config(store=store)
     with pytest.raises(InvalidArgumentError, match=r"store must be a stores.BlobStore or the URL"):
         make_config(store=7, **on_host)
-    with pytest.raises(InvalidArgumentError, match="store_write_on_use must be an int"):
-        make_config(store_write_on_use=3)
+    with pytest.raises(InvalidArgumentError, match="write_on_use must be an int"):
+        make_config(write_on_use=3)
     with pytest.raises(InvalidArgumentError, match="store_patience_seconds must be a number"):
         make_config(store_patience_seconds=-1)
     with pytest.raises(InvalidArgumentError, match="store needs identity"):

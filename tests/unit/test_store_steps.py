@@ -41,7 +41,7 @@ def make(watch, store, monkeypatch):
     settings = {"num_host_blocks": 40, "num_host_states": 20, "hash_secret": b"secret"}
     with watch.locks(monkeypatch):
         return make_context(
-            make_config(store=watch.store(store), store_write_on_use=1, **settings),
+            make_config(store=watch.store(store), write_on_use=1, **settings),
             identity=ModelIdentity(name="model", weights="w"),
             load_planner=slow_prefill(),
             placement=EveryNthBlock(1),

@@ -27,12 +27,10 @@ CONFIG = {
     "max_slots": 4,
     "block_size_tokens": 64,
     "ssm_chunk_size": 16,
-    "ssm_chunk_alignment": 32,
     "hash_secret": b"secret",
     "slot_quantization": "int8",
     "quantized_tensors": ("ssm",),
     "slot_rounding": "stochastic",
-    "slot_rounding_seed": 3,
 }
 MODEL = {"name": "org/model", "weights": "sha256:1", "adapter": "lora:1", "settings": "eager"}
 RANK = {
@@ -94,10 +92,8 @@ CHANGES = {
     "kv.dtype": {"kv": {"dtype": torch.float16}},
     "block_size_tokens": {"config": {"block_size_tokens": 128}},
     "ssm_chunk_size": {"config": {"ssm_chunk_size": 32}},
-    "ssm_chunk_alignment": {"config": {"ssm_chunk_alignment": 64}},
     "quantization.tensors": {"config": {"quantized_tensors": ("ssm", "conv")}},
     "quantization.rounding": {"config": {"slot_rounding": "nearest"}},
-    "quantization.seed": {"config": {"slot_rounding_seed": 4}},
     "hash.secret": {"config": {"hash_secret": b"another"}},
 }
 FURTHER_CHANGES = {
