@@ -19,11 +19,9 @@ from conformance_rig import (
 )
 from fingerprints import fingerprint
 
-from mamba_cache import (
-    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
-    MambaSlotAllocator,
-    MambaSlotCapacityError,
-)
+from mamba_cache import MambaSlotAllocator
+from mamba_cache.errors import MambaSlotCapacityError
+from mamba_cache.slots import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 
 LRU, REF_ZERO = PrefixCachingEvictionPolicy
 

@@ -6,12 +6,8 @@ import pytest
 import torch
 from sources import ROOT
 
-from mamba_cache import (
-    BlockCapacityError,
-    CacheConfig,
-    DynamicInferenceContext,
-    Request,
-)
+from mamba_cache import CacheConfig, DynamicInferenceContext, Request
+from mamba_cache.errors import BlockCapacityError
 from mamba_cache.reference import HybridModel
 
 EXAMPLE = ROOT / "examples" / "embed_in_your_engine.py"

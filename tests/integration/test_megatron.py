@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mamba_cache import MambaSlotAllocator, MambaSlotCapacityError
-from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
+from mamba_cache import MambaSlotAllocator
+from mamba_cache.errors import MambaSlotCapacityError, MissingExtraError, UnsupportedVersionError
 from mamba_cache.integrations import megatron
 
 CONTEXTS = "megatron.core.inference.contexts"

@@ -14,8 +14,8 @@ from context_rig import (
 )
 from kinds_rig import GDN, MIXED, MODELS, KindsModel
 
-from mamba_cache import CapturedExtractions, UnwrittenStateWarning
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache import CapturedExtractions
+from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
 from mamba_cache.reference import Engine, NgramDrafter, SamplingParams
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import StateSpec, quantize_states

@@ -70,7 +70,7 @@ class ForgettingSpeculationMachine(_Forgetting, SpeculationMachine):
 for _machine in (ForgettingMachine, ForgettingSpeculationMachine):
     _machine.TestCase.settings = settings(max_examples=settings.default.max_examples)
 
-ignored = pytest.mark.filterwarnings("ignore::mamba_cache.UnwrittenStateWarning")
+ignored = pytest.mark.filterwarnings("ignore::mamba_cache.errors.UnwrittenStateWarning")
 TestForgetting = ignored(ForgettingMachine.TestCase)
 TestForgettingWithDrafts = ignored(ForgettingSpeculationMachine.TestCase)
 

@@ -32,7 +32,8 @@ from disk_rig import (
     put,
 )
 
-from mamba_cache import BudgetError, InvalidArgumentError, InvariantError, TierInUseError
+from mamba_cache import InvalidArgumentError
+from mamba_cache.errors import BudgetError, InvariantError, TierInUseError
 from mamba_cache.tiers import EntryHeader, EntryKind, EntryMacs, PayloadMac, Refusal, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks

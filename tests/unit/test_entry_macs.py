@@ -26,7 +26,8 @@ from disk_rig import (
 )
 from remote_rig import Bench
 
-from mamba_cache import InvalidArgumentError, MissingExtraError
+from mamba_cache import InvalidArgumentError
+from mamba_cache.errors import MissingExtraError
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import (
     HEADER_BYTES,

@@ -21,8 +21,8 @@ from context_rig import (
 )
 from fingerprints import fingerprint
 
-from mamba_cache import CapturedExtractions, DeviceTokens, Request, UnwrittenStateWarning
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache import CapturedExtractions, DeviceTokens, Request
+from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import extract_checkpoint_states
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from work import lines_executed
 
-from mamba_cache import (
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.integrations.vllm import (
     Mamba2AttentionBackend,
     Mamba2AttentionMetadata,
     Mamba2AttentionMetadataBuilder,
+    MambaSpec,
 )
-from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm import MambaSpec
 
 CHUNK, COLUMN, NUM_COLUMNS = 8, 6, 20
 

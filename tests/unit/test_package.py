@@ -10,10 +10,8 @@ from importlib import metadata
 from sources import PACKAGE, ROOT, Source, is_old_path, is_public, sources
 
 import mamba_cache
-from mamba_cache import errors
 
 FRONT_DOOR = {
-    "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
     "Admission",
     "BlockHasher",
     "BlockHashes",
@@ -32,9 +30,6 @@ FRONT_DOOR = {
     "LastBlock",
     "LayerKind",
     "LruSlotPolicy",
-    "Mamba2AttentionBackend",
-    "Mamba2AttentionMetadata",
-    "Mamba2AttentionMetadataBuilder",
     "MambaSlotAllocator",
     "MegatronPlacement",
     "MissReason",
@@ -52,7 +47,13 @@ FRONT_DOOR = {
     "__version__",
     "compute_block_hashes",
     "compute_varlen_chunk_metadata",
-    *errors.__all__,
+    # What an embedder catches; the others are in ``mamba_cache.errors``.
+    "CapacityError",
+    "InvalidArgumentError",
+    "MambaCacheError",
+    "PoisonedError",
+    "StepOrderError",
+    "UnknownRequestError",
 }
 
 NOT_ALWAYS_INSTALLED = (

@@ -15,9 +15,10 @@ from faulty_store import FaultyStore, Trouble
 from remote_rig import PATIENCE, wait_until
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
 
-from mamba_cache import InvalidArgumentError, Request, TierInUseError
+from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
+from mamba_cache.errors import TierInUseError
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.stores import MemoryStore, StoreFault
