@@ -351,6 +351,8 @@ FIELDS = """
     batch_dimensions batch_dimensions.prefill_req_count batch_dimensions.decode_req_count
     paused_request_count
 """
+OF_KV_BLOCK_ALLOCATOR = {"kv_block_allocator.attach_slots", "kv_block_allocator.listeners"}
+"""What only the package's own KV blocks have; others are asked in vain."""
 
 
 def test_nothing_else_of_the_context_is_read(context, generator):
@@ -364,5 +366,5 @@ def test_nothing_else_of_the_context_is_read(context, generator):
     allocator.on_kv_blocks_deregistered([1], {2})
     allocator.invalidate_block(2)
     allocator.reset()
-    assert seen <= set(FIELDS.split())
+    assert seen - OF_KV_BLOCK_ALLOCATOR <= set(FIELDS.split())
     assert set(FIELDS.split()) - seen <= {"gdp_num_householder"}
