@@ -43,10 +43,12 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     MissingStateError,
     ModelChangedError,
+    PoisonedError,
 )
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.capture import _find_scans
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
@@ -568,6 +570,57 @@ def test_a_manager_that_is_stopped_leaves_nobody_waiting(nemotron, generator, is
     else:
         assert output.generated_tokens == nemotron.answer(prompt, 5)
     assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PoisonedError])
+@pytest.mark.parametrize("breaks", [(3,), (3, 5)])
+def test_requests_run_again_after_a_call_that_broke_off(
+    nemotron, generator, monkeypatch, error, breaks
+):
+    """Once, if their clients have heard nothing yet; all of them failed."""
+    prompts = [tokens(generator, n) for n in (9, 12)]
+    config = nemotron.config(max_new_tokens=5)
+    runner = Runner(nemotron.cache())
+    manager = BatchManager(runner, lambda ids: details(nemotron.model, config, ids))
+    step, calls = Batcher.step, []
+
+    def broken(self):
+        calls.append(1)
+        if len(calls) in breaks:
+            raise error("out of order")
+        return step(self)
+
+    async def ask(name, prompt, is_streaming):
+        outputs, over = [], asyncio.get_running_loop().create_future()
+
+        def hear(output):
+            outputs.append(output)
+            if output.is_finished():
+                over.set_result(outputs)
+
+        manager.register_result_handler(name, hear)
+        manager.add_request(prompt, name, streaming=is_streaming)
+        return await over
+
+    async def ask_all():
+        asked = [asyncio.ensure_future(ask(str(n), p, n == 1)) for n, p in enumerate(prompts)]
+        await asyncio.sleep(0)
+        runner.may_run.set()
+        return await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+    monkeypatch.setattr(Batcher, "step", broken)
+    manager.start()
+    try:
+        [silent], heard = asyncio.run(ask_all())
+    finally:
+        manager.stop()
+    assert [len(output.generated_tokens) for output in heard] == [1, 2, 0]
+    assert "out of order" in heard[-1].error
+    if len(breaks) == 1:
+        assert (silent.error, silent.generated_tokens) == (None, nemotron.answer(prompts[0], 5))
+    else:
+        assert "out of order" in silent.error
+    runner.cache.check_invariants()
 
 
 def test_a_model_without_memory_for_batches_is_served_request_by_request(nemotron, monkeypatch):
