@@ -150,6 +150,11 @@ def hit(answer):
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
+def reused(length):
+    """The tokens that a prompt of this length, or a chat that goes on from it, is not computed."""
+    return (length - 1) // BLOCK * BLOCK
+
+
 def in_common(*prompts):
     """How many tokens prompts begin with alike."""
     same = (len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False))
@@ -195,7 +200,7 @@ def test_a_cache_is_told_whether_a_chat_goes_on(server, folders, monkeypatch):
     assert told == [(hint, "transformers server") for hint in (False, True, True)]
 
 
-def test_a_repeated_request_computes_no_prompt(server, folders, references, words):
+def test_a_repeated_request_computes_less_than_a_block(server, folders, references, words):
     main, question = folders["main"], words(1500)
     server.chat(main, words(9))  # makes its cache
     ids = prompt_ids(question)
@@ -207,9 +212,9 @@ def test_a_repeated_request_computes_no_prompt(server, folders, references, word
         second = server.chat(main, question)
         after = sum(counts) - (NEW - 1)
     assert said(first) == said(second) == expected
-    assert (hit(first), hit(second)) == (0, ids.shape[1])
+    assert (hit(first), hit(second)) == (0, reused(ids.shape[1]))
     assert first.usage.prompt_tokens == second.usage.prompt_tokens == ids.shape[1]
-    assert (before, after) == (ids.shape[1], 0)  # what the first token waits for
+    assert (before, after) == (ids.shape[1], ids.shape[1] - hit(second))
 
 
 @pytest.mark.parametrize("name", ["main", "other"])
@@ -219,7 +224,7 @@ def test_the_next_turn_computes_what_is_new(server, folders, references, words, 
         answer = server.chat(folders[name], chat)
         assert said(answer) == generated(references[name], prompt_ids(chat))
         assert hit(answer) == done
-        done = answer.usage.total_tokens - 1  # the last token went through no forward
+        done = reused(answer.usage.total_tokens)  # the last token went through no forward
         chat += [
             {"role": "assistant", "content": said(answer)},
             {"role": "user", "content": words(20)},
@@ -232,7 +237,7 @@ def test_streams(server, folders, references, words):
     for number in range(2):
         text, usage = heard(server.chat(main, question, stream=True))
         assert text == expected
-        assert usage.prompt_tokens_details.cached_tokens == number * ids.shape[1]
+        assert usage.prompt_tokens_details.cached_tokens == number * reused(ids.shape[1])
         assert usage.completion_tokens == NEW
 
 
@@ -243,10 +248,10 @@ def test_prompts_without_a_chat(server, folders, references, words):
     create = server.client.completions.create
     answers = [create(model=main, prompt=prompt, **options) for _ in range(2)]
     assert [one.choices[0].text for one in answers] == [expected] * 2
-    assert [hit(one) for one in answers] == [0, 200]
+    assert [hit(one) for one in answers] == [0, reused(200)]
     chunks = list(create(model=main, prompt=prompt, stream=True, **options))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-    assert hit(chunks[-1]) == 200
+    assert hit(chunks[-1]) == reused(200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -260,7 +265,7 @@ def test_responses(server, folders, references, words, stream):
         if stream:
             answer = list(answer)[-1].response
         assert answer.output_text == expected
-        assert answer.usage.input_tokens_details.cached_tokens == number * ids.shape[1]
+        assert answer.usage.input_tokens_details.cached_tokens == number * reused(ids.shape[1])
 
 
 def test_eight_clients_at_once(server, folders, references, words):
@@ -294,7 +299,7 @@ def test_eight_clients_at_once(server, folders, references, words):
     assert shared > 400
     assert sorted(chat[0][2] for chat in turns) == [0] + [shared // BLOCK * BLOCK] * 7
     # The last token of an answer went through no forward.
-    assert [c[1][2] for c in turns] == [c[0][0].shape[1] + NEW - 1 for c in turns]
+    assert [c[1][2] for c in turns] == [reused(c[0][0].shape[1] + NEW) for c in turns]
     after = server.served(main).cache.stats()
     told = sum(turn[2] for chat in turns for turn in chat)
     assert after.skipped_tokens - before.skipped_tokens == told
@@ -312,7 +317,7 @@ def test_a_client_that_goes_away_while_it_streams(server, folders, references, w
         answer = server.chat(main, question)  # waits until the other one has ended
     assert len(counts) < 50_000
     assert said(answer) == expected
-    assert hit(answer) == ids.shape[1]
+    assert hit(answer) == reused(ids.shape[1])
     server.check(main)
 
 
@@ -339,7 +344,7 @@ def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, wor
     for number in range(2):
         answer = server.chat(main, question, seed=5, temperature=1, extra_body=options)
         assert said(answer) == expected
-        assert hit(answer) == number * prompt_ids(question).shape[1]
+        assert hit(answer) == number * reused(prompt_ids(question).shape[1])
 
 
 # Whose prompts may meet.
@@ -347,7 +352,7 @@ def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, wor
 
 def test_users_and_headers_share_nothing(server, folders, words):
     main, question = folders["main"], words(100)
-    length = prompt_ids(question).shape[1]
+    length = reused(prompt_ids(question).shape[1])
     kinds = [
         {},
         {"user": "alice"},
@@ -380,8 +385,7 @@ def test_stripped_reasoning_hits_up_to_where_it_is_missing(
             assert hit(answer) == 0
         else:
             shared = in_common(earlier, ids)
-            # The prompt's end is kept as it is, what lies before it in whole blocks.
-            assert hit(answer) == (shared if shared == len(earlier) else shared // BLOCK * BLOCK)
+            assert hit(answer) == shared // BLOCK * BLOCK
             assert (shared == len(earlier)) == (name == "stripping")
         earlier = ids
         thought = f"<think>\n{words(40)}</think>{words(20)}"
@@ -472,7 +476,7 @@ def test_the_plain_server_reports_no_cached_tokens(plain_answers, server, folder
     assert [one.usage.prompt_tokens_details for one in answers] == [None, None]
     assert [hit(server.chat(folders["main"], "Twice. " * 9)) for _ in range(2)] == [
         0,
-        answers[0].usage.prompt_tokens,
+        reused(answers[0].usage.prompt_tokens),
     ]
     assert said(server.chat(folders["main"], "Twice. " * 9)) == said(answers[0])
 
@@ -563,7 +567,7 @@ def test_weights_that_change_are_noticed_and_forgotten(
         details = [usage.prompt_tokens_details for _, usage in answers]
         assert details[0] is None
         hits = [one.cached_tokens for one in details[1:]]
-        assert hits == [0, prompt_ids(question).shape[1]]
+        assert hits == [0, reused(prompt_ids(question).shape[1])]
         assert "lm_head" in warnings_in(caplog)[0]
     finally:
         for model in pair:
@@ -650,7 +654,7 @@ def test_an_unloaded_model_gives_its_cache_back(server, folders, references, wor
     assert other not in server.get("/metrics")
     answers = [server.chat(other, question) for _ in range(2)]  # it is loaded again
     assert [said(one) for one in answers] == [expected] * 2
-    assert [hit(one) for one in answers] == [0, prompt_ids(question).shape[1]]
+    assert [hit(one) for one in answers] == [0, reused(prompt_ids(question).shape[1])]
 
 
 def test_a_model_that_is_unloaded_while_it_answers(server, folders, references, words):
@@ -810,7 +814,7 @@ def test_the_guides_lines_run(server, folders, words, uninstalled, capsys):
     finally:
         running[0].close()
     [first, second] = re.findall(r"^(\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
-    assert (first[1], second[1]) == ("0", first[0])
+    assert (first[1], second[1]) == ("0", str(reused(int(first[0]))))
 
 
 # The command.
@@ -842,7 +846,7 @@ def test_the_command_serves(folders, references, words):
         assert [said(one) for one in answers] == [
             generated(references["main"], prompt_ids(question))
         ] * 2
-        assert [hit(one) for one in answers] == [0, prompt_ids(question).shape[1]]
+        assert [hit(one) for one in answers] == [0, reused(prompt_ids(question).shape[1])]
         process.send_signal(signal.SIGINT)
         drain.join()
         # As `transformers serve` ends then. Shells have their background jobs ignore the signal,
