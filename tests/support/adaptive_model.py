@@ -7,25 +7,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mamba_cache.slots.adaptive.candidates import (
+from mamba_cache.slots.adaptive import (
+    BIN_OF_AGE,
+    CLASS_GROUPS,
     FORGOTTEN_AT_ONCE,
+    NUM_BINS,
     REQUESTS_PER_REFIT,
     REQUESTS_PER_SWEEP,
-    CandidateKind,
-    class_groups,
+    ReturnRates,
 )
-from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, NUM_BINS, ReturnRates
 
 __all__ = ["ModelTree"]
 
 Path = tuple[int, ...]
 
+_KINDS = ("end", "branch", "inside")
 _SIZES = (3, 5, 2, 5, 4, 5)  # kinds, uses, extended, turns, new blocks, hints
 
 
 @dataclass
 class _Candidate:
-    kind: int
+    kind: str
     traits: tuple[int, int, int]
     turn: int
     born: int
@@ -37,7 +39,7 @@ class _Candidate:
 
     @property
     def klass(self) -> int:
-        place = (self.kind, min(self.uses, 4), int(self.is_extended), *self.traits)
+        place = (_KINDS.index(self.kind), min(self.uses, 4), int(self.is_extended), *self.traits)
         return int(np.ravel_multi_index(place, _SIZES))
 
 
@@ -57,11 +59,10 @@ class ModelTree:
     made: int = 0
     known: dict[Path, _Candidate] = field(default_factory=dict)
     ghosts: list[Path] = field(default_factory=list)
-    rates: ReturnRates = field(default_factory=lambda: ReturnRates(class_groups()))
+    rates: ReturnRates = field(default_factory=lambda: ReturnRates(CLASS_GROUPS))
 
     def begin_request(self, path: Sequence[int], num_matched: int, num_usable: int) -> _Prompt:
         self.clock += 1
-        self.rates.work()
         if self.clock % REQUESTS_PER_REFIT == 0:
             self.rates.refit(
                 np.array([c.klass for c in self.known.values()], np.int64),
@@ -79,11 +80,10 @@ class ModelTree:
         if on_path:
             used = max(on_path, key=len)
             candidate = self.known[used]
-            turn = candidate.turn + (candidate.kind == CandidateKind.END_OF_PROMPT)
+            turn = candidate.turn + (candidate.kind == "end")
             self._leave_class(candidate, is_event=True)
             candidate.uses += 1
             candidate.last_use = self.clock
-            self.rates.begin_spell(candidate.klass, 0)
             if used in self.ghosts:
                 self.ghosts.remove(used)
                 self.ghosts.append(used)
@@ -98,7 +98,7 @@ class ModelTree:
         candidate = self.known[path]
         return self.value_of(path), len(path), candidate.last_use, candidate.born
 
-    def propose(self, prompt: _Prompt, depth: int, kind: int) -> Path:
+    def propose(self, prompt: _Prompt, depth: int, kind: str) -> Path:
         path = prompt.path[:depth]
         if path in self.known:
             return path
@@ -108,19 +108,19 @@ class ModelTree:
         if below:
             common = min(_common(p, prompt.path) for p in below)
             if common < depth:
-                self._add(prompt, common, CandidateKind.BRANCH, has_below=True)
+                self._add(prompt, common, "branch", has_below=True)
                 return self.propose(prompt, depth, kind)
         self._add(prompt, depth, kind, has_below=bool(below))
         return path
 
-    def _add(self, prompt: _Prompt, depth: int, kind: int, *, has_below: bool) -> None:
+    def _add(self, prompt: _Prompt, depth: int, kind: str, *, has_below: bool) -> None:
         path = prompt.path[:depth]
         above = self.above(path)
         if above and not self.known[above].is_extended:
             candidate = self.known[above]
             self._leave_class(candidate, is_event=False)
             candidate.is_extended = True
-            self.rates.begin_spell(candidate.klass, self.clock - candidate.last_use)
+            self.rates.count(candidate.klass, self.clock - candidate.last_use, -1)
             if above in self.ghosts:
                 candidate.weight = self.index_of(above)
         is_extended = has_below or depth < len(prompt.path)
@@ -128,7 +128,6 @@ class ModelTree:
         self.known[path] = _Candidate(
             kind, prompt.traits, prompt.turn, self.made, self.clock, is_extended
         )
-        self.rates.begin_spell(self.known[path].klass, 0)
         self.ghosts.append(path)
         self.known[path].weight = self.index_of(path)
 
@@ -188,7 +187,7 @@ class ModelTree:
 
     def _leave_class(self, candidate: _Candidate, *, is_event: bool) -> None:
         age = self.clock - candidate.last_use
-        self.rates.end_spell(candidate.klass, age, is_event=is_event)
+        self.rates.count(candidate.klass, age, 1, is_event=is_event)
 
 
 def _common(a: Path, b: Path) -> int:

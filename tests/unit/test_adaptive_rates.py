@@ -5,8 +5,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mamba_cache.slots.adaptive.rates import BIN_OF_AGE, INDEX_SCALE, NUM_BINS, OLDEST, ReturnRates
-from mamba_cache.slots.adaptive.trust import SourceTrust
+from mamba_cache.slots import adaptive
+from mamba_cache.slots.adaptive import (
+    BIN_OF_AGE,
+    INDEX_SCALE,
+    MAX_EVENTS,
+    NUM_BINS,
+    OLDEST,
+    ReturnRates,
+    SourceTrust,
+)
 
 WIDTH = [int(np.count_nonzero(b == BIN_OF_AGE)) for b in range(NUM_BINS)]
 
@@ -65,8 +73,6 @@ class Plain:
 
 def refit(rates, classes=(), ages=()):
     rates.refit(np.array(classes, np.int64), np.array(ages, np.int64))
-    for _ in range(10):
-        rates.work()
 
 
 def check(rates, plain):
@@ -83,39 +89,71 @@ def test_indices_are_those_of_the_formulas(rng):
     for _ in range(300):
         klass, start = int(rng.integers(4)), int(rng.choice([0, 0, 3]))
         end, is_event = start + int(rng.geometric(0.02)), bool(rng.random() < 0.5)
-        rates.begin_spell(klass, start)
-        rates.end_spell(klass, end, is_event=is_event)
+        rates.count(klass, start, -1)
+        rates.count(klass, end, 1, is_event=is_event)
         plain.live(klass, start, end, is_event)
     classes, ages = rng.integers(0, 4, 50).tolist(), rng.integers(0, 500, 50).tolist()
     for klass, age in zip(classes, ages, strict=True):
-        rates.begin_spell(klass, 0)
         plain.live(klass, 0, age)
     refit(rates, classes, ages)
     check(rates, plain)
-    rates.reset()
-    assert len(set(rates.index.reshape(-1, 5)[0].tolist())) == 1
 
 
-def test_a_refit_is_done_in_parts():
-    rates = ReturnRates(np.arange(60) // 2)
-    for klass in range(60):
-        rates.begin_spell(klass, 0)
-        rates.end_spell(klass, 4 + klass, is_event=True)
-    before = rates.index.copy()
-    rates.refit(np.empty(0, np.int64), np.empty(0, np.int64))
-    assert (rates.index == before).all()
-    changed = []
-    for _ in range(10):
-        rates.work()
-        changed.append(int((rates.index != before).sum()))
-    assert 0 == changed[0] < changed[1] < changed[2] < changed[-1]
-    assert (rates.index != before).reshape(-1, 60).any(0).all()
+def test_without_events_all_classes_are_alike():
+    rates = ReturnRates(np.array([0, 0, 1]))
+    assert len(set(rates.index.reshape(-1, 3)[0].tolist())) == 1
+    check(rates, Plain([0, 0, 1]))
+
+
+def test_all_counts_are_halved_when_there_are_many_events(rng, monkeypatch):
+    monkeypatch.setattr(adaptive, "MAX_EVENTS", 40)
+    groups = np.array([0, 0, 1])
+    rates, plain = ReturnRates(groups), Plain(groups.tolist())
+    going = {}  # candidates whose spells go on over a halving: class, age at its beginning, age now
+    halvings = 0
+    for number in range(600):
+        klass = int(rng.integers(3))
+        begun = int(rng.choice([0, 0, 7]))
+        rates.count(klass, begun, -1)
+        going[number] = [klass, begun, begun]
+        for each in going.values():
+            each[2] += 1
+            plain.live(each[0], each[2] - 1, each[2])
+        if rng.random() < 0.9:
+            klass, _, age = going.pop(int(rng.choice(list(going))))
+            is_event = bool(rng.random() < 0.4)
+            rates.count(klass, age, 1, is_event=is_event)
+            plain.events[klass, BIN_OF_AGE[age - 1]] += is_event
+        if number % 50 == 49:
+            refit(rates, [each[0] for each in going.values()], [each[2] for each in going.values()])
+            check(rates, plain)
+            if plain.events.sum() > 40:
+                halvings += 1
+                plain.events, plain.exposure = plain.events / 2, plain.exposure / 2
+    assert halvings > 3
+
+
+def test_a_rate_follows_a_change_of_traffic():
+    """A class that stops returning is known for it after about as many events of the others."""
+    rates = ReturnRates(np.array([0, 1]))
+    for _ in range(20):
+        for _ in range(500):
+            rates.count(0, 8, 1, is_event=True)
+            rates.count(1, 8, 1, is_event=True)
+        refit(rates)
+    before = rates.index[0] / rates.index[1]
+    assert 0.9 < before < 1.1
+    for _ in range(3 * MAX_EVENTS // 500):
+        for _ in range(500):
+            rates.count(0, 8, 1, is_event=True)
+            rates.count(1, 300, 1)
+        refit(rates)
+    assert rates.index[0] > 8 * rates.index[1]
 
 
 def test_a_use_at_the_age_of_nothing_is_none():
     rates = ReturnRates(np.array([0]))
-    rates.begin_spell(0, 0)
-    rates.end_spell(0, 0, is_event=True)
+    rates.count(0, 0, 1, is_event=True)
     refit(rates)
     check(rates, Plain([0]))
 
@@ -123,8 +161,7 @@ def test_a_use_at_the_age_of_nothing_is_none():
 def test_ages_beyond_the_last_count_as_the_last():
     rates, other = ReturnRates(np.array([0])), ReturnRates(np.array([0]))
     for each, age in ((rates, 10**9), (other, OLDEST)):
-        each.begin_spell(0, 0)
-        each.end_spell(0, age, is_event=True)
+        each.count(0, age, 1, is_event=True)
         refit(each, [0], [age])
     assert (rates.index == other.index).all()
 
@@ -168,8 +205,12 @@ def test_a_source_can_lose_trust():
 
 def test_the_longest_unused_sources_are_forgotten():
     trust = SourceTrust()
-    told(trust, "old", True, 1, 0)
+    told(trust, "old", True, 60, 55)
+    told(trust, "old", False, 60, 1)
+    assert trust.level_of("old", True) > 0
     for number in range(1_024):
         told(trust, number, True, 1, 0)
     trust.count_return("old", True)  # of one that is forgotten
-    assert len(trust._records) == 1_024
+    assert trust.level_of("old", True) == 0
+    told(trust, "old", True, 1, 0)
+    assert trust.level_of("old", True) == 0
