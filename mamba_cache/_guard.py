@@ -37,6 +37,9 @@ class CallGuard:
         take_back: A bound method that gives back what a call held which raised; or None.
         heal: A bound method that resets the object when it is called after a change broke off; or
             None: the caller must reset it.
+
+    Attributes:
+        first: Called as a part of each call, before anything else; None: nothing is due.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class CallGuard:
         self._take_back = None if take_back is None else WeakMethod(take_back)
         self._heal = None if heal is None else WeakMethod(heal)
         self._lock = RLock()  # a second call of the same thread must be refused, not wait
-        self._call, self._thread = "", 0
+        self._call, self._thread, self._last_thread = "", 0, 0
         self.is_changing, self.poison = False, ""
+        self.first: Callable[[], object] | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -86,7 +90,7 @@ class CallGuard:
 
     def leave(self) -> None:
         """End the running call."""
-        self._call, self._thread = "", 0
+        self._call, self._thread, self._last_thread = "", 0, self._thread
         self._lock.release()
 
     def check(self) -> None:
@@ -97,6 +101,16 @@ class CallGuard:
         """
         if self.poison:
             raise PoisonedError(f"{self.poison}; reset() makes everything new")
+
+    def tidy(self) -> None:
+        """Call ``first`` before a read that is no call, as far as that is safe.
+
+        A read of another thread than the last call's changes nothing: a call that this one begins
+        meanwhile would be refused.
+        """
+        is_free = not self.is_busy and not self.poison
+        if self.first is not None and is_free and self._last_thread == get_ident():
+            self.first()
 
     def fail(self, name: str, error: BaseException, *, is_nested: bool) -> None:
         """Judge what a call that raised has left, and take back what it held."""
@@ -164,6 +178,8 @@ def guarded(
                 guard.enter(name, renews=renews and guard.belongs_to(self), waits=waits)
             guard.is_changing = was_changing or changes
             try:
+                if guard.first is not None and not is_nested and not renews:
+                    guard.first()
                 return method(self, *args, **kwargs)
             except BaseException as error:
                 guard.fail(name, error, is_nested=is_nested)
@@ -191,6 +207,7 @@ def query(method: _Method) -> _Method:
             if guard.is_busy:
                 raise guard._concurrent_use(method.__name__, "by another thread")
             guard.check()
+            guard.tidy()
         return method(self, *args, **kwargs)
 
     return cast(_Method, ask)

@@ -234,6 +234,7 @@ class DynamicInferenceContext:
                 max_share=config.max_pinned_share,
                 clock=clock,
             )
+            self._guard.first = WeakCallback(self._pins.expire_due)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 
@@ -864,6 +865,7 @@ class DynamicInferenceContext:
     @property
     def pins(self) -> tuple[Pin, ...]:
         """The pins that are not over, the oldest first."""
+        self._guard.tidy()
         return self._pins.current
 
     @query
@@ -1225,6 +1227,7 @@ class DynamicInferenceContext:
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
+        self._guard.tidy()
         return collect_stats(
             self._counters, self.kv_block_allocator, self.slot_allocator, self.bytes_per_slot
         )
@@ -1236,6 +1239,7 @@ class DynamicInferenceContext:
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down; none without tiers."""
+        self._guard.tidy()
         if self._tiering is None:
             return ()
         below = (self.disk_tier, self.store_tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +67,7 @@ class Pins:
         self._max_share = max_share
         self._clock = clock
         self._pins: dict[Pin, None] = {}  # the oldest first
+        self._soonest = math.inf  # when the next pin ends
         self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
         """[pool_size] how many pins hold each block."""
 
@@ -127,6 +129,7 @@ class Pins:
         self._slots.pin_references = self.references
         self.references[blocks] += 1
         self._pins[pin] = None
+        self._look_ahead()
         return pin
 
     def _check_share(self, blocks: npt.NDArray[np.intp], slot: int) -> None:
@@ -157,6 +160,11 @@ class Pins:
         if pin in self._pins:
             self._end(pin)
 
+    def expire_due(self) -> None:
+        """End the pins whose time is up; the guard does it first in each call."""
+        if self._soonest < math.inf and self._soonest <= self._clock():
+            self.expire()
+
     @guarded(nests=True)
     def expire(self) -> None:
         """End the pins whose time is up, and those whose states somebody has taken away."""
@@ -168,6 +176,7 @@ class Pins:
     def forget(self) -> None:
         """Forget all pins: who owns the blocks and slots has taken all of them back."""
         self._pins.clear()
+        self._soonest = math.inf
         self.references.fill(0)
 
     def check_invariants(self) -> None:
@@ -182,6 +191,10 @@ class Pins:
         if not np.array_equal(references, self.references):
             raise InvariantError("the references of pins are not those of their blocks")
 
+    def _look_ahead(self) -> None:
+        ends = (pin.expires_at for pin in self._pins if pin.expires_at is not None)
+        self._soonest = min(ends, default=math.inf)
+
     def _is_over(self, pin: Pin, now: float) -> bool:
         is_late = pin.expires_at is not None and now >= pin.expires_at
         return is_late or not self._slots.is_current(pin._lease)
@@ -190,5 +203,6 @@ class Pins:
         self._guard.is_changing = True
         del self._pins[pin]
         self._slots.unpin_slots([pin._lease])
+        self._look_ahead()
         self.references[list(pin._block_ids)] -= 1
         self._kv_blocks.release_memory_blocks(pin._block_ids)

@@ -61,6 +61,29 @@ def crowd(cache, generator, *, is_batch, count=6):
         answer(cache, tokens(generator, 4 * BLOCK + 1), is_batch=is_batch)
 
 
+@pytest.mark.parametrize("call", ["stats", "pins", "prefill", "unpin"])
+def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(nemotron, generator, call):
+    """Whatever it is, reads included."""
+    cache, clock = small(nemotron)
+    prompts = [tokens(generator, 2 * BLOCK + 1) for _ in range(2)]
+    for prompt in prompts:
+        cache.prefill(prompt)
+    other = cache.pin(prompts[0])
+    cache.pin(prompts[1], ttl_seconds=60)
+    clock.now += 60
+    assert len(cache._store.pins) == 2  # nobody has called since
+    if call == "stats":
+        cache.stats()
+    elif call == "pins":
+        assert cache.pins == (other,)
+    else:
+        (cache.prefill if call == "prefill" else cache.unpin)(
+            prompts[0] if call == "prefill" else other
+        )
+    assert len(cache._store.pins) == (call != "unpin")
+    cache.check_invariants()
+
+
 @pytest.mark.parametrize(
     ("policy", "length"),
     [*((policy, BLOCK + 3) for policy in POLICIES), *((LruSlotPolicy, n) for n in LENGTHS)],

@@ -1,5 +1,7 @@
 """Pinned prompts: found under any pressure until their time is up, within a share of the room."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from context_rig import BLOCK, CHUNK, MODEL, VOCAB, add, generate, make_config, make_context
@@ -8,6 +10,7 @@ from fingerprints import fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mamba_cache.blocks import BlockHashes
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request
 from mamba_cache.errors import (
@@ -82,6 +85,83 @@ def test_a_pinned_prompt_is_found_under_any_pressure_until_its_time_is_up(policy
     crowd(context, rng)
     assert skipped(context, SYSTEM) == 0
     context.check_invariants()
+
+
+def expired(num_requests=0):
+    """A context with a pin whose time is up, and what it holds; the pin's call was the last one."""
+    context, clock = small_context()
+    cache_system(context)
+    for number in range(num_requests):
+        context.add_request(request([number + 1] * 5, number))
+        step = context.begin_step()
+        context.commit_step(dict.fromkeys(step.request_ids, 1))
+    context.pin(request(SYSTEM), ttl_seconds=60)
+    held = int(np.count_nonzero(context._pins.references))
+    assert held == len(SYSTEM) // BLOCK
+    clock.now += 60
+    assert len(context._pins) == 1  # nobody has called since
+    return context
+
+
+CALLS = {
+    "stats": lambda context: context.stats(),
+    "pins": lambda context: context.pins,
+    "match": lambda context: context.match(request([1, 2, 3])),
+    "prefetch": lambda context: context.prefetch(request([1, 2, 3])),
+    "poll_tiers": lambda context: context.poll_tiers(),
+    "status": lambda context: context.status(0),
+    "statuses": lambda context: context.statuses(),
+    "progress": lambda context: context.progress(0),
+    "output": lambda context: context.output(0),
+    "add_request": lambda context: context.add_request(request([1, 2, 3], "new")),
+    "begin_step": lambda context: context.begin_step(),
+    "fork": lambda context: context.fork(0, ["copy"]),
+    "preempt": lambda context: context.preempt(0),
+    "finish": lambda context: context.finish(0),
+    "take_verification": lambda context: context.take_verification(),
+    "wait_for_tiers": lambda context: context.wait_for_tiers(),
+    "allocator": lambda context: context.kv_block_allocator.match_prefix(BlockHashes()),
+    "slots": lambda context: context.slot_allocator.get_slot(1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(name):
+    """Whatever it is, reads included; and what the call returns does not count it any more."""
+    context = expired(num_requests=1)
+    answer = CALLS[name](context)
+    assert len(context._pins) == 0
+    assert not context._pins.references.any()
+    if name == "stats":
+        assert answer.used_blocks == 1  # of the request that runs
+    if name == "pins":
+        assert answer == ()
+    if name == "begin_step":
+        context.abort_step()
+    context.check_invariants()
+
+
+def test_a_read_by_another_thread_leaves_pins_to_the_thread_that_calls():
+    """A call that the other one begins at that moment would be refused."""
+    context = expired()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: context.pins).result() == ()
+        assert other.submit(lambda: context.stats().used_blocks).result() == len(SYSTEM) // BLOCK
+    assert len(context._pins) == 1
+    assert context.stats().used_blocks == 0
+    assert len(context._pins) == 0
+
+
+def test_pins_without_an_end_and_those_that_are_not_over_cost_no_clock():
+    context, clock = small_context()
+    cache_system(context)
+    context.pin(request(SYSTEM))
+    readings = []
+    context._pins._clock = lambda: readings.append(None) or clock.now
+    context.match(request([1, 2, 3]))
+    context.stats()
+    assert readings == []
+    assert len(context.pins) == 1
 
 
 @given(

@@ -20,6 +20,7 @@ from mamba_cache._checks import (
     check_secret,
 )
 from mamba_cache._guard import CallGuard, guarded
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm, SlotPolicyName
 from mamba_cache.context import CacheStats, Pin, VerificationStats
@@ -222,6 +223,7 @@ class PrefixCache:
             clock=clock,
         )
         self._store.join(self._guard)
+        self._guard.first = WeakCallback(self._store.pins.expire_due)
         self._prefiller = Prefiller(
             self._runner,
             self._store,
@@ -592,6 +594,7 @@ class PrefixCache:
     @property
     def pins(self) -> tuple[Pin, ...]:
         """The pins that are not over, the oldest first."""
+        self._guard.tidy()
         return self._store.pins.current
 
     @property
@@ -619,6 +622,7 @@ class PrefixCache:
 
         What ``generate_batch`` did is in it.
         """
+        self._guard.tidy()
         return self._store.stats()
 
     def tier_stats(self) -> tuple[TierStats, ...]:
