@@ -60,7 +60,7 @@ def main() -> int:
     hook.remove()
 
     with PrefixCache(
-        model, mamba_cache_gb=0.1, kv_cache_gb=0.1, block_size_tokens=64, max_batch_size=4
+        model, mamba_cache_gb=0.1, kv_cache_gb=0.1, block_size_tokens=64, max_requests=4
     ) as cache:
         outputs = list(cache.generate_batch(prompts, configs).values())
         rollouts = cache.generate_batch(

@@ -23,7 +23,7 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     block_size_tokens: Annotated[
         int, typer.Option(help="Tokens of a block; states lie at block boundaries.")
     ] = 32,
-    max_batch_size: Annotated[
+    max_requests: Annotated[
         int, typer.Option(help="Requests that run at once, with --continuous-batching.", min=1)
     ] = 64,
     events_endpoint: Annotated[
@@ -67,7 +67,7 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     )
 
     settings: dict[str, Any] = {"mamba_cache_gb": mamba_cache_gb, "kv_cache_gb": kv_cache_gb}
-    settings["max_batch_size"] = max_batch_size
+    settings["max_requests"] = max_requests
     settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
     settings["events_replay_endpoint"] = events_replay_endpoint
     settings |= {"verify_hits": verify_hits, "hash_algorithm": hash_algorithm}

@@ -472,7 +472,7 @@ class _Report:
         return self.subject.prefix_cache(
             num_tokens=2 * tokens,
             num_calls=max(len(one.prompts) for one in self.workloads) + 8,
-            max_batch_size=max([*self.decode_rows, *(one.num_answers for one in self.workloads)]),
+            max_requests=max([*self.decode_rows, *(one.num_answers for one in self.workloads)]),
         )
 
     def _compare(self, workload: Workload) -> Iterator[Measurement]:

@@ -25,7 +25,7 @@ EAGER = ContinuousBatchingConfig(use_cuda_graph=False)
 
 def make_cache(model, **settings):
     ample = {"mamba_cache_gb": 0.2, "kv_cache_gb": 0.2, "block_size_tokens": BLOCK}
-    return PrefixCache(model, **{**ample, "max_batch_size": 16, **settings})
+    return PrefixCache(model, **{**ample, "max_requests": 16, **settings})
 
 
 def tokens(generator, count):
@@ -183,7 +183,7 @@ def test_requests_that_end_and_begin_while_others_decode(generator):
     lengths = [3, 40, 7, 25, 1, 60, 12, 33, 5, 9, 80, 2, 15, 21, 30, 6]
     prompts = [tokens(generator, 5 + 31 * n) for n in range(len(lengths))]
     limits = {"max_batch_tokens": 128, "max_requests_per_batch": 6}
-    together, alone = make_cache(model), make_cache(model, max_batch_size=1)
+    together, alone = make_cache(model), make_cache(model, max_requests=1)
     config = model.generation_config
     configs = []
     for length in lengths:

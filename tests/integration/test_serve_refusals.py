@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def caches():
-    with serve.installed(**SETTINGS, max_batch_size=8):
+    with serve.installed(**SETTINGS, max_requests=8):
         yield
 
 

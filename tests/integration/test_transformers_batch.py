@@ -91,7 +91,7 @@ def test_answers_to_one_prompt_are_forks_of_it(name, generator):
 
 
 def test_forks_without_room_are_computed_by_themselves(nemotron, generator):
-    cache = nemotron.cache(max_batch_size=2)
+    cache = nemotron.cache(max_requests=2)
     prompt = tokens(generator, 2 * BLOCK + 3)
     outputs = batch(cache, [prompt], num_return_sequences=5, **ONLY_THE_LIKELIEST)
     assert answers(outputs) == [nemotron.answer(prompt, 6)] * 5
@@ -155,7 +155,7 @@ def test_prompts_of_different_salts_share_nothing(cache, generator):
 
 def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     """Requests in high rows move down when the others have ended."""
-    cache = nemotron.cache(max_batch_size=8)
+    cache = nemotron.cache(max_requests=8)
     prompts = [tokens(generator, 5) for _ in range(8)]
     lengths = [4, 5, 6, 7, 4, 20, 4, 3 * BLOCK]
     configs = [nemotron.config(max_new_tokens=length) for length in lengths]
@@ -230,7 +230,7 @@ def test_prompts_that_pause_between_two_chunks_keep_their_state(nemotron, genera
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_little_room_for_requests_and_chunks(nemotron, generator, rows):
-    cache = nemotron.cache(max_batch_size=rows, segment_tokens=BLOCK)
+    cache = nemotron.cache(max_requests=rows, segment_tokens=BLOCK)
     prompts = [tokens(generator, n) for n in (3 * BLOCK + 2, 2, 1)]
     assert answers(batch(cache, prompts)) == [nemotron.answer(prompt, 6) for prompt in prompts]
 

@@ -135,7 +135,7 @@ def test_answers_to_one_prompt_differ_and_are_the_same_again(nemotron, generator
     """Whether they are forks, or there was no room for them."""
     prompt = tokens(generator, 2 * BLOCK + 5)
     options = {**DRAWN, "num_return_sequences": 4, "seeds": 11, "max_new_tokens": 9}
-    found = answers(batch(nemotron.cache(max_batch_size=rows), [prompt], **options))
+    found = answers(batch(nemotron.cache(max_requests=rows), [prompt], **options))
     again = answers(batch(nemotron.cache(), [prompt, prompt], **options))[:4]
     assert found == again
     assert len({*map(tuple, found)}) == 4

@@ -249,11 +249,11 @@ def test_a_chat_and_a_prompt_that_come_again_compute_at_most_a_block_of_it(name,
 
 
 def test_slots_that_are_used_again_hold_nothing_of_other_prompts(model, prompt):
-    cache = make_cache(model, placement=EveryNthBlock(1), eviction=LruSlotPolicy())
+    cache = make_cache(model, placement=EveryNthBlock(1), slot_policy=LruSlotPolicy())
     small = make_cache(
         model,
         placement=EveryNthBlock(1),
-        eviction=LruSlotPolicy(),
+        slot_policy=LruSlotPolicy(),
         **budgets(cache, slots=2, blocks=9),
     )
     cached(small, prompt[:, :5])
@@ -311,7 +311,7 @@ def test_the_callers_cache_is_his_own(model, cache, prompt):
 
 
 def test_placements_decide_where_states_are(model, prompt):
-    cache = make_cache(model, placement=EveryNthBlock(1), eviction=LruSlotPolicy())
+    cache = make_cache(model, placement=EveryNthBlock(1), slot_policy=LruSlotPolicy())
     cached(cache, prompt, max_new_tokens=1)
     assert cache.stats().saved_states == 4
 
@@ -325,7 +325,7 @@ def test_policies_hear_what_each_state_saves(model, prompt, generator):
             super().on_stored(slots, saved_tokens)
             told.extend(saved_tokens)
 
-    cache = make_cache(model, placement=EveryNthBlock(2), eviction=Listening())
+    cache = make_cache(model, placement=EveryNthBlock(2), slot_policy=Listening())
     cached(cache, prompt, max_new_tokens=1)
     assert told == [2 * BLOCK, 2 * BLOCK]
     longer = join(prompt[:, : 4 * BLOCK], text(generator, 3 * BLOCK + 1))

@@ -94,7 +94,7 @@ def assert_true(cache, known):
 def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     """A subscriber's set is the cache's own, whoever made a block findable, or gave it up."""
     probe = make_cache(make_model("granite 4"))
-    room = {**budgets(probe, slots=8, blocks=14), "host_cache_gb": 0.01, "max_batch_size": 3}
+    room = {**budgets(probe, slots=8, blocks=14), "host_cache_gb": 0.01, "max_requests": 3}
     cache = make_cache(make_model("granite 4"), **room)
     order, brought, publish = random.Random(generator.initial_seed()), [], PrefixTiers._publish
 

@@ -75,7 +75,7 @@ class Listening(AdaptiveSlotPolicy):
 
 def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
     policy = Listening()
-    cache, prompt = nemotron.cache(eviction=policy), tokens(generator, 2 * BLOCK + 3)
+    cache, prompt = nemotron.cache(slot_policy=policy), tokens(generator, 2 * BLOCK + 3)
     cache.prepare_batches()
     policy.told.clear()  # of what was tried out
     cache.generate([prompt], will_continue=True, source="a", **SHORT)
@@ -97,7 +97,7 @@ def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
 @pytest.mark.parametrize("count", [3, BLOCK + 2])
 def test_an_answer_of_a_batch_is_a_candidate_that_its_next_turn_uses(nemotron, generator, count):
     one, policy = subject("granite 4"), AdaptiveSlotPolicy()
-    cache, prompt = one.cache(eviction=policy), tokens(generator, 2 * BLOCK - 2)
+    cache, prompt = one.cache(slot_policy=policy), tokens(generator, 2 * BLOCK - 2)
     [answer] = [output.generated_tokens for output in batch(cache, [prompt], max_new_tokens=count)]
     cache.check_invariants()
     depth = (len(prompt) + count - 1) // BLOCK * BLOCK
@@ -121,7 +121,7 @@ def _chain(cache, told):
 def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
     """Strangers' states are worth less than those of a prompt that comes again and again."""
     room = budgets(nemotron.cache(), slots=1, blocks=200)
-    cache = nemotron.cache(**room, eviction="adaptive")
+    cache = nemotron.cache(**room, slot_policy="adaptive")
     copies, save = [], cache._store.tensors.save_state
     monkeypatch.setattr(
         cache._store.tensors, "save_state", lambda *args: (copies.append(1), save(*args))
@@ -141,7 +141,7 @@ def test_what_is_refused_is_not_copied(nemotron, generator, monkeypatch):
 def test_over_tiers_nothing_is_refused(nemotron, generator):
     """What is refused would not come to host memory either."""
     room = budgets(nemotron.cache(), slots=2, blocks=200)
-    with nemotron.cache(**room, host_cache_gb=0.01, eviction="adaptive") as cache:
+    with nemotron.cache(**room, host_cache_gb=0.01, slot_policy="adaptive") as cache:
         prompts = [tokens(generator, BLOCK + 3) for _ in range(8)]
         for prompt in prompts[:4]:
             cache.generate([prompt], **SHORT)

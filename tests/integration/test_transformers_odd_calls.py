@@ -205,7 +205,7 @@ def test_a_batch_in_few_blocks(nemotron, slots, blocks):
     """A model was said to do something else in a batch, where there was no room to try it."""
     room = budgets(nemotron.cache(), slots=slots, blocks=blocks)
     for rows in (1, 4):
-        cache = nemotron.cache(**room, max_batch_size=rows)
+        cache = nemotron.cache(**room, max_requests=rows)
         assert (
             answers(batch(cache, [[5, 6, 7]] * 2, max_new_tokens=3))
             == [nemotron.answer([5, 6, 7], 3)] * 2

@@ -191,7 +191,7 @@ def test_a_cache_that_was_made_in_inference_mode_or_out_of_it(nemotron, generato
 @pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy])
 def test_one_policy_decides_for_both(nemotron, generator, policy):
     room = budgets(nemotron.cache(), slots=3, blocks=24)
-    cache = nemotron.cache(**room, eviction=policy())
+    cache = nemotron.cache(**room, slot_policy=policy())
     prompts = [tokens(generator, 2 * BLOCK + n) for n in range(5)]
     for _ in range(2):
         for prompt in prompts:

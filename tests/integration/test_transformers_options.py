@@ -682,23 +682,23 @@ def test_placements_are_checked_when_the_cache_is_made(model, placement):
 
 
 @pytest.mark.parametrize(
-    ("eviction", "message"),
+    ("slot_policy", "message"),
     [
-        ("", "eviction must be one of .*'adaptive'.*, got ''"),
-        ("oldest", "eviction must be one of .*'adaptive'.*, got 'oldest'"),
+        ("", "slot_policy must be one of .*'adaptive'.*, got ''"),
+        ("oldest", "slot_policy must be one of .*'adaptive'.*, got 'oldest'"),
         (LruSlotPolicy, "methods of SlotEvictionPolicy, got"),
         (0, "methods of SlotEvictionPolicy, got"),
     ],
 )
-def test_policies_are_checked_when_the_cache_is_made(model, eviction, message):
+def test_policies_are_checked_when_the_cache_is_made(model, slot_policy, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        make_cache(model, eviction=eviction)
+        make_cache(model, slot_policy=slot_policy)
     for name, kind in SLOT_POLICIES.items():
-        assert type(make_cache(model, eviction=name).slot_allocator.policy) is kind
+        assert type(make_cache(model, slot_policy=name).slot_allocator.policy) is kind
     for slots, name in ((15, "consumed"), (16, "adaptive")):
         made = make_cache(model, **budgets(make_cache(model), slots=slots, blocks=4))
         assert type(made.slot_allocator.policy) is SLOT_POLICIES[name]
-    assert make_cache(model, placement=EveryNthBlock(2), eviction=LruSlotPolicy())
+    assert make_cache(model, placement=EveryNthBlock(2), slot_policy=LruSlotPolicy())
 
 
 def test_a_compiled_module_is_refused_with_what_to_do(model):

@@ -92,7 +92,7 @@ def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(nemotron, genera
 def test_a_pinned_prompt_is_found_until_its_time_is_up(
     nemotron, policy, is_batch, length, generator
 ):
-    cache, clock = small(nemotron, eviction=policy())
+    cache, clock = small(nemotron, slot_policy=policy())
     prompt = tokens(generator, length)
     cache.prefill(prompt)
     pin = cache.pin(prompt, ttl_seconds=60)

@@ -68,7 +68,7 @@ def monkeypatch_module():
 
 @pytest.fixture(scope="module")
 def server(folders, found):
-    with serve.installed(**SETTINGS, max_batch_size=4):
+    with serve.installed(**SETTINGS, max_requests=4):
         running = Server(continuous_batching=True)
         yield running
         running.close()
@@ -213,7 +213,7 @@ def test_the_commands_options_reach_the_batches(folders):
     """Of the library's own options those that say something of a batch count as well."""
     command = [sys.executable, "-c", COMMAND, "serve", folders["main"]]
     command += ["--mamba-cache-gb", "0.02", "--kv-cache-gb", "0.02", "--block-size-tokens", "16"]
-    command += ["--max-batch-size", "3", "--continuous-batching", "--cb-max-batch-tokens", "32"]
+    command += ["--max-requests", "3", "--continuous-batching", "--cb-max-batch-tokens", "32"]
     command += ["--no-cb-use-cuda-graph", "--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(

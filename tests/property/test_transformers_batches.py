@@ -40,7 +40,7 @@ def test_every_answer_is_the_models_own(name, stems, calls, room, seed):
     sizes = budgets(one.cache(), slots=room["slots"], blocks=room["blocks"])
     if name == "mamba2":
         sizes["kv_cache_gb"] = 0.01
-    cache = one.cache(**sizes, max_batch_size=room["rows"])
+    cache = one.cache(**sizes, max_requests=room["rows"])
     shared = [tokens(generator, length) for length in stems]
     config = ContinuousBatchingConfig(max_batch_tokens=room["chunk"])
     for prompts in calls:

@@ -37,7 +37,7 @@ def test_each_answer_is_the_models_own_whoever_cached_what(name, calls, room, se
     sizes = budgets(one.cache(), **room)
     if name == "mamba2":
         sizes["kv_cache_gb"] = 0.01
-    cache = one.cache(**sizes, max_batch_size=3)
+    cache = one.cache(**sizes, max_requests=3)
     told = [tokens(generator, 2 * BLOCK) for _ in range(4)]
     requests = 0
     for is_batch, prompts, count in calls:

@@ -42,7 +42,7 @@ class Subject:
 
     def cache(self, **settings: object):
         """A cache that all its batches may have alone."""
-        return make_cache(self.model, **{"max_batch_size": 8, **settings})
+        return make_cache(self.model, **{"max_requests": 8, **settings})
 
 
 _SUBJECTS: dict[str, Subject] = {}

@@ -522,7 +522,7 @@ class Conversation:
             "block_size_tokens": size,
             "segment_tokens": rng.choice((None, size, 2 * size, 4 * size, 64 * size)),
             "placement": rng.choice([*placements, EveryNthBlock(1), EveryNthBlock(2)]),
-            "eviction": rng.choice([*evictions, ScoreSlotPolicy()]),
+            "slot_policy": rng.choice([*evictions, ScoreSlotPolicy()]),
             "reuse_answers": rng.random() < 0.8,
             "weights_check": rng.choice(("full", "full", "sample", "off")),
         }

@@ -45,8 +45,8 @@ class _NoTensors:
 
 
 class _BooksOnly(PrefixStore):
-    def _make_slots(self, num_slots: int, eviction: Any) -> SlotPool:
-        return SlotPool(num_slots, self.kv_blocks, policy=eviction, evicts_held=True)
+    def _make_slots(self, num_slots: int, slot_policy: Any) -> SlotPool:
+        return SlotPool(num_slots, self.kv_blocks, policy=slot_policy, evicts_held=True)
 
 
 class _Computed:
@@ -63,8 +63,8 @@ def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixSt
     """A store of which there are the books alone."""
     tensors, store_module.PrefixTensors = store_module.PrefixTensors, _NoTensors
     try:
-        eviction = SLOT_POLICIES[policy]()
-        return _BooksOnly(layout, num_slots=slots, num_blocks=blocks, eviction=eviction)
+        slot_policy = SLOT_POLICIES[policy]()
+        return _BooksOnly(layout, num_slots=slots, num_blocks=blocks, slot_policy=slot_policy)
     finally:
         store_module.PrefixTensors = tensors
 

@@ -102,7 +102,7 @@ class PrefixCache:
             ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
             with transformers' reference path, whose scans need much memory for each token; less
             from then on once a forward has run out of memory, after which it is tried again.
-        eviction: Which saved states are given up first: a policy, or the name of one as
+        slot_policy: Which saved states are given up first: a policy, or the name of one as
             ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
             and may refuse a state before it is saved; "consumed" where there is no room for 16.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
@@ -118,7 +118,7 @@ class PrefixCache:
             of the rest, so that a change elsewhere may give wrong answers in up to 15 calls; "off"
             only which tensors they are and PyTorch's count of writes, which fused optimizers,
             ``.data`` and inference tensors bypass.
-        max_batch_size: Requests that ``generate_batch`` runs at once. The states that they read and
+        max_requests: Requests that ``generate_batch`` runs at once. The states that they read and
             write take room beside the budgets from its first call on, as the caches of ``generate``
             do while they run; their keys and values are in the budget.
         host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
@@ -159,11 +159,11 @@ class PrefixCache:
         kv_cache_gb: float,
         block_size_tokens: int = 32,
         segment_tokens: int | None = None,
-        eviction: SlotEvictionPolicy | SlotPolicyName | None = None,
+        slot_policy: SlotEvictionPolicy | SlotPolicyName | None = None,
         placement: CheckpointPlacement | None = None,
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
-        max_batch_size: int = 64,
+        max_requests: int = 64,
         host_cache_gb: float | None = None,
         disk_cache_path: str | os.PathLike[str] | None = None,
         disk_cache_gb: float = 16.0,
@@ -176,7 +176,7 @@ class PrefixCache:
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         check_kind("reuse_answers", reuse_answers, bool)
-        check_int("max_batch_size", max_batch_size, minimum=1)
+        check_int("max_requests", max_requests, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
         check_choice("hash_algorithm", hash_algorithm, get_args(HashAlgorithm))
@@ -203,7 +203,7 @@ class PrefixCache:
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         most_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
         self._batcher_settings = BatcherSettings(
-            max_requests=max_batch_size,
+            max_requests=max_requests,
             chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), block_size_tokens),
             placement=placement,
             saves_answers=reuse_answers and is_step_exact,
@@ -216,7 +216,7 @@ class PrefixCache:
             layout,
             num_slots=num_slots,
             num_blocks=num_blocks,
-            eviction=_read_policy(eviction, num_slots),
+            slot_policy=_read_policy(slot_policy, num_slots),
             hash_algorithm=hash_algorithm,
             hash_secret=hash_secret,
             max_pinned_share=max_pinned_share,
@@ -787,14 +787,14 @@ class PrefixCache:
 
 
 def _read_policy(
-    eviction: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
+    slot_policy: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
 ) -> SlotEvictionPolicy:
-    if eviction is None:
-        eviction = "adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"
-    if isinstance(eviction, str):
-        check_choice("eviction", eviction, get_args(SlotPolicyName))
-        return SLOT_POLICIES[eviction]()
-    return check_policy(eviction)
+    if slot_policy is None:
+        slot_policy = "adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"
+    if isinstance(slot_policy, str):
+        check_choice("slot_policy", slot_policy, get_args(SlotPolicyName))
+        return SLOT_POLICIES[slot_policy]()
+    return check_policy(slot_policy)
 
 
 def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:

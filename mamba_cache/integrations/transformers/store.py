@@ -81,7 +81,7 @@ class PrefixStore:
         *,
         num_blocks: int,
         num_slots: int,
-        eviction: SlotEvictionPolicy,
+        slot_policy: SlotEvictionPolicy,
         hash_algorithm: HashAlgorithm = "blake2b",
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
@@ -92,7 +92,7 @@ class PrefixStore:
         self.hasher = BlockHasher(hash_algorithm, self.hash_secret)
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
-        self.slots = self._make_slots(num_slots, eviction)
+        self.slots = self._make_slots(num_slots, slot_policy)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
         self.counters = StatsCounters()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
@@ -101,14 +101,14 @@ class PrefixStore:
         self.watch: PromptWatch | None = None
 
     @outside_inference_mode
-    def _make_slots(self, num_slots: int, eviction: SlotEvictionPolicy) -> SlotPool:
+    def _make_slots(self, num_slots: int, slot_policy: SlotEvictionPolicy) -> SlotPool:
         """Make the slots: those of a context, if one can be made for the model."""
         # A state is read by a copy that is enqueued at once, so a slot may be given up although its
         # block is held: the state that a prompt went on from makes room for the one at its end.
         try:
             spec = BatchLayout(self.layout).state_spec
         except InvalidArgumentError:
-            return SlotPool(num_slots, self.kv_blocks, policy=eviction, evicts_held=True)
+            return SlotPool(num_slots, self.kv_blocks, policy=slot_policy, evicts_held=True)
         fields = SimpleNamespace(
             kv_block_allocator=self.kv_blocks,
             device=self.layout.device,
@@ -119,7 +119,7 @@ class PrefixStore:
             cast(SlotContext, fields),  # until a context is embedded
             num_slots,
             spec,
-            policy=eviction,
+            policy=slot_policy,
             states=StatePool.over(spec, self.layout.pool_views(self.tensors.slots)),
             evicts_held=True,
         )

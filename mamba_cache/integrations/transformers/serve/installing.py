@@ -61,7 +61,7 @@ def install(
     events_endpoint: str | None = None,
     events_replay_endpoint: str | None = None,
     events_mode: Literal["resident", "reachable"] = "reachable",
-    max_batch_size: int = 64,
+    max_requests: int = 64,
     verify_hits: float = 0.0,
     hash_algorithm: HashAlgorithm = "blake2b",
     hash_secret: bytes | None = None,
@@ -87,7 +87,7 @@ def install(
             ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: they are not.
         events_replay_endpoint: Where they ask for what they missed.
         events_mode: Which KV blocks they are told of.
-        max_batch_size: Requests that run at once, with continuous batching.
+        max_requests: Requests that run at once, with continuous batching.
         verify_hits: What part of the hits is computed again without the cache, once nobody has used
             the model for a second, and compared.
         hash_algorithm: Hash function of block digests, as for ``PrefixCache``.
@@ -108,7 +108,7 @@ def install(
     if segment_tokens is not None:
         check_int("segment_tokens", segment_tokens, minimum=1)
     check_kind("reuse_answers", reuse_answers, bool)
-    check_int("max_batch_size", max_batch_size, minimum=1)
+    check_int("max_requests", max_requests, minimum=1)
     check_number("verify_hits", verify_hits, maximum=1)
     check_secret("hash_secret", hash_secret)
     for name, value, allowed in (
@@ -135,7 +135,7 @@ def install(
             "segment_tokens": segment_tokens,
             "reuse_answers": reuse_answers,
             "weights_check": weights_check,
-            "max_batch_size": max_batch_size,
+            "max_requests": max_requests,
             "verify_hits": verify_hits,
             "hash_algorithm": hash_algorithm,
             "hash_secret": hash_secret,
