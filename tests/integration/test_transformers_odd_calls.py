@@ -377,20 +377,6 @@ def test_a_disk_cache_draws_one_secret(model, tmp_path):
 # What a call costs.
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "mamba2"])
-def test_a_miss_does_not_try_every_length_that_lies_below(family, generator, monkeypatch):
-    """It matched the prompt, and named all of its blocks, once for each."""
-    cache = make_cache(make_model(family), host_cache_gb=0.05)
-    tiers, size = cache._store.tiers, 40 * BLOCK
-    tiers._lengths.update(range(1, size + 1))
-    tried, bring = [], tiers._bring_up_to
-    monkeypatch.setattr(tiers, "_bring_up_to", lambda *a: tried.append(a[1]) or bring(*a))
-    matches, match = [], cache._store.match
-    monkeypatch.setattr(cache._store, "match", lambda *a, **k: matches.append(1) or match(*a, **k))
-    cached(cache, text(generator, size))
-    assert (tried, len(matches) <= 2) == ([], True)
-
-
 def test_logits_that_are_kept_by_index_are_refused(cache, prompt):
     """Those of another token were kept as those that follow the prompt, and given out later."""
     cached(cache, prompt)
@@ -711,7 +697,7 @@ def test_a_token_that_is_taken_back_is_in_no_state(family, returns_dict, generat
     monkeypatch.undo()
     longer = torch.cat([actual, text(generator, 3)], dim=1)
     assert_same(plain(model, longer), cached(cache, longer))
-    assert cache.stats().skipped_tokens == actual.shape[1] - 1
+    assert cache.stats().skipped_tokens == (actual.shape[1] - 1) // BLOCK * BLOCK
 
 
 def _as_on_mps(is_supported, _, *args, **kwargs):
