@@ -25,7 +25,6 @@ __all__ = [
     "StateProposal",
     "as_host_array",
     "check_policy",
-    "hand_over",
     "policy_named",
 ]
 
@@ -359,28 +358,6 @@ def check_policy(policy: object) -> SlotEvictionPolicy:
     raise InvalidArgumentError(
         f"a slot policy must be an object with the methods of SlotEvictionPolicy, got {policy!r}"
     )
-
-
-def hand_over(
-    old: SlotEvictionPolicy,
-    new: SlotEvictionPolicy,
-    slot_to_block: npt.NDArray[np.int32],
-    kv_blocks: KVBlockView,
-) -> None:
-    """Reset a policy and give it the cached slots in the order of another policy.
-
-    Args:
-        old: The policy until now; unchanged.
-        new: The policy from now on: the slot that would have gone first counts as stored first.
-        slot_to_block: [max_slots] int32. The block of each cached slot, -1 for the others.
-        kv_blocks: The KV blocks' owner.
-    """
-    slots = np.flatnonzero(slot_to_block >= 0)
-    blocks = slot_to_block[slots]
-    order = old.choose(len(slots), slots, blocks, kv_blocks) if len(slots) else []
-    new.reset(len(slot_to_block))
-    for slot in order:
-        new.on_stored([slot], [1])
 
 
 def as_host_array(values: Any) -> npt.NDArray[Any]:

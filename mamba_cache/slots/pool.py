@@ -32,7 +32,6 @@ from mamba_cache.slots.policies import (
     StateProposal,
     as_host_array,
     check_policy,
-    hand_over,
 )
 
 __all__ = ["SlotLease", "SlotPool", "check_same_length"]
@@ -84,7 +83,7 @@ class SlotPool:
         kv_blocks: As given.
         listeners: They get ``Stored`` and ``Removed`` for states: those of ``kv_blocks``, if it has
             any. What is written into the tables from outside is not told.
-        policy: As given, or the one that ``change_policy`` put in its place.
+        policy: As given.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         free_count: Free slots: the height of that stack.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
@@ -541,25 +540,6 @@ class SlotPool:
     def knows_prompts(self) -> bool:
         """Whether the policy is one that must be told of requests."""
         return self._prefix_policy is not None
-
-    @guarded(nests=True)
-    def change_policy(self, policy: SlotEvictionPolicy) -> None:
-        """Have another policy choose which slots are evicted from now on; no slot changes hands.
-
-        It is reset and called with the cached slots as if they were just stored, in the order in
-        which the policy before it would have evicted them.
-
-        Args:
-            policy: One that no other allocator uses.
-
-        Raises:
-            InvalidArgumentError: It is no policy, or the present one. Nothing has changed.
-        """
-        if check_policy(policy) is self.policy:
-            raise InvalidArgumentError("the new slot policy must be another than the present one")
-        hand_over(self.policy, policy, self._slot_to_block, self.kv_blocks)
-        self.policy = policy
-        self._prefix_policy = _as_prefix_policy(policy)
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:

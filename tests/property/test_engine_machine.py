@@ -10,18 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mamba_cache.reference import Engine, FinishReason, NgramDrafter, SamplingParams
 from mamba_cache.slots import (
-    AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
-    LruSlotPolicy,
-    RefZeroSlotPolicy,
-    ScoreSlotPolicy,
 )
 
-POLICIES = [
-    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
-]  # fmt: skip
 STEM = [(5 * i * i + 11 * i) % 256 for i in range(48)]
 TAILS = [[], [1], [2, 3, 2, 3, 2], list(range(90, 103)), [7] * 24]
 TENANTS = [{"cache_salt": "a"}, {"lora_id": 1}, {"multimodal_keys": [(9, "a")]}]
@@ -118,10 +110,6 @@ class EngineMachine(RuleBasedStateMachine):
     def end(self, request_id):
         self.engine.cancel(request_id)
         del self.wanted[request_id]
-
-    @rule(policy=st.sampled_from(POLICIES))
-    def change_policy(self, policy):
-        self.engine.context.slot_allocator.change_policy(policy())
 
     @invariant()
     def books_agree(self):

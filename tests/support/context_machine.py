@@ -429,10 +429,6 @@ class ContextMachine(RuleBasedStateMachine):
             self.exact = self.keeps_all = False
             self.drop_ended_pins(all_of_them=True)
 
-    @rule(policy=st.sampled_from(POLICIES))
-    def change_policy(self, policy):
-        self.context.slot_allocator.change_policy(policy())
-
     @rule(what=st.sampled_from(["requests", "slots", "everything"]))
     def reset(self, what):
         if what == "slots":

@@ -85,7 +85,7 @@ class Ranks:
             self.of_first[id(results[0])] = results
         elif name == "begin_step":
             self.steps = results
-        elif name not in {"change_policy", "stats", "reset", "prepare"}:
+        elif name not in {"stats", "reset", "prepare"}:
             assert all(result == results[0] for result in results), (name, results)
         return results[0]
 

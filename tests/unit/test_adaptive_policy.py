@@ -219,17 +219,16 @@ def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     assert pool.allocate_slots_batch([5]) == [pool.get_slot(5)]
     assert pool.num_cached_slots == 2
     pool.check_invariants()
-    pool.change_policy(LruSlotPolicy())
-    pool.change_policy(AdaptiveSlotPolicy())
     pool.reset()
     pool.check_invariants()
 
 
-def test_a_prompt_of_a_policy_before_is_looked_up_anew():
+def test_a_prompt_from_before_a_reset_is_looked_up_anew():
     pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     prompt = pool.begin_request(PromptFacts([1, 2, 3], 16, 0, 3))
     assert pool.reserve_slots([3], [StateProposal(prompt, 3)]) == [3]
-    pool.change_policy(AdaptiveSlotPolicy())
+    pool.reset()
+    assert pool.reserve_slots([3], [StateProposal(prompt, 3)]) == [3]
     assert pool.reserve_slots([4], [StateProposal(prompt, 2)]) == [2]
     pool.commit_reserved([3, 2], [3, 4], [3, 2])
     pool.check_invariants()

@@ -20,7 +20,6 @@ from slot_rig import (
 
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
 from mamba_cache.slots import (
-    ConsumedSlotPolicy,
     LruSlotPolicy,
     ScoreSlotPolicy,
 )
@@ -32,7 +31,6 @@ from mamba_cache.slots.megatron_scratch import (
     plan_checkpoints,
 )
 from mamba_cache.slots.placement import EveryNthBlock, LastBlock, checkpoint_offsets
-from mamba_cache.slots.policies import hand_over
 from mamba_cache.states import StateCopier
 
 
@@ -298,13 +296,3 @@ def test_scores_are_integers(count):
     by_score = sorted(range(40), key=lambda slot: (2**31 // (100_001 + slot), slot))
     slots = np.arange(40)
     assert policy.choose(count, slots, slots.astype(np.int32), None) == by_score[:count]
-
-
-def test_a_policy_is_not_asked_for_none_of_no_slots():
-    class Asked(LruSlotPolicy):
-        def choose(self, num_slots, slots, blocks, kv_blocks):
-            raise AssertionError("there is nothing to choose")
-
-    new = ConsumedSlotPolicy()
-    hand_over(Asked(), new, np.full(3, -1, np.int32), None)
-    assert new._last_use.tolist() == [0, 0, 0]

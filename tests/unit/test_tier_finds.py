@@ -6,7 +6,6 @@ from fingerprints import fingerprint
 from tier_rig import make_tiered
 
 from mamba_cache.errors import TokenCapacityError
-from mamba_cache.slots import AdaptiveSlotPolicy
 
 LONG = [(3 * i * i + 2 * i) % 13 for i in range(30)]
 PROMPT = [(7 * i * i + 3 * i) % 13 for i in range(2 * BLOCK + 1)]
@@ -15,8 +14,7 @@ OTHERS = [[(5 * i + k) % 13 for i in range(4 * BLOCK - 2)] for k in range(1, 4)]
 
 def test_a_request_that_has_grown_resumes_by_a_load_under_a_policy_that_knows_prompts():
     """The policy knew the prompt as it was first; the state that is loaded lies beyond it."""
-    context = make_tiered(save_decode_states=True)
-    context.slot_allocator.change_policy(AdaptiveSlotPolicy())
+    context = make_tiered(save_decode_states=True, slot_policy="adaptive")
     add(context, "grown", PROMPT)
     tokens = []
     while len(tokens) < 2 * BLOCK:
