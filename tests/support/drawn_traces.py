@@ -150,6 +150,8 @@ def draw_flip(
     """Draw two classes of chats, of short and of long prompts; the long ones stop returning.
 
     Until request ``flips_at`` both return once. From there on only the short ones do.
+    They are two classes of the adaptive policy, too: it tells apart prompts of fewer than 8 new
+    blocks and of more.
     """
     draw = _new_ids()
     rng = np.random.default_rng(seed)
@@ -162,7 +164,7 @@ def draw_flip(
             requests.append(_request_of(number, ids))
             continue
         is_long = rng.random() < 0.5
-        ids = draw(24 if is_long else 8)
+        ids = draw(24 if is_long else 6)
         requests.append(_request_of(number, ids))
         if not is_long or number < flips_at:
             heapq.heappush(returning, (number + 1 + int(rng.exponential(60)), [*ids, *draw(2)]))
