@@ -103,7 +103,7 @@ class CacheConfig:
         write_on_use: 2: an entry is written to disk and store when it is used for the second time;
             1: as soon as it is in the host tier.
         verify_hits: What part of the hits is computed again without the cache and compared, from 0
-            to 1: ``DynamicInferenceContext.take_verification`` hands them out. 0: none.
+            to 1, in ``verify_pending``. 0: none.
         max_pinned_share: Of KV blocks and of slots, how much pinned prompts may hold together, from
             0 to 1.
         store: A store that several processes share, as a tier below the host tier and the disk: a

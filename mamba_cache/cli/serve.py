@@ -36,9 +36,6 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     events_mode: Annotated[
         str, typer.Option(help="reachable: what prompts can use; resident: every KV block.")
     ] = "reachable",
-    verify_hits: Annotated[
-        float, typer.Option(help="Part of the hits to compute again when idle, and compare.")
-    ] = 0.0,
     hash_algorithm: Annotated[
         str,
         typer.Option(
@@ -70,7 +67,7 @@ def serve(  # noqa: PLR0917 - typer passes them by name
     settings["max_requests"] = max_requests
     settings |= {"events_endpoint": events_endpoint, "events_mode": events_mode}
     settings["events_replay_endpoint"] = events_replay_endpoint
-    settings |= {"verify_hits": verify_hits, "hash_algorithm": hash_algorithm}
+    settings["hash_algorithm"] = hash_algorithm
     if hash_secret_file is not None:
         settings["hash_secret"] = _secret_in(hash_secret_file)
     with installed(**settings, block_size_tokens=block_size_tokens):

@@ -17,7 +17,12 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import ScheduledRequest, Step
-from mamba_cache.context.verification import HitToVerify, SkippedVerification, VerificationStats
+from mamba_cache.context.verification import (
+    HitToVerify,
+    PrefixContent,
+    PrefixDifference,
+    VerificationStats,
+)
 
 __all__ = [
     "Admission",
@@ -31,6 +36,8 @@ __all__ = [
     "Pin",
     "Prefetch",
     "PrefetchState",
+    "PrefixContent",
+    "PrefixDifference",
     "PrefixMatch",
     "PreparedRequest",
     "Request",
@@ -38,7 +45,6 @@ __all__ = [
     "RequestStatus",
     "ScheduledRequest",
     "SharedStore",
-    "SkippedVerification",
     "Step",
     "VerificationStats",
 ]

@@ -64,11 +64,10 @@ from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.context.verification import (
-    HitSampler,
     HitToVerify,
-    SkippedVerification,
+    HitVerifier,
+    PrefixContent,
     VerificationStats,
-    log_difference,
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.events import Admitted
@@ -82,12 +81,9 @@ from mamba_cache.slots import (
 from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import (
     KVCacheSpec,
-    PrefixContent,
-    PrefixDifference,
     StatePool,
     StateSpec,
     as_device,
-    compare_prefixes,
     plan_extraction,
 )
 from mamba_cache.tiers import (
@@ -343,8 +339,17 @@ class DynamicInferenceContext:
             tiering=tiering,
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
-        self._sampler = HitSampler(config.verify_hits) if config.verify_hits else None
-        listeners = [] if self._sampler is None else [self._sampler.admitted]
+        self._verifier: HitVerifier | None = None
+        if config.verify_hits:
+            self._verifier = HitVerifier(
+                config.verify_hits,
+                self.kv_block_allocator,
+                slots,
+                block_size_tokens=config.block_size_tokens,
+                read=WeakCallback(self._saved_content),
+                remove=WeakCallback(self._remove_entry),
+            )
+        listeners = [] if self._verifier is None else [self._verifier.admitted]
         self._runner = StepRunner(
             guard=self._guard,
             buffers=self.step_buffers,
@@ -1112,118 +1117,57 @@ class DynamicInferenceContext:
             self.kv_block_allocator.reset()
             self._checkpoints.reset()
             self._counters.reset()
-            if self._sampler is not None:
-                self._sampler.reset()
+            if self._verifier is not None:
+                self._verifier.reset()
             if self._tiering is not None:
                 self._tiering.reset()
 
-    @guarded(changes=True)
-    def take_verification(self) -> HitToVerify | None:
-        """Return a hit that is to be verified, when the embedder is idle; None: there is none.
-
-        With ``CacheConfig.verify_hits`` a sample of the hits waits for this. Compute the tokens of
-        the one that is returned without the cache, and give what the layers have then to
-        ``report_verification``. Hits whose entries were evicted meanwhile are passed over.
-        """
-        sampler = self._sampler
-        while sampler is not None and (hit := sampler.take()) is not None:
-            if self._find_hit(hit) is not None:
-                return hit
-            sampler.skip(SkippedVerification.GONE)
-        return None
-
-    @guarded()
-    def report_verification(
+    def verify_pending(
         self,
-        hit: HitToVerify,
-        computed: PrefixContent | None,
-        again: Callable[[], PrefixContent] | None = None,
-        *,
-        tolerance: float = 0.0,
-    ) -> tuple[PrefixDifference, ...]:
-        """Compare a hit with the same prefix computed anew, and remove what differs.
+        compute: Callable[[HitToVerify], PrefixContent | None],
+        max_hits: int | None = None,
+    ) -> int:
+        """Compare hits that wait to be verified with what the model computes.
 
-        What differs is counted, logged in ``mamba_cache.verification``, and taken out of the cache
-        and its tiers. It waits for the device.
+        With ``CacheConfig.verify_hits`` a sample of the hits waits for this. What differs by more
+        than ``RELATIVE_BOUNDS`` is counted, logged in ``mamba_cache.verification``, and taken out
+        of the cache and its tiers. It waits for the device.
 
         Args:
-            hit: What ``take_verification`` gave.
-            computed: States and KV after the hit's tokens. None: they could not be computed, which
-                is counted.
-            again: Computes the same in other pieces, such as chunks of a block and single tokens at
-                the end; called where bits differ, and without the context. What the two differ by
-                says what rounding does; what is cached may differ by four times as much.
-            tolerance: What it may differ by besides, relative to the size of each tensor.
+            compute: Computes the tokens of a hit without the cache, and returns the states and
+                KV after them. None: it cannot, which is counted.
+            max_hits: How many at most. Default: all that wait.
 
         Returns:
-            What differs; empty if nothing does, or if the entries were evicted meanwhile.
+            How many were.
 
         Raises:
-            InvalidArgumentError: ``verify_hits`` is 0, the tensors are not those of the cache, or
-                ``tolerance`` is no number >= 0.
+            InvalidArgumentError: ``max_hits`` is not an int >= 1, or what was computed is not of
+                the tensors that are cached.
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
-        tolerance = check_number("tolerance", tolerance, maximum=1e9)
-        check_kind("hit", hit, HitToVerify)
-        sampler = self._sampler
-        if sampler is None:
-            raise InvalidArgumentError("verify_hits must be more than 0 in the CacheConfig")
-        found = self._find_hit(hit)
-        if computed is None or found is None:
-            gone = SkippedVerification.GONE if found is None else SkippedVerification.FAILED
-            sampler.skip(gone)
-            return ()
-        blocks, slot = found
-        size = self.block_size_tokens
-        saved = self._saved_content(blocks, slot, len(hit.tokens))
-        found_differences = compare_prefixes(
-            saved, computed, again, block_size_tokens=size, tolerance=tolerance
-        )
-        self._guard.is_changing = True
-        sampler.count([self._remove_entry(hit, blocks, each) for each in found_differences])
-        return tuple(found_differences)
-
-    @guarded()
-    def skip_verification(self, reason: str) -> None:
-        """Count a hit that ``take_verification`` gave and nobody can compute.
-
-        Args:
-            reason: Why, such as ``SkippedVerification.SETTINGS``.
-        """
-        if self._sampler is not None:
-            self._sampler.skip(reason)
+        return 0 if self._verifier is None else self._verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
         """Return what came of ``CacheConfig.verify_hits``; any thread may ask."""
-        return VerificationStats() if self._sampler is None else self._sampler.stats()
+        return VerificationStats() if self._verifier is None else self._verifier.stats()
 
-    def _find_hit(self, hit: HitToVerify) -> tuple[list[int], int] | None:
-        """Return the blocks and the slot of a hit, if all of it is still cached."""
-        return hit.find(self.kv_block_allocator, self.slot_allocator)
-
-    def _saved_content(self, blocks: list[int], slot: int, num_tokens: int) -> PrefixContent:
+    def _saved_content(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         states = {name: t[:, slot] for name, t in self.slot_allocator.states.tensors.items()}
         if self.kv_cache is None:
             return PrefixContent(states)
         return PrefixContent(states, self.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :num_tokens])
 
-    def _remove_entry(
-        self, hit: HitToVerify, blocks: list[int], difference: PrefixDifference
-    ) -> str:
-        """Make an entry unfindable, on the GPU and below; return its kind."""
-        is_state = difference.block is None
-        index = len(blocks) - 1 if difference.block is None else difference.block
-        digest = hit.digest(index)
-        kind = log_difference(hit.request_id, digest, difference)
-        if is_state:
-            self.slot_allocator.invalidate_block(blocks[index])
+    @guarded(changes=True)
+    def _remove_entry(self, kind: EntryKind, block: int, request: Request, digest: bytes) -> None:
+        """Make an entry unfindable, on the GPU and below."""
+        if kind is EntryKind.STATE:
+            self.slot_allocator.invalidate_block(block)
         else:
-            self.kv_block_allocator.deregister_blocks([blocks[index]])
+            self.kv_block_allocator.deregister_blocks([block])
         if self._tiering is not None:
-            entry = EntryKind.STATE if is_state else EntryKind.KV
-            self._tiering.remove(entry, hit.request.cache_salt, digest)
-        return kind
+            self._tiering.remove(kind, request.cache_salt, digest)
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""

@@ -3,45 +3,95 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
+import torch
+
+from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, Admission, Request, TokenArray
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import SlotPool
-from mamba_cache.states import PrefixDifference
+from mamba_cache.tiers import EntryKind
 
 __all__ = [
     "MAX_WAITING",
-    "HitSampler",
+    "RELATIVE_BOUNDS",
     "HitToVerify",
-    "SkippedVerification",
+    "HitVerifier",
+    "PrefixContent",
+    "PrefixDifference",
     "VerificationStats",
-    "log_difference",
+    "compare_prefixes",
 ]
 
-MAX_WAITING = 64
-"""Hits that wait to be verified; more are dropped and counted."""
+MAX_WAITING: Final = 64
+"""Sampled hits that wait to be verified; a further one takes the place of the oldest."""
+
+RELATIVE_BOUNDS: Final = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-3,
+    torch.float16: 0.05,
+    torch.bfloat16: 0.2,
+}
+"""How large the norm of a difference may be, relative to the norm of what is computed anew.
+
+The coarsest dtype of all tensors of a prefix counts: a float32 state of a bfloat16 model is rounded
+as that model rounds. Models in float64 compute norms and scans in float32. Clean hits of 19 tiny
+models stayed below 1e-6 in float32 and 1e-2 in both half precisions."""
 
 _log = logging.getLogger("mamba_cache.verification")
 
+_ByLayer: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+"""One tensor whose first axis is the layers, or a tensor for each."""
 
-class SkippedVerification:
-    """Why a sampled hit was not verified. Each is counted."""
 
-    QUEUE_FULL = "queue_full"
-    """As many as may wait were waiting."""
+@dataclass(frozen=True, slots=True)
+class PrefixContent:
+    """What a model has in memory after the tokens of a prefix.
 
-    GONE = "gone"
-    """What it resumed from was evicted before its turn came."""
+    Attributes:
+        states: By name, as in ``StateSpec.tensors``, the state of each layer that has one: a tensor
+            [num_layers, *shape], or a list of tensors.
+        kv: Keys and values of each token: a tensor [num_layers, 2, num_tokens, num_kv_heads,
+            head_dim], or a list that has for each layer its keys, then its values, [num_tokens,
+            ...]. Empty where the cache keeps none.
+    """
 
-    SETTINGS = "settings"
-    """The model has other adapters or settings than it had then."""
+    states: Mapping[str, _ByLayer]
+    kv: _ByLayer = ()
 
-    FAILED = "failed"
-    """The prefix could not be computed: there was no memory for it, for example."""
+    @property
+    def kv_by_layer(self) -> list[torch.Tensor]:
+        """Keys and values in turn, layer by layer."""
+        return [*(self.kv.flatten(0, 1) if isinstance(self.kv, torch.Tensor) else self.kv)]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDifference:
+    """An entry that is not what the model computes: a state, or a KV block.
+
+    Attributes:
+        block: The block that it is, or at whose end the state is; None: the state.
+        name: The tensor that is furthest off, as in ``PrefixContent.states``, or "keys" or
+            "values".
+        layer: Of that tensor, among those that have one.
+        largest: The largest difference of two numbers in it.
+        relative: The norm of the difference, relative to that of what was computed.
+        limit: What ``relative`` may be.
+    """
+
+    block: int | None
+    name: str
+    layer: int
+    largest: float
+    relative: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,29 +101,12 @@ class HitToVerify:
     Attributes:
         request: The request that resumed; adapters and multimodal items are as in it.
         tokens: [num_tokens] int32: the prefix that it did not compute.
-        hashes: Of its complete blocks.
+        hashes: Of its blocks.
     """
 
     request: Request
     tokens: TokenArray
     hashes: BlockHashes
-
-    @property
-    def request_id(self) -> Hashable:
-        """The request's name."""
-        return self.request.request_id
-
-    def digest(self, index: int) -> bytes:
-        """Return the digest of a block of it."""
-        return self.hashes.digest(index)
-
-    def find(self, kv_blocks: KVBlockAllocator, slots: SlotPool) -> tuple[list[int], int] | None:
-        """Find the blocks and the slot that it resumed from, if all are still there."""
-        blocks = kv_blocks.match_prefix(self.hashes)
-        if len(blocks) < len(self.hashes):
-            return None
-        slot = slots.get_slot(blocks[-1])
-        return None if slot < 0 else (blocks, slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +116,8 @@ class VerificationStats:
     Attributes:
         sampled: Hits that were chosen.
         verified: Those that were computed again and compared.
-        skipped: Those that could not be, by reason (``SkippedVerification``).
+        skipped: Those that could not be: evicted or pushed out before, of other settings of the
+            model, or there was no memory.
         differences: Entries that were not what the model computes, by kind: "state" and "kv". Each
             was removed. None are expected.
         waiting: Hits that wait, now.
@@ -91,66 +125,135 @@ class VerificationStats:
 
     sampled: int = 0
     verified: int = 0
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    skipped: int = 0
     differences: Mapping[str, int] = field(default_factory=dict)
     waiting: int = 0
 
 
-class HitSampler:
-    """Chooses hits to be verified, keeps them until their turn comes, and counts what came of it.
+class HitVerifier:
+    """Samples hits, compares them with what the model computes, and counts what came of it.
 
-    It holds nothing of the cache: what is evicted before its turn comes is not verified.
+    It holds nothing of the cache: a hit that is evicted before its turn is not verified.
 
     Args:
         rate: What part of the hits is chosen, from 0 to 1.
+        kv_blocks: Where blocks are found.
+        slots: Where states are found.
+        block_size_tokens: Tokens of a block.
+        read: Returns what is cached in a slot and in blocks, of so many tokens.
+        remove: Makes an entry unfindable: its kind, its block, the request and the digest.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(
+        self,
+        rate: float,
+        kv_blocks: KVBlockAllocator,
+        slots: SlotPool,
+        *,
+        block_size_tokens: int,
+        read: Callable[[int, list[int], int], PrefixContent],
+        remove: Callable[[EntryKind, int, Request, bytes], object],
+    ) -> None:
         self._rate = rate
+        self._kv_blocks, self._slots = kv_blocks, slots
+        self._block_size = block_size_tokens
+        self._read, self._remove = read, remove
         self._random = random.Random()
         self._waiting: deque[HitToVerify] = deque()
         self.reset()
 
-    def chooses(self) -> bool:
-        """Say whether a hit is to be verified, and count it then; one that finds no room is not."""
-        if self._random.random() >= self._rate:
-            return False
+    def sample(self, request: Request, tokens: TokenArray, hashes: BlockHashes) -> None:
+        """Choose a hit with the rate's probability.
+
+        Args:
+            request: The request that resumed.
+            tokens: Its tokens, of which as many are verified as ``hashes`` has blocks.
+            hashes: Hashes of the blocks that it did not compute.
+        """
+        if not hashes or self._random.random() >= self._rate:
+            return
         self._sampled += 1
         if len(self._waiting) >= MAX_WAITING:
-            self.skip(SkippedVerification.QUEUE_FULL)
-            return False
-        return True
-
-    def add(self, hit: HitToVerify) -> None:
-        """Have a chosen hit wait."""
-        self._waiting.append(hit)
+            self._waiting.popleft()
+            self._skipped += 1
+        prefix = tokens[: len(hashes) * self._block_size].copy()
+        self._waiting.append(HitToVerify(request, prefix, hashes))
 
     def admitted(self, active: ActiveRequest, admission: Admission) -> None:
-        """Hear of a request that began to run; it may be a hit."""
-        if admission.miss_reason is not None or not self.chooses():
-            return
-        position = admission.skip_tokens
-        hashes = active.hashes[: admission.state_matched_blocks]
-        self.add(HitToVerify(active.request, active.tokens(0, position), hashes))
+        """Sample a request that began to run, if it is a hit."""
+        if admission.miss_reason is None:
+            hashes = active.hashes[: admission.state_matched_blocks]
+            self.sample(active.request, active.tokens(0, admission.skip_tokens), hashes)
+
+    def verify(
+        self,
+        compute: Callable[[HitToVerify], PrefixContent | None],
+        max_hits: int | None = None,
+    ) -> int:
+        """Verify hits that wait, the oldest first.
+
+        Args:
+            compute: Computes the tokens of a hit without the cache. None: it cannot.
+            max_hits: How many at most. None: all that wait.
+
+        Returns:
+            How many were taken.
+
+        Raises:
+            InvalidArgumentError: ``max_hits`` is not an int >= 1, or what was computed is not of
+                the tensors that are cached.
+        """
+        if max_hits is not None:
+            check_int("max_hits", max_hits, minimum=1)
+        count = 0
+        while count != max_hits and (hit := self.take()) is not None:
+            count += 1
+            try:
+                computed = compute(hit) if self.find(hit) is not None else None
+            except torch.OutOfMemoryError:
+                computed = None
+            self.judge(hit, computed)
+        return count
 
     def take(self) -> HitToVerify | None:
         """Return the hit that has waited longest; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
-    def skip(self, reason: str) -> None:
-        """Count a hit that was not verified."""
-        self._skipped[reason] += 1
+    def find(self, hit: HitToVerify) -> tuple[list[int], int] | None:
+        """Find the blocks and the slot that a hit resumed from, if all are still there."""
+        blocks = self._kv_blocks.match_prefix(hit.hashes)
+        slot = self._slots.get_slot(blocks[-1]) if len(blocks) == len(hit.hashes) else -1
+        return None if slot < 0 else (blocks, slot)
 
-    def count(self, kinds: list[str]) -> None:
-        """Count a hit that was verified, and each entry that differed, by its kind."""
+    def judge(self, hit: HitToVerify, computed: PrefixContent | None) -> list[PrefixDifference]:
+        """Compare a hit with the same prefix computed anew; log and remove what differs.
+
+        ``computed`` is None if the prefix could not be computed, which is counted.
+
+        Raises:
+            InvalidArgumentError: They are not of the same names, layers and shapes.
+        """
+        found = self.find(hit)
+        if found is None or computed is None:
+            self._skipped += 1
+            return []
+        blocks, slot = found
+        saved = self._read(slot, blocks, len(hit.tokens))
+        differences = compare_prefixes(saved, computed, block_size_tokens=self._block_size)
         self._verified += 1
-        self._differences.update(kinds)
+        for each in differences:
+            kind = EntryKind.STATE if each.block is None else EntryKind.KV
+            index = len(blocks) - 1 if each.block is None else each.block
+            digest = hit.hashes.digest(index)
+            self._differences[kind.name.lower()] += 1
+            _log_difference(hit.request.request_id, kind, digest, each)
+            self._remove(kind, blocks[index], hit.request, digest)
+        return differences
 
     def reset(self) -> None:
         """Forget all hits and counts."""
         self._waiting.clear()
-        self._sampled = self._verified = 0
-        self._skipped: Counter[str] = Counter()
+        self._sampled = self._verified = self._skipped = 0
         # Both from the start, so that a first difference is seen as a rise.
         self._differences: Counter[str] = Counter(state=0, kv=0)
 
@@ -159,20 +262,20 @@ class HitSampler:
         return VerificationStats(
             sampled=self._sampled,
             verified=self._verified,
-            skipped=dict(self._skipped),
+            skipped=self._skipped,
             differences=dict(self._differences),
             waiting=len(self._waiting),
         )
 
 
-def log_difference(request_id: Hashable, digest: bytes, difference: PrefixDifference) -> str:
-    """Log an entry that is not what the model computes, and return its kind, "state" or "kv"."""
-    kind = "state" if difference.block is None else "kv"
+def _log_difference(
+    request_id: Hashable, kind: EntryKind, digest: bytes, difference: PrefixDifference
+) -> None:
     _log.error(
         "a verified hit differs and is removed: request=%r kind=%s digest=%s tensor=%s layer=%d "
         "largest_difference=%.3g relative=%.3g limit=%.3g",
         request_id,
-        kind,
+        kind.name.lower(),
         digest.hex(),
         difference.name,
         difference.layer,
@@ -180,4 +283,84 @@ def log_difference(request_id: Hashable, digest: bytes, difference: PrefixDiffer
         difference.relative,
         difference.limit,
     )
-    return kind
+
+
+def compare_prefixes(
+    saved: PrefixContent, computed: PrefixContent, *, block_size_tokens: int
+) -> list[PrefixDifference]:
+    """Find what of a saved prefix is not what the model computes.
+
+    Each layer's state, and the keys and the values of each token, may differ by
+    ``RELATIVE_BOUNDS``. Keys and values are compared token by token, so that a single token is not
+    lost among the others.
+
+    Args:
+        saved: What the cache has.
+        computed: The same tokens without the cache.
+        block_size_tokens: Tokens of a block.
+
+    Returns:
+        One difference at most for the state and for each block, the state's first; the layer that
+        is furthest off stands for all.
+
+    Raises:
+        InvalidArgumentError: They are not of the same names, layers and shapes.
+    """
+    _check_alike(saved, computed)
+    limit = _bound_of([t for each in (saved, computed) for t in _tensors_of(each)])
+    worst: dict[int | None, PrefixDifference] = {}
+    for name, tensors in saved.states.items():
+        for layer, (a, b) in enumerate(zip(tensors, computed.states[name], strict=True)):
+            _keep_worst(worst, a[None], b[None], name, layer, limit, None)
+    kv = zip(saved.kv_by_layer, computed.kv_by_layer, strict=True)
+    for index, (a, b) in enumerate(kv):
+        name = ("keys", "values")[index % 2]
+        _keep_worst(worst, a, b, name, index // 2, limit, block_size_tokens)
+    return [worst[block] for block in sorted(worst, key=lambda b: -1 if b is None else b)]
+
+
+def _keep_worst(  # noqa: PLR0917 (two tensors, and whose they are)
+    worst: dict[int | None, PrefixDifference],
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    name: str,
+    layer: int,
+    limit: float,
+    block_size: int | None,
+) -> None:
+    """Note for each entry that rows [n, ...] are of whether one is beyond the limit."""
+    if actual.dtype == expected.dtype and torch.equal(actual, expected):
+        return
+    a, b = actual.flatten(1).double(), expected.flatten(1).double()
+    tiny = torch.finfo(torch.float64).tiny
+    norms = torch.linalg.vector_norm(a - b, dim=1)
+    relative = norms / torch.linalg.vector_norm(b, dim=1).clamp_min(tiny)
+    # What is no number is as far off as can be, unless both are the same bits.
+    relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
+    largest = (a - b).abs().nan_to_num(nan=math.inf).amax(dim=1)
+    for row in (relative > limit).nonzero()[:, 0].tolist():
+        block, value = None if block_size is None else row // block_size, relative[row].item()
+        if block not in worst or value > worst[block].relative:
+            worst[block] = PrefixDifference(block, name, layer, largest[row].item(), value, limit)
+
+
+def _tensors_of(content: PrefixContent) -> list[torch.Tensor]:
+    return [t for tensors in content.states.values() for t in tensors] + content.kv_by_layer
+
+
+def _bound_of(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the bound of the coarsest dtype; of dtypes that have none, such as ints, 0."""
+    return max((RELATIVE_BOUNDS.get(tensor.dtype, 0.0) for tensor in tensors), default=0.0)
+
+
+def _check_alike(one: PrefixContent, other: PrefixContent) -> None:
+    shapes = [
+        {name: [tuple(each.shape) for each in tensors] for name, tensors in content.states.items()}
+        | {"kv": [tuple(each.shape) for each in content.kv_by_layer]}
+        for content in (one, other)
+    ]
+    if shapes[0] != shapes[1]:
+        raise InvalidArgumentError(
+            f"a computed prefix must have the tensors of the saved one: {shapes[0]}, by layer, "
+            f"got {shapes[1]}"
+        )

@@ -74,16 +74,7 @@ _OF_TIERS_BY_KIND = {
 _VERIFIED = {
     "verified_hits": ("Hits that were computed again and compared", "verified"),
     "verification_sampled_hits": ("Hits that were chosen for it", "sampled"),
-}
-_VERIFIED_BY = {
-    "verification_differences": (
-        "Entries that were not what the model computes, by kind; each was removed",
-        ("kind", "differences"),
-    ),
-    "verification_skipped_hits": (
-        "Chosen hits that were not computed again, by reason",
-        ("reason", "skipped"),
-    ),
+    "verification_skipped_hits": ("Chosen hits that were not computed again", "skipped"),
 }
 """Names of metrics, what they say, and the field of ``VerificationStats`` that each is."""
 
@@ -256,12 +247,14 @@ def _of_verification(stats: Mapping[str, VerificationStats]) -> Iterator[Metric]
         return
     for name, (text, field) in _VERIFIED.items():
         yield _counter(name, text, {cache: getattr(one, field) for cache, one in stats.items()})
-    for name, (text, (label, field)) in _VERIFIED_BY.items():
-        counter = CounterMetricFamily(f"mamba_cache_{name}", text, labels=["cache", label])
-        for cache, one in stats.items():
-            for value, count in getattr(one, field).items():
-                counter.add_metric([cache, value], count)
-        yield counter
+    text = "Entries that were not what the model computes, by kind; each was removed"
+    counter = CounterMetricFamily(
+        "mamba_cache_verification_differences", text, labels=["cache", "kind"]
+    )
+    for cache, one in stats.items():
+        for kind, count in one.differences.items():
+            counter.add_metric([cache, kind], count)
+    yield counter
     gauge = GaugeMetricFamily(
         "mamba_cache_verification_waiting_hits", "Hits that wait for it", labels=["cache"]
     )

@@ -17,7 +17,14 @@ from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Pin, Request, Step
+from mamba_cache.context import (
+    DynamicInferenceContext,
+    HitToVerify,
+    Pin,
+    PrefixContent,
+    Request,
+    Step,
+)
 from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
     ConcurrentUseError,
@@ -31,12 +38,11 @@ from mamba_cache.reference.drafting import Drafter, NgramDrafter
 from mamba_cache.reference.requests import EngineRequest
 from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
 from mamba_cache.reference.sampling import SamplingParams, sample, verify
-from mamba_cache.reference.verification import compute_prefix
 from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity
 
-__all__ = ["Engine", "LanguageModel", "ModelShape", "token_progress"]
+__all__ = ["Engine", "LanguageModel", "ModelShape", "compute_prefix", "token_progress"]
 
 
 class ModelShape(Protocol):
@@ -427,9 +433,8 @@ class Engine:
     def verify_pending(self, max_hits: int | None = None) -> int:
         """Compute hits again that wait to be verified, and compare them with what is cached.
 
-        With ``CacheConfig.verify_hits`` a part of the hits waits for this; ``step`` verifies one
-        when it has no request to compute. Each takes as long as its prefix does, twice where the
-        bits differ. ``context.verification_stats()`` says what came of it.
+        With ``CacheConfig.verify_hits`` a part of the hits waits for this. Each takes as long as
+        its prefix does. ``context.verification_stats()`` says what came of it.
 
         Args:
             max_hits: How many at most. Default: all that wait.
@@ -440,21 +445,8 @@ class Engine:
         Raises:
             InvalidArgumentError: ``max_hits`` is not an int >= 1.
         """
-        if max_hits is not None:
-            check_int("max_hits", max_hits, minimum=1)
-        return self._verify_hits(max_hits)
-
-    def _verify_hits(self, max_hits: int | None) -> int:
-        context, count = self.context, 0
-        while count != max_hits and (hit := context.take_verification()) is not None:
-            count += 1
-            try:
-                whole = compute_prefix(self._model, context, hit)
-                again = partial(compute_prefix, self._model, context, hit, in_pieces=True)
-                context.report_verification(hit, whole, again)
-            except torch.OutOfMemoryError:
-                context.report_verification(hit, None)
-        return count
+        compute = partial(compute_prefix, self._model, self.context)
+        return self.context.verify_pending(compute, max_hits)
 
     @guarded(renews=True)
     def reset(self) -> None:
@@ -487,8 +479,6 @@ class Engine:
             if not news.events:
                 step = self._scheduler.begin_step()
                 requests = [] if step is None else self._run(step)
-                if step is None and self.context.config.verify_hits:
-                    self._verify_hits(1)
                 news = self._gather([*requests, *self._scheduler.failed])
         self._news = news  # from here on it is told, if not by this call then by the next
         self._is_untold = False
@@ -650,3 +640,61 @@ def token_progress(enabled: bool) -> Iterator[Callable[[int, int], None]]:
     with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("tokens", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def compute_prefix(
+    model: LanguageModel,
+    context: DynamicInferenceContext,
+    hit: HitToVerify,
+) -> PrefixContent:
+    """Compute a hit's prefix with a context of its own, which is given up afterwards.
+
+    Args:
+        model: Computes the steps.
+        context: Whose hit it is; it is not touched.
+        hit: The hit.
+    """
+    config, tokens = context.config, hit.tokens
+    size, count = config.block_size_tokens, len(tokens)
+    own = CacheConfig(
+        block_size_tokens=size,
+        max_requests=1,
+        max_tokens=config.max_tokens,
+        max_sequence_length=count + 1,
+        num_kv_blocks=-(-(count + 1) // size),
+        ssm_chunk_size=config.ssm_chunk_size,
+        ssm_chunk_alignment=config.ssm_chunk_alignment,
+        enable_prefix_caching=False,
+        vocab_size=config.vocab_size,
+    )
+    shape = model.config
+    alone = DynamicInferenceContext(
+        own, shape.state_spec(model.dtype), shape.kv_spec(model.dtype), device=model.device
+    )
+    row, blocks = _run_alone(model, alone, hit)
+    states = {name: tensor[:, row] for name, tensor in alone.live_states.tensors.items()}
+    assert alone.kv_cache is not None, "a language model has a kv_spec"
+    return PrefixContent(states, alone.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :count])
+
+
+def _run_alone(
+    model: LanguageModel, context: DynamicInferenceContext, hit: HitToVerify
+) -> tuple[int, list[int]]:
+    """Compute a prefix as one request; return its row and its blocks, of a step in flight."""
+    request = Request(
+        request_id=0,
+        prompt_tokens=hit.tokens,
+        lora_id=hit.request.lora_id,
+        multimodal_keys=hit.request.multimodal_keys,
+    )
+    chunk = context.config.max_tokens
+    context.add_request(request, chunk_tokens=chunk)
+    while True:
+        step = context.begin_step()
+        [scheduled] = step.requests
+        model.forward(step.metadata, context)
+        if scheduled.samples:
+            held = -(-len(hit.tokens) // context.block_size_tokens)
+            return scheduled.row, context.request_to_kv_block_ids[scheduled.row, :held].tolist()
+        context.commit_step({})
+        context.schedule_prefill(0, chunk_tokens=chunk)

@@ -2,7 +2,6 @@
 
 from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
-from mamba_cache.states.comparison import PrefixContent, PrefixDifference, compare_prefixes
 from mamba_cache.states.copier import RowIndices, StateCopier
 from mamba_cache.states.extraction import (
     CHECKPOINT_FIELDS,
@@ -34,8 +33,6 @@ __all__ = [
     "CopyBackend",
     "KVCacheSpec",
     "LayerKind",
-    "PrefixContent",
-    "PrefixDifference",
     "RowIndices",
     "SlotQuantization",
     "SlotRounding",
@@ -47,7 +44,6 @@ __all__ = [
     "StateTensorSpec",
     "as_device",
     "blocks_in_budget",
-    "compare_prefixes",
     "dequantize_states",
     "extract_checkpoint_states",
     "kernels_for",

@@ -31,7 +31,7 @@ from sources import ROOT
 import mamba_cache
 from mamba_cache import Request
 from mamba_cache.events import Stored
-from mamba_cache.reference.verification import compute_prefix
+from mamba_cache.reference.engine import compute_prefix
 
 MEGATRON = "tests/integration/test_megatron_real.py::test_the_guides_lines_run"
 SERVER = "tests/integration/test_transformers_serve.py::test_the_guides_lines_run"
@@ -217,20 +217,12 @@ def test_the_page_on_verified_hits(page, model) -> None:
         add(context, name, prompt)
         run_step(context)
         context.finish(name)
-    hits = []
 
-    def take() -> object:
-        hits.append(context.take_verification())
-        return hits[-1]
+    def compute(hit: object) -> object:
+        assert list(hit.tokens) == prompt[: 3 * BLOCK]
+        return compute_prefix(MODEL, context, hit)
 
-    def compute(tokens: object, *, chunk_tokens: int) -> object:
-        assert list(tokens) == list(hits[-1].tokens)
-        return compute_prefix(MODEL, context, hits[-1], in_pieces=chunk_tokens < 8192)
-
-    watched = SimpleNamespace(
-        take_verification=take, report_verification=context.report_verification
-    )
-    opened = page("how-to/verify_hits.md", model=model, idle=True, context=watched, compute=compute)
+    opened = page("how-to/verify_hits.md", model=model, context=context, compute=compute)
     opened.run(small("mamba_cache_gb=4") | BLOCKS_OF_8).cache.close()
     opened.run()
     stats = context.verification_stats()

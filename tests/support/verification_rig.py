@@ -5,20 +5,22 @@ from pathlib import Path
 
 from context_rig import MODEL
 
-from mamba_cache.reference.verification import compute_prefix
+from mamba_cache.reference.engine import compute_prefix
+
+
+def take(context):
+    """Returns the hit that has waited longest to be verified; None if there is none."""
+    return context._verifier.take()
 
 
 def verify(context, hit):
-    """Computes a hit's prefix with the reference model, and reports it; returns what differs."""
-    whole = compute_prefix(MODEL, context, hit)
-    return context.report_verification(
-        hit, whole, lambda: compute_prefix(MODEL, context, hit, in_pieces=True)
-    )
+    """Computes a hit's prefix with the reference model; returns what differs."""
+    return context._verifier.judge(hit, compute_prefix(MODEL, context, hit))
 
 
 def corrupt_and_verify(context, *, block):
     """Changes a KV block of the hit that waits, and has it found."""
-    hit = context.take_verification()
+    hit = take(context)
     blocks = context.kv_block_allocator.match_prefix(hit.hashes)
     context.kv_cache[0, 0, blocks[block]] += 1
     assert len(verify(context, hit)) == 1

@@ -16,12 +16,11 @@ from context_rig import (
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import Request
+from mamba_cache.context.verification import PrefixContent, compare_prefixes
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, SlotPlan, SlotPool
 from mamba_cache.states import (
-    PrefixContent,
     SlotQuantization,
-    compare_prefixes,
 )
 
 PROMPT = [1 + (5 * i) % (VOCAB - 1) for i in range(3 * BLOCK + 3)]
@@ -155,9 +154,8 @@ def test_prefixes_of_any_dtype_are_compared(dtype):
         kv[0, 1, 3] = value
         return PrefixContent({"ssm": torch.ones(1, 2, 2).to(dtype)}, kv.to(dtype))
 
-    again = lambda: prefix(2)  # noqa: E731 - what the comparison calls
-    assert compare_prefixes(prefix(2), prefix(2), again, block_size_tokens=BLOCK) == []
-    [difference] = compare_prefixes(prefix(8), prefix(2), again, block_size_tokens=BLOCK)
+    assert compare_prefixes(prefix(2), prefix(2), block_size_tokens=BLOCK) == []
+    [difference] = compare_prefixes(prefix(8), prefix(2), block_size_tokens=BLOCK)
     assert (difference.block, difference.name, difference.largest) == (0, "values", 6)
 
 

@@ -8,19 +8,23 @@ import torch
 from context_rig import BLOCK, MODEL, VOCAB, generate, make_config, make_context
 from engine_rig import make_engine
 from tier_rig import always, make_tiered
-from verification_rig import files_called, verify
+from verification_rig import files_called, take, verify
 
 from mamba_cache.context import (
     DynamicInferenceContext,
+    PrefixContent,
     Request,
-    SkippedVerification,
     VerificationStats,
 )
-from mamba_cache.context.verification import MAX_WAITING, HitSampler
+from mamba_cache.context.verification import (
+    MAX_WAITING,
+    RELATIVE_BOUNDS,
+    HitVerifier,
+    compare_prefixes,
+)
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.reference import SamplingParams
-from mamba_cache.reference.verification import compute_prefix
-from mamba_cache.states import PrefixContent, compare_prefixes
+from mamba_cache.reference.engine import compute_prefix
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import EntryKind, ModelIdentity
 
@@ -32,13 +36,13 @@ def make_verified(**changes):
     context = make_context(make_config(verify_hits=1.0, **changes))
     generate(context, PROMPT, 1)
     generate(context, PROMPT, 1, request_id="hit")
-    hit = context.take_verification()
+    hit = take(context)
     assert hit is not None
     return context, hit
 
 
-def computed(context, hit, **options):
-    return compute_prefix(MODEL, context, hit, **options)
+def computed(context, hit):
+    return compute_prefix(MODEL, context, hit)
 
 
 def blocks_of(context, hit):
@@ -47,13 +51,13 @@ def blocks_of(context, hit):
 
 def test_a_clean_hit_differs_in_nothing():
     context, hit = make_verified()
-    assert hit.request_id == "hit"
+    assert hit.request.request_id == "hit"
     assert list(hit.tokens) == PROMPT[: 3 * BLOCK]
-    assert verify(context, hit) == ()
+    assert verify(context, hit) == []
     assert context.verification_stats() == VerificationStats(
         sampled=1, verified=1, differences={"state": 0, "kv": 0}
     )
-    assert context.take_verification() is None
+    assert context.verify_pending(lambda hit: computed(context, hit)) == 0
 
 
 def test_a_corrupted_state_is_found_logged_and_removed(caplog):
@@ -104,7 +108,7 @@ def test_a_corrupted_entry_goes_from_the_host_tier_too():
     generate(context, PROMPT, 1)
     generate(context, PROMPT, 1)
     context.wait_for_tiers()
-    hit = context.take_verification()
+    hit = take(context)
     host, blocks = context.host_tier, blocks_of(context, hit)
     slot = context.slot_allocator.get_slot(blocks[-1])
     context.slot_allocator.states["ssm"][0, slot] += 1
@@ -130,7 +134,7 @@ def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
     generate(context, PROMPT, 1)
     context.wait_for_tiers()
     before = context.disk_tier.stats().entries
-    hit = context.take_verification()
+    hit = take(context)
     context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
     assert len(verify(context, hit)) == 1
     context.wait_for_tiers()
@@ -161,7 +165,7 @@ def test_a_corrupted_entry_goes_from_the_store_too():
     generate(context, PROMPT, 1)
     generate(context, PROMPT, 1)
     context.wait_for_tiers()
-    hit = context.take_verification()
+    hit = take(context)
     manifests = [f"/k/{hit.hashes.digest(index).hex()}/0" for index in range(2)]
 
     def found():
@@ -179,32 +183,44 @@ def test_hits_whose_entries_are_gone_are_passed_over():
     context, hit = make_verified()
     generate(context, PROMPT, 1)
     context.slot_allocator.invalidate_block(blocks_of(context, hit)[-1])
-    assert context.take_verification() is None
-    assert verify(context, hit) == ()  # evicted between the two calls
-    assert context.verification_stats().skipped == {SkippedVerification.GONE: 2}
+    assert context.verify_pending(pytest.fail) == 1  # nothing is computed for it
+    assert verify(context, hit) == []
+    assert context.verification_stats().skipped == 2
 
 
 def test_what_cannot_be_computed_is_counted():
-    context, hit = make_verified()
-    assert context.report_verification(hit, None) == ()
-    assert context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
-
-
-def test_who_cannot_compute_a_hit_says_so():
     context, _ = make_verified()
-    context.skip_verification(SkippedVerification.SETTINGS)
-    assert context.verification_stats().skipped == {SkippedVerification.SETTINGS: 1}
-    off = make_context()
-    off.skip_verification(SkippedVerification.SETTINGS)
-    assert off.take_verification() is None
-    assert off.verification_stats() == VerificationStats()
+    answers = iter([None, torch.OutOfMemoryError("too much")])
+
+    def compute(_):
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    for _ in range(2):
+        generate(context, PROMPT, 1)
+    assert [context.verify_pending(compute, 1) for _ in range(3)] == [1, 1, 0]
+    assert context.verification_stats().skipped == 2
+
+
+def test_without_verification_nothing_is_done():
+    context = make_context()
+    assert context.verify_pending(pytest.fail) == 0
+    assert context.verification_stats() == VerificationStats()
 
 
 def test_a_part_of_the_hits_is_chosen():
-    sampler = HitSampler(0.25)
-    chosen = sum(sampler.chooses() for _ in range(4000))
-    assert 700 < chosen < 1300
-    assert sampler.stats().sampled == chosen
+    context = make_context()
+    verifier = HitVerifier(
+        0.25, context.kv_block_allocator, context.slot_allocator, block_size_tokens=BLOCK,
+        read=pytest.fail, remove=pytest.fail,
+    )  # fmt: skip
+    request = Request(request_id=1, prompt_tokens=PROMPT)
+    prepared = context.prepare(request)
+    for _ in range(4000):
+        verifier.sample(request, prepared.tokens, prepared.hashes)
+    verifier.sample(request, prepared.tokens, prepared.hashes[:0])  # a miss
+    assert 700 < verifier.stats().sampled < 1300
 
 
 def test_hits_that_find_no_room_are_dropped_and_counted():
@@ -213,7 +229,8 @@ def test_hits_that_find_no_room_are_dropped_and_counted():
         generate(context, PROMPT, 1, request_id=number)
     stats = context.verification_stats()
     assert (stats.waiting, stats.sampled) == (MAX_WAITING, MAX_WAITING + 4)
-    assert stats.skipped == {SkippedVerification.QUEUE_FULL: 3}
+    assert stats.skipped == 3
+    assert take(context).request.request_id == 3  # the oldest made room
     context.reset()
     assert context.verification_stats() == VerificationStats(differences={"state": 0, "kv": 0})
 
@@ -222,17 +239,9 @@ def test_misuse_is_refused():
     context, hit = make_verified()
     content = computed(context, hit)
     with pytest.raises(InvalidArgumentError, match="must have the tensors"):
-        context.report_verification(hit, PrefixContent({"conv": content.states["conv"]}))
-    with pytest.raises(InvalidArgumentError, match="must have the tensors"):
-        context.report_verification(
-            hit, PrefixContent(content.states, content.kv + 1), lambda: PrefixContent({})
-        )
-    with pytest.raises(InvalidArgumentError, match="tolerance"):
-        context.report_verification(hit, content, tolerance=-1)
-    with pytest.raises(InvalidArgumentError, match="hit"):
-        context.report_verification("hit", content)
-    with pytest.raises(InvalidArgumentError, match="verify_hits"):
-        make_context().report_verification(hit, content)
+        context._verifier.judge(hit, PrefixContent({"conv": content.states["conv"]}))
+    with pytest.raises(InvalidArgumentError, match="max_hits"):
+        context.verify_pending(pytest.fail, 0)
     with pytest.raises(InvalidArgumentError, match="slot_quantization"):
         make_config(verify_hits=0.5, slot_quantization="int8")
     for rate in (-0.1, 1.1, True, "all"):
@@ -240,7 +249,7 @@ def test_misuse_is_refused():
             make_config(verify_hits=rate)
     generate_begun(context)
     with pytest.raises(StepOrderError):
-        context.report_verification(hit, content)
+        context.verify_pending(pytest.fail)
 
 
 def generate_begun(context):
@@ -248,14 +257,19 @@ def generate_begun(context):
     context.begin_step()
 
 
-def test_without_a_second_computation_only_the_tolerance_is_allowed():
-    one = PrefixContent({"ssm": torch.ones(2, 3)})
-    other = PrefixContent({"ssm": torch.full((2, 3), 1 + 1e-4)})
-    assert compare_prefixes(one, one, block_size_tokens=4) == []
-    [difference] = compare_prefixes(one, other, block_size_tokens=4)
-    assert difference.limit == 0
-    assert compare_prefixes(one, other, block_size_tokens=4, tolerance=1e-3) == []
-    assert compare_prefixes(one, other, lambda: one, block_size_tokens=4) == []
+@pytest.mark.parametrize("dtype", RELATIVE_BOUNDS)
+def test_the_coarsest_dtype_decides_what_may_differ(dtype):
+    bound, ones = RELATIVE_BOUNDS[dtype], torch.ones(1, 4, 2, dtype=torch.float64)
+    kv = [torch.ones(8, 2, dtype=dtype)] * 2
+
+    def differences(factor):
+        saved = PrefixContent({"ssm": ones * (1 + factor * bound)}, kv)
+        return compare_prefixes(saved, PrefixContent({"ssm": ones}, kv), block_size_tokens=4)
+
+    assert differences(0) == differences(0.9) == []
+    [difference] = differences(1.1)
+    assert difference.limit == bound
+    assert difference.relative == pytest.approx(1.1 * bound)
 
 
 def test_contexts_without_kv_compare_states_alone():
@@ -272,19 +286,20 @@ def test_contexts_without_kv_compare_states_alone():
             context.extract_checkpoint_states(layer, chunks, inputs[:lengths], step.metadata)
         context.commit_step({name: 1})
         context.finish(name)
-    hit = context.take_verification()
+    hit = take(context)
     states = {name: t[:, 0] for name, t in context.live_states.tensors.items()}
     content = PrefixContent({name: torch.zeros_like(state) for name, state in states.items()})
-    assert context.report_verification(hit, content) == ()
+    assert context._verifier.judge(hit, content) == []
 
 
-def test_an_engine_verifies_when_it_is_idle():
+def test_an_engine_verifies_what_waits():
     engine = make_engine(verify_hits=1.0)
     prompt = list(range(30))
     for _ in range(2):
         engine.generate([prompt], SamplingParams(max_new_tokens=12))
     assert engine.context.verification_stats().waiting == 1
     assert engine.step() == []
+    assert engine.verify_pending() == 1
     assert engine.context.verification_stats().verified == 1
     with pytest.raises(InvalidArgumentError):
         engine.verify_pending(0)
@@ -312,7 +327,7 @@ def test_an_engine_counts_prefixes_for_which_there_is_no_memory(monkeypatch):
 
     monkeypatch.setattr("mamba_cache.reference.engine.compute_prefix", fail)
     assert engine.verify_pending(1) == 1
-    assert engine.context.verification_stats().skipped == {SkippedVerification.FAILED: 1}
+    assert engine.context.verification_stats().skipped == 1
 
 
 def test_it_costs_nothing_when_it_is_off():

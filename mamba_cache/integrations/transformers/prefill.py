@@ -29,9 +29,6 @@ __all__ = ["Prefill", "PrefillTask", "Prefiller", "Segment"]
 
 _NO_HINT = PromptHint()
 
-_DECODED = 8
-"""Tokens at the end of a prefix that ``recompute`` takes one by one, as answers are computed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -226,27 +223,15 @@ class Prefiller:
             with self._capture.during(prefill.cache, segment.start, size, rooms) as captured:
                 yield captured
 
-    def recompute(
-        self, tokens: npt.NDArray[np.int32], *, in_pieces: bool = False
-    ) -> SequenceMemory:
+    def recompute(self, tokens: npt.NDArray[np.int32]) -> SequenceMemory:
         """Compute a prefix without what is cached, and keep nothing of it.
-
-        Args:
-            tokens: Its token ids.
-            in_pieces: Compute it block by block, and its last tokens one by one if single tokens
-                are exact, rather than in as few forwards as possible.
 
         Returns:
             What the model's layers keep of it.
         """
-        end, size = len(tokens), self._store.layout.block_size_tokens
-        cuts = {*self._segment_ends(0, end)}
-        if in_pieces:
-            cuts |= {*range(size, end, size)}
-        if in_pieces and self.fewest_tokens == 1:
-            cuts |= {*range(max(end - _DECODED, 1), end)}
-        cache = self._runner.new_cache()
-        for start, stop in pairwise([0, *self._divided(0, {*cuts, end})]):
+        end, cache = len(tokens), self._runner.new_cache()
+        cuts = {*self._segment_ends(0, end), end}
+        for start, stop in pairwise([0, *self._divided(0, cuts)]):
             self._runner.forward(tokens[start:stop], cache, start)
         self._runner.fingerprint.confirm()  # of other weights nothing is known to be wrong
         return read_layers(cache, self._store.layout.layers, end)
@@ -266,8 +251,7 @@ class Prefiller:
         self._store.tell_admitted(
             chain.hashes, len(tokens), will_continue=hint.will_continue, cache_salt=salt
         )
-        if self._store.watch is not None:
-            self._store.watch.counted(record, record.match.skip_tokens)
+        self._store.sample(record)
         self._store.counters.count_admission(record.match)
 
     def _positions(self, record: SequenceRecord, task: PrefillTask, start: int) -> set[int]:

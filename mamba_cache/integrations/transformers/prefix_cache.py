@@ -23,7 +23,7 @@ from mamba_cache._guard import CallGuard, guarded
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm, SlotPolicyName
-from mamba_cache.context import CacheStats, Pin, VerificationStats
+from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -63,7 +63,6 @@ from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
-from mamba_cache.integrations.transformers.verification import PromptWatch, verify_prefixes
 from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
@@ -236,7 +235,7 @@ class PrefixCache:
         )
         self._batcher: Batcher | None = None
         if verify_hits:
-            self._store.watch = PromptWatch(self._store, verify_hits=verify_hits)
+            self._store.sample_hits(verify_hits)
         self._is_closed = False
         self._home = self._runner.placement()
         self._vocabulary = self._runner.vocabulary
@@ -634,9 +633,9 @@ class PrefixCache:
         """Computes hits again that wait to be verified, and compares them with what is cached.
 
         With ``verify_hits`` a part of the hits waits for this. Call it when nobody waits for an
-        answer: each takes as long as its prefix does without a cache, twice where bits differ.
-        ``mamba-cache serve`` does so when it is idle. What differs by more than rounding is
-        counted, logged in ``mamba_cache.verification``, and removed from the cache and its tiers.
+        answer: each takes as long as its prefix does without a cache. What differs by more than
+        ``context.verification.RELATIVE_BOUNDS`` is counted, logged in ``mamba_cache.verification``,
+        and removed from the cache and its tiers.
 
         Args:
             max_hits: How many at most. Default: all that wait.
@@ -652,22 +651,23 @@ class PrefixCache:
         if max_hits is not None:
             check_int("max_hits", max_hits, minimum=1)
         self._check_ready()
-        if not self.verification_stats().waiting:
+        verifier = self._store.verifier
+        if verifier is None or not verifier.stats().waiting:
             return 0
-        fingerprint = self._runner.fingerprint
-        fingerprint.begin()
-        return verify_prefixes(self._store, self._prefiller, fingerprint.key, max_hits)
+        self._runner.fingerprint.begin()
+        key = self._store.key_for(self._runner.fingerprint.key)
+
+        def compute(hit: HitToVerify) -> PrefixContent | None:
+            if hit.request.lora_id != key:  # the model has other adapters or settings than then
+                return None
+            return self._store.content(self._prefiller.recompute(hit.tokens))
+
+        return verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
         """Returns what came of ``verify_hits``, to any thread."""
-        watch = self._store.watch
-        sampler = None if watch is None else watch.sampler
-        return VerificationStats() if sampler is None else sampler.stats()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call of it is running."""
-        return self._guard.is_busy
+        verifier = self._store.verifier
+        return VerificationStats() if verifier is None else verifier.stats()
 
     def reset(self) -> None:
         """Forgets every prefix and every count, as after a change of the model's weights.

@@ -18,11 +18,12 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm
-from mamba_cache.context import SharedStore
+from mamba_cache.context import PrefixContent, Request, SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import PrefixMatch, find_prefix
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
+from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.events import Admitted, Stored
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
@@ -43,7 +44,6 @@ from mamba_cache.tiers import EntryKind
 if TYPE_CHECKING:
     from mamba_cache.context.requests import ActiveRequest, Admission
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
-    from mamba_cache.integrations.transformers.verification import PromptWatch
 
 __all__ = ["PrefixStore", "SequenceRecord", "SoughtPrompt"]
 
@@ -98,7 +98,7 @@ class PrefixStore:
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
-        self.watch: PromptWatch | None = None
+        self.verifier: HitVerifier | None = None
 
     @outside_inference_mode
     def _make_slots(self, num_slots: int, slot_policy: SlotEvictionPolicy) -> SlotPool:
@@ -133,14 +133,14 @@ class PrefixStore:
             slots=self.slots,
             kv_cache=kv_cache,
             counters=self.counters,
-            on_admitted=None if self.watch is None else WeakCallback(self._admitted),
+            on_admitted=None if self.verifier is None else WeakCallback(self._admitted),
             pins=self.pins,
             refuses_states=self.tiers is None,  # each state is copied to them
         )
 
     def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
-        if self.watch is not None:  # nobody watches what is tried out
-            self.watch.admitted(active, admission)
+        if self.verifier is not None:  # it is off while something is tried out
+            self.verifier.admitted(active, admission)
 
     @property
     def is_empty(self) -> bool:
@@ -174,7 +174,45 @@ class PrefixStore:
             min_computed_tokens=prompt.min_computed,
         )
 
-    def remove(self, block: int, digest: bytes, kind: EntryKind) -> None:
+    def sample_hits(self, rate: float) -> None:
+        """Have a part of the hits verified."""
+        self.verifier = HitVerifier(
+            rate,
+            self.kv_blocks,
+            self.slots,
+            block_size_tokens=self.layout.block_size_tokens,
+            read=WeakCallback(self._read),
+            remove=WeakCallback(self._remove),
+        )
+
+    def sample(self, record: SequenceRecord) -> None:
+        """Offer a prompt that was just matched to be verified, if it is a hit."""
+        tokens, chain, (salt, lora_id) = record.prompt
+        if self.verifier is None or not record.match.skip_tokens:
+            return
+        request = Request(
+            request_id=f"generate-{self.counters.requests}",
+            prompt_tokens=tokens,
+            cache_salt=cast("str | None", salt),
+            lora_id=cast("str | None", self.key_for(lora_id)),
+        )
+        self.verifier.sample(request, tokens, chain.hashes[: record.match.state_matched_blocks])
+
+    def _read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
+        return self.content(self.tensors.load(slot, blocks, num_tokens))
+
+    def content(self, memory: SequenceMemory) -> PrefixContent:
+        """Return what is held of one row, by what it is."""
+        states: dict[str, list[torch.Tensor]] = {"conv": [], "recurrent": []}
+        own = iter(memory.states)
+        for parts in self.layout.layers:
+            states["conv"] += [next(own)[0] for _ in parts.convs]
+            states["recurrent"] += [next(own)[0] for _ in parts.recurrents]
+        states["window"] = [window[0] for window in memory.windows]
+        held = {name: tensors for name, tensors in states.items() if tensors}
+        return PrefixContent(held, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
+
+    def _remove(self, kind: EntryKind, block: int, _: Request, digest: bytes) -> None:
         """Make a block, or the state at its end, unfindable that is wrong, in tiers too."""
         if kind is EntryKind.STATE:
             self.slots.invalidate_block(block)
@@ -269,8 +307,8 @@ class PrefixStore:
         self.counters.reset()
         self.live_dtypes.clear()
         self._told_lora_id = None
-        if self.watch is not None:
-            self.watch.reset()
+        if self.verifier is not None:
+            self.verifier.reset()
         if self.tiers is not None:
             self.tiers.reset()
 

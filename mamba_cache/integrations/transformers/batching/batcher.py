@@ -631,7 +631,7 @@ class Batcher:
         blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
         before.misses = Counter(before.misses)
         salt, self._placement.is_off = os.urandom(16), True
-        watch, self._store.watch = self._store.watch, None  # nobody asked for these
+        verifier, self._store.verifier = self._store.verifier, None  # nobody asked for these
         prepared = [
             self.context.prepare(Request(request_id=n, prompt_tokens=tokens[:-1], cache_salt=salt))
             for n, tokens in enumerate(sequences)
@@ -646,7 +646,7 @@ class Batcher:
             logits = self._decode.compute(self._size_for(max(rows) + 1))
             return [logits[row].clone() for row in rows]
         finally:
-            self._placement.is_off, self._store.watch = False, watch
+            self._placement.is_off, self._store.verifier = False, verifier
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
                 blocks.deregister_blocks(blocks.match_prefix(one.hashes))

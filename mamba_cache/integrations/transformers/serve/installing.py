@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Literal, get_args
 
-from mamba_cache._checks import check_choice, check_int, check_kind, check_number, check_secret
+from mamba_cache._checks import check_choice, check_int, check_kind, check_secret
 from mamba_cache._extras import install_hint
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import (
@@ -62,7 +62,6 @@ def install(
     events_replay_endpoint: str | None = None,
     events_mode: Literal["resident", "reachable"] = "reachable",
     max_requests: int = 64,
-    verify_hits: float = 0.0,
     hash_algorithm: HashAlgorithm = "blake2b",
     hash_secret: bytes | None = None,
 ) -> None:
@@ -88,8 +87,6 @@ def install(
         events_replay_endpoint: Where they ask for what they missed.
         events_mode: Which KV blocks they are told of.
         max_requests: Requests that run at once, with continuous batching.
-        verify_hits: What part of the hits is computed again without the cache, once nobody has used
-            the model for a second, and compared.
         hash_algorithm: Hash function of block digests, as for ``PrefixCache``.
         hash_secret: Key of the block digests, not empty. Default: drawn for each loaded model.
 
@@ -109,7 +106,6 @@ def install(
         check_int("segment_tokens", segment_tokens, minimum=1)
     check_kind("reuse_answers", reuse_answers, bool)
     check_int("max_requests", max_requests, minimum=1)
-    check_number("verify_hits", verify_hits, maximum=1)
     check_secret("hash_secret", hash_secret)
     for name, value, allowed in (
         ("weights_check", weights_check, ("full", "sample", "off")),
@@ -136,7 +132,6 @@ def install(
             "reuse_answers": reuse_answers,
             "weights_check": weights_check,
             "max_requests": max_requests,
-            "verify_hits": verify_hits,
             "hash_algorithm": hash_algorithm,
             "hash_secret": hash_secret,
         },

@@ -18,7 +18,6 @@ from mamba_cache.errors import (
 from mamba_cache.integrations.transformers.batching.manager import SERVER, BatchManager
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
-from mamba_cache.integrations.transformers.verification import IdleVerifier
 
 if TYPE_CHECKING:
     from mamba_cache.integrations.events import EventPublisher  # an extra
@@ -145,8 +144,6 @@ class ServedModel:
                 self._give_up(error)
             else:
                 self._tell_routers(self.model, self.cache)
-                if self._settings.get("verify_hits"):
-                    IdleVerifier(self.cache).start()  # it ends when the cache is collected
         return self.cache
 
     def batches(self) -> PrefixCache | None:
