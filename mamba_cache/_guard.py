@@ -57,6 +57,11 @@ class CallGuard:
         self.is_changing, self.poison = False, ""
         self.first: Callable[[], object] | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call of any thread is running."""
+        return bool(self._call)
+
     def belongs_to(self, thing: object) -> bool:
         """Return whether the guard was made for ``thing``."""
         return self._owner() is thing

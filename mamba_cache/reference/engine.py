@@ -663,7 +663,6 @@ def compute_prefix(
         max_sequence_length=count + 1,
         num_kv_blocks=-(-(count + 1) // size),
         ssm_chunk_size=config.ssm_chunk_size,
-        ssm_chunk_alignment=config.ssm_chunk_alignment,
         enable_prefix_caching=False,
         vocab_size=config.vocab_size,
     )
