@@ -115,7 +115,7 @@ class Forker:
                 fork.row = row
             source_block = active.block_ids[forks[0].num_shared_blocks] if blocks else None
             made = Forks(tuple(ids), active.row, tuple(rows), source_block, tuple(blocks))
-            with outside():
+            with outside:
                 self._copy(copiers, made, tokens)
             for fork in forks:
                 fork.status = RequestStatus.DECODING

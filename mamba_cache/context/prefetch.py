@@ -545,7 +545,7 @@ class LowerTierLink:
             else _STATES.index(each.own_state)
             for each in self._open
         ]
-        with outside():
+        with outside:
             states = self._agreement.largest(own)
         asked = {id(each.prefetch): each for each in self._asked}
         for prefetch, state in zip(list(self._open), states, strict=True):

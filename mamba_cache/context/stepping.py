@@ -190,7 +190,7 @@ class StepRunner:
                 self._begin_loads(self._tiering)
             plan = plan_step(work, self._rows, prefills, boundaries, crossing)
             self._num_boundaries = len(plan.boundaries)
-            with outside():
+            with outside:
                 metadata = self._buffers.fill(plan)
                 self._extractions.begin(metadata)
                 if self._speculation is not None:

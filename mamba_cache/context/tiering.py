@@ -255,7 +255,7 @@ class Tiering:
         """Say of each of some facts whether it holds on this rank or another one."""
         if self._agreement is None:
             return list(flags)
-        with outside():
+        with outside:
             largest = self._agreement.largest([float(flag) for flag in flags])
         return [value > 0 for value in largest]
 

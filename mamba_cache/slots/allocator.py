@@ -502,7 +502,7 @@ class MambaSlotAllocator(SlotPool):
     @guarded(nests=True)
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
         """Copy states from the scratch to slots, all layers in one launch."""
-        with outside():  # the caller takes the slots back
+        with outside:  # the caller takes the slots back
             self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
 
     @guarded(nests=True)

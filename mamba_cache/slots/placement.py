@@ -164,6 +164,6 @@ def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> s
     """
     block = facts.block_size_tokens
     name = f"the positions of {type(placement).__name__}"
-    with outside():
+    with outside:
         positions = as_ints(name, placement.positions(facts))
     return {p // block * block for p in positions}

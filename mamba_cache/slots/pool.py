@@ -736,7 +736,7 @@ class SlotPool:
         slots = self._evictable(protected)
         if candidates is not None:
             slots = slots[np.isin(blocks[slots], as_ints("candidates", candidates))]
-        with outside():
+        with outside:
             chosen = self.policy.choose(num_slots, slots, blocks[slots], self.kv_blocks)
         return self._as_victims(chosen)
 

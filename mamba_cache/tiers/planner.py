@@ -147,7 +147,7 @@ def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
         seconds: What each takes on this rank; infinite where it is not possible.
         agreement: With the other ranks, which give as many; None: there are none.
     """
-    with outside():
+    with outside:
         longest = seconds if agreement is None else agreement.largest(seconds)
     return min(range(len(longest)), key=lambda index: (longest[index], -index))
 

@@ -111,7 +111,7 @@ def test_outside_of_changes_it_does_not(error):
     thing = Thing()
 
     def calls_back():
-        with outside():
+        with outside:
             raise error("struck")
 
     for work, is_changing in ((lambda: raise_(error("struck")), False), (calls_back, True)):
