@@ -52,6 +52,9 @@ class CacheStats:
         reserved_slots: Slots taken for states that are being computed, now.
         cached_slots: Slots that hold a state, now.
         bytes_per_slot: What one slot holds, in bytes.
+        bypasses: Calls of a ``PrefixCache`` that neither used the cache nor filled it, by reason:
+            "forward hook", "replaced method" and "registered function" for foreign code in the
+            model, "hidden tokens" for a mask that hides tokens of a prompt.
     """
 
     requests: int
@@ -79,6 +82,7 @@ class CacheStats:
     reserved_slots: int
     cached_slots: int
     bytes_per_slot: int
+    bypasses: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

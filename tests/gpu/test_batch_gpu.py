@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_captured_is_run_eagerly_and_says_why(generator):
     model, prompts = make_model("nemotron_h"), prompts_of(generator, 3)
     expected = run(make_cache(model), prompts)
     model.model.layers[0].register_forward_hook(lambda *args: args[2].sum().item() and None)
-    cache = make_cache(model)
+    cache = make_cache(model, variant="watched")
     assert run(cache, prompts) == expected
     graphs = cache.batch_stats()
     assert (graphs.replays, graphs.graph_sizes) == (0, ())

@@ -41,7 +41,7 @@ def model():
 
 @pytest.fixture
 def cache(model):
-    return make_cache(model)
+    return make_cache(model, variant="watched")  # some tests hook the model
 
 
 @pytest.fixture
@@ -394,7 +394,7 @@ def test_a_failure_while_a_state_is_saved_gives_its_slot_back(model, cache, prom
 
 def test_a_prompt_that_does_not_fit_is_computed_in_parts(model, prompt, generator):
     """A forward that runs out of memory tells how much is too much."""
-    cache = make_cache(model, segment_tokens=None)
+    cache = make_cache(model, segment_tokens=None, variant="watched")
     limit, lengths = 2 * BLOCK, []
 
     def run_out(_, args):
@@ -423,7 +423,7 @@ def test_prompts_of_batches_are_tried_again_too(model, prompt, way):
     ids = torch.tensor(rows)
     mask = (ids > 0).long()
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
-    cache = make_cache(model, segment_tokens=None)
+    cache = make_cache(model, segment_tokens=None, variant="watched")
 
     def run_out(_, args):
         if args[0].shape[1] > 2 * BLOCK:
@@ -440,7 +440,7 @@ def test_prompts_of_batches_are_tried_again_too(model, prompt, way):
 
 
 def test_a_segment_that_was_asked_for_is_not_changed(model, prompt):
-    cache = make_cache(model, segment_tokens=4 * BLOCK)
+    cache = make_cache(model, segment_tokens=4 * BLOCK, variant="watched")
 
     def run_out(_, args):
         raise torch.OutOfMemoryError("too much")
@@ -473,7 +473,7 @@ def test_memory_that_runs_out_beside_the_model(model, cache, prompt, monkeypatch
 
 
 def test_a_request_that_is_tried_again_counts_once(model, prompt):
-    cache, failures = make_cache(model, segment_tokens=None), [1, 1]
+    cache, failures = make_cache(model, segment_tokens=None, variant="watched"), [1, 1]
 
     def run_out(_, args):
         if failures and args[0].shape[1] > BLOCK:

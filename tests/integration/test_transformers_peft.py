@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
 from changes_rig import check_change  # noqa: E402
-from model_changes import KEYED, NOTICED, Kept, Kind, mixers, noise  # noqa: E402
+from model_changes import BYPASSED, KEYED, NOTICED, Kept, Kind, mixers, noise  # noqa: E402
 from transformers_rig import make_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT about its own future
@@ -126,15 +126,39 @@ def train_the_adapter(model):
     kept.restore()
 
 
-@change(KEYED, matters=False, comes_back=False)  # a forward stays on the object
-def accelerate_hook(model):
-    class Hook(accelerate.hooks.ModelHook):
-        pass
+@change(BYPASSED)
+def accelerate_hook_of_a_user(model):
+    class Doubling(accelerate.hooks.ModelHook):
+        def post_forward(self, module, output):
+            return output * 2
 
     module = mixers(model)[0].in_proj
-    accelerate.hooks.add_hook_to_module(module, Hook())
+    accelerate.hooks.add_hook_to_module(module, Doubling())
     yield
     accelerate.hooks.remove_hook_from_module(module)
+
+
+@change(KEYED, matters=False)
+def accelerate_hook(model):
+    module = mixers(model)[0].in_proj
+    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+    yield
+    accelerate.hooks.remove_hook_from_module(module)  # it leaves the bound method on the object
+
+
+@change(NOTICED)
+def weights_that_accelerate_offloaded(model):
+    module = mixers(model)[0].in_proj.base_layer
+    weights = module._hf_hook.weights_map.dataset
+    kept = Kept(*weights.values())
+    for weight in weights.values():
+        weight.add_(noise(weight))
+    yield
+    kept.restore()
+
+
+def offload(model):
+    accelerate.cpu_offload(mixers(model)[0].in_proj.base_layer)
 
 
 @change(KEYED, matters=False, comes_back=False)

@@ -189,7 +189,7 @@ def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens)
     clamping.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: lengths.append(args[0].shape[1])
     )
-    cache = make_cache(clamping)
+    cache = make_cache(clamping, variant="watched")
     prompt = text(generator, num_tokens)
     shared = join(prompt[:, : num_tokens - 1], text(generator, 1))
     for ids in (prompt, prompt, shared):

@@ -141,30 +141,6 @@ def test_other_settings_and_salts_find_nothing(tmp_path, model) -> None:
         assert ask(fourth, [ids])[1] == 0
 
 
-def test_a_function_that_does_something_else_is_another_setting(tmp_path) -> None:
-    """Of the same name in the same place, as a notebook's cell that was edited."""
-    hooks = [lambda module, args, output: output, lambda module, args, output: output * 2]
-    ids = prompts()[0]
-    for hook, skipped in ((hooks[0], 0), (hooks[1], 0), (hooks[0], REUSABLE[0])):
-        model = make_model(FAMILY)
-        model.model.layers[0].register_forward_hook(hook)
-        with open_cache(tmp_path, model) as cache:
-            answers, found = ask(cache, [ids])
-            assert found == skipped
-            assert answers == [plain(model, ids).sequences[0].tolist()]
-
-
-def test_what_closes_over_a_tensor_is_not_shared(tmp_path) -> None:
-    """No name tells in the next process what the tensor holds."""
-    scale = torch.tensor(1.5)
-    for _ in range(2):
-        model = make_model(FAMILY)
-        model.model.layers[0].register_forward_hook(lambda module, args, output: output * scale)
-        with open_cache(tmp_path, model) as cache:
-            assert ask(cache, prompts()[:1])[1] == 0
-            assert cache.tier_stats()[0].stored == 0
-
-
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())

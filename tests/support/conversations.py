@@ -818,13 +818,11 @@ class Conversation:
 
     @contextlib.contextmanager
     def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
-        before, self._extra_key = self._extra_key, "hooked"
         handle = self.model.get_input_embeddings().register_forward_pre_hook(hook)
         try:
             yield
         finally:
             handle.remove()
-            self._extra_key = before
 
     def _reset(self) -> None:
         self.log.append("reset")
@@ -981,7 +979,7 @@ def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any
         "mamba_cache_gb": (slots + 0.5) * of_slots,
         "kv_cache_gb": (blocks + 0.5) * of_blocks,
     }
-    return make_cache(model, **room, **settings)
+    return make_cache(model, variant="hooked at times", **room, **settings)
 
 
 def _write(weight: torch.Tensor, values: torch.Tensor) -> None:

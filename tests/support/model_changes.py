@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +15,9 @@ NOTICED = "noticed"
 
 KEYED = "keyed"
 """The call finds no prefix of before, and those again once the change is undone."""
+
+BYPASSED = "bypassed"
+"""The call neither uses the cache nor fills it; prefixes of before are found when it is undone."""
 
 REFUSED = "refused"
 """The call raises InvalidArgumentError."""
@@ -568,7 +570,7 @@ def attn_implementation(model):
     model.set_attn_implementation(before)
 
 
-@kind("a function registered for the attention in use", KEYED)
+@kind("a function registered for the attention in use", BYPASSED)
 def attention_registered(model):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
@@ -634,21 +636,21 @@ def gradients(model):
 # Code: hooks, forwards that are replaced, compilation.
 
 
-@kind("a forward hook", KEYED)
+@kind("a forward hook", BYPASSED)
 def forward_hook(model):
     hook = attention(model).register_forward_hook(lambda _, __, output: (output[0] * 2, output[1]))
     yield
     hook.remove()
 
 
-@kind("a forward pre-hook", KEYED)
+@kind("a forward pre-hook", BYPASSED)
 def forward_pre_hook(model):
     hook = mixers(model)[0].in_proj.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
     yield
     hook.remove()
 
 
-@kind("a hook of all modules", KEYED)
+@kind("a hook of all modules", BYPASSED)
 def global_hook(model):
     target = norms(model)[0]
     hook = nn.modules.module.register_module_forward_hook(
@@ -658,59 +660,7 @@ def global_hook(model):
     hook.remove()
 
 
-def _scaled_by(state):
-    return lambda _, __, output: output * state
-
-
-class Scaler:
-    """A hook with a setting."""
-
-    def __init__(self):
-        self.factor = 1.0
-
-    def __call__(self, module, args, output):
-        return output * self.factor
-
-
-def _hooked(model):
-    model.scaler = Scaler()
-    norms(model)[0].register_forward_hook(model.scaler)
-
-
-@kind("what a hook object holds", KEYED, prepare=_hooked)
-def hook_object(model):
-    model.scaler.factor = 2.0
-    yield
-    model.scaler.factor = 1.0
-
-
-_handles = []
-
-
-@kind("a hook of the same code over another value", KEYED, prepare=lambda model: _handles.append(
-    norms(model)[0].register_forward_hook(_scaled_by(1.0))))  # fmt: skip
-def hook_closure(model):
-    def hooked(value):
-        _handles.pop().remove()
-        _handles.append(norms(model)[0].register_forward_hook(_scaled_by(value)))
-
-    hooked(2.0)
-    yield
-    hooked(1.0)
-
-
-_steering = torch.ones(32)
-
-
-@kind("a tensor that a hook closes over", KEYED, prepare=lambda model: norms(model)[
-    0].register_forward_hook(_scaled_by(_steering)), comes_back=False)  # fmt: skip
-def hook_tensor(model):
-    _steering.mul_(2)
-    yield
-    _steering.div_(2)
-
-
-@kind("a forward replaced on the object", KEYED)
+@kind("a forward replaced on the object", BYPASSED)
 def forward_replaced(model):
     mixer = mixers(model)[0].in_proj
     original = mixer.forward
@@ -719,58 +669,7 @@ def forward_replaced(model):
     del mixer.forward
 
 
-def accelerate_hook(module, factor):
-    """As accelerate.hooks.add_hook_to_module does it."""
-    module._old_forward = module.forward
-    module._hf_hook = types.SimpleNamespace(factor=factor)
-
-    def new_forward(module, *args, **kwargs):
-        return module._old_forward(*args, **kwargs) * module._hf_hook.factor
-
-    module.forward = functools.update_wrapper(
-        functools.partial(new_forward, module), module._old_forward
-    )
-
-
-@kind("accelerate's hook put on", KEYED)
-def hook_of_accelerate(model):
-    mixer = mixers(model)[0].in_proj
-    accelerate_hook(mixer, 2.0)
-    yield
-    del mixer.forward, mixer._old_forward, mixer._hf_hook
-
-
-@kind("a setting of accelerate's hook", KEYED,
-      prepare=lambda model: accelerate_hook(mixers(model)[0].in_proj, 1.0))  # fmt: skip
-def setting_of_accelerate(model):
-    mixers(model)[0].in_proj._hf_hook.factor = 2.0
-    yield
-    mixers(model)[0].in_proj._hf_hook.factor = 1.0
-
-
-def _offload(model):
-    mixer = mixers(model)[0].in_proj
-    weights = {"weight": mixer.weight.detach().clone()}
-    accelerate_hook(mixer, 1.0)
-    mixer._hf_hook = types.SimpleNamespace(weights_map=weights)
-    mixer.weight = nn.Parameter(mixer.weight.to("meta"), requires_grad=False)
-    mixer.forward = functools.partial(_with_weights_of, mixer)
-
-
-def _with_weights_of(module, x):
-    return x @ module._hf_hook.weights_map["weight"].T
-
-
-@kind("weights offloaded to the host by accelerate's hook", NOTICED, prepare=_offload)
-def offloaded(model):
-    weights = mixers(model)[0].in_proj._hf_hook.weights_map
-    kept = Kept(weights["weight"])
-    weights["weight"].add_(noise(weights["weight"]))
-    yield
-    kept.restore()
-
-
-@kind("a class's forward replaced", KEYED)
+@kind("a class's forward replaced", BYPASSED)
 def class_forward(model):
     owner = type(norms(model)[0])
     original = owner.forward
@@ -856,14 +755,15 @@ _switch("reductions in lower precision",
 
 
 DUTIES = {
-    "what a hook reads from a list, a dict or another object that it closes over":
-        "hooks that only watch write there in each forward: every call would be another key",
-    "tensors that a hook closes over, written through `.data` or by a fused optimizer":
-        "they count by which one they are and by PyTorch's count of writes, for the same reason",
     "what is written in place into a list or dict of a class or its file, or into a `deque`, an "
     "`array` or a `bytearray`":
         "they count by which object they are; lists, dicts, sets, NumPy's arrays and objects among "
         "a module's own attributes are read",
+    "what a user's own model class reads beside its attributes and the global names in its methods":
+        "code is not read; pass `variant=`, and another one when that changes",
+    "a module file that is edited after it was imported and before the cache is made":
+        "the code of a user's own model class counts by its file as it is then",
+    "what `variant=` names": "whoever passes it changes it when the code does something else",
     "weights that accelerate offloaded to disk": "reading them would cost more than the forward; "
         "accelerate itself writes them once, before the model runs",
     "weights written by another thread, or by a streamer that also writes them back, during a call":

@@ -20,6 +20,7 @@ from mamba_cache.integrations.transformers.layers import (
     write_layers,
 )
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller, PrefillTask
+from mamba_cache.integrations.transformers.presence import BypassReason
 from mamba_cache.integrations.transformers.prompts import Prompt, PromptHint, split_rows
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -52,7 +53,7 @@ class Generation:
 
     Attributes:
         cache: The transformers cache that ``generate`` is to use.
-        is_bypassed: The mask hides tokens inside a prompt, so nothing was looked up or is kept.
+        bypass: Why nothing was looked up or is kept; None if the cache was used.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Generation:
         eos_token_ids: Sequence[int],
         follows_rows: bool,
         keeps_decoded: bool,
+        variant: str | None,
     ) -> None:
         self._runner = runner
         self._prefiller = prefiller
@@ -76,6 +78,7 @@ class Generation:
         self._checkpoints = checkpoints
         self._eos = frozenset(eos_token_ids)
         self._keeps_decoded = keeps_decoded
+        self._variant = variant
         self._keeps_answers = follows_rows and keeps_decoded
         self._rows: list[_Row] = []
         self._prefills: dict[bytes, Prefill] = {}
@@ -86,7 +89,7 @@ class Generation:
         self._is_retry = False
         self._streamer: _EarlyStreamer | None = None
         self.cache: Any = runner.new_cache()
-        self.is_bypassed = False
+        self.bypass: BypassReason | None = None
 
     def __enter__(self) -> Generation:
         """Arms the first forward."""
@@ -147,8 +150,9 @@ class Generation:
         self._ids = self._ids[:, :kept]
         if len(self._columns) < 2 and not any(row.boundary for row in self._rows):
             return  # the last token of an answer has not gone through the model
-        if not self._runner.fingerprint.is_current():  # a streamer or a processor changed the model
-            return
+        fingerprint = self._runner.fingerprint
+        if not fingerprint.is_current() or fingerprint.has_new_hooks():
+            return  # a streamer or a processor changed the model, maybe for some tokens only
         self._read_columns(len(self._columns) - 1)
         returned = self._ids[:, self._ids.shape[1] - len(self._columns) : -1].tolist()
         if returned != self._answers:
@@ -166,9 +170,11 @@ class Generation:
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
-        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
-        if prompts is None:
-            self.is_bypassed, self._keeps_answers = True, False
+        fingerprint = self._runner.fingerprint
+        fingerprint.begin(may_differ=self._store.is_empty, variant=self._variant)
+        if prompts is None or fingerprint.foreign is not None:
+            self.bypass = fingerprint.foreign.kind if fingerprint.foreign else "hidden tokens"
+            self._keeps_answers = False
             return forward(**kwargs)
         while True:
             try:

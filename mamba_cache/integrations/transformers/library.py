@@ -8,7 +8,7 @@ from typing import Any
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
 
-__all__ = ["transformers"]
+__all__ = ["is_same", "transformers"]
 
 
 def transformers() -> Any:
@@ -31,3 +31,11 @@ def transformers() -> Any:
             "LinearAttentionLayer"
         )
     return library
+
+
+def is_same(one: object, other: object) -> bool:
+    """Says whether two values are equal; not if they cannot be compared."""
+    try:
+        return bool(one == other)
+    except Exception:  # tensors of several elements, or whatever an object raises
+        return False

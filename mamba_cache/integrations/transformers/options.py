@@ -16,8 +16,7 @@ import torch
 from torch import distributed
 
 from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
-from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.settings import is_same
+from mamba_cache.integrations.transformers.library import is_same, transformers
 
 __all__ = [
     "ARGUMENTS",

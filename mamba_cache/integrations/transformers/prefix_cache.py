@@ -6,7 +6,9 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -27,6 +29,7 @@ from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, Ver
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
+    MissingStateError,
     ModelChangedError,
     NotCopyableError,
     StepOrderError,
@@ -46,12 +49,13 @@ from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
-from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
+from mamba_cache.integrations.transformers.fingerprint import WeightsCheck, check_variant
 from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
 from mamba_cache.integrations.transformers.prefill import Prefiller, PrefillTask
+from mamba_cache.integrations.transformers.presence import BypassReason
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import (
     PromptHint,
@@ -138,6 +142,9 @@ class PrefixCache:
         max_pinned_share: Of KV blocks and of saved states, how much pinned prompts may hold
             together, from 0 to 1.
         clock: Returns the seconds by which pins end, and never goes back.
+        variant: A name for code in the model that its libraries did not bring: hooks, replaced
+            methods, registered attention functions. While there is such code and no variant, calls
+            bypass the cache. Who gives a name gives another one when what the code does changes.
 
     Raises:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
@@ -172,6 +179,7 @@ class PrefixCache:
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        variant: str | None = None,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         check_kind("reuse_answers", reuse_answers, bool)
@@ -188,7 +196,7 @@ class PrefixCache:
                 "store needs host_cache_gb (GiB), through which prefixes come and go, and "
                 "hash_secret, the same bytes in all processes that share it"
             )
-        self._runner = ModelRunner(model, weights_check)
+        self._runner = ModelRunner(model, weights_check, variant)
         _check_sizes(block_size_tokens, segment_tokens)
         probed = probe(self._runner, block_size_tokens)
         layout, is_step_exact = probed.layout, probed.is_step_exact
@@ -236,6 +244,7 @@ class PrefixCache:
         self._batcher: Batcher | None = None
         if verify_hits:
             self._store.sample_hits(verify_hits)
+        self._bypasses: Counter[str] = Counter()
         self._is_closed = False
         self._home = self._runner.placement()
         self._vocabulary = self._runner.vocabulary
@@ -266,6 +275,7 @@ class PrefixCache:
         checkpoints: Sequence[Any] | None = None,
         will_continue: bool | None = None,
         source: Hashable = None,
+        variant: str | None = None,
         **options: Any,
     ) -> Any:
         """Does what ``model.generate`` does, and computes only what is not cached.
@@ -283,6 +293,7 @@ class PrefixCache:
             will_continue: Whether longer prompts that begin with these will follow, as in
                 ``Request``: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
             source: Who says so; each is trusted as far as its hints come true.
+            variant: As for the cache, for this call.
             options: All else that ``model.generate`` takes.
 
         Returns:
@@ -315,6 +326,7 @@ class PrefixCache:
             eos_token_ids=served.eos_token_ids,
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._reuse_answers,
+            variant=check_variant(variant),
         ) as generation:
             own = options.get("stopping_criteria") or ()
             criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
@@ -329,13 +341,15 @@ class PrefixCache:
             output = self._runner.model.generate(ids, **arguments)
             self._runner.fingerprint.confirm()
             generation.publish(output)
-        if generation.is_bypassed:
-            warnings.warn(
-                "nothing was reused or cached: without attention_mask, generate hides the pad "
-                f"token ({served.pad_token_id}) also inside of prompts, which token ids do not "
-                "tell; pass attention_mask, of ones where it counts as a token",
-                stacklevel=3,  # of whoever called it through the guard,
+        if generation.bypass == "hidden tokens":
+            self._count_bypass(
+                generation.bypass,
+                "without attention_mask, generate hides the pad token "
+                f"({served.pad_token_id}) also inside of prompts, which token ids do not tell; "
+                "pass attention_mask, of ones where it counts as a token",
             )
+        elif generation.bypass:
+            self._count_foreign()
         return output
 
     @guarded(waits=True)
@@ -356,6 +370,7 @@ class PrefixCache:
         checkpoints: Sequence[Any] | None = None,
         will_continue: bool | list[bool | None] | None = None,
         source: Hashable = None,
+        variant: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Does for hybrid models what ``model.generate_batch`` does for others, with the cache.
@@ -387,6 +402,7 @@ class PrefixCache:
             checkpoints: As for ``generate``.
             will_continue: Likewise; a list has one for each.
             source: As for ``generate``, of all prompts.
+            variant: Likewise.
             options: What changes each configuration, such as ``max_new_tokens``.
 
         Returns:
@@ -423,7 +439,7 @@ class PrefixCache:
         if not call.prompts:
             return {}
         batcher = self._ready_batcher()
-        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
+        self._begin_batch(variant)
         return call.run(
             batcher,
             warms_up=warmup,
@@ -462,9 +478,10 @@ class PrefixCache:
         batcher, fingerprint = self._ready_batcher(), self._runner.fingerprint
 
         def begin() -> None:
-            before = fingerprint.key
-            fingerprint.begin(may_differ=self._store.is_empty)
-            if fingerprint.key != before and batcher.num_unfinished:
+            before, was_foreign = fingerprint.key, fingerprint.foreign is not None
+            self._begin_batch(None)
+            is_same = fingerprint.key == before or (was_foreign and fingerprint.foreign is not None)
+            if not is_same and batcher.num_unfinished:
                 raise ModelChangedError(
                     "the model's settings were changed while requests ran: call reset()"
                 )
@@ -501,6 +518,7 @@ class PrefixCache:
         *,
         cache_salt: ExtraKey = None,
         checkpoints: Sequence[int] | None = None,
+        variant: str | None = None,
     ) -> Any:
         """Computes a prompt, for those who call the model themselves.
 
@@ -509,6 +527,7 @@ class PrefixCache:
             cache_salt: Prompts of different salts never share anything.
             checkpoints: Lengths in tokens of beginnings that other prompts will share, as for
                 ``generate``.
+            variant: As for ``generate``.
 
         Returns:
             A transformers cache that all of the tokens have gone through, to be passed to the
@@ -520,10 +539,13 @@ class PrefixCache:
             StepOrderError: The cache is closed.
         """
         self._check_ready()
-        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
         tokens = read_prompt(input_ids, self._runner.vocabulary)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, [len(tokens)])[0]
         past = self._runner.new_cache()
+        if self._count_foreign():
+            self._runner.forward(tokens, past, 0)
+            return past
         task = PrefillTask(
             tokens=tokens,
             end=len(tokens),
@@ -540,7 +562,12 @@ class PrefixCache:
 
     @guarded(waits=True)
     def pin(
-        self, input_ids: Any, *, ttl_seconds: float | None = None, cache_salt: ExtraKey = None
+        self,
+        input_ids: Any,
+        *,
+        ttl_seconds: float | None = None,
+        cache_salt: ExtraKey = None,
+        variant: str | None = None,
     ) -> Pin:
         """Keeps a cached prompt findable, whatever else needs room.
 
@@ -553,6 +580,7 @@ class PrefixCache:
                 not cached of it nothing is pinned, so run it before: ``prefill`` does.
             ttl_seconds: Seconds until the pin ends by itself. Default: it does not.
             cache_salt: The salt that it was computed under.
+            variant: Likewise.
 
         Returns:
             What ``unpin`` takes. Its ``num_tokens`` says how much is pinned.
@@ -567,7 +595,11 @@ class PrefixCache:
             StepOrderError: The cache is closed.
         """
         self._check_ready()
-        self._runner.fingerprint.begin(may_differ=self._store.is_empty)
+        self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
+        if self._runner.fingerprint.foreign is not None:
+            raise MissingStateError(
+                f"nothing is cached of this model now: {self._runner.fingerprint.foreign.place}"
+            )
         record = self._store.open(
             read_prompt(input_ids, self._runner.vocabulary),
             cache_salt=cache_salt,
@@ -622,7 +654,7 @@ class PrefixCache:
         What ``generate_batch`` did is in it.
         """
         self._guard.tidy()
-        return self._store.stats()
+        return replace(self._store.stats(), bypasses=dict(self._bypasses))
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
@@ -655,6 +687,8 @@ class PrefixCache:
         if verifier is None or not verifier.stats().waiting:
             return 0
         self._runner.fingerprint.begin()
+        if self._runner.fingerprint.foreign is not None:  # nothing can be computed as it was
+            return 0
         key = self._store.key_for(self._runner.fingerprint.key)
 
         def compute(hit: HitToVerify) -> PrefixContent | None:
@@ -720,6 +754,7 @@ class PrefixCache:
             if self._batcher is not None:  # its requests hold what is the store's
                 self._batcher.reset()
             self._store.reset()
+            self._bypasses.clear()
             self._runner.fingerprint.forget()
             if self._store.tiers is not None:
                 self._store.tiers.take_weights()
@@ -749,6 +784,41 @@ class PrefixCache:
             "a PrefixCache cannot be copied or pickled: it owns memory of the device and belongs "
             "to one model; make a new one around the copy of the model"
         )
+
+    def _begin_batch(self, variant: str | None) -> None:
+        """Read the settings before requests are added to a batch.
+
+        With foreign code and no variant each call has a key of its own, which nothing else finds.
+
+        Raises:
+            InvalidArgumentError: The model's attention, mask or experts functions are foreign.
+        """
+        fingerprint = self._runner.fingerprint
+        fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
+        found = fingerprint.foreign_attention
+        if found is not None:
+            raise InvalidArgumentError(
+                f"generate_batch computes attention itself, and cannot call {found.place}; "
+                "generate does"
+            )
+        self._count_foreign()
+
+    def _count_foreign(self) -> bool:
+        """Count a call that foreign code made bypass the cache; say whether there was any."""
+        foreign = self._runner.fingerprint.foreign
+        if foreign is not None:
+            self._count_bypass(
+                foreign.kind,
+                f"the model has code that is not its libraries' ({foreign.place}), of which "
+                "results may depend on anything; pass variant=, a name for what the code does",
+            )
+        return foreign is not None
+
+    def _count_bypass(self, reason: BypassReason, why: str) -> None:
+        if not self._bypasses[reason]:  # once
+            # The caller's line, which came through the guard.
+            warnings.warn(f"nothing is reused or cached: {why}", stacklevel=4)
+        self._bypasses[reason] += 1
 
     def _check_ready(self) -> None:
         self._check_home()

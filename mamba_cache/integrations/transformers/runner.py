@@ -20,8 +20,7 @@ from mamba_cache.integrations.transformers.layers import (
     learn_layers,
     read_layers,
 )
-from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.settings import is_same
+from mamba_cache.integrations.transformers.library import is_same, transformers
 
 __all__ = ["ModelRunner"]
 
@@ -43,7 +42,9 @@ class ModelRunner:
         UnsupportedVersionError: It is too old.
     """
 
-    def __init__(self, model: Any, weights_check: WeightsCheck = "full") -> None:
+    def __init__(
+        self, model: Any, weights_check: WeightsCheck = "full", variant: str | None = None
+    ) -> None:
         library = transformers()
         if not isinstance(model, library.PreTrainedModel) or not hasattr(model, "generate"):
             raise InvalidArgumentError(
@@ -59,7 +60,7 @@ class ModelRunner:
         self.cache_name = names[0]
         self.check_mode()
         _check_rope(model)
-        self.fingerprint = ModelFingerprint(model, weights_check)
+        self.fingerprint = ModelFingerprint(model, weights_check, variant)
         self._empty_cache: EmptyCache | None = None
         self._config_of_empty: dict[str, Any] = {}
         self._forward_within: Callable[..., Any] | None = None

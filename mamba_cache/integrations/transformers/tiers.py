@@ -67,7 +67,10 @@ _DEADLINE_SECONDS: Final = 10.0
 _TRY_EVERY: Final = 16
 """Of the loads that would not win, one in so many is tried: nothing else measures them again."""
 
-_KERNEL_PACKAGES: Final = ("transformers", "mamba-ssm", "causal-conv1d", "flash-linear-attention")
+_KERNEL_PACKAGES: Final = (
+    "transformers", "accelerate", "peft", "kernels", "mamba-ssm", "causal-conv1d", "flash-attn",
+    "flash-linear-attention",
+)  # fmt: skip
 
 
 class _Offer(NamedTuple):
@@ -134,8 +137,8 @@ class PrefixTiers:
         self._copies = self._make_copies()
         self.hash_secret = store.hash_secret
         self._offers: list[_Offer] = []
-        self._keys: dict[ExtraKey, str | None] = {}
-        self._key: str | None = None
+        self._keys: dict[ExtraKey, ExtraKey] = {}
+        self._key: ExtraKey = None
         self._planner = LoadPlanner()
         self._knows_rate = False
         self._timed: list[tuple[Mark, Mark, int]] = []
@@ -151,6 +154,8 @@ class PrefixTiers:
                 "host_cache_gb and disk_cache_path need weights_check='full' or 'sample': prefixes "
                 "outlive the weights that they were computed with, and must not be used with others"
             )
+        if shared is not None or self._path is not None:
+            runner.fingerprint.check_files()
         if shared is not None:
             self._remote = RemoteTier(
                 open_store(shared) if isinstance(shared, str) else shared,
@@ -205,8 +210,12 @@ class PrefixTiers:
         fingerprint: ModelFingerprint = self._runner.fingerprint
         if not self._knows_weights:  # they could not be read at the reset: in training mode
             self._begin()
+        if fingerprint.foreign is not None:  # nothing is found again under this key
+            self._key = None
+            return lora_id
         if lora_id not in self._keys:
-            self._keys[lora_id] = fingerprint.portable_key()
+            is_shared = self._path is not None or self._remote is not None
+            self._keys[lora_id] = fingerprint.portable_key() if is_shared else lora_id
         self._key = self._keys[lora_id]
         return lora_id if self._key is None else self._key
 
