@@ -48,6 +48,7 @@ _NOT_READ = frozenset(
     {
         *vars(torch.nn.Module()).keys() - {"training"},
         "_loss_function",
+        "_output_capturing_hooks_installed",
         "generation_config",  # generate reads it, a forward does not
         "rope_deltas",  # multimodal models keep them of a generation; the next sets them anew
     }
@@ -70,8 +71,9 @@ _SAMPLE_STRIDE = 16
 _MOST_NAMES = 3
 _ROOT = "model."
 _CAPTURING = "transformers.utils.output_capturing"  # its hooks return nothing
-# Learned by transformers of a class while it runs, and its name for this process.
-_NOT_READ_OF_CODE = ("_cached_value", "SESSION_ID")
+# What transformers learns of a class while it runs, its name for this process, and methods that
+# a forward does not call.
+_NOT_READ_OF_CODE = ("_cached_value", "SESSION_ID", "__init__", "__setstate__")
 _RANDOM = (
     torch.nn.modules.dropout._DropoutNd,
     torch.nn.modules.batchnorm._NormBase,
@@ -577,6 +579,8 @@ class _Reading:
             if not name.endswith(_NOT_READ_OF_CODE) and not name.startswith("_abc")
         }
         first = first or first.update(now) or now
+        if path.startswith("module "):  # its code looks up no names that are new, as dynamo's are
+            now = {name: value for name, value in now.items() if name in first}
         for name in sorted(now.keys() | first.keys()):
             value = now.get(name, ABSENT)
             if isinstance(value, _PLAIN) and not name.startswith("__"):

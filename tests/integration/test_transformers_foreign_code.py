@@ -1,0 +1,464 @@
+"""Code in a model that its libraries did not bring: present, it makes a call bypass the cache."""
+
+import functools
+import gc
+import importlib.util
+import sys
+import warnings
+import weakref
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from model_changes import attention, head, norms
+from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorList
+from transformers.masking_utils import AttentionMaskInterface
+from transformers_rig import (
+    BLOCK,
+    GREEDY,
+    VOCABULARY,
+    assert_same,
+    cached,
+    make_cache,
+    make_model,
+    plain,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError, MissingStateError
+from mamba_cache.integrations.transformers import presence
+from mamba_cache.integrations.transformers import tiers as prefix_tiers
+from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
+
+FACTOR = 1.0
+
+
+@pytest.fixture
+def model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+@pytest.fixture
+def prompt(generator):
+    return text(generator, 4 * BLOCK + 3)
+
+
+@pytest.fixture(autouse=True)
+def constants(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0)
+    # The package's clock jumps in tests; the disk is waited for all the same.
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None, raising=False)
+
+
+def ask(cache, prompt, **options):
+    """An answer, whose warning of a bypass is let pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cached(cache, prompt, **options)
+
+
+def bypasses(cache):
+    return dict(cache.stats().bypasses)
+
+
+def tilt(_, __, output):
+    return output + torch.linspace(-3, 3, output.shape[-1]) * (FACTOR - 1)
+
+
+# What gave wrong answers.
+
+
+def test_a_global_constant_that_a_hook_reads_is_changed(model, prompt, monkeypatch):
+    """As in the next cell of a notebook: the hook's code is the same."""
+    head(model).register_forward_hook(tilt)
+    cache = make_cache(model)
+    assert_same(plain(model, prompt), ask(cache, prompt))
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", -4.0)
+    assert_same(plain(model, prompt), ask(cache, prompt))
+    assert bypasses(cache) == {"forward hook": 2}
+    assert (cache.stats().requests, cache.stats().cached_slots) == (0, 0)
+
+
+SCRIPT = """
+import torch
+
+FACTOR = {factor}
+
+
+def tilt(_, __, output):
+    return output + torch.linspace(-3, 3, output.shape[-1]) * (FACTOR - 1)
+
+
+class Tilted(torch.nn.Linear):
+    def forward(self, x):
+        return tilt(None, None, super().forward(x))
+"""
+
+
+def run_script(path, factor, form):
+    """What one run of a script makes: a model with the script's code in it."""
+    path.write_text(SCRIPT.format(factor=factor))
+    spec = importlib.util.spec_from_file_location("tilting_script", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["tilting_script"] = script
+    spec.loader.exec_module(script)
+    model = make_model("nemotron_h")
+    if form == "hook":
+        head(model).register_forward_hook(script.tilt)
+    else:
+        head(model).__class__ = script.Tilted
+    return model
+
+
+@pytest.mark.parametrize("form", ["hook", "class"])
+def test_a_script_is_edited_between_two_runs_over_one_disk_cache(tmp_path, prompt, form):
+    disk = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path / "disk", "disk_cache_gb": 0.1}
+    hits = []
+    for factor in (1.0, -4.0, -4.0):
+        sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+        model = run_script(tmp_path / "script.py", factor, form)
+        sys.dont_write_bytecode = before
+        with make_cache(model, **disk) as cache:
+            assert_same(plain(model, prompt), ask(cache, prompt))
+            hits.append(cache.stats().hits)
+    del sys.modules["tilting_script"]
+    assert hits == ([0, 0, 0] if form == "hook" else [0, 0, 1])
+
+
+def test_a_mask_function_is_registered(model, cache, prompt, monkeypatch):
+    """Each token sees itself only."""
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    cache.prepare_batches()
+    usual = AttentionMaskInterface._global_mapping["sdpa"]
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", usual)  # to be put back
+
+    def myopic(*args, **kwargs):
+        mask = usual(*args, **{**kwargs, "allow_is_causal_skip": False})
+        rows, columns = mask.shape[-2:]
+        return mask & torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows)
+
+    AttentionMaskInterface.register("sdpa", myopic)
+    expected = plain(model, prompt)
+    assert_same(expected, ask(cache, prompt))
+    assert bypasses(cache) == {"registered function": 1}
+    with pytest.raises(InvalidArgumentError, match=r"generate_batch computes attention itself.*my"):
+        cache.generate_batch(prompt.tolist(), max_new_tokens=2)
+    with pytest.raises(InvalidArgumentError, match="generate does"):
+        cache.generate_batch(prompt.tolist(), max_new_tokens=2, variant="myopic")
+
+
+def test_a_function_that_no_configuration_selects_is_not_looked_at(cache, prompt, monkeypatch):
+    for kind in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(kind._global_mapping, "of_another_model", None)  # to be put back
+        kind.register("of_another_model", lambda *_, **__: None)
+    for _ in range(2):
+        cached(cache, prompt)
+    assert (cache.stats().hits, bypasses(cache)) == (1, {})
+
+
+class Tilting:
+    """A hook object."""
+
+    def __call__(self, _, __, output):
+        return tilt(_, __, output)
+
+
+def test_a_method_is_replaced_on_the_class_of_a_hook_object(model, prompt, monkeypatch):
+    head(model).register_forward_hook(Tilting())
+    cache = make_cache(model)
+    assert_same(plain(model, prompt), ask(cache, prompt))
+    monkeypatch.setattr(Tilting, "__call__", lambda *args: args[3] * -0.5)
+    assert_same(plain(model, prompt), ask(cache, prompt))
+    assert bypasses(cache) == {"forward hook": 2}
+
+
+def tilted_if_told(*args, **kwargs):
+    """Does something else with keyword arguments, where a result is none, or in another order."""
+    output = args[-1]
+    return output * (-0.5 if len(args) == 4 else 1) + torch.linspace(-3, 3, output.shape[-1])
+
+
+@pytest.mark.parametrize("flags", [{"with_kwargs": True}, {"always_call": True}, {"prepend": True}])
+def test_the_same_hook_is_registered_with_other_flags(model, prompt, flags):
+    module = head(model)
+    module.register_forward_hook(lambda _, __, out: out * 2)
+    handle = module.register_forward_hook(tilted_if_told)
+    cache = make_cache(model)
+    assert_same(plain(model, prompt), ask(cache, prompt))
+    handle.remove()
+    module.register_forward_hook(tilted_if_told, **flags)
+    assert_same(plain(model, prompt), ask(cache, prompt))
+    assert bypasses(cache) == {"forward hook": 2}
+
+
+class HooksForAWhile(LogitsProcessor):
+    """Hooks the model while some tokens of an answer are computed."""
+
+    def __init__(self, model, first, last):
+        self.model, self.first, self.last, self.calls = model, first, last, 0
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        if self.calls == self.first:
+            self.handle = norms(self.model)[0].register_forward_hook(lambda _, __, out: out * -2)
+        if self.calls == self.last:
+            self.handle.remove()
+        return scores
+
+
+def test_a_hook_that_a_processor_adds_for_part_of_an_answer(model, cache, prompt):
+    """Its states were found by prompts that begin like the answer."""
+    options = {"max_new_tokens": 3 * BLOCK}
+    processors = LogitsProcessorList([HooksForAWhile(model, 2, 2 * BLOCK)])
+    answer = cached(cache, prompt, logits_processor=processors, **options).sequences
+    assert not norms(model)[0]._forward_hooks
+    assert_same(plain(model, answer), cached(cache, answer))
+    assert cache.stats().skipped_tokens <= prompt.shape[1]
+    assert_same(plain(model, prompt), cached(cache, prompt))  # which was right, and is kept
+    assert (cache.stats().hits, bypasses(cache)) == (2, {})
+
+
+class Listed(list):
+    """A list that can be referred to weakly."""
+
+
+@pytest.mark.parametrize("variant", [None, "seen"])
+def test_a_list_that_a_hook_closes_over_is_collected_after_its_removal(
+    model, cache, prompt, variant
+):
+    def hooked(seen):
+        return norms(model)[0].register_forward_hook(lambda *args: seen.append(args[2].sum()))
+
+    seen = Listed()
+    handle = hooked(seen)
+    ask(cache, prompt, variant=variant)
+    ask(cache, prompt, variant=variant)
+    assert seen
+    collected = weakref.ref(seen)
+    handle.remove()
+    del seen, handle
+    gc.collect()
+    assert collected() is None
+
+
+# What counts as foreign, and what does not.
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def doubled(*args, **kwargs):
+        return function(*args, **kwargs) * 2
+
+    return doubled
+
+
+def _put(owner, name, value):
+    def put(model, monkeypatch):
+        module = owner(model)
+        monkeypatch.setattr(module, name, value(module), raising=False)
+
+    return put
+
+
+FOREIGN = {
+    "a lambda on the object": _put(head, "forward", lambda m: lambda x: x @ m.weight.T * 2),
+    "one that functools.wraps dresses up": _put(head, "forward", lambda m: wrapped(m.forward)),
+    "a partial": _put(head, "forward", lambda m: functools.partial(_doubled, m)),
+    "a method of another object": _put(head, "forward", lambda m: _Doubler(m).run),
+    "one below a decorator of torch": _put(
+        head, "forward", lambda m: torch.no_grad()(wrapped(m.forward))
+    ),
+    "on the class": _put(lambda m: type(norms(m)[0]), "forward", lambda k: wrapped(k.forward)),
+    "another method": _put(head, "_call_impl", lambda m: wrapped(m._call_impl)),
+    "in the model's file": lambda model, monkeypatch: monkeypatch.setitem(
+        attention(model).forward.__func__.__globals__, "eager_attention_forward", _doubled
+    ),
+}
+
+
+def _doubled(module, x):
+    return x @ module.weight.T * 2
+
+
+class _Doubler:
+    def __init__(self, module):
+        self.weight = module.weight
+
+    def run(self, x):
+        return _doubled(self, x)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_replaced_method_is_bypassed_and_told_once(model, cache, prompt, name):
+    cached(cache, prompt)
+    with pytest.MonkeyPatch.context() as patch:
+        FOREIGN[name](model, patch)
+        expected = plain(model, prompt)
+        with pytest.warns(UserWarning, match=r"nothing is reused or cached.*of module tests.*v"):
+            assert_same(expected, cached(cache, prompt))
+        assert_same(expected, cached(cache, prompt))  # a second warning would be an error
+    assert bypasses(cache) == {"replaced method": 2}
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 1
+    cache.reset()
+    assert bypasses(cache) == {}
+
+
+def test_patches_of_classes_that_were_made_before_are_the_model(model, prompt, monkeypatch):
+    """As Liger makes them. The file that they come from is part of the identity."""
+    kind = type(norms(model)[0])
+    plain_key = ModelFingerprint(model)
+    plain_key.begin()
+    monkeypatch.setattr(kind, "forward", wrapped(kind.forward))
+    cache = make_cache(model)
+    for _ in range(2):
+        assert_same(plain(model, prompt), cached(cache, prompt))
+    assert (cache.stats().hits, bypasses(cache)) == (1, {})
+    assert cache._runner.fingerprint.portable_key() != plain_key.portable_key()
+    assert __name__ in cache._runner.fingerprint._reading.modules_of_code
+
+
+def test_what_libraries_install_is_not_foreign(model, cache, prompt):
+    """Hooks of torch and transformers, and a bound method of the class on the object."""
+    cached(cache, prompt)
+    norm = norms(model)[0]
+    norm.forward = norm.forward
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert (cache.stats().hits, bypasses(cache)) == (1, {})
+    model.generate(prompt, **GREEDY, output_hidden_states=True)  # it installs hooks that capture
+    assert any(module._forward_hooks for module in model.modules())
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert (cache.stats().hits, bypasses(cache)) == (2, {})
+
+
+def test_a_kernel_of_the_hub_is_not_foreign(tmp_path, monkeypatch):
+    """It lies where `kernels` puts what it downloads, and has a module name of its own."""
+    path = tmp_path / "models--kernels-community--relu/snapshots/0a1b2c3d4e/build/torch-universal"
+    path.mkdir(parents=True)
+    (path / "relu.py").write_text("def forward(self, x):\n    return x\n")
+    spec = importlib.util.spec_from_file_location("relu_8f3a", path / "relu.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "relu_8f3a", module)
+    spec.loader.exec_module(module)
+    assert presence.foreign_layer(module.forward) == "forward of module relu_8f3a"
+    monkeypatch.setattr(presence, "_LIBRARIES", presence._LIBRARIES | {"kernels"})
+    assert presence.foreign_layer(module.forward) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "is_foreign"),
+    [
+        (torch.relu, False),
+        (torch.nn.functional.silu, False),
+        (torch.nn.functional.gelu, False),
+        (torch.Tensor.relu, False),
+        (torch.nn.Identity(), False),
+        (print, True),
+        (str.join, True),
+        (functools.partial(torch.nn.functional.silu, inplace=_doubled), True),
+        (functools.partial(torch.nn.functional.silu, inplace=False), False),
+        (eval("lambda: 0", {"__name__": None}), True),
+    ],
+)
+def test_where_a_function_comes_from(function, is_foreign):
+    assert (presence.foreign_layer(function) is not None) == is_foreign
+
+
+# Variants.
+
+
+def test_a_variant_keeps_prefixes_apart_and_has_them_found(model, cache, prompt, monkeypatch):
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    handle = head(model).register_forward_hook(tilt)
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
+    for variant in ("two", "three"):
+        expected = plain(model, prompt)
+        for _ in range(2):
+            assert_same(expected, cached(cache, prompt, variant=variant))
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    assert (cache.stats().hits, bypasses(cache)) == (2, {})
+    handle.remove()
+    assert_same(plain(model, prompt), cached(cache, prompt))
+    assert cache.stats().hits == 3
+
+
+def test_each_call_takes_a_variant_and_bypasses_without_one(model, cache, prompt):
+    ids = prompt[0].tolist()
+    head(model).register_forward_hook(lambda _, __, out: out * -0.5)
+    expected = plain(model, prompt)
+
+    def batch(**options):
+        settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+        [output] = cache.generate_batch([ids], **settings, **options).values()
+        return output.generated_tokens
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        past = cache.prefill(prompt)
+        assert past.get_seq_length() == len(ids)
+        for _ in range(2):
+            assert batch() == expected.sequences[0, len(ids) :].tolist()
+        with pytest.raises(
+            MissingStateError, match=r"nothing is cached of this model now: lm_head"
+        ):
+            cache.pin(prompt)
+        assert cache.stats().hits == 0
+        assert bypasses(cache) == {"forward hook": 3}
+    cache.prefill(prompt, variant="halved")
+    cache.unpin(cache.pin(prompt, variant="halved"))
+    assert batch(variant="halved") == expected.sequences[0, len(ids) :].tolist()
+    assert_same(expected, cached(cache, prompt, variant="halved"))
+    assert cache.stats().hits == 2
+    assert bypasses(cache) == {"forward hook": 3}
+
+
+@pytest.mark.parametrize("variant", ["", 3, b"a"])
+def test_a_variant_is_a_name(model, cache, prompt, variant):
+    with pytest.raises(InvalidArgumentError, match="variant must be a str that is not empty"):
+        make_cache(model, variant=variant)
+    for call in (cache.generate, cache.prefill, cache.generate_batch):
+        with pytest.raises(InvalidArgumentError, match="variant must be a str"):
+            call(prompt, variant=variant)
+
+
+def test_a_class_of_a_user_is_served_and_needs_a_file_or_a_variant_below(tmp_path, prompt):
+    """In a notebook it has no file whose digest could name it to other processes."""
+    kind = type("Halved", (torch.nn.Linear,), {
+        "__module__": "a_notebook", "forward": eval(
+            "lambda self, x: x @ self.weight.T * -0.5", {"__name__": "a_notebook"}
+        ),
+    })  # fmt: skip
+
+    def halved():
+        model = make_model("nemotron_h")
+        head(model).__class__ = kind
+        return model
+
+    disk = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    with make_cache(halved(), host_cache_gb=0.01) as cache:
+        for _ in range(2):
+            assert_same(plain(halved(), prompt), cached(cache, prompt))
+        assert (cache.stats().hits, bypasses(cache)) == (1, {})
+    with pytest.raises(
+        InvalidArgumentError, match=r"needs variant= here: .* a_notebook lies in no"
+    ):
+        make_cache(halved(), **disk)
+    for variant, hits in (("one", 0), ("one", 1), ("two", 0)):
+        with make_cache(halved(), variant=variant, **disk) as cache:
+            assert_same(plain(halved(), prompt), cached(cache, prompt))
+            assert cache.stats().hits == hits
+
+
+def test_hidden_tokens_are_a_reason_too(cache):
+    ids = [[5, 0, 7, 8, 9, 3, 4, 5, 6]]  # with the pad token inside
+    assert VOCABULARY > 9
+    with pytest.warns(UserWarning, match="hides the pad token"):
+        cache.generate(torch.tensor(ids), max_new_tokens=2)
+    assert bypasses(cache) == {"hidden tokens": 1}
