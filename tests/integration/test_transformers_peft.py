@@ -149,7 +149,8 @@ def accelerate_hook(model):
 @change(NOTICED)
 def weights_that_accelerate_offloaded(model):
     module = mixers(model)[0].in_proj.base_layer
-    weights = module._hf_hook.weights_map.dataset
+    [hook] = [each for each in module._hf_hook.hooks if hasattr(each, "weights_map")]
+    weights = hook.weights_map.dataset
     kept = Kept(*weights.values())
     for weight in weights.values():
         weight.add_(noise(weight))
