@@ -197,7 +197,7 @@ def test_rows_that_end_early_are_cached_to_their_end(model, cache, generator):
 
 
 def test_long_prompts_are_computed_in_segments(model, generator):
-    cache = make_cache(model, segment_tokens=2 * BLOCK)
+    cache = make_cache(model, segment_tokens=2 * BLOCK, variant="watched")
     prompt = text(generator, 9 * BLOCK + 1)
     with watched_forwards(model) as shapes:
         assert_same(plain(model, prompt, max_new_tokens=1), cached(cache, prompt, max_new_tokens=1))

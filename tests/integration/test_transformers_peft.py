@@ -149,8 +149,8 @@ def accelerate_hook(model):
 @change(NOTICED)
 def weights_that_accelerate_offloaded(model):
     module = mixers(model)[0].in_proj.base_layer
-    [hook] = [each for each in module._hf_hook.hooks if hasattr(each, "weights_map")]
-    weights = hook.weights_map.dataset
+    maps = [getattr(hook, "weights_map", None) for hook in module._hf_hook.hooks]
+    weights = next(each for each in maps if each is not None).dataset
     kept = Kept(*weights.values())
     for weight in weights.values():
         weight.add_(noise(weight))
