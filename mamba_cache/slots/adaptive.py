@@ -738,13 +738,12 @@ class AdaptiveSlotPolicy:
     def _candidate_of(self, proposal: StateProposal) -> int:
         if proposal.hash_ids is None:
             return self._tree.propose(proposal.prompt, proposal.num_blocks, proposal.kind)
-        hash_ids = [*proposal.hash_ids]
-        if not proposal.knows_last:  # its last block gets a hash id that no other block has
-            self._num_incomplete += 1
-            hash_ids.append(-(self._num_incomplete << 1))
+        self._num_incomplete += 1
+        # Its last block gets a hash id that no other block has.
+        hash_ids = [*proposal.hash_ids, -(self._num_incomplete << 1)]
         prompt = replace(proposal.prompt, hash_ids=hash_ids)
         node = self._tree.propose(prompt, len(hash_ids), proposal.kind)
-        if not proposal.knows_last:  # the hint is counted once, and stays in the class
-            traits = prompt.traits + prompt.hint
-            self._incomplete[node] = replace(prompt, traits=traits, told=None)
+        # The hint is counted once, and stays in the class.
+        traits = prompt.traits + prompt.hint
+        self._incomplete[node] = replace(prompt, traits=traits, told=None)
         return node

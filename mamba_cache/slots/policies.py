@@ -112,7 +112,6 @@ class StateProposal(NamedTuple):
         is_asked: Whether the caller asked for it by its position, so that it is not refused.
         hash_ids: While a request decodes, the hash id of each block before the position but for
             the last one, which is not known yet; None: they are the prompt's.
-        knows_last: ``hash_ids`` has that of the last one as well.
     """
 
     prompt: Any
@@ -120,7 +119,6 @@ class StateProposal(NamedTuple):
     kind: Literal["end", "branch", "inside"] = "end"
     is_asked: bool = False
     hash_ids: Sequence[int] | None = None
-    knows_last: bool = False
 
 
 class SlotPlan(NamedTuple):

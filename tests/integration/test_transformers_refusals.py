@@ -81,7 +81,7 @@ def test_prefill_takes_one_prompt(cache):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size_tokens": 12}, r"block_size_tokens must be .* SSM chunk \(8\), got 12"),
+        ({"block_size_tokens": 0}, "block_size_tokens must be an int >= 1, got 0"),
         ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
         ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
     ],
