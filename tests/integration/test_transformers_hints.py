@@ -88,8 +88,8 @@ def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
     assert (alone.will_continue, alone.source) == (True, "a")
     assert (batched.will_continue, batched.source) == (False, "b")
     # The same candidate stands for the state at the first prompt's last boundary.
-    node = policy._tree.find(alone.hash_ids[-1])
-    assert policy._tree._last_use_at[node] == policy._tree.clock
+    node = policy._tree._by_hash[alone.hash_ids[-1]]
+    assert policy._tree._last_use_at[node] == policy._tree._clock
     cache.generate([prompt[:BLOCK]], checkpoints=[BLOCK], **SHORT)
     assert policy.proposed[-1].num_blocks == 1
 
@@ -103,17 +103,17 @@ def test_an_answer_of_a_batch_is_a_candidate_that_its_next_turn_uses(nemotron, g
     depth = (len(prompt) + count - 1) // BLOCK * BLOCK
     told = [*prompt, *answer, 5]
     tree = policy._tree
-    node = tree.find(_chain(cache, told).hashes[depth // BLOCK - 1])
-    assert tree.is_kept(node)
-    assert tree._last_use_at[node] < tree.clock + 1
+    node = tree._by_hash[_chain(cache, told).hashes[depth // BLOCK - 1]]
+    assert tree.num_kept_at[node]
+    assert tree._last_use_at[node] < tree._clock + 1
     batch(cache, [told])
-    assert tree._last_use_at[node] == tree.clock
+    assert tree._last_use_at[node] == tree._clock
     cache.check_invariants()
 
 
 def _chain(cache, told):
     key = cache._store.key_for(cache._runner.fingerprint.key)
-    chain = BlockHashChain(BLOCK, lora_id=key)
+    chain = BlockHashChain(BLOCK, hasher=cache._store.hasher, lora_id=key)
     chain.append(told)
     return chain
 

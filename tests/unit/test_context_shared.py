@@ -169,10 +169,10 @@ def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     # The state that decoding saved is known by the id of its block, which the next turn has.
     told = [*PROMPT, *answer]
     request = context.prepare(Request(request_id="next", prompt_tokens=told))
-    node = policy._tree.find(request.chain.hashes[3])
-    assert policy._tree.is_kept(node)
+    node = policy._tree._by_hash[request.chain.hashes[3]]
+    assert policy._tree.num_kept_at[node]
     generate(context, [*told, 1], 1)
-    assert policy._tree._last_use_at[node] == policy._tree.clock
+    assert policy._tree._last_use_at[node] == policy._tree._clock
 
 
 def test_pins_are_the_owners():
