@@ -19,7 +19,7 @@ from mamba_cache.slots.pool import SlotPool
 
 def _another_slot(load: Any) -> Any:
     def broken(self: PrefixTensors, slot: int, *others: Any) -> SequenceMemory:
-        return load(self, (slot + 1) % len(self._slots), *others)
+        return load(self, (slot + 1) % len(self.slots), *others)
 
     return broken
 
