@@ -222,7 +222,8 @@ def test_fields_that_a_later_version_adds_keep_answers_out(model, cache, prompt,
         answer = cached(cache, prompt, rewrites_states=3, **options).sequences
     finally:
         served._new_fields.cache_clear()
-    assert skipped(cache, lambda: cached(cache, join(answer, answer[:, :5]))) == prompt.shape[1]
+    hit = skipped(cache, lambda: cached(cache, join(answer, answer[:, :5])))
+    assert hit == prompt.shape[1] // BLOCK * BLOCK
 
 
 def test_models_with_a_loop_of_their_own_keep_answers_out(model, monkeypatch):
@@ -364,7 +365,7 @@ def test_answers_can_be_left_out(model, prompt):
     answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
     next_turn = join(answer, answer[:, :3])
     hit = skipped(cache, lambda: assert_same(plain(model, next_turn), cached(cache, next_turn)))
-    assert hit == prompt.shape[1]
+    assert hit == prompt.shape[1] // BLOCK * BLOCK
     with pytest.raises(InvalidArgumentError, match="reuse_answers must be a bool, got 'no'"):
         make_cache(model, reuse_answers="no")
 
@@ -372,8 +373,7 @@ def test_answers_can_be_left_out(model, prompt):
 def test_without_answers_nothing_is_kept_that_was_computed_token_by_token(model, prompt):
     """In a batch the prompts' last tokens are."""
     whole = [prompt[0, : 4 * BLOCK].tolist(), prompt[0, 3 : 2 * BLOCK + 3].tolist()]
-    parts = 2  # of the prompts but for their last tokens
-    for reuse, blocks in ((True, 4 + 2 + parts + 2), (False, 3 + 1 + parts)):
+    for reuse, blocks in ((True, 4 + 2), (False, 3 + 1)):
         cache = make_cache(model, reuse_answers=reuse)
         cache.generate(whole, **{**GREEDY, "max_new_tokens": 2})
         assert cache.stats().cached_blocks == blocks
