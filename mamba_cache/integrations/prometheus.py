@@ -130,6 +130,7 @@ class CacheCollector(Collector):
         saved = {name: one.saved_states * one.bytes_per_slot for name, one in stats.items()}
         yield _counter("saved_bytes", "Bytes of states saved to slots and findable", saved)
         yield _misses(stats)
+        yield _bypasses(stats)
         for unit, (text, kinds) in _KINDS.items():
             gauge = GaugeMetricFamily(f"mamba_cache_{unit}", text, labels=["cache", "kind"])
             for name, one in stats.items():
@@ -270,6 +271,15 @@ def _misses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:
     for name, one in stats.items():
         for reason in MissReason:
             counter.add_metric([name, reason.value], one.misses.get(reason.value, 0))
+    return counter
+
+
+def _bypasses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:
+    text = "Calls of a PrefixCache that neither used the cache nor filled it, by reason"
+    counter = CounterMetricFamily("mamba_cache_bypasses", text, labels=["cache", "reason"])
+    for name, one in stats.items():
+        for reason, count in one.bypasses.items():
+            counter.add_metric([name, reason], count)
     return counter
 
 

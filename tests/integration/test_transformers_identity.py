@@ -5,7 +5,7 @@ from shutil import copytree
 
 import pytest
 import torch
-from notebook_rig import LENGTHS, ask, open_cache, prompts
+from notebook_rig import REUSABLE, ask, open_cache, prompts
 from transformers_rig import make_model, plain
 
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
@@ -38,7 +38,7 @@ def test_other_numerics_find_nothing(tmp_path, model, monkeypatch, fact) -> None
         with open_cache(tmp_path / "copy", model) as second:
             assert ask(second, prompts()[:1])[1] == 0
     with open_cache(tmp_path / "own", model) as third:
-        assert ask(third, prompts()[:1])[1] == LENGTHS[0]
+        assert ask(third, prompts()[:1])[1] == REUSABLE[0]
 
 
 def test_another_version_of_a_kernel_package_finds_nothing(tmp_path, model, monkeypatch) -> None:
@@ -102,7 +102,7 @@ def test_an_adapter_shares_nothing_with_the_model_or_another_adapter(tmp_path) -
         # A copy: who finds nothing makes room for what he stores.
         copytree(tmp_path / of, tmp_path / f"{of} for {name}")
         with open_cache(tmp_path / f"{of} for {name}", adapted(*CASES[name])) as cache:
-            skipped = LENGTHS[3] if of == name else 0
+            skipped = REUSABLE[3] if of == name else 0
             assert ask(cache, [ids]) == ([expected[name]], skipped)
 
 
@@ -118,5 +118,5 @@ def test_an_adapter_that_is_scaled_while_a_cache_is_open_finds_nothing_of_before
         assert answers == [plain(model, ids).sequences[0].tolist()]
         adapter.scaling = 1.0
         answers, skipped = ask(cache, [ids])
-        assert skipped == LENGTHS[0]
+        assert skipped == REUSABLE[0]
         assert answers == [plain(model, ids).sequences[0].tolist()]

@@ -37,15 +37,17 @@ class Source:
     """Statistics of distinct values, each at least 1."""
 
     def __init__(self, seed):
-        fields = [f.name for f in dataclasses.fields(CacheStats) if f.name != "misses"]
-        values = random.Random(seed).sample(range(1, 10**6), len(fields) + len(MissReason))
+        by_reason = ("misses", "bypasses")
+        fields = [f.name for f in dataclasses.fields(CacheStats) if f.name not in by_reason]
+        values = random.Random(seed).sample(range(1, 10**6), len(fields) + len(MissReason) + 1)
+        self.bypasses = {"forward hook": values.pop()}
         self.values = dict(zip(fields, values, strict=False))
         self.misses = dict(
             zip([r.value for r in MissReason], values[-len(MissReason) :], strict=True)
         )
 
     def stats(self):
-        return CacheStats(misses=self.misses, **self.values)
+        return CacheStats(misses=self.misses, bypasses=self.bypasses, **self.values)
 
 
 def scrape(registry):
@@ -75,6 +77,7 @@ def test_every_figure_is_exported(seed):
     assert exported == {
         *source.values.values(),
         *source.misses.values(),
+        *source.bypasses.values(),
         source.values["hits"] * bytes_per_slot,
         source.values["saved_states"] * bytes_per_slot,
     }
@@ -91,6 +94,10 @@ def test_names_kinds_and_reasons(seed):
     misses = samples["mamba_cache_misses_total"]
     for reason, count in source.misses.items():
         assert misses[labels(cache="main", reason=reason)] == count
+    bypasses = samples["mamba_cache_bypasses_total"]
+    assert bypasses == {
+        labels(cache="main", reason="forward hook"): source.bypasses["forward hook"]
+    }
     restored = samples["mamba_cache_restored_bytes_total"][labels(cache="main")]
     assert restored == source.values["hits"] * source.values["bytes_per_slot"]
 
