@@ -75,7 +75,7 @@ def test_each_answer_is_the_models_own_whoever_cached_what(name, calls, room, se
     seed=st.integers(0, 2**16),
 )
 def test_with_room_each_turn_goes_on_from_the_last_whoever_answered_it(name, length, turns, seed):
-    """What ``generate`` answered is found to the token, what a batch answered to the block."""
+    """What either answered is found to the last block boundary."""
     one, generator = subject(name), torch.Generator().manual_seed(seed)
     cache, told, least = one.cache(), tokens(generator, length), 0
     for is_batch, count, own in turns:
@@ -88,5 +88,5 @@ def test_with_room_each_turn_goes_on_from_the_last_whoever_answered_it(name, len
         assert answer == one.answer(told, count)
         assert cache.stats().skipped_tokens - before >= least
         known = len(told) + count - 1  # the last token has not gone through the model
-        least = known // BLOCK * BLOCK if is_batch else known
+        least = known // BLOCK * BLOCK
         told = told + answer + tokens(generator, own)
