@@ -91,7 +91,6 @@ class CacheConfig:
             in the same budget, but a hit no longer equals a miss. None: they are kept as they are.
         quantized_tensors: Names of the tensors of a state that ``slot_quantization`` is for. Each
             is floating-point, [heads, head_dim, state_dim] in a layer.
-        slot_rounding: How values become 8 bits: "nearest", or "stochastic", which errs less in sum.
         host_cache_gb: Budget in GiB for a tier of KV blocks and states in host memory, pinned where
             a GPU copies from it. None, and none of the two counts below either: there is no tier.
         host_state_share: How much of it is for states, from 0 to 1; the rest is for KV blocks.
@@ -144,7 +143,6 @@ class CacheConfig:
     num_speculative_tokens: int = 0
     slot_quantization: Literal["int8"] | None = None
     quantized_tensors: tuple[str, ...] = ("ssm",)
-    slot_rounding: Literal["nearest", "stochastic"] = "nearest"
     host_cache_gb: float | None = None
     host_state_share: float = 0.75
     num_host_blocks: int | None = None
@@ -335,7 +333,6 @@ class CacheConfig:
             check_choice("slot_quantization", self.slot_quantization, ("int8",))
         names = check_names("quantized_tensors", self.quantized_tensors)
         object.__setattr__(self, "quantized_tensors", names)
-        check_choice("slot_rounding", self.slot_rounding, ("nearest", "stochastic"))
         check_choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
         check_secret("hash_secret", self.hash_secret)
 

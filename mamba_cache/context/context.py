@@ -963,7 +963,6 @@ class DynamicInferenceContext:
             conv_input,
             fields=extractions.fields,
             slot_scales=None if slots.ssm_scales is None else slots.ssm_scales[layer],
-            quantization=slots.quantization,
         )
         write()
         extractions.record(layer, chunk_states, conv_input)
@@ -1035,7 +1034,6 @@ class DynamicInferenceContext:
             inputs,
             fields=self._extractions.fields,
             slot_scales=None if scales is None else saved[scales][layer],
-            quantization=quantization,
         )
 
     def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:

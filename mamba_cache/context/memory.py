@@ -284,10 +284,10 @@ def slot_spec(config: CacheConfig, state_spec: StateSpec) -> StateSpec:
 
 
 def _quantization(config: CacheConfig) -> SlotQuantization | None:
-    """Return how slots keep states in int8, or None if they keep them as they are."""
+    """Return which tensors slots keep in int8, or None if they keep all as they are."""
     if config.slot_quantization is None:
         return None
-    return SlotQuantization(config.slot_rounding, tensors=config.quantized_tensors)
+    return SlotQuantization(config.quantized_tensors)
 
 
 def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:

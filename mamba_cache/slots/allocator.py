@@ -57,7 +57,7 @@ class MambaSlotAllocator(SlotPool):
         policy: Which slots are evicted; default: what ``prefix_caching_eviction_policy`` names,
             "lru" if the context has none.
         placement: Where checkpoints lie; default: ``MegatronPlacement``.
-        quantization: How slots keep SSM states in int8; None: as they are.
+        quantization: Which tensors slots keep in int8; None: all as they are.
 
     Attributes:
         context: As given.

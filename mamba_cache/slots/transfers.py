@@ -14,9 +14,7 @@ from mamba_cache.states import (
     RowIndices,
     SlotQuantization,
     StateCopier,
-    StateDequantizer,
     StatePool,
-    StateQuantizer,
     StateTensorSpec,
     quantize_states,
 )
@@ -33,7 +31,7 @@ class StateTransfers:
         slots: The slots' states.
         scratch: Where the forward of some embedders writes its checkpoints.
         live_states: Returns the live tensors, [num_layers, rows, *shape], in the spec's order.
-        quantization: How slots keep SSM states in int8; None: they keep all states as they are.
+        quantization: Which tensors slots keep in int8; None: they keep all states as they are.
 
     Attributes:
         num_calls: How often states were moved.
@@ -54,7 +52,7 @@ class StateTransfers:
         self._layer_states = scratch.spec.tensors
         self._quantization = quantization
         self._scratch = list(scratch.tensors.values())
-        self._scratch_to_slots = self._storing(self._scratch)
+        self._scratch_to_slots = StateCopier(self._scratch, self._slots)
 
     def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
         """Write one layer of one slot's state.
@@ -74,7 +72,7 @@ class StateTransfers:
         states = [state.detach() for state in states]  # slots are no part of a graph of autograd
         if self._quantization is not None:
             conv, ssm = states  # which alone are stored so
-            states = (conv, *quantize_states(ssm, self._quantization))
+            states = (conv, *quantize_states(ssm))
         self.num_calls += 1
         for tensor, state in zip(self._slots, states, strict=True):
             tensor[layer, slot].copy_(state)
@@ -135,21 +133,11 @@ class StateTransfers:
             return
         storage = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live)
         if storage != self._live_storage:
-            self._live_to_slots = self._storing(live)
-            self._slots_to_live = self._restoring(live)
+            self._live_to_slots = StateCopier(live, self._slots)
+            self._slots_to_live = StateCopier(self._slots, live)
             self._live_storage = storage
         # The tensors are kept so that no others get their ids.
         self._live, self._live_places = live, places
-
-    def _storing(self, states: list[torch.Tensor]) -> StateCopier | StateQuantizer:
-        if self._quantization is None:
-            return StateCopier(states, self._slots)
-        return StateQuantizer(states, self._slots, self._quantization)
-
-    def _restoring(self, states: list[torch.Tensor]) -> StateCopier | StateDequantizer:
-        if self._quantization is None:
-            return StateCopier(self._slots, states)
-        return StateDequantizer(self._slots, states)
 
 
 def last_write_wins(destinations: Sequence[int]) -> list[int]:

@@ -8,14 +8,9 @@ from mamba_cache.states.extraction import (
     extract_checkpoint_states,
     plan_extraction,
 )
+from mamba_cache.states.kernels.quantize_torch import dequantize_states, quantize_states
 from mamba_cache.states.pool import StatePool, as_device
-from mamba_cache.states.quantization import (
-    SlotQuantization,
-    SlotRounding,
-    dequantize_states,
-    quantize_states,
-)
-from mamba_cache.states.quantizers import StateDequantizer, StateQuantizer
+from mamba_cache.states.quantization import SlotQuantization
 from mamba_cache.states.spec import (
     KVCacheSpec,
     LayerKind,
@@ -35,11 +30,8 @@ __all__ = [
     "LayerKind",
     "RowIndices",
     "SlotQuantization",
-    "SlotRounding",
     "StateCopier",
-    "StateDequantizer",
     "StatePool",
-    "StateQuantizer",
     "StateSpec",
     "StateTensorSpec",
     "as_device",

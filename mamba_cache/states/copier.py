@@ -1,9 +1,9 @@
-"""Batched copies of whole states: rows checked here, copied by a kernel or its PyTorch twin."""
+"""Batched copies of whole states: checked here, copied by a kernel or its PyTorch twin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -11,21 +11,20 @@ import torch
 from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states.kernels import copy_torch
+from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
+from mamba_cache.states.kernels import copy_torch, quantize_torch
 from mamba_cache.states.kernels.plan import RowCopy, plan_copy
 
 __all__ = [
     "RowIndices",
-    "RowMover",
     "StateCopier",
     "check_are_tensors",
     "check_devices",
-    "check_side",
-    "check_tensors",
 ]
 
-_KERNELS = "mamba_cache.states.kernels.copy"
+_COPY = "mamba_cache.states.kernels.copy"
+_QUANTIZE = "mamba_cache.states.kernels.quantize"
+_QUANTIZED_DIMS = 5
 
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 """[n] row indices: a sequence of ints, a numpy array, or a tensor."""
@@ -36,32 +35,50 @@ _MOST_PAIRS_SENT = 1024
 """Longer lists of rows on the host take a launch for each so many pairs."""
 
 
-class RowMover:
-    """Copies rows between two sets of tensors by a launch that it is given.
+class StateCopier:
+    """Copies rows between two sets of tensors, all layers of all tensors in one launch.
+
+    The addresses are read once, here: the tensors must keep their storage. Sources and destinations
+    may be the same tensors, as long as no row is both read and written in one call. Views of one
+    storage that share bytes in any other way are the caller's to avoid.
+
+    In place of a floating-point tensor the other side may hold two in a row, codes in int8 and
+    scales, as ``SlotQuantization.slot_spec`` orders them: a copy to them quantises, and one from
+    them dequantises. Where several tensors are quantised, each takes a launch of its own; the first
+    also moves all that is copied as it is.
 
     Args:
-        sources: Checked tensors, each [num_layers, source rows, *inner].
-        destinations: Likewise.
-        launch: Copies rows, given as [at least n] tensors on the device, and n.
-        takes_lists: Whether ``launch`` takes rows on the host as lists, too, as the twins of the
-            kernels do.
+        sources: At least one, each [num_layers, source rows, *inner], inner axes contiguous, layers
+            and rows at any distance. All have equally many rows and are on one device.
+        destinations: As many, each of its source's dtype, number of layers and inner shape, on the
+            same device; all have equally many rows. For states [num_layers, rows, heads, head_dim,
+            state_dim], floating-point, either side may have codes of that shape but for the rows,
+            int8, and scales [num_layers, rows, heads, state_dim], float32.
+        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
+
+    Raises:
+        InvalidArgumentError: The tensors do not fit each other, or the backend is unknown or not
+            for their device.
+        MissingExtraError: The kernel is asked for and Triton is not installed.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         sources: Sequence[torch.Tensor],
         destinations: Sequence[torch.Tensor],
-        launch: RowCopy,
         *,
-        takes_lists: bool,
+        backend: CopyBackend = "auto",
     ) -> None:
+        unchanged, quantized = _match(sources, destinations)
         self._device = sources[0].device
         self._num_source_rows = sources[0].shape[1]
         self._num_destination_rows = destinations[0].shape[1]
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
-        self._launch = launch
-        self._takes_lists = takes_lists
+        self._launch = _launch_of(unchanged, quantized, self._device, backend)
+        # The twins of the kernels also take rows on the host as lists.
+        self._takes_lists = not uses_triton(backend, self._device)
         on_cuda = self._device.type == "cuda"
         capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
         self._ring = _RowRing(capacity, self._device) if on_cuda else None
@@ -141,43 +158,6 @@ class RowMover:
             sent = self._ring.send(sources[part], destinations[part])
             self._launch(sent[0], sent[1], len(sources[part]))
             self._ring.mark_used()
-
-
-class StateCopier(RowMover):
-    """Copies rows between two sets of tensors, all layers of all tensors in one launch.
-
-    The addresses are read once, here: the tensors must keep their storage. Sources and destinations
-    may be the same tensors, as long as no row is both read and written in one call. Views of one
-    storage that share bytes in any other way are the caller's to avoid.
-
-    Args:
-        sources: At least one, each [num_layers, source rows, *inner], inner axes contiguous, layers
-            and rows at any distance. All have equally many rows and are on one device.
-        destinations: As many, each of its source's dtype, number of layers and inner shape, on the
-            same device; all have equally many rows.
-        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
-
-    Raises:
-        InvalidArgumentError: The tensors do not fit each other, or the backend is unknown or not
-            for their device.
-        MissingExtraError: The kernel is asked for and Triton is not installed.
-    """
-
-    @outside_inference_mode
-    def __init__(
-        self,
-        sources: Sequence[torch.Tensor],
-        destinations: Sequence[torch.Tensor],
-        *,
-        backend: CopyBackend = "auto",
-    ) -> None:
-        check_tensors(sources, destinations)
-        device = sources[0].device
-        plan = plan_copy(sources, destinations, device=device)
-        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=copy_torch)
-        copy_rows = kernels.copy_states(plan)
-        takes_lists = kernels is copy_torch
-        super().__init__(sources, destinations, copy_rows, takes_lists=takes_lists)
 
 
 class _RowRing:
@@ -283,28 +263,101 @@ def _from_array(name: str, rows: RowIndices) -> list[int]:
     return as_list
 
 
-def check_tensors(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None:
-    """Check that two sets of tensors can be copied into each other.
+_Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
+
+
+class _Quantized(NamedTuple):
+    """States that are stored as codes and scales, or restored from them."""
+
+    states: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    is_store: bool
+
+
+def _launch_of(
+    unchanged: _Pairs,
+    quantized: Sequence[_Quantized],
+    device: torch.device,
+    backend: CopyBackend,
+) -> RowCopy:
+    """Return what copies rows of checked tensors."""
+    plan = plan_copy(*_sides(unchanged), device=device)
+    if not quantized:
+        kernels = kernels_for(backend, device, kernels=_COPY, twins=copy_torch)
+        launch: RowCopy = kernels.copy_states(plan)
+        return launch
+    kernels = kernels_for(backend, device, kernels=_QUANTIZE, twins=quantize_torch)
+    nothing = plan_copy([], [], device=device)
+    launches: list[RowCopy] = [
+        kernels.copy_quantized(nothing if i else plan, *tensors, is_store=is_store)
+        for i, (*tensors, is_store) in enumerate(quantized)
+    ]
+
+    def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
+        for launch in launches:
+            launch(source_rows, destination_rows, num_pairs)
+
+    return launches[0] if len(launches) == 1 else copy
+
+
+def _sides(pairs: _Pairs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [source for source, _ in pairs], [destination for _, destination in pairs]
+
+
+def _match(
+    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
+) -> tuple[_Pairs, list[_Quantized]]:
+    """Check tensors, and pair those that are copied as they are and those that are quantised.
 
     Raises:
         InvalidArgumentError: As in ``StateCopier``.
     """
     check_are_tensors("sources", sources)
     check_are_tensors("destinations", destinations)
-    if not sources or len(sources) != len(destinations):
+    read, written = list(sources), list(destinations)
+    unchanged: _Pairs = []
+    quantized: list[_Quantized] = []
+    while read and written:
+        source, destination = read.pop(0), written.pop(0)
+        if _is_quantized(source, destination) and written:
+            quantized.append(_Quantized(source, destination, written.pop(0), is_store=True))
+        elif _is_quantized(destination, source) and read:
+            quantized.append(_Quantized(destination, source, read.pop(0), is_store=False))
+        else:
+            unchanged.append((source, destination))
+    if not sources or read or written:
         raise InvalidArgumentError(
             f"give at least one source, and as many destinations, "
             f"got {len(sources)} and {len(destinations)}"
         )
-    check_side("sources", sources)
-    check_side("destinations", destinations)
+    _check_side("sources", sources)
+    _check_side("destinations", destinations)
     check_devices(*sources, *destinations)
-    for source, destination in zip(sources, destinations, strict=True):
+    for source, destination in unchanged:
         if _kind(source) != _kind(destination):
             raise InvalidArgumentError(
                 f"paired tensors must agree in dtype, layers and inner shape, "
                 f"got {_kind(source)} and {_kind(destination)}"
             )
+    for states, codes, scales, _ in quantized:
+        _check_quantized(states, codes, scales)
+    return unchanged, quantized
+
+
+def _is_quantized(states: torch.Tensor, codes: torch.Tensor) -> bool:
+    return states.is_floating_point() and codes.dtype == torch.int8
+
+
+def _check_quantized(states: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    _, layers, inner = _kind(states)
+    fits = states.dim() == _QUANTIZED_DIMS and _kind(codes)[1:] == (layers, inner)
+    if not fits or _kind(scales) != (torch.float32, layers, (inner[0], inner[2])):
+        raise InvalidArgumentError(
+            "quantised states must have inner axes [heads, head_dim, state_dim], codes the same, "
+            "and scales [heads, state_dim] in float32, got "
+            f"{[_kind(tensor) for tensor in (states, codes, scales)]}"
+        )
 
 
 def check_are_tensors(name: str, tensors: Any) -> None:
@@ -318,12 +371,8 @@ def check_are_tensors(name: str, tensors: Any) -> None:
         raise InvalidArgumentError(f"{name} must be tensors in a list or tuple, got {tensors!r}")
 
 
-def check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
+def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check that tensors hold parts of the same states, laid out so that they can be copied.
-
-    Args:
-        side: What they are, for the message.
-        tensors: Each [num_layers, rows, *inner].
 
     Raises:
         InvalidArgumentError: Inner axes are not contiguous, or not all have equally many rows.

@@ -11,7 +11,6 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.copier import check_are_tensors, check_devices
 from mamba_cache.states.kernels import extract_torch
-from mamba_cache.states.quantization import SlotQuantization
 
 __all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
 
@@ -42,7 +41,6 @@ def extract_checkpoint_states(
     checkpoint_rows: torch.Tensor,
     checkpoint_slots: torch.Tensor,
     slot_scales: torch.Tensor | None = None,
-    quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> None:
     """Write one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
@@ -73,13 +71,12 @@ def extract_checkpoint_states(
         checkpoint_slots: The reserved slot, each listed once.
         slot_scales: For quantised slots: [slots, heads, state_dim] float32, written. Slots at any
             distance.
-        quantization: For quantised slots: how to round.
         backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
 
     Raises:
         InvalidArgumentError: Shapes, dtypes or layouts do not fit, a window or a state is given in
             part, or the backend is unknown or not for the tensors' device. Without
-            ``quantization`` a state is never converted: rounded, it would be another state.
+            ``slot_scales`` a state is never converted: rounded, it would be another state.
         MissingExtraError: The kernel is asked for and Triton is not installed.
     """
     fields = (
@@ -98,7 +95,6 @@ def extract_checkpoint_states(
         conv_input,
         fields=fields,
         slot_scales=slot_scales,
-        quantization=quantization,
         backend=backend,
     )
     written = slot_ssm if slot_conv is None else slot_conv
@@ -116,7 +112,6 @@ def plan_extraction(
     *,
     fields: tuple[torch.Tensor, ...],
     slot_scales: torch.Tensor | None = None,
-    quantization: SlotQuantization | None = None,
     backend: CopyBackend = "auto",
 ) -> Callable[[], None]:
     """Return what does what ``extract_checkpoint_states`` says, of states that are checked.
@@ -139,19 +134,18 @@ def plan_extraction(
         _check_layouts(slot_conv, live_conv)
         conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
     kernels = kernels_for(backend, device, kernels=_KERNELS, twins=extract_torch)
-    scales, hash_seed = None, None
+    scales = None
     if slot_ssm is not None and chunk_states is not None:
         _check_layouts(slot_ssm, chunk_states)
-        if slot_scales is None or quantization is None:
+        if slot_scales is None:
             _check_ssm(slot_ssm, slot_conv, chunk_states, chunk_states.dtype)
             ssm, states = map(_as_bits, (slot_ssm, chunk_states))
         else:
             _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
             _check_scales(slot_scales, slot_ssm)
             ssm, states, scales = slot_ssm, chunk_states, slot_scales
-            hash_seed = quantization.hash_seed
     tensors_given = (conv, ssm, scales, live, states, inputs)
-    return partial(kernels.extract_states, *tensors_given, *fields, hash_seed)
+    return partial(kernels.extract_states, *tensors_given, *fields)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

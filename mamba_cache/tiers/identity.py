@@ -238,7 +238,6 @@ class CacheIdentity:
             quantization = {
                 "kind": config.slot_quantization,
                 "tensors": list(config.quantized_tensors),
-                "rounding": config.slot_rounding,
             }
         facts = {
             "format": FORMAT_VERSION,

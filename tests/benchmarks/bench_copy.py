@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from measuring import (
@@ -31,11 +31,8 @@ from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.states import (
     SlotQuantization,
-    SlotRounding,
     StateCopier,
-    StateDequantizer,
     StatePool,
-    StateQuantizer,
     StateSpec,
     dequantize_states,
     extract_checkpoint_states,
@@ -121,7 +118,7 @@ def measure_extraction(ssm_dtype: torch.dtype, *, int8: bool = False) -> Iterato
     if int8:
         name = f"int8 slots, {ssm_dtype}: extract {_CHECKPOINTS} checkpoints"
     progress(name)
-    layer = _Layer(ssm_dtype, SlotQuantization(seed=1) if int8 else None)
+    layer = _Layer(ssm_dtype, SlotQuantization() if int8 else None)
     if not int8:
         layer.check_bits()
     own = device_us([layer.extract])
@@ -175,25 +172,22 @@ def measure_model_step(config: HybridModelConfig) -> Iterator[Measurement]:
     yield Measurement(over, saving / other, "x", runs=_STEP_RUNS, detail=detail)
 
 
-def measure_quantized_copies(
-    ssm_dtype: torch.dtype, rounding: SlotRounding
-) -> Iterator[Measurement]:
+def measure_quantized_copies(ssm_dtype: torch.dtype) -> Iterator[Measurement]:
     """Time storing states in int8 slots, and restoring them.
 
     Rates count the bytes really read and written: a state on one side, codes and scales on the
     other.
     """
-    name = f"int8 slots, {ssm_dtype}, {rounding}, {_QUANTIZED_SLOTS} slots"
+    name = f"int8 slots, {ssm_dtype}, {_QUANTIZED_SLOTS} slots"
     progress(name)
-    quantization = SlotQuantization(rounding, seed=1)
     spec = StateSpec.mamba(24, (_CONV_DIM, 4), _SSM, torch.bfloat16, ssm_dtype)
     num_rows = _QUANTIZED_SLOTS + _SPARE_ROWS
     live = _random_pool(spec, num_rows)
-    slots = StatePool(quantization.slot_spec(spec), num_rows, device=_DEVICE)
+    slots = StatePool(SlotQuantization().slot_spec(spec), num_rows, device=_DEVICE)
     states, saved = list(live.tensors.values()), list(slots.tensors.values())
-    store = StateQuantizer(states, saved, quantization)
-    restore = StateDequantizer(saved, states)
-    _check_quantized_bits(live, slots, store, restore, quantization)
+    store = StateCopier(states, saved)
+    restore = StateCopier(saved, states)
+    _check_quantized_bits(live, slots, store, restore)
     num_bytes = _QUANTIZED_SLOTS * (spec.bytes_per_slot + slots.spec.bytes_per_slot)
     flat = _flat_us(states[1], num_bytes)
     for direction, copier in (("store", store), ("restore", restore)):
@@ -264,7 +258,6 @@ class _Layer:
             checkpoint_rows=zeros,
             checkpoint_slots=self.order,
             slot_scales=self.slots.get("ssm_scales"),
-            quantization=quantization,
         )
 
     def check_bits(self) -> None:
@@ -343,15 +336,11 @@ def _random_pool(spec: StateSpec, num_rows: int) -> StatePool:
 
 
 def _check_quantized_bits(
-    live: StatePool,
-    slots: StatePool,
-    store: StateQuantizer,
-    restore: StateDequantizer,
-    quantization: SlotQuantization,
+    live: StatePool, slots: StatePool, store: StateCopier, restore: StateCopier
 ) -> None:
     """Compare one state, there and back, with what PyTorch makes of it on the CPU."""
     store.copy([2], [3])
-    codes, scales = quantize_states(live["ssm"][:2, 2].cpu(), quantization)
+    codes, scales = quantize_states(live["ssm"][:2, 2].cpu())
     assert torch.equal(slots["ssm"][:2, 3].cpu(), codes)
     assert torch.equal(slots["ssm_scales"][:2, 3].cpu(), scales)
     restore.copy([3], [1])
@@ -371,8 +360,7 @@ def main() -> None:
         results += measure_extraction(dtype)
     results += measure_model_step(_MODEL)
     for dtype in dtypes:
-        for rounding in get_args(SlotRounding):
-            results += measure_quantized_copies(dtype, rounding)
+        results += measure_quantized_copies(dtype)
         results += measure_extraction(dtype, int8=True)
     report("copy", results, options.json)
 

@@ -8,9 +8,8 @@ from mamba_cache.states import (
     PAD_SLOT_ID,
     ZERO_SOURCE,
     SlotQuantization,
-    StateDequantizer,
+    StateCopier,
     StatePool,
-    StateQuantizer,
     StateSpec,
     extract_checkpoint_states,
     quantize_states,
@@ -19,20 +18,15 @@ from mamba_cache.states import (
 pytestmark = pytest.mark.gpu
 
 FIELDS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
-ROUNDINGS = [SlotQuantization(), SlotQuantization("stochastic", seed=9)]
+INT8 = SlotQuantization()
 LARGE = (64, 64, 128)
 
 
-@pytest.fixture(params=ROUNDINGS, ids=["nearest", "stochastic"])
-def quantization(request):
-    return request.param
-
-
-def make_pools(quantization, dtype=torch.bfloat16, ssm=(16, 64, 128), rows=7):
+def make_pools(dtype=torch.bfloat16, ssm=(16, 64, 128), rows=7):
     """Live states of normal values and slots of random bits, but for scales."""
     spec = StateSpec.mamba(3, (256, 4), ssm, torch.bfloat16, dtype)
     live = StatePool(spec, rows, device="cuda")
-    slots = StatePool(quantization.slot_spec(spec), rows, device="cuda")
+    slots = StatePool(INT8.slot_spec(spec), rows, device="cuda")
     random_bits_(live["conv"])
     live["ssm"].normal_()
     for name in ("conv", "ssm"):
@@ -60,15 +54,13 @@ REPLAYED = [
 
 @pytest.mark.parametrize("replayed", REPLAYED)
 @pytest.mark.parametrize("direction", ["store", "restore"])
-def test_graph_replays_with_other_fewer_and_no_rows(quantization, direction, replayed):
+def test_graph_replays_with_other_fewer_and_no_rows(direction, replayed):
     """A replay writes what the twin does with the same rows, and nothing else."""
-    live, slots = make_pools(quantization)
+    live, slots = make_pools()
     if direction == "store":
-        copiers = [
-            StateQuantizer(live, slots, quantization, backend=name) for name in ("triton", "torch")
-        ]
+        copiers = [StateCopier(live, slots, backend=name) for name in ("triton", "torch")]
     else:
-        copiers = [StateDequantizer(slots, live, backend=name) for name in ("triton", "torch")]
+        copiers = [StateCopier(slots, live, backend=name) for name in ("triton", "torch")]
     written = slots if direction == "store" else live
     rows = [on_device([0, 1, 2, 3]), on_device([0, 1, 2, 3])]
     copiers[0].copy(*rows)
@@ -92,10 +84,10 @@ def test_graph_replays_with_other_fewer_and_no_rows(quantization, direction, rep
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_calls_wait_for_nothing_and_take_no_memory(quantization, dtype):
-    live, slots = make_pools(quantization, dtype)
-    store = StateQuantizer(live, slots, quantization)
-    restore = StateDequantizer(slots, live)
+def test_calls_wait_for_nothing_and_take_no_memory(dtype):
+    live, slots = make_pools(dtype)
+    store = StateCopier(live, slots)
+    restore = StateCopier(slots, live)
     entries = fields([(3, 20, 8, 2, 4), (-1,) * 5, (1, 10, 8, 6, 0)])
     inputs = random_bits_(torch.empty(40, 256, dtype=torch.bfloat16, device="cuda"))
 
@@ -104,7 +96,7 @@ def test_calls_wait_for_nothing_and_take_no_memory(quantization, dtype):
         restore.copy([0, ZERO_SOURCE], [3, 4])
         extract_checkpoint_states(
             slots[0][1], slots[1][1], live[0][1], live[1][0], inputs,
-            **entries, slot_scales=slots[2][1], quantization=quantization,
+            **entries, slot_scales=slots[2][1],
         )  # fmt: skip
 
     call_all()
@@ -113,17 +105,17 @@ def test_calls_wait_for_nothing_and_take_no_memory(quantization, dtype):
         torch.cuda.reset_peak_memory_stats()
         call_all()
         assert torch.cuda.max_memory_allocated() == taken
-    codes, scales = quantize_states(live[1][0, 3], quantization)
+    codes, scales = quantize_states(live[1][0, 3])
     assert_same_bits(slots[1][1, 4], codes)
     assert_same_bits(slots[2][1, 4], scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_copies_of_more_than_2_31_elements(quantization, dtype):
+def test_copies_of_more_than_2_31_elements(dtype):
     num_rows = 2**12 + 8
     spec = StateSpec.mamba(1, (8, 4), LARGE, torch.bfloat16, dtype)
     live = StatePool(spec, num_rows, device="cuda")
-    slots = StatePool(quantization.slot_spec(spec), num_rows, device="cuda")
+    slots = StatePool(INT8.slot_spec(spec), num_rows, device="cuda")
     assert live["ssm"].numel() > 2**31
     last = num_rows - 1
     for row in (0, 5, last):
@@ -131,19 +123,19 @@ def test_copies_of_more_than_2_31_elements(quantization, dtype):
     random_bits_(slots["ssm"][:, last - 1])
     tensors = list(live.tensors.values()), list(slots.tensors.values())
     untouched = slots["ssm"][:, last - 1].clone()
-    StateQuantizer(*tensors, quantization).copy([last, 5], [3, last])
+    StateCopier(*tensors).copy([last, 5], [3, last])
     for row, slot in ((last, 3), (5, last)):
-        codes, scales = quantize_states(live["ssm"][:, row], quantization)
+        codes, scales = quantize_states(live["ssm"][:, row])
         assert_same_bits(slots["ssm"][:, slot], codes)
         assert_same_bits(slots["ssm_scales"][:, slot], scales)
     assert_same_bits(slots["ssm"][:, last - 1], untouched)
-    StateDequantizer(*reversed(tensors)).copy([last, 3], [0, last - 1])
+    StateCopier(*reversed(tensors)).copy([last, 3], [0, last - 1])
     for slot, row in ((last, 0), (3, last - 1)):
         values = slots["ssm"][:, slot].float() * slots["ssm_scales"][:, slot].unsqueeze(-2)
         assert_same_bits(live["ssm"][:, row], values.to(dtype))
 
 
-def test_extraction_of_more_than_2_31_elements(quantization):
+def test_extraction_of_more_than_2_31_elements():
     num_states = 2**12 + 8
     last = num_states - 1
     states = torch.empty(num_states, *LARGE, dtype=torch.bfloat16, device="cuda")
@@ -156,10 +148,10 @@ def test_extraction_of_more_than_2_31_elements(quantization):
     extract_checkpoint_states(
         windows, codes, windows[:1].clone(), states, inputs,
         **fields([(last, 20, 8, 0, last), (7, 30, 8, 0, 3)]),
-        slot_scales=scales, quantization=quantization,
+        slot_scales=scales,
     )  # fmt: skip
     for chunk, slot, end in ((last, last, 20), (7, 3, 30)):
-        wanted_codes, wanted_scales = quantize_states(states[chunk], quantization)
+        wanted_codes, wanted_scales = quantize_states(states[chunk])
         assert_same_bits(codes[slot], wanted_codes)
         assert_same_bits(scales[slot], wanted_scales)
         assert_same_bits(windows[slot], inputs[end - 4 : end].T)

@@ -23,7 +23,7 @@ types = {"chunks": "*i64", "states": "*bf16", "codes": "*i8", "scales": "*fp32",
 def stores(alignment):
     tile = stored_tile_sizes(64, 128)
     constants = {
-        "IS_STORE": True, "STOCHASTIC": False, "HEAD_DIM": 64, "STATE_DIM": 128,
+        "IS_STORE": True, "HEAD_DIM": 64, "STATE_DIM": 128,
         "ROWS": tile.rows, "COLUMNS": tile.columns, "CODES_ALIGNMENT": alignment,
         "NARROW_WORD": tl.int64, "TILES_PER_CHUNK": 16, "PAIRS": 1,
     }
@@ -109,7 +109,7 @@ from mamba_cache.states.kernels.extract import _COPY_OPTIONS, _extract_kernel
 names = _extract_kernel.arg_names
 WINDOW, STATE = ("slot_conv", "live_conv", "conv_input"), ("slot_ssm", "chunk_states")
 sizes = {
-    "WIDTH": 3, "WIDTH_POWER_OF_2": 4, "CHANNELS": 256, "SLOT_ALIGNMENT": 16, "STOCHASTIC": False,
+    "WIDTH": 3, "WIDTH_POWER_OF_2": 4, "CHANNELS": 256, "SLOT_ALIGNMENT": 16,
     "HEAD_DIM": 1, "STATE_DIM": 4096, "ROWS": 1, "COLUMNS": 1024, "ENTRIES": 1,
 }
 

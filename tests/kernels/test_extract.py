@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states import SlotQuantization, extract_checkpoint_states
+from mamba_cache.states import extract_checkpoint_states
 
 CONV_DIM, WIDTH = 6, 4
 SSM = (2, 3, 5)
@@ -158,5 +158,4 @@ def test_states_in_quantised_slots_have_three_axes(layer, device):
             **layer,
             **fields([(3, 20, 8, 2, 4)], device),
             slot_scales=scales,
-            quantization=SlotQuantization(),
         )

@@ -357,7 +357,6 @@ TARGETS = {
         num_speculative_tokens=1,
         slot_quantization=None,
         quantized_tensors=["ssm"],
-        slot_rounding="nearest",
         hash_algorithm="sha256",
         hash_secret=b"x",
     ),
@@ -381,7 +380,7 @@ TARGETS = {
         first=LayerKind("a", 1, [ONE_TENSOR]),
         second=LayerKind("b", 2, [ONE_TENSOR]),
     ),
-    "quantization": plain(SlotQuantization, rounding="nearest", seed=3, tensors=["ssm"]),
+    "quantization": plain(SlotQuantization, tensors=["ssm"]),
     "kv_spec": plain(KVCacheSpec, num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32),
     "placement": plain(EveryNthBlock, n=2),
     "state_pool.make": plain(

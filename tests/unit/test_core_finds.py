@@ -19,9 +19,6 @@ from mamba_cache.context import Request
 from mamba_cache.context.verification import PrefixContent, compare_prefixes
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, SlotPlan, SlotPool
-from mamba_cache.states import (
-    SlotQuantization,
-)
 
 PROMPT = [1 + (5 * i) % (VOCAB - 1) for i in range(3 * BLOCK + 3)]
 KEYS = [
@@ -168,7 +165,3 @@ def test_settings_that_say_yes_or_no_are_bools(name):
     for given in ("false", 0, None):
         with pytest.raises(InvalidArgumentError, match=f"{name} must be a bool, got {given!r}"):
             make_config(**{name: given})
-
-
-def test_seeds_of_any_kind_of_int_become_plain_ones():
-    assert type(SlotQuantization("stochastic", np.int64(5)).hash_seed) is int

@@ -17,10 +17,9 @@ def quantized_context(**changes):
     return make_context(make_config(slot_quantization="int8", **changes), poison=False)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[: 4 * BLOCK]], ids=["inside", "at the end"])
-def test_a_hit_is_near_a_miss_and_no_longer_equal(rounding, prompt):
-    context = quantized_context(slot_rounding=rounding)
+def test_a_hit_is_near_a_miss_and_no_longer_equal(prompt):
+    context = quantized_context()
     longer = [*prompt, 1, 2]
     generate(context, prompt, BLOCK)
     _, logits, admission = generate(context, longer, 1)
@@ -30,9 +29,9 @@ def test_a_hit_is_near_a_miss_and_no_longer_equal(rounding, prompt):
     assert 0 < error < 0.05 * wanted.abs().max()
 
 
-def test_the_configurations_rounding_is_the_slots_own():
-    context = quantized_context(slot_rounding="stochastic")
-    assert context.slot_allocator.quantization == SlotQuantization("stochastic")
+def test_the_configurations_tensors_are_the_slots_own():
+    assert make_context().slot_allocator.quantization is None
+    assert quantized_context().slot_allocator.quantization == SlotQuantization(("ssm",))
 
 
 def test_what_is_restored_is_what_quantising_the_saved_state_gives():
@@ -47,7 +46,7 @@ def test_what_is_restored_is_what_quantising_the_saved_state_gives():
     assert saved
     slots = context.slot_allocator
     for block, state in saved.items():
-        codes, scales = quantize_states(state, SlotQuantization())
+        codes, scales = quantize_states(state)
         slot = slots.get_slot(block)
         assert torch.equal(slots.ssm_states[:, slot], codes)
         assert torch.equal(slots.ssm_scales[:, slot], scales)
@@ -84,7 +83,7 @@ def test_one_layer_is_quantised_on_its_way_into_a_slot(generator):
     ssm = torch.randn(2, 5, 3, generator=generator)
     conv = torch.randn(3, 2, generator=generator).bfloat16()
     allocator.store_from_tensors(7, 1, ssm, conv)
-    codes, scales = quantize_states(ssm, SlotQuantization())
+    codes, scales = quantize_states(ssm)
     assert torch.equal(allocator.ssm_states[1, slot], codes)
     assert torch.equal(allocator.ssm_scales[1, slot], scales)
     assert torch.equal(allocator.conv_states[1, slot], conv)
@@ -94,14 +93,6 @@ def test_one_layer_is_quantised_on_its_way_into_a_slot(generator):
         allocator.store_from_tensors(7, 1, codes, conv)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"slot_quantization": "int4"},
-        {"slot_rounding": "up"},
-    ],
-)
-def test_settings_out_of_range_are_refused(wrong):
-    (name,) = wrong
-    with pytest.raises(InvalidArgumentError, match=name):
-        make_config(**wrong)
+def test_another_quantisation_is_refused():
+    with pytest.raises(InvalidArgumentError, match="slot_quantization"):
+        make_config(slot_quantization="int4")

@@ -82,7 +82,7 @@ def _write_window_tile(  # type: ignore[no-untyped-def]
 # Slices of the fields come in any number and at any address, and slots are aligned as is said.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "slot_ssm", "chunks", "conv_ends", "seq_starts", "rows", "slots", "num_entries", "seed",
+        "slot_ssm", "chunks", "conv_ends", "seq_starts", "rows", "slots", "num_entries",
         "slot_ssm_stride",
     ]
 )  # fmt: skip
@@ -99,7 +99,6 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
     rows,
     slots,
     num_entries,
-    seed,
     slot_conv_stride,
     slot_ssm_stride,
     slot_scales_stride,
@@ -112,7 +111,6 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
     WIDTH_POWER_OF_2: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLOT_ALIGNMENT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -155,7 +153,7 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
                 else:
                     quantize_tile(
                         chunk_state, slot_state, slot_scales + slot * slot_scales_stride,
-                        state_tile, seed, HEAD_DIM, STATE_DIM, ROWS, COLUMNS, STOCHASTIC,
+                        chunk, state_tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS,
                     )  # fmt: skip
 
 
@@ -207,11 +205,10 @@ def extract_states(
     seq_starts: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
-    hash_seed: int | None,
 ) -> None:
     """Write checked tensors as ``extract_checkpoint_states`` describes.
 
-    Slots without ``slot_scales`` are not quantised, and without ``hash_seed`` nothing is chance.
+    Slots without ``slot_scales`` are not quantised.
     """
     if not len(slots):
         return
@@ -235,7 +232,6 @@ def extract_states(
         triton.next_power_of_2(width),
         _CHANNELS,
         alignment,
-        hash_seed is not None,
         *tiles.sizes,
         entries,
     )
@@ -246,7 +242,6 @@ def extract_states(
         *tensors,
         *fields,
         len(slots),
-        hash_seed or 0,
         *sizes,
         *constants,
         **tiles.options,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mamba_cache.states.kernels.quantize_torch import quantize
+from mamba_cache.states.kernels.quantize_torch import quantize_states
 
 __all__ = ["extract_states"]
 
@@ -24,12 +24,11 @@ def extract_states(
     seq_starts: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
-    hash_seed: int | None,
 ) -> None:
     """Write checked tensors as ``extract_checkpoint_states`` describes.
 
-    Slots without ``slot_scales`` are not quantised, and without ``hash_seed`` nothing is chance.
-    It gathers before it scatters, so it needs scratch memory and serves the CPU and as a reference.
+    Slots without ``slot_scales`` are not quantised. It gathers before it scatters, so it needs
+    scratch memory and serves the CPU and as a reference.
     """
     # Nothing to read or nowhere to write: all entries must be padding.
     given = (slots, slot_conv, slot_ssm, conv_input, chunk_states)
@@ -54,7 +53,7 @@ def extract_states(
         if slot_scales is None:
             written.append((slot_ssm, states))
         else:
-            codes, scales = quantize(states, hash_seed)
+            codes, scales = quantize_states(states)
             written += [(slot_ssm, codes), (slot_scales, scales)]
     # If no entry is real, slot 0 is written with what it holds.
     any_real = is_real.any()

@@ -13,8 +13,6 @@ import torch
 from mamba_cache._to_device import to_device
 
 __all__ = [
-    "CHANCE_BASE",
-    "CHANCE_BITS",
     "INFINITY_BITS",
     "LARGEST_CODE",
     "LEAST_MAGNITUDE_BITS",
@@ -23,7 +21,6 @@ __all__ = [
     "TILE_WORDS",
     "WIDE_BYTES",
     "CopyPlan",
-    "QuantizedPlan",
     "RowCopy",
     "plan_copy",
 ]
@@ -58,16 +55,6 @@ INFINITY_BITS = 0x7F800000
 LEAST_MAGNITUDE_BITS = (127 - 100) << 23
 """2**-100, for which columns that stay below are taken: scales, and one over them, stay normal."""
 
-CHANCE_BITS = 14
-"""Random bits that decide whether a value is rounded up."""
-
-CHANCE_BASE = 768.0
-"""Added to a code that is not rounded, it leaves a float32 with ``CHANCE_BITS`` bits of fraction.
-
-768 is 512 + 256. From 512 to 1024 the fraction of a float32 has 14 bits; and 256 does not show in
-the eight bits above them, which are the code, rounded down.
-"""
-
 _WIDEST_WORD_BYTES = 8
 _MOST_TILES_PER_CHUNK = 16
 
@@ -99,25 +86,6 @@ class CopyPlan:
     narrow_bytes: int
     tiles_per_chunk: int
     num_tiles: int
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedPlan:
-    """The tensors of a copy between live states and quantised slots, in either direction.
-
-    Attributes:
-        unchanged: The copy of the tensors that are not quantised, in the copy's direction.
-        states: [num_layers, rows, heads, head_dim, state_dim], floating-point: live SSM states.
-        codes: [num_layers, slots, heads, head_dim, state_dim] int8.
-        scales: [num_layers, slots, heads, state_dim] float32.
-        hash_seed: Seed of stochastic rounding; None: round to nearest.
-    """
-
-    unchanged: CopyPlan
-    states: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
-    hash_seed: int | None
 
 
 class _Segment(NamedTuple):
