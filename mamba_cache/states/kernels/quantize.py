@@ -168,8 +168,14 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
             code = codes + layer * codes_layer_stride + slot * codes_row_stride
             code = tl.multiple_of(code, CODES_ALIGNMENT)
             scale = scales + layer * scales_layer_stride + slot * scales_row_stride
-            move: tl.constexpr = quantize_tile if IS_STORE else _dequantize_tile
-            move(state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS)
+            if IS_STORE:
+                quantize_tile(
+                    state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
+                )
+            else:
+                _dequantize_tile(
+                    state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
+                )
         elif is_real:
             index = (program - num_state_tiles) // TILES_PER_CHUNK
             chunk, tile = chunks + index * 5, (program - num_state_tiles) % TILES_PER_CHUNK
