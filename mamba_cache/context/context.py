@@ -230,7 +230,6 @@ class DynamicInferenceContext:
                 max_share=config.max_pinned_share,
                 clock=clock,
             )
-            self._guard.first = WeakCallback(self._pins.expire_due)
         self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
         self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from mamba_cache._checks import check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
+from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -68,6 +69,7 @@ class Pins:
         self._clock = clock
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._soonest = math.inf  # when the next pin ends
+        self._expire_due = WeakCallback(self.expire_due)
         self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
         """[pool_size] how many pins hold each block."""
 
@@ -161,8 +163,8 @@ class Pins:
             self._end(pin)
 
     def expire_due(self) -> None:
-        """End the pins whose time is up; the guard does it first in each call."""
-        if self._soonest < math.inf and self._soonest <= self._clock():
+        """End the pins whose time is up. The guard calls it in each call while one has an end."""
+        if self._soonest <= self._clock():
             self.expire()
 
     @guarded(nests=True)
@@ -176,7 +178,7 @@ class Pins:
     def forget(self) -> None:
         """Forget all pins: who owns the blocks and slots has taken all of them back."""
         self._pins.clear()
-        self._soonest = math.inf
+        self._look_ahead()
         self.references.fill(0)
 
     def check_invariants(self) -> None:
@@ -194,6 +196,7 @@ class Pins:
     def _look_ahead(self) -> None:
         ends = (pin.expires_at for pin in self._pins if pin.expires_at is not None)
         self._soonest = min(ends, default=math.inf)
+        self._guard.first = self._expire_due if self._soonest < math.inf else None
 
     def _is_over(self, pin: Pin, now: float) -> bool:
         is_late = pin.expires_at is not None and now >= pin.expires_at

@@ -118,7 +118,6 @@ CALLS = {
     "fork": lambda context: context.fork(0, ["copy"]),
     "preempt": lambda context: context.preempt(0),
     "finish": lambda context: context.finish(0),
-    "take_verification": lambda context: context.take_verification(),
     "wait_for_tiers": lambda context: context.wait_for_tiers(),
     "allocator": lambda context: context.kv_block_allocator.match_prefix(BlockHashes()),
     "slots": lambda context: context.slot_allocator.get_slot(1),

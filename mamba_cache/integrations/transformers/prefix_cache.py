@@ -22,7 +22,6 @@ from mamba_cache._checks import (
     check_secret,
 )
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.blocks import ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm, SlotPolicyName
 from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, VerificationStats
@@ -230,7 +229,6 @@ class PrefixCache:
             clock=clock,
         )
         self._store.join(self._guard)
-        self._guard.first = WeakCallback(self._store.pins.expire_due)
         self._prefiller = Prefiller(
             self._runner,
             self._store,
