@@ -28,7 +28,11 @@ from mamba_cache.errors import InvariantError
 from mamba_cache.protocols import KVBlockView
 from mamba_cache.slots.policies import PromptFacts, SlotPlan, StateProposal
 
-__all__ = ["AdaptiveSlotPolicy"]
+__all__ = [
+    "BIN_OF_AGE", "CLASS_GROUPS", "FORGOTTEN_AT_ONCE", "INDEX_SCALE", "MAX_EVENTS", "MAX_SOURCES",
+    "MIN_GHOSTS", "NO_CANDIDATE", "NUM_BINS", "OLDEST", "REQUESTS_PER_REFIT", "REQUESTS_PER_SWEEP",
+    "ROOT", "AdaptiveSlotPolicy", "CandidateTree", "PromptPath", "ReturnRates", "SourceTrust",
+]  # fmt: skip
 
 _Ints: TypeAlias = "npt.NDArray[np.int64]"
 _Floats: TypeAlias = "npt.NDArray[np.float64]"
@@ -47,11 +51,9 @@ _WIDTHS: Final = np.diff(_EDGES).astype(np.float64)
 INDEX_SCALE: Final = 1 << 32  # indices are integers, rates times this, so that sums are exact
 MAX_EVENTS: Final = 5000  # when more events were counted, all counts are halved
 _PRIOR: Final = 0.5 / _FIRST_AGE
-_LEVEL_EVENTS: Final = 2
-_BIN_EVENTS: Final = 0.5
+_LEVEL_EVENTS, _BIN_EVENTS = 2, 0.5
 MAX_SOURCES: Final = 1024
-_MIN_HINTS: Final = 32
-_MAX_HINTS: Final = 2048
+_MIN_HINTS, _MAX_HINTS = 32, 2048
 _SELDOM: Final = 0.1
 
 ROOT: Final = 0  # the candidate of no blocks; always kept
@@ -60,8 +62,7 @@ REQUESTS_PER_REFIT: Final = 256
 REQUESTS_PER_SWEEP: Final = 32
 _SWEPT_PER_REQUEST: Final = 128
 # With few slots states live shortly, so indices must be fresher: see eviction.md, "Index".
-_KEPT_PER_LOOK: Final = 32
-_MAX_PER_LOOK: Final = 6
+_KEPT_PER_LOOK, _MAX_PER_LOOK = 32, 6
 MIN_GHOSTS: Final = 4096
 _GHOSTS_PER_SLOT: Final = 16
 FORGOTTEN_AT_ONCE: Final = 32
@@ -75,11 +76,8 @@ _EVICTED: Final = np.iinfo(np.int64).max
 # A class is (kind, uses, extended, turn, new blocks, hint), its group the first three and whether
 # the hint is very reliable.
 _KINDS: Final = {"end": 0, "branch": 1, "inside": 2}
-_NEW_BLOCKS: Final = (3, 8, 30)
-_LATER_TURNS: Final = (1, 2, 3, 6)
-_NUM_USES: Final = 5
-_NUM_NEW: Final = 4
-_NUM_HINTS: Final = 5
+_NEW_BLOCKS, _LATER_TURNS = (3, 8, 30), (1, 2, 3, 6)
+_NUM_USES, _NUM_NEW, _NUM_HINTS = 5, 4, 5
 _PER_GROUP: Final = 5 * _NUM_NEW * _NUM_HINTS
 _PER_USE: Final = 2 * _PER_GROUP
 _PER_KIND: Final = _NUM_USES * _PER_USE

@@ -531,7 +531,7 @@ def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
     rows = cached_rows(context, STATE)
     depths = {policy._tree._depth_at[policy._candidates[row]] for row in rows}
     assert max(depths) > len(PROMPT) // 8
-    assert all(policy._tree.find(hashes[depth - 1]) >= 0 for depth in depths)
+    assert all(hashes[depth - 1] in policy._tree._by_hash for depth in depths)
 
 
 def test_a_spill_that_raises_costs_nothing_but_the_entry():
