@@ -144,10 +144,16 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
             f"are {kinds} now: make a new prefix cache"
         )
     for layer, parts in zip(filled, layers, strict=True):
-        memory.states += [_numbered(layer.conv_states)[i] for i in parts.convs]
+        for i in parts.convs:
+            conv = _numbered(layer.conv_states)[i]
+            # A cache that can take tokens back keeps the windows before them as well.
+            if conv is not None and getattr(layer, "record_past", False):
+                conv = conv[..., -_numbered(layer.conv_kernel_size)[i] :]
+            memory.states.append(conv)
         memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
         if parts.window:
-            memory.windows += [layer.keys, layer.values]
+            kept = (layer.keys, layer.values)
+            memory.windows += [x if x is None else x[:, :, -parts.window :] for x in kept]
         elif parts.has_tokens:
             memory.tokens += [layer.keys, layer.values]
     if any(tensor is None for tensor in (*memory.states, *memory.windows, *memory.tokens)):
