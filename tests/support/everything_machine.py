@@ -1,10 +1,5 @@
-"""Machines of a context over its tiers with all that watches it on, and shares for all who share.
+"""Machines of a context over its tiers with all that watches it: verification, trace and pins."""
 
-Hits are verified in between, requests are logged and traced, salts and pins have their shares. Each
-of these has books of its own over the same blocks and slots.
-"""
-
-import logging
 import tempfile
 from pathlib import Path
 
@@ -17,33 +12,17 @@ from verification_rig import take, verify
 from mamba_cache.context.verification import MAX_WAITING
 from mamba_cache.integrations.trace import TraceLog
 
-LOG = logging.getLogger("mamba_cache.requests")
-
-
-class _Lines(logging.Handler):
-    """Counts what is logged."""
-
-    count = 0
-
-    def emit(self, record):
-        record.getMessage()
-        self.count += 1
-
 
 class Watched:
     """What all of them do beside what the machine below does.
 
     Whatever tiers lose and damage, aborted steps leave and pins hold: a hit is never what the model
-    does not compute, and each request has its line.
+    does not compute, and each request is in the trace.
     """
 
     def __init__(self):
         super().__init__()
         self.home = tempfile.TemporaryDirectory(prefix="mamba-cache-watched-")
-        self.lines, self.level, self.propagates = _Lines(), LOG.level, LOG.propagate
-        LOG.addHandler(self.lines)
-        LOG.setLevel(logging.INFO)
-        LOG.propagate = False
         self.num_added = 0
 
     def more_settings(self):
@@ -54,7 +33,7 @@ class Watched:
 
     def open_context(self, **options):
         context = super().open_context(**options)
-        self.num_added = self.lines.count = 0
+        self.num_added = 0
         self.trace = TraceLog(Path(self.home.name, "trace"))
         context.listeners.add(self.trace)
         add_request = context.add_request
@@ -66,10 +45,6 @@ class Watched:
 
         context.add_request = add
         return context
-
-    def forget(self):
-        super().forget()
-        self.lines.count = 0
 
     @precondition(lambda self: self.context.verification_stats().waiting)
     @rule(count=st.integers(1, 6))
@@ -96,9 +71,8 @@ class Watched:
         assert stats.waiting <= MAX_WAITING
 
     @invariant()
-    def each_request_has_its_line(self):
+    def each_request_is_traced(self):
         if hasattr(self, "context"):
-            assert self.lines.count == self.context.stats().requests
             self.trace.flush()
             assert (self.trace.num_written, self.trace.num_dropped) == (self.num_added, 0)
 
@@ -108,9 +82,6 @@ class Watched:
         finally:
             if hasattr(self, "trace"):
                 self.trace.close()
-            LOG.removeHandler(self.lines)
-            LOG.setLevel(self.level)
-            LOG.propagate = self.propagates
             self.home.cleanup()
 
 

@@ -152,7 +152,7 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
             memory.states.append(conv)
         memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
         if parts.window:
-            kept = (layer.keys, layer.values)
+            kept: list[Any] = [layer.keys, layer.values]
             memory.windows += [x if x is None else x[:, :, -parts.window :] for x in kept]
         elif parts.has_tokens:
             memory.tokens += [layer.keys, layer.values]
