@@ -1236,6 +1236,7 @@ class DynamicInferenceContext:
         Raises:
             InvariantError: It does not: a bug of this package.
         """
+        self._guard.tidy()  # a pin that ends between two reads would look like a contradiction
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)
