@@ -152,13 +152,17 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
             memory.states.append(conv)
         memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
         if parts.window:
-            kept: list[Any] = [layer.keys, layer.values]
-            memory.windows += [x if x is None else x[:, :, -parts.window :] for x in kept]
+            memory.windows += [_last(x, parts.window) for x in (layer.keys, layer.values)]
         elif parts.has_tokens:
             memory.tokens += [layer.keys, layer.values]
     if any(tensor is None for tensor in (*memory.states, *memory.windows, *memory.tokens)):
         raise _nothing_left(filled, layers)
     return memory
+
+
+def _last(kept: Any, num_tokens: int) -> Any:
+    """Return the last tokens of a layer's keys or values; None if there are none yet."""
+    return None if kept is None else kept[:, :, -num_tokens:]
 
 
 def _nothing_left(filled: Sequence[Any], layers: Sequence[LayerParts]) -> ModelChangedError:
