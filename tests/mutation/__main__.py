@@ -28,13 +28,12 @@ CONTROL_PLANE = (
     *("blocks", "slots", "stores", "tiers", "context", "metadata"),
     *("integrations/vllm/mamba2_attention.py", "config.py", "errors.py", "protocols.py"),
     *("_checks.py", "_eviction_queue.py", "_extras.py", "_guard.py"),
-    *("_indices.py", "_inference_mode.py", "_observers.py", "_weak_callback.py"),
+    *("_indices.py", "_inference_mode.py", "_precision.py", "_weak_callback.py", "events.py"),
 )
 TESTS = (
     "tests/conformance",
     "tests/property",
     "tests/unit",
-    "tests/integration/test_cache_command.py",
     "tests/integration/test_disk_restart.py",
     "tests/integration/test_distributed.py",
     "tests/integration/test_state_kinds.py",
