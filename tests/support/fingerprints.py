@@ -13,8 +13,9 @@ def fingerprint(thing):
     No address, time or order of a dict decides it.
     """
     if "parts" in vars(thing):  # ranks, which stand alike
-        [found] = {fingerprint(part) for part in thing.parts}
-        return found
+        found = {fingerprint(part) for part in thing.parts}
+        assert len(found) == 1, f"{len(found)} states of bookkeeping among {len(thing.parts)} ranks"
+        return found.pop()
     digest = blake2b(digest_size=8)
     parts = parts_of_context(thing) if isinstance(thing, DynamicInferenceContext) else ()
     for part in parts or parts_of_slots(thing):
