@@ -40,17 +40,7 @@ _UNREADABLE: Final = (TypeError, ValueError, RuntimeError, NotImplementedError)
 def check_int(
     name: str, value: object, *, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Return ``value`` as a plain int.
-
-    Args:
-        name: What the caller calls the argument.
-        value: An int, or what stands for one, such as a numpy integer; a bool does not.
-        minimum: The least that is allowed; None: no bounds.
-        maximum: The most; None: no bound.
-
-    Raises:
-        InvalidArgumentError: It is no int, or out of range.
-    """
+    """Return ``value`` as a plain int."""
     number = _as_int(value)
     too_low = number is not None and minimum is not None and number < minimum
     too_high = number is not None and maximum is not None and number > maximum
@@ -61,16 +51,7 @@ def check_int(
 
 
 def check_number(name: str, value: Any, *, maximum: float) -> float:
-    """Return ``value`` as a float.
-
-    Args:
-        name: What the caller calls the argument.
-        value: A number >= 0 of any kind but bool.
-        maximum: The most that is allowed.
-
-    Raises:
-        InvalidArgumentError: It is no number, or out of range.
-    """
+    """Return ``value`` as a float."""
     # Compared before it is converted: no float is as large as an int may be.
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= maximum:
@@ -79,26 +60,13 @@ def check_number(name: str, value: Any, *, maximum: float) -> float:
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Check that ``value`` is one of ``choices``.
-
-    Args:
-        name: What the caller calls the argument.
-        value: A string, if it is right.
-        choices: What is allowed.
-
-    Raises:
-        InvalidArgumentError: It is no string, or another one.
-    """
+    """Check that ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
 def check_secret(name: str, secret: object) -> bytes | None:
-    """Return a secret, or None if none is given.
-
-    Raises:
-        InvalidArgumentError: It is empty or not ``bytes``. The message does not show it.
-    """
+    """Return a secret, or None if none is given."""
     if secret is None or (isinstance(secret, bytes) and secret):
         return secret
     got = "none" if isinstance(secret, bytes) else type(secret).__name__
@@ -106,18 +74,7 @@ def check_secret(name: str, secret: object) -> bytes | None:
 
 
 def check_names(name: str, values: Any) -> tuple[str, ...]:
-    """Check that ``values`` are different names.
-
-    Args:
-        name: What the caller calls the argument.
-        values: A collection of strings, if it is right.
-
-    Returns:
-        The names.
-
-    Raises:
-        InvalidArgumentError: It is none, is empty, or one is no name or comes twice.
-    """
+    """Check that ``values`` are different names."""
     names = [] if isinstance(values, (str, bytes)) else as_items(name, values, "names")
     if not names or not all(isinstance(one, str) and one for one in names):
         raise InvalidArgumentError(f"{name} must be one or more names, got {values!r}")
@@ -127,15 +84,7 @@ def check_names(name: str, values: Any) -> tuple[str, ...]:
 
 
 def check_hashable(name: str, value: object) -> None:
-    """Check that ``value`` can be a key. Whether a tuple can depends on what is in it.
-
-    Args:
-        name: What the caller calls the argument.
-        value: The argument.
-
-    Raises:
-        InvalidArgumentError: It cannot.
-    """
+    """Check that ``value`` can be a key. Whether a tuple can depends on what is in it."""
     try:
         hash(value)
     except TypeError:
@@ -143,31 +92,13 @@ def check_hashable(name: str, value: object) -> None:
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Check that ``value`` is of a class.
-
-    Args:
-        name: What the caller calls the argument.
-        value: The argument.
-        kind: The class.
-
-    Raises:
-        InvalidArgumentError: It is of another one.
-    """
+    """Check that ``value`` is of a class."""
     if not isinstance(value, kind):
         raise InvalidArgumentError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
 def as_items(name: str, values: Any, what: str) -> list[Any]:
-    """Return the items of a collection of any kind.
-
-    Args:
-        name: What the caller calls the argument.
-        values: The collection.
-        what: What its items are, for the message.
-
-    Raises:
-        InvalidArgumentError: It is no collection.
-    """
+    """Return the items of a collection of any kind."""
     try:
         return list(values)
     except Exception as error:
@@ -179,15 +110,7 @@ def as_items(name: str, values: Any, what: str) -> list[Any]:
 
 
 def as_ints(name: str, values: Iterable[Any]) -> list[int]:
-    """Return ints of any kind as a list of plain ints.
-
-    Args:
-        name: What the values are, for the message.
-        values: One dimension of ints, numpy ints or both; or an array or tensor on any device.
-
-    Raises:
-        InvalidArgumentError: ``values`` has not one dimension, or an item is no int; a bool is not.
-    """
+    """Return ints of any kind as a list of plain ints."""
     if type(values) in _PLAIN and _ONLY_INTS.issuperset(map(type, values)):
         return list(values)
     try:
@@ -216,18 +139,7 @@ def as_ids(
     start: int = 0,
     error: type[MambaCacheError] = InvalidArgumentError,
 ) -> list[int]:
-    """Return ints of any kind as a list of plain ints, each in [start, stop).
-
-    Args:
-        name: What the values are, for the message.
-        values: As for ``as_ints``.
-        stop: The first int that is too large.
-        start: The least that is allowed.
-        error: What to raise for one that is out of range.
-
-    Raises:
-        InvalidArgumentError: As in ``as_ints``.
-    """
+    """Return ints of any kind as a list of plain ints, each in [start, stop)."""
     ids = as_ints(name, values)
     if ids and (min(ids) < start or max(ids) >= stop):
         wrong = [number for number in ids if not start <= number < stop]

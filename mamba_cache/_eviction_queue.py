@@ -50,11 +50,7 @@ class EvictionQueue:
         return self.pop()
 
     def pop(self) -> tuple[int, float]:
-        """Remove and return the item of lowest priority, as (item, priority).
-
-        Raises:
-            IndexError: The queue is empty.
-        """
+        """Remove and return the item of lowest priority, as (item, priority)."""
         while True:
             priority, item = self._heap[0]
             is_live = self._priorities.get(item) == priority

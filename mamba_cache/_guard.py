@@ -31,15 +31,6 @@ class CallGuard:
     A call sets ``is_changing`` before its first change. Success clears it, and so does an error of
     the package: whoever raises one has changed nothing, or has taken everything back. After any
     other exception every call raises ``PoisonedError`` until a reset.
-
-    Args:
-        owner: The object that the guard is made for.
-        take_back: A bound method that gives back what a call held which raised; or None.
-        heal: A bound method that resets the object when it is called after a change broke off; or
-            None: the caller must reset it.
-
-    Attributes:
-        first: Called as a part of each call, before anything else; None: nothing is due.
     """
 
     def __init__(
@@ -94,11 +85,7 @@ class CallGuard:
         self._lock.release()
 
     def check(self) -> None:
-        """Refuse what is called after a change broke off.
-
-        Raises:
-            PoisonedError: A change broke off, and there was no reset since.
-        """
+        """Refuse what is called after a change broke off."""
         if self.poison:
             raise PoisonedError(f"{self.poison}; reset() makes everything new")
 
@@ -123,12 +110,7 @@ class CallGuard:
                 take_back()
 
     def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> _Ending:
-        """Do the part of a call that nothing may break off, not even an error of the package.
-
-        Args:
-            listeners: They are told afterwards; None: nobody is.
-            renews: Whether it makes everything new.
-        """
+        """Do the part of a call that nothing may break off, not even an error of the package."""
         return _Ending(self, listeners, renews)
 
     def _concurrent_use(self, name: str, where: str) -> ConcurrentUseError:
@@ -166,16 +148,7 @@ class _Ending:
 def guarded(
     *, nests: bool = False, changes: bool = False, renews: bool = False, waits: bool = False
 ) -> Callable[[_Method], _Method]:
-    """Make a method run alone, and not after a change of the object that broke off.
-
-    Args:
-        nests: Whether the method may be called from within another call of the guard by the same
-            thread, as a part of it; otherwise that is refused.
-        changes: Whether it changes bookkeeping from its beginning on.
-        renews: Whether it makes everything new, so that it may follow any other. That counts only
-            where the guard is the object's own.
-        waits: Whether to wait for a call of another thread, instead of refusing.
-    """
+    """Make a method run alone, and not after a change of the object that broke off."""
 
     def decorate(method: _Method) -> _Method:
         name = method.__name__.lstrip("_")

@@ -14,9 +14,6 @@ class WeakCallback:
 
     Objects that refer to each other go only when the garbage collector finds them, and until then
     so does the device memory of their tensors.
-
-    Args:
-        method: A bound method of an object that something else keeps alive.
     """
 
     __slots__ = ("_method",)

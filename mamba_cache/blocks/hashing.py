@@ -62,12 +62,7 @@ class BlockHashes(Sequence[int]):
 
     @classmethod
     def _snapshot(cls, digests: list[bytes], ids: list[int]) -> BlockHashes:
-        """Share lists that only ever grow: what is appended later stays out of sight.
-
-        Args:
-            digests: The digests.
-            ids: The hash ids of the first of them, as far as somebody has asked for them.
-        """
+        """Share lists that only ever grow: what is appended later stays out of sight."""
         hashes = cls.__new__(cls)
         hashes._digests = digests
         hashes._ids = ids

@@ -391,11 +391,7 @@ class KVBlockAllocator:
         return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
     def _held_or_cached(self, ids: list[int], blocks: Blocks) -> list[int]:
-        """Check that each block is used or cached, and return those without references.
-
-        Raises:
-            UnknownBlockError: A block is free.
-        """
+        """Check that each block is used or cached, and return those without references."""
         ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
         if 0 not in ref_counts:
             return []
@@ -655,14 +651,7 @@ def _runs_of(indices: list[int]) -> list[slice]:
 
 
 def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:
-    """Check that no block would get a second hash beside its ``own``.
-
-    Returns:
-        Whether they are different blocks, and none of them has a hash.
-
-    Raises:
-        HashConflictError: A block carries another hash already, or is named twice with two.
-    """
+    """Check that no block would get a second hash beside its ``own``."""
     if own.count(NO_HASH) == len(own) == len(set(block_ids)):
         return True
     carried: dict[int, int] = {}
@@ -679,11 +668,7 @@ def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[i
 def _read_hashes(
     block_hashes: Sequence[int], digests: Sequence[bytes] | None
 ) -> tuple[list[int], Sequence[bytes | None]]:
-    """Return hash ids and the digest of each, all of them None if none are given.
-
-    Raises:
-        InvalidArgumentError: A hash id is no int or out of range, or a digest is not ``bytes``.
-    """
+    """Return hash ids and the digest of each, all of them None if none are given."""
     if digests is None and isinstance(block_hashes, BlockHashes):
         return list(block_hashes), block_hashes.digests
     hash_ids = as_ids("block_hashes", block_hashes, INT64_MAX + 1, start=1)

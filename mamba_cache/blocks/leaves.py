@@ -70,11 +70,7 @@ class LeafQueue:
         return self.pop()
 
     def pop(self) -> int:
-        """Remove and return the block to evict first.
-
-        Raises:
-            IndexError: There is none.
-        """
+        """Remove and return the block to evict first."""
         states = self._find_states()
         while states is not None and self._queue:
             block_id, priority = self._queue.pop()

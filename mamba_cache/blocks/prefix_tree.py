@@ -54,19 +54,6 @@ class PrefixTree:
     believed as long as that block has this hash: so many blocks are counted by whole arrays.
 
     It trusts its owner: block ids are in range and different, hash ids are what the owner checked.
-
-    Args:
-        pool_size: Blocks. The last one is never registered: it stands for all parents that are
-            not, those of first blocks included.
-
-    Attributes:
-        hashes: [pool_size] int64. The hash id of each block, ``NO_HASH`` for none.
-        num_children: [pool_size] int32. For each registered block, those whose parent it is.
-        num_cached_children: [pool_size] int32. How many of them nobody refers to.
-        hash_at: Memoryview of ``hashes``, as are the next two of the counts: single elements are
-            read and written several times faster so.
-        children_at: Of ``num_children``.
-        cached_children_at: Of ``num_cached_children``.
     """
 
     __slots__ = (
@@ -88,7 +75,7 @@ class PrefixTree:
 
     def __init__(self, pool_size: int) -> None:
         self._no_block = pool_size - 1
-        self.hashes = np.empty(pool_size, np.int64)
+        self.hashes = np.empty(pool_size, np.int64)  # of each block, or NO_HASH
         self._parents = np.empty(pool_size, np.int64)
         self._parent_blocks = np.empty(pool_size, np.intp)
         self.num_children = np.zeros(pool_size, np.int32)
@@ -159,18 +146,7 @@ class PrefixTree:
         digests: Sequence[bytes | None],
         parent: int | None,
     ) -> bool:
-        """Register consecutive blocks of one sequence if their hash ids are all new.
-
-        Args:
-            block_ids: One block or more, different and not registered.
-            hash_ids: The hash id of each.
-            digests: The full digest of each.
-            parent: The hash id of the first one's parent.
-
-        Returns:
-            Whether they are registered now. Otherwise an id is another block's or the parent of
-            one, or comes twice, and nothing was done.
-        """
+        """Register consecutive blocks of one sequence if their hash ids are all new."""
         # One look at each id tells whose it is, and makes it the block's where it is nobody's.
         holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
         parent_block = self._block_of.get(NO_HASH if parent is None else parent)
@@ -235,11 +211,7 @@ class PrefixTree:
         return [parent for parent in parents if self.hash_at[parent] != NO_HASH]
 
     def count_cached(self, blocks: Blocks, step: int) -> list[int]:
-        """Count registered blocks as cached from now on, or with ``step`` -1 no longer.
-
-        Returns:
-            [n] The parent of each. What is not registered stands for one that is not.
-        """
+        """Count registered blocks as cached from now on, or with ``step`` -1 no longer."""
         return self._count(self.num_cached_children, 1, blocks, step)
 
     def _count(
@@ -279,10 +251,6 @@ class PrefixTree:
         Hashes are chained, so that takes an id that an ancestor's other digest had, too. It needs
         children that are there already; only then are the parents walked, because registering a
         block must not cost as much as its prefix is long.
-
-        Args:
-            hash_id: A hash id that nobody holds.
-            parent: The hash id of its block's parent.
         """
         if hash_id not in self._orphans:
             return hash_id == parent
@@ -301,13 +269,6 @@ class PrefixTree:
 
         As in ``closes_ring``, the parents are walked only if a new block has children already, or
         is named twice.
-
-        Args:
-            hash_ids: The hash id of each block that is to be registered.
-            parents: The hash id of each block's parent.
-
-        Raises:
-            InvalidArgumentError: A block would be its own ancestor.
         """
         pairs = reversed(list(zip(hash_ids, parents, strict=True)))  # the first mention counts
         new = {hash_id: parent for hash_id, parent in pairs if self.find(hash_id) is None}

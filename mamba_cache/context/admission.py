@@ -25,16 +25,7 @@ __all__ = ["Admitter"]
 
 
 class Admitter:
-    """The way of requests into the next step, and out of it.
-
-    Args:
-        config: Settings.
-        kv_blocks: Bookkeeping of KV blocks.
-        slots: Bookkeeping of slots.
-        rows: Rows and blocks of requests.
-        checkpoints: Which states are saved.
-        tiering: What can be loaded from tiers below the GPU; None: nothing.
-    """
+    """The way of requests into the next step, and out of it."""
 
     def __init__(
         self,
@@ -83,20 +74,7 @@ class Admitter:
         chunk_tokens: int | None,
         token_room: int,
     ) -> None:
-        """Match a request, give it memory, and plan its first chunk for the next step.
-
-        Args:
-            active: A request that holds nothing.
-            chunk_tokens: Tokens to compute; None: all that are left.
-            token_room: Tokens that the step's buffers can still hold.
-
-        Raises:
-            InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
-            TokenCapacityError: The chunk is longer than ``token_room``.
-            RequestCapacityError: No row is free.
-            BlockCapacityError: Not enough KV blocks.
-            SequenceLengthError: The sequence has no position left to compute.
-        """
+        """Match a request, give it memory, and plan its first chunk for the next step."""
         num_tokens, hashes = active.num_tokens, active.hashes
         if num_tokens > self._config.max_sequence_length:
             raise SequenceLengthError(
@@ -145,17 +123,7 @@ class Admitter:
         load: PlannedLoad | None = None,
         state_position: int | None = None,
     ) -> None:
-        """Give a matched request memory, and plan its first chunk; the rest is as in ``admit``.
-
-        Args:
-            active: The request.
-            hashes: Of its complete blocks.
-            match: Where it resumes.
-            chunk_tokens: As in ``admit``.
-            token_room: Likewise.
-            load: What it loads for that.
-            state_position: Where it could resume without a load. Default: where it resumes.
-        """
+        """Give a matched request memory, and plan its first chunk; the rest is as in ``admit``."""
         left = match.prompt_tokens - match.skip_tokens
         num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)
         end = match.skip_tokens + num_tokens
@@ -202,19 +170,7 @@ class Admitter:
         token_room: int,
         checkpoint_positions: tuple[int, ...],
     ) -> None:
-        """Plan the next chunk of a request that is between two.
-
-        Args:
-            active: The request.
-            chunk_tokens: Tokens to compute; None: all that are left.
-            token_room: Tokens that the step's buffers can still hold.
-            checkpoint_positions: Checked positions at which to save a state as well.
-
-        Raises:
-            InvalidArgumentError: ``chunk_tokens`` is not an int >= 1.
-            TokenCapacityError: The chunk is longer than ``token_room``.
-            BlockCapacityError: Not enough KV blocks.
-        """
+        """Plan the next chunk of a request that is between two."""
         start, positions = active.num_computed, active.checkpoint_positions
         left = active.num_tokens - start
         num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)

@@ -31,18 +31,6 @@ class Checkpoints:
 
     A state is saved at block boundaries only, and those lie on the SSM chunk grid because the
     settings say so.
-
-    Args:
-        config: Settings.
-        placement: Which positions are worth a state.
-        kv_blocks: Where block hashes are registered.
-        slots: Where slots are reserved, and checkpoints that found no room are counted.
-        counters: Where saved states are counted.
-        tiering: Where what becomes findable is offered; None: nowhere.
-        refuses: Whether policies may refuse states that nobody asked for.
-
-    Attributes:
-        publishes_decoded_blocks: Whether blocks that decoding fills become findable.
     """
 
     def __init__(
@@ -72,14 +60,7 @@ class Checkpoints:
         self._consumed: dict[int, SlotLease] = {}
 
     def plan(self, active: ActiveRequest, chunk: Chunk, hashes: BlockHashes | None = None) -> None:
-        """Plan the checkpoints of a chunk.
-
-        Args:
-            active: The request, with the blocks of the chunk.
-            chunk: What is computed, without checkpoints; it gets them.
-            hashes: Of the request's blocks, if it begins with this chunk, so that a policy that
-                knows prompts is told of it.
-        """
+        """Plan the checkpoints of a chunk."""
         if not self._is_on:
             return
         end = chunk.end
@@ -110,11 +91,7 @@ class Checkpoints:
         return self._is_on and self.publishes_decoded_blocks and wants
 
     def plan_decode(self, active: ActiveRequest) -> None:
-        """Plan the checkpoint of a decoding request that may end a block in the next step.
-
-        Args:
-            active: One of which states may be saved, with the blocks of the step.
-        """
+        """Plan the checkpoint of a decoding request that may end a block in the next step."""
         # Two steps are shorter than a block: there is one boundary at most.
         position = (active.num_computed // self._block_size + 1) * self._block_size
         if not self._save_decode_states and not active.wants_state_at(position):
@@ -151,11 +128,7 @@ class Checkpoints:
         self._room = self._max_inside
 
     def check_invariants(self, chunks: Sequence[Chunk]) -> None:
-        """Prove that the room left is what the planned chunks leave.
-
-        Raises:
-            InvariantError: It is not.
-        """
+        """Prove that the room left is what the planned chunks leave."""
         planned = sum(len(chunk.inside) for chunk in chunks)
         if self._room + planned != self._max_inside:
             raise InvariantError(
@@ -169,12 +142,7 @@ class Checkpoints:
         self._slots.note_consumed([lease.slot])
 
     def publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> list[int | None]:
-        """Publish a request's complete blocks, of which ``hashes`` are the hashes.
-
-        Returns:
-            For each block that was not published yet the one that stands for its hash now, as
-            ``KVBlockAllocator.register_kv_block_hashes`` says.
-        """
+        """Publish a request's complete blocks, of which ``hashes`` are the hashes."""
         first = active.num_published
         end = min(active.num_computed // self._block_size, len(hashes))
         if first >= end:
@@ -200,10 +168,6 @@ class Checkpoints:
         A block whose content another request published first stays private, and its state goes to
         that other block if it has none. So a state is findable only beside the keys and values of
         the same prefix.
-
-        Args:
-            active: The request, with ``num_computed`` advanced past the step.
-            checkpoints: What was saved.
         """
         hashes = active.hashes
         holders = self.publish_blocks(active, hashes)
@@ -252,10 +216,6 @@ class Checkpoints:
         The next turn of the conversation resumes from the newest, so one slot does for an answer
         of any length. States that somebody asked for by position stay, and so do those that other
         requests have used or are about to.
-
-        Args:
-            active: The request, whose state at ``boundary`` is published.
-            boundary: Its newest decode checkpoint.
         """
         if active.wants_state_at(boundary.position):
             return

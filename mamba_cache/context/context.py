@@ -628,18 +628,7 @@ class DynamicInferenceContext:
         )
 
     def _give_blocks(self, work: DecodeWork, due: Int64Array) -> tuple[list[int], Int64Array]:
-        """Give decoding requests the blocks that they lack: at most one each.
-
-        Args:
-            work: What is computed of them.
-            due: Which of them may lack one, or end one.
-
-        Returns:
-            Which of them may end one and save its state, and which have tokens in two blocks.
-
-        Raises:
-            BlockCapacityError: Not enough KV blocks.
-        """
+        """Give decoding requests the blocks that they lack: at most one each."""
         if len(due) <= _FEW:
             return self._give_few_blocks(work, due.tolist())
         rows, its_rows, ends = self.request_table, work.group.rows[due], work.ends[due]
@@ -1256,11 +1245,7 @@ class DynamicInferenceContext:
             tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
-        """Check that no request would lose its blocks.
-
-        Raises:
-            StepOrderError: One would.
-        """
+        """Check that no request would lose its blocks."""
         holding = self.request_table.holding_memory()
         if holding:
             raise StepOrderError(

@@ -28,26 +28,16 @@ class DecodeRows:
     the state after ``num_computed`` tokens; a step writes the state after its j-th token to the
     row j after the cursor. So any number of them can be accepted, none included, by moving the
     cursor.
-
-    Attributes:
-        ring: Live-state rows of one request.
-        num_computed: [max_requests] int32. Tokens whose effect is in the row at the cursor.
-        cursors: [max_requests] int32. From 0 to ``ring`` - 1; 0 while a prompt is computed.
-        last_tokens: [max_requests] int64. The last sampled token: the next step's first input.
     """
 
-    ring: int
-    num_computed: torch.Tensor
-    cursors: torch.Tensor
-    last_tokens: torch.Tensor
+    ring: int  # live-state rows of one request
+    num_computed: torch.Tensor  # [max_requests] int32
+    cursors: torch.Tensor  # [max_requests] int32
+    last_tokens: torch.Tensor  # [max_requests] int64
     _kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def arrays(self, metadata: StepMetadata) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the memory of these tensors and of a step's by their names; all are on the CPU.
-
-        Args:
-            metadata: The step's, whose tensors are the same in all steps: they are looked up once.
-        """
+        """Return the memory of these tensors and of a step's by their names; all are on the CPU."""
         if self._kept.get("of") is not metadata.request_rows:
             own, given = _PROGRESS, _OF_A_STEP
             tensors = {n: getattr(self, n) for n in own} | {n: getattr(metadata, n) for n in given}

@@ -49,13 +49,6 @@ class StepExtractions:
 
     A slot keeps its last state, perhaps another salt's, until it is written. So a state at a
     checkpoint inside a chunk is published only if every layer has written its part of it.
-
-    Args:
-        labels: What messages call each layer whose states a slot holds.
-        buffers: The tensors of the step's metadata.
-
-    Attributes:
-        captured: What a CUDA graph that is being captured has extracted so far, else None.
     """
 
     def __init__(self, labels: Sequence[int | str], buffers: StepBuffers) -> None:
@@ -111,11 +104,6 @@ class StepExtractions:
         """Check what a layer hands over against the step, by sizes that the host knows.
 
         In a step without checkpoints inside its chunks only the metadata are looked at.
-
-        Raises:
-            StepOrderError: No step is in flight.
-            InvalidArgumentError: There is no such layer, the metadata are another step's, or the
-                tensors are not as long as the step is.
         """
         if metadata is not self._metadata:
             self._refuse(metadata)
@@ -131,11 +119,7 @@ class StepExtractions:
         window_inputs: Iterable[torch.Tensor],
         metadata: StepMetadata,
     ) -> None:
-        """Check the tensors of a layer of whatever kind against the step that asks for them.
-
-        Raises:
-            InvalidArgumentError: They are not as long as the step is.
-        """
+        """Check the tensors of a layer of whatever kind against the step that asks for them."""
         for states in chunk_states:
             self._check_lengths(layer, metadata, len(states), metadata.num_prefill_tokens)
         for inputs in window_inputs:
@@ -154,22 +138,13 @@ class StepExtractions:
             )
 
     def are_asked_for(self, metadata: StepMetadata) -> bool:
-        """Say whether the step in flight has checkpoints inside its chunks.
-
-        Raises:
-            StepOrderError: No step is in flight.
-            InvalidArgumentError: The metadata are another step's.
-        """
+        """Say whether the step in flight has checkpoints inside its chunks."""
         if metadata is not self._metadata:
             self._refuse(metadata)
         return metadata.num_checkpoints > 0
 
     def check_layer(self, layer: int) -> None:
-        """Check that there is such a layer.
-
-        Raises:
-            InvalidArgumentError: There is not.
-        """
+        """Check that there is such a layer."""
         is_right = type(layer) is int and 0 <= layer < self._num_layers
         if not is_right:
             check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
@@ -197,11 +172,7 @@ class StepExtractions:
 
     @contextmanager
     def capture(self) -> Iterator[CapturedExtractions]:
-        """Have what is called within recorded as captured, not as handed over in a step.
-
-        Raises:
-            StepOrderError: Another capture is not over.
-        """
+        """Have what is called within recorded as captured, not as handed over in a step."""
         if self.captured is not None:
             raise StepOrderError("capture_extractions was called within capture_extractions")
         self.captured = CapturedExtractions()
@@ -211,13 +182,7 @@ class StepExtractions:
             self.captured = None
 
     def count(self, captured: CapturedExtractions) -> None:
-        """Count the layers of a replayed graph.
-
-        Raises:
-            StepOrderError: No step is in flight.
-            InvalidArgumentError: It is nothing captured, names a layer that there is not, or was
-                captured with shorter tensors than the step needs. Nothing was counted.
-        """
+        """Count the layers of a replayed graph."""
         metadata = self._metadata
         if metadata is None:
             raise StepOrderError(_NO_STEP)
@@ -248,11 +213,7 @@ class StepExtractions:
 
 
 def _lengths(chunk_states: torch.Tensor, conv_input: torch.Tensor) -> tuple[int, int]:
-    """Return how many chunks and tokens two tensors hold.
-
-    Raises:
-        InvalidArgumentError: They are no tensors, or have no dimension.
-    """
+    """Return how many chunks and tokens two tensors hold."""
     try:
         return len(chunk_states), len(conv_input)
     except TypeError:

@@ -47,15 +47,6 @@ class Forker:
 
     Full KV blocks are shared. The unfinished one is copied in one launch for all forks and all
     attention layers, the live state in another one for all recurrent layers.
-
-    Args:
-        requests: The requests that are not finished, with their rows and blocks.
-        guard: The context's.
-        live_states: Their states.
-        kv_cache: Their keys and values; None: an embedder keeps them.
-        preparer: Checks tokens.
-        speculation: The device's side, if requests can have drafts.
-        counters: Where forks are counted.
     """
 
     def __init__(
@@ -81,20 +72,7 @@ class Forker:
     def fork(
         self, active: ActiveRequest, new_ids: Iterable[Hashable], last_tokens: object
     ) -> Forks:
-        """Make requests that stand where one that decodes does; all of them, or none.
-
-        Args:
-            active: The request.
-            new_ids: The ids of the new ones.
-            last_tokens: As in ``DynamicInferenceContext.fork``.
-
-        Raises:
-            InvalidArgumentError: The ids or tokens are not as they must be.
-            StepOrderError: The device alone knows the tokens of the request.
-            TokenCapacityError: Chunks are scheduled that leave no room in the step.
-            RequestCapacityError: Not enough rows are free.
-            BlockCapacityError: Not enough KV blocks are free or evictable.
-        """
+        """Make requests that stand where one that decodes does; all of them, or none."""
         ids = self._read_ids(new_ids)
         if active.num_in_doubt or active.num_tokens == active.num_computed:
             raise StepOrderError(
@@ -142,12 +120,7 @@ class Forker:
             copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
 
     def _read_ids(self, new_ids: Any) -> list[Hashable]:
-        """Return ids that new requests can have.
-
-        Raises:
-            InvalidArgumentError: They are no collection, or one is in use, comes twice or is not
-                hashable.
-        """
+        """Return ids that new requests can have."""
         if isinstance(new_ids, (str, bytes)):  # whose items are characters
             raise InvalidArgumentError(f"new_ids must be several ids, got one: {new_ids!r}")
         ids: list[Hashable] = as_items("new_ids", new_ids, "request ids")
@@ -158,11 +131,7 @@ class Forker:
         return ids
 
     def _read_tokens(self, active: ActiveRequest, last_tokens: Any, count: int) -> Int64Array:
-        """Return the token that each fork computes next.
-
-        Raises:
-            InvalidArgumentError: They are no token ids, or not one for each fork.
-        """
+        """Return the token that each fork computes next."""
         if last_tokens is None:
             return np.full(count, self._requests.last_tokens.item(active.row), dtype=np.int64)
         tokens = self._preparer.read_tokens(last_tokens)

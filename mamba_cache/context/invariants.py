@@ -15,14 +15,7 @@ __all__ = ["check_pinned", "check_requests", "check_states_of_blocks"]
 
 
 def check_states_of_blocks(slots: SlotPool) -> None:
-    """Prove that each state that is findable by a hash lies beside the block of that hash.
-
-    Args:
-        slots: Those whose states were registered under the hashes of their blocks.
-
-    Raises:
-        InvariantError: A state outlived the content of its block.
-    """
+    """Prove that each state that is findable by a hash lies beside the block of that hash."""
     stale = slots.stale_blocks()
     if stale:
         raise InvariantError(f"blocks {stale[:8]} have states of what they held before")
@@ -34,17 +27,7 @@ def check_requests(
     slots: MambaSlotAllocator,
     pinned: Sequence[SlotLease] = (),
 ) -> None:
-    """Prove that chunks are just those of the requests to be computed, and slots those of chunks.
-
-    Args:
-        requests: All requests.
-        in_step: Those of the step in flight.
-        slots: What chunks read from and save to.
-        pinned: Leases that are no chunk's: of pinned prompts, and of copies to a tier.
-
-    Raises:
-        InvariantError: It is not so.
-    """
+    """Prove that chunks are those of the requests to be computed, and slots those of chunks."""
     running = set(in_step)
     planned: list[Checkpoint] = []
     for active in requests:
@@ -97,11 +80,7 @@ def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) ->
 
 
 def check_pinned(leases: Sequence[SlotLease], slots: SlotPool) -> None:
-    """Prove that slots are pinned by just these leases.
-
-    Raises:
-        InvariantError: They are not.
-    """
+    """Prove that slots are pinned by just these leases."""
     read = Counter(lease.slot for lease in leases if slots.is_current(lease))
     pins = slots.pool.pin_counts
     if read != {slot: pins.item(slot) for slot in np.flatnonzero(pins).tolist()}:

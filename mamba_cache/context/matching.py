@@ -71,20 +71,7 @@ def find_prefix(
     block_size_tokens: int,
     min_computed_tokens: int,
 ) -> PrefixMatch:
-    """Match a prompt against the cache.
-
-    Args:
-        hashes: Hashes of the prompt's complete blocks.
-        prompt_tokens: Tokens of the prompt.
-        kv_blocks: Where cached blocks are found.
-        slots: Where saved states are found.
-        block_size_tokens: Tokens of a block.
-        min_computed_tokens: Tokens that must be left to compute.
-
-    Returns:
-        The longest run of cached blocks, and the farthest of them that has a state and leaves
-        ``min_computed_tokens`` to compute.
-    """
+    """Match a prompt against the cache."""
     block_ids = kv_blocks.match_prefix(hashes)
     reason: MissReason | None = None
     if not block_ids:

@@ -57,14 +57,7 @@ SLOT_FIELDS = (
 
 
 class LiveRows:
-    """The metadata of Mamba layers that slots read; here a request's row is its live-state row.
-
-    Attributes:
-        request_to_mamba_state_idx: [max_requests] int32, CPU: the identity; -1 with drafts, when
-            the device alone knows which of a request's rows holds its state.
-        intermediate_count: 0: checkpoints are written to their slots, not to a scratch.
-        per_request_intermediate_counts: Empty, likewise.
-    """
+    """The metadata of Mamba layers that slots read; here a request's row is its live-state row."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.request_to_mamba_state_idx = torch.arange(
@@ -72,8 +65,8 @@ class LiveRows:
         )
         if config.num_speculative_tokens:
             self.request_to_mamba_state_idx[:] = -1
-        self.intermediate_count = 0
-        self.per_request_intermediate_counts: tuple[int, ...] = ()
+        self.intermediate_count = 0  # 0: checkpoints are written to their slots, not to a scratch
+        self.per_request_intermediate_counts: tuple[int, ...] = ()  # empty, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,24 +99,14 @@ class SharedStore:
 
 @dataclass(slots=True)
 class RequestCounts:
-    """How many requests of each kind the latest step has.
+    """How many requests of each kind the latest step has."""
 
-    Attributes:
-        prefill_req_count: Requests that compute a chunk of their prompt.
-        decode_req_count: Requests that decode.
-    """
-
-    prefill_req_count: int = 0
-    decode_req_count: int = 0
+    prefill_req_count: int = 0  # requests that compute a chunk of their prompt
+    decode_req_count: int = 0  # requests that decode
 
 
 def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
-    """Return the KV blocks of the pool, the dummy block included.
-
-    Raises:
-        InvalidArgumentError: A budget in GiB is given, but not the size of a block.
-        BudgetError: The budget does not hold one block and the dummy block.
-    """
+    """Return the KV blocks of the pool, the dummy block included."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks + 1
     if kv_spec is None:
@@ -149,25 +132,15 @@ def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
 
 
 class KindLayers(NamedTuple):
-    """The layers of one kind.
+    """The layers of one kind."""
 
-    Attributes:
-        first: Number of the first of them, where the layers of all kinds are counted in order.
-        num_layers: How many there are.
-        names: What each of a layer's tensors is called in a pool, by its name within the layer.
-    """
-
-    first: int
-    num_layers: int
+    first: int  # number of the first of them, where the layers of all kinds are counted in order
+    num_layers: int  # how many there are
     names: dict[str, str]
 
 
 def layers_by_kind(spec: StateSpec) -> dict[str, KindLayers]:
-    """Number the layers of a spec.
-
-    Raises:
-        InvalidArgumentError: Tensors of one kind differ in the number of layers.
-    """
+    """Number the layers of a spec."""
     layers, first = {}, 0
     for kind in spec.kinds:
         names = {name: kind.name_in_pool(name) for name in kind.names}
@@ -194,11 +167,7 @@ def paired(
     chunk_states: Mapping[str, torch.Tensor],
     window_inputs: Mapping[str, torch.Tensor],
 ) -> list[_Pair]:
-    """Pair the states that a layer hands over with its windows.
-
-    Raises:
-        InvalidArgumentError: It does not hand over each of its tensors once.
-    """
+    """Pair the states that a layer hands over with its windows."""
     if not isinstance(chunk_states, Mapping) or not isinstance(window_inputs, Mapping):
         raise InvalidArgumentError(
             "chunk_states and window_inputs must map names to tensors, "
@@ -228,12 +197,7 @@ def make_slot_allocator(
     state_spec: StateSpec,
     policy: SlotEvictionPolicy | None,
 ) -> MambaSlotAllocator:
-    """Make the slots.
-
-    Raises:
-        BudgetError: The budget does not hold one slot.
-        InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
-    """
+    """Make the slots."""
     return MambaSlotAllocator.from_spec(
         cast(SlotContext, fields),
         _num_slots(config, slot_spec(config, state_spec)),
@@ -246,11 +210,7 @@ def make_slot_allocator(
 def check_shared(
     shared: SharedStore, config: CacheConfig, state_spec: StateSpec, kv_spec: KVCacheSpec | None
 ) -> None:
-    """Check that what is shared is what the settings describe.
-
-    Raises:
-        InvalidArgumentError: It is not, or the settings ask for what cannot be shared.
-    """
+    """Check that what is shared is what the settings describe."""
     slots, kv_cache = shared.slots, shared.kv_cache
     pool_size = kv_pool_size(config, kv_spec)
     shape = None
@@ -274,11 +234,7 @@ def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:
 
 
 def slot_spec(config: CacheConfig, state_spec: StateSpec) -> StateSpec:
-    """Return what one slot holds.
-
-    Raises:
-        InvalidArgumentError: Slots are to be quantised and the states are not of the kind for it.
-    """
+    """Return what one slot holds."""
     quantization = _quantization(config)
     return quantization.slot_spec(state_spec) if quantization else state_spec
 
@@ -291,11 +247,7 @@ def _quantization(config: CacheConfig) -> SlotQuantization | None:
 
 
 def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:
-    """Return the slots that the budget holds; none if prefix caching is off.
-
-    Raises:
-        BudgetError: The budget does not hold one slot.
-    """
+    """Return the slots that the budget holds; none if prefix caching is off."""
     if not config.enable_prefix_caching:
         return 0
     if config.max_slots is not None:

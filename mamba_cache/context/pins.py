@@ -47,12 +47,6 @@ class Pins:
 
     Of a pinned prompt its blocks are held, and the slot of its last state is pinned. Other states
     on its blocks may be evicted as before.
-
-    Args:
-        kv_blocks: Whose blocks are held.
-        slots: Whose slots are pinned.
-        max_share: Of blocks and of slots, how much pins may hold together, from 0 to 1.
-        clock: Returns seconds; it never goes back.
     """
 
     def __init__(
@@ -95,19 +89,7 @@ class Pins:
     def add(
         self, block_ids: Sequence[int], num_tokens: int, ttl_seconds: float | None = None
     ) -> Pin:
-        """Pin a prompt that is cached.
-
-        Args:
-            block_ids: Its blocks, up to the one at whose end its last state is saved.
-            num_tokens: Tokens up to there.
-            ttl_seconds: Seconds until it ends by itself; None: it does not.
-
-        Raises:
-            MissingStateError: There are no blocks.
-            InvalidArgumentError: ``ttl_seconds`` is no number from 0 to 10**9.
-            BlockCapacityError: Pins would hold more than their share of blocks.
-            MambaSlotCapacityError: Or of slots.
-        """
+        """Pin a prompt that is cached."""
         if ttl_seconds is not None:
             ttl_seconds = check_number("ttl_seconds", ttl_seconds, maximum=_LONGEST)
         if not block_ids:
@@ -135,12 +117,7 @@ class Pins:
         return pin
 
     def _check_share(self, blocks: npt.NDArray[np.intp], slot: int) -> None:
-        """Check that a further pin holds no more than pins may.
-
-        Raises:
-            BlockCapacityError: It would hold too many blocks.
-            MambaSlotCapacityError: Too many slots.
-        """
+        """Check that a further pin holds no more than pins may."""
         num_new = int(np.count_nonzero(self.references[blocks] == 0))
         most = int(self._max_share * (self._kv_blocks.pool_size - 1))
         left = most - int(np.count_nonzero(self.references))
@@ -152,11 +129,7 @@ class Pins:
 
     @guarded(nests=True)
     def remove(self, pin: Pin) -> None:
-        """End a pin; one that is over already is passed over.
-
-        Raises:
-            InvalidArgumentError: It is no pin.
-        """
+        """End a pin; one that is over already is passed over."""
         check_kind("pin", pin, Pin)
         self.expire()
         if pin in self._pins:
@@ -182,11 +155,7 @@ class Pins:
         self.references.fill(0)
 
     def check_invariants(self) -> None:
-        """Prove that the references are those of the pins.
-
-        Raises:
-            InvariantError: They are not.
-        """
+        """Prove that the references are those of the pins."""
         references = np.zeros_like(self.references)
         for pin in self._pins:
             references[list(pin._block_ids)] += 1

@@ -304,36 +304,22 @@ class _Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What to bring.
+    """What to bring."""
 
-    Attributes:
-        blocks: Blocks before the boundary.
-        wanted: Entries that are to be brought, in the order of the prefix.
-        kept: Entries of the host tier that are needed besides.
-    """
-
-    blocks: int
-    wanted: Sequence[EntryFacts]
-    kept: Sequence[EntryFacts]
+    blocks: int  # blocks before the boundary
+    wanted: Sequence[EntryFacts]  # entries that are to be brought, in the order of the prefix
+    kept: Sequence[EntryFacts]  # entries of the host tier that are needed besides
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request of whose prefix a store may have more.
+    """A request of whose prefix a store may have more."""
 
-    Attributes:
-        match: What the GPU and the host tier had of it.
-        hashes: Hashes of its complete blocks.
-        key_of: Names its entries.
-        facts_of: Derives them.
-        prefetch: What it waits for.
-    """
-
-    match: PrefixMatch
-    hashes: BlockHashes
-    key_of: _KeyOf
-    facts_of: _FactsOf
-    prefetch: Prefetch
+    match: PrefixMatch  # what the GPU and the host tier had of it
+    hashes: BlockHashes  # hashes of its complete blocks
+    key_of: _KeyOf  # names its entries
+    facts_of: _FactsOf  # derives them
+    prefetch: Prefetch  # what it waits for
 
 
 class _Flight:
@@ -367,22 +353,6 @@ class LowerTierLink:
 
     What it reads and writes of the host tier's rows is leased; the lower tiers' threads end the
     leases by the host tier's ``end_later``. All calls come from the context's thread.
-
-    Args:
-        host: The host tier.
-        tier: The tier below it, such as a disk; None: there is only a store.
-        block_size_tokens: Tokens of a block.
-        min_computed_tokens: Tokens of a prompt that are computed in any case.
-        has_kv: Whether blocks hold anything.
-        host_planner: Knows how fast prompts are computed.
-        store: A store, which must be asked what it has; None: there is none.
-        patience_seconds: For how long a request waits for a store that owes an answer.
-        planner: Decides what is brought from the tier. Default: by what it turns out to take.
-        agreement: With the other ranks of the model; None: there are none.
-
-    Attributes:
-        tier: As given.
-        store: As given.
     """
 
     def __init__(
@@ -473,13 +443,7 @@ class LowerTierLink:
             self._host.release(lease)
 
     def offer_used(self, blocks: int, key_of: _KeyOf, facts_of: _FactsOf) -> None:
-        """Offer what a hit has used and the host tier has.
-
-        Args:
-            blocks: Blocks before the boundary that it resumes from.
-            key_of: Names an entry, which is all that is needed of those that are stored.
-            facts_of: Derives it.
-        """
+        """Offer what a hit has used and the host tier has."""
         tiers = [tier for tier in self.tiers if blocks and tier.is_healthy]
         if not tiers:
             return
@@ -501,16 +465,7 @@ class LowerTierLink:
         *,
         key_of: _KeyOf,
     ) -> Prefetch:
-        """Begin to bring what lets a request skip the most, if that is quicker than computing.
-
-        Args:
-            request_id: Of the request.
-            match: What the GPU and the host tier have of it.
-            hashes: Hashes of its complete blocks.
-            facts_of: Derives the entries.
-            timeout_seconds: When it is to be given up; None: never.
-            key_of: Names them, which takes less time.
-        """
+        """Begin to bring what lets a request skip the most, if that is quicker than computing."""
         prefetch = self._new_prefetch(request_id, match.skip_tokens, timeout_seconds)
         asked = _Asked(match, hashes, key_of, facts_of, prefetch)
         with self._taking_back():
@@ -563,12 +518,7 @@ class LowerTierLink:
             prefetch.agree(outcome)
 
     def find(self, keys: Sequence[EntryKey], *, waited_seconds: float = 0.0) -> list[bool]:
-        """Say of each key whether a lower tier has it; waits for a store, as long as for any.
-
-        Args:
-            keys: Of the entries.
-            waited_seconds: As in ``bring``.
-        """
+        """Say of each key whether a lower tier has it; waits for a store, as long as for any."""
         has = self._has_many(keys)
         unknown = [key for key, found in zip(keys, has, strict=True) if not found]
         if unknown and self.store is not None and self.store.silence() < self._patience:
@@ -590,17 +540,7 @@ class LowerTierLink:
         timeout_seconds: float | None,
         waited_seconds: float = 0.0,
     ) -> Prefetch:
-        """Begin to bring entries, whether that is quicker than computing or not, and learn from it.
-
-        Args:
-            wanted: Entries that the host tier does not have; at least one.
-            kept: Entries that it has, and that must not make room for what comes.
-            request_id: Of the request.
-            skip_tokens: What it can skip then.
-            timeout_seconds: When it is to be given up; None: never.
-            waited_seconds: What the request has waited for lower tiers before; its patience with
-                a store is less by that.
-        """
+        """Begin to bring entries, quicker than computing or not, and learn from it."""
         prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds, waited_seconds)
         with self._taking_back():
             planner = self._bring(prefetch, wanted, kept, skip_tokens)
@@ -608,11 +548,7 @@ class LowerTierLink:
         return prefetch
 
     def load_seconds(self, wanted: Sequence[EntryFacts]) -> float | None:
-        """Return what it takes to bring entries, by what loads took so far; None if none did.
-
-        Args:
-            wanted: Entries that the host tier does not have.
-        """
+        """Return what it takes to bring entries, by what loads took so far; None if none did."""
         num_bytes = dict.fromkeys(_Place, 0)
         places = self._places_of([facts.key for facts in wanted])
         for facts, place in zip(wanted, places, strict=True):

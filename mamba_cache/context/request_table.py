@@ -28,19 +28,13 @@ Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 class DecodingGroup:
-    """Requests that decode together: the same from step to step, while none joins or leaves.
-
-    Attributes:
-        requests: In the order of the batch.
-        ids: Their ids.
-        rows: [n] int64. Their rows.
-    """
+    """Requests that decode together: the same from step to step, while none joins or leaves."""
 
     __slots__ = ("_id_set", "ids", "requests", "rows")
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
-        self.requests = tuple(requests)
-        self.ids = tuple(active.request_id for active in requests)
+        self.requests = tuple(requests)  # in the order of the batch
+        self.ids = tuple(active.request_id for active in requests)  # their ids
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
         self._id_set: frozenset[Hashable] | None = None
 
@@ -61,40 +55,6 @@ class RequestTable:
 
     A row holds what a steady decoding step reads and writes, so that such a step is a handful of
     operations on whole arrays, however many requests there are.
-
-    Args:
-        kv_blocks: Where blocks come from.
-        max_requests: Rows.
-        max_blocks: KV blocks that one request can have.
-        block_size_tokens: Tokens of a block.
-        max_tokens: Tokens of one step.
-        max_decode_tokens: Tokens of one decoding request in one step.
-        max_sequence_length: Tokens of one request.
-
-    Attributes:
-        block_size_tokens: As given.
-        block_tables: [max_requests, max_blocks] int32, CPU: the KV blocks of the request in each
-            row; unused entries name the dummy block.
-        table_stamps: [max_requests] int64: a number for each row of ``block_tables``, another one
-            whenever it is written.
-        num_blocks: [max_requests] int64: blocks that each row has.
-        num_tokens: [max_requests] int64: tokens known so far, the prompt's included.
-        num_computed: [max_requests] int64: tokens whose effect is in the live state.
-        num_in_doubt: [max_requests] int64: tokens that were computed in a step of which the device
-            alone knows how many became part of the sequence.
-        last_tokens: [max_requests] int64: the token that a decoding request computes next.
-        next_events: [max_requests] int64: a step that leaves a decoding request with no more tokens
-            computed than this needs no block for it, ends none, and saves no state of it.
-        saves_states: [max_requests] bool: whether a state of a decoding request may be saved where
-            it ends a block.
-        place_shifts: [max_requests] int64: what to add to a position to have where its key and
-            value go, as block id * block size + offset; up to ``next_events``.
-        num_releases: [max_requests] int64: how often each row was given back: what a step sampled
-            for its request before counts no longer.
-        scheduled_rows: Rows whose requests have a chunk for the next step, with its tokens.
-        num_scheduled_tokens: Tokens of those chunks together.
-        decoding_rows: Rows whose requests decode.
-        num_changes: How often ``decoding_rows`` has changed.
     """
 
     def __init__(
@@ -129,9 +89,9 @@ class RequestTable:
         self._tail_width = block_size_tokens + max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
         self.scheduled_rows: dict[int, int] = {}
-        self.num_scheduled_tokens = 0
-        self.decoding_rows: set[int] = set()
-        self.num_changes = 0
+        self.num_scheduled_tokens = 0  # tokens of those chunks together
+        self.decoding_rows: set[int] = set()  # rows whose requests decode
+        self.num_changes = 0  # how often ``decoding_rows`` has changed
         self._stamp = 0
         self._requests: dict[Hashable, ActiveRequest] = {}
         # Of what ``num_changes`` these are.
@@ -142,11 +102,7 @@ class RequestTable:
         return iter(list(self._requests.values()))
 
     def check_new(self, request_id: Hashable) -> None:
-        """Check that an id can be given to a new request.
-
-        Raises:
-            InvalidArgumentError: It is not hashable, or it is in use.
-        """
+        """Check that an id can be given to a new request."""
         try:
             in_use = request_id in self._requests
         except TypeError:
@@ -169,16 +125,7 @@ class RequestTable:
         del self._requests[active.request_id]
 
     def find(self, request_id: Hashable, *allowed: RequestStatus) -> ActiveRequest:
-        """Return the request of an id.
-
-        Args:
-            request_id: The id.
-            allowed: The states that the caller can deal with; none given means any.
-
-        Raises:
-            UnknownRequestError: There is no such request.
-            StepOrderError: The request is in another state.
-        """
+        """Return the request of an id."""
         try:
             active = self._requests[request_id]
         except (KeyError, TypeError):
@@ -203,16 +150,7 @@ class RequestTable:
         return found[::-1]
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
-        """Return the requests that decode in the next step.
-
-        Args:
-            request_ids: Which of them, in this order; None means all, oldest first.
-
-        Raises:
-            InvalidArgumentError: ``request_ids`` is no collection.
-            UnknownRequestError: There is no such request.
-            StepOrderError: One of them does not decode.
-        """
+        """Return the requests that decode in the next step."""
         if request_ids is not None:
             return self._find_decoding(request_ids)
         if self._group_made_at != self.num_changes:
@@ -236,32 +174,14 @@ class RequestTable:
         return self._max_tokens - self.num_scheduled_tokens - decoding
 
     def check_forks_fit(self, count: int) -> None:
-        """Check that chunks which are scheduled leave room for the tokens of new decoding requests.
-
-        Args:
-            count: How many of these there will be.
-
-        Raises:
-            TokenCapacityError: They do not.
-        """
+        """Check that scheduled chunks leave room for the tokens of new decoding requests."""
         required, room = count * self._max_decode_tokens, self.token_room()
         if self.scheduled_rows and required > room:
             hint = "chunks are scheduled for it: fork before them, or when it is committed"
             raise TokenCapacityError(required, max(0, room), hint)
 
     def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> int:
-        """Check that decoding requests have room for the token that they compute.
-
-        Args:
-            group: The requests.
-            most_computed: [n] tokens that each has computed at most.
-
-        Returns:
-            The largest of ``most_computed``.
-
-        Raises:
-            SequenceLengthError: One has reached the longest length.
-        """
+        """Check that decoding requests have room for the token that they compute."""
         longest = self._max_sequence_length
         most = int(np.maximum.reduce(most_computed)) if group.ids else 0
         if most >= longest:
@@ -282,9 +202,6 @@ class RequestTable:
         """Check that the step's buffers hold the tokens of the decoding requests.
 
         Where chunks are scheduled they do: ``token_room`` has kept room for all of them.
-
-        Raises:
-            TokenCapacityError: They do not.
         """
         if num_tokens > self._max_tokens:
             hint = "let fewer requests decode, or without drafts"
@@ -296,11 +213,7 @@ class RequestTable:
         return len(self._free_rows)
 
     def check_row_available(self) -> None:
-        """Check that a request can be added.
-
-        Raises:
-            RequestCapacityError: No row is free.
-        """
+        """Check that a request can be added."""
         if not self._free_rows:
             raise RequestCapacityError(1, 0, "finish or preempt a request first")
 
@@ -310,20 +223,7 @@ class RequestTable:
         num_tokens: int,
         name: object,
     ) -> int:
-        """Take a row with cached blocks and new ones.
-
-        Args:
-            shared_blocks: Cached blocks of the prompt, from its start.
-            num_tokens: Tokens of the sequence that must have room.
-            name: Of the request, for the message.
-
-        Returns:
-            The row, of which nothing but the blocks is set.
-
-        Raises:
-            RequestCapacityError: No row is free.
-            BlockCapacityError: Not enough KV blocks; nothing is held then.
-        """
+        """Take a row with cached blocks and new ones."""
         self.check_row_available()
         shared = list(shared_blocks)
         missing = max(0, self._blocks_for(num_tokens) - len(shared))
@@ -344,21 +244,7 @@ class RequestTable:
     def fork(
         self, row: int, last_tokens: Int64Array, names: Sequence[object]
     ) -> tuple[list[int], list[int]]:
-        """Take rows for requests that go on from where that of another row stands.
-
-        Args:
-            row: Of a request that decodes. They share the blocks that it has filled.
-            last_tokens: [n] the token that each of them computes next.
-            names: Of the n requests, for the message.
-
-        Returns:
-            The rows; and for each the block that it has of its own, in the place of the one that
-            ``row`` has filled in part, or none at all if ``row`` stands at a block boundary.
-
-        Raises:
-            RequestCapacityError: Not enough rows are free.
-            BlockCapacityError: Not enough KV blocks; nothing is held then.
-        """
+        """Take rows for requests that go on from where that of another row stands."""
         count, num_free = len(names), len(self._free_rows)
         if count > num_free:
             raise RequestCapacityError(count, num_free, "finish or preempt a request first")
@@ -402,16 +288,7 @@ class RequestTable:
         self._kv_blocks.release_memory_blocks(blocks)
 
     def grow(self, row: int, num_tokens: int, name: object) -> None:
-        """Give one row the blocks that it lacks.
-
-        Args:
-            row: The row.
-            num_tokens: Tokens of its sequence that must have room.
-            name: Of the request, for the message.
-
-        Raises:
-            BlockCapacityError: Not enough KV blocks; it has those that it had.
-        """
+        """Give one row the blocks that it lacks."""
         held = self.num_blocks.item(row)
         missing = self._blocks_for(num_tokens) - held
         lacks = missing > 0
@@ -419,16 +296,7 @@ class RequestTable:
             self._append(row, held, self._allocate(missing, [name], num_tokens))
 
     def grow_by_one(self, rows: Int64Array, num_tokens: int, names: Iterable[object]) -> None:
-        """Give each of several rows one block more, or none of them any.
-
-        Args:
-            rows: Rows that need another block.
-            num_tokens: Tokens of the longest of their sequences.
-            names: Of their requests, for the message.
-
-        Raises:
-            BlockCapacityError: Not enough KV blocks for all.
-        """
+        """Give each of several rows one block more, or none of them any."""
         blocks = self._allocate(len(rows), names, num_tokens)
         held = self.num_blocks[rows]
         self.block_tables[rows, held] = blocks
@@ -472,13 +340,7 @@ class RequestTable:
         self.num_changes += 1
 
     def mark(self, row: int, *, num_due: int, is_decoding: bool) -> None:
-        """Say what the request of a row does in the next step.
-
-        Args:
-            row: The row.
-            num_due: Tokens of its scheduled chunk; 0: it has none.
-            is_decoding: Whether it decodes.
-        """
+        """Say what the request of a row does in the next step."""
         if is_decoding != (row in self.decoding_rows):
             self.num_changes += 1
             (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
@@ -526,13 +388,7 @@ class RequestTable:
         self.num_tokens[row] = length + 1
 
     def append_tokens(self, rows: Int64Array, tokens: Int64Array, counts: Int64Array) -> None:
-        """Append sampled tokens.
-
-        Args:
-            rows: [n] rows.
-            tokens: [n, k] tokens, k at most ``max_decode_tokens``.
-            counts: [n] how many of them each row takes, from 0 to k.
-        """
+        """Append sampled tokens."""
         count, most = tokens.shape
         lengths, first = self.num_tokens[rows], np.arange(0, count * most, most)
         # What is not taken lies beyond the end, where there is room for as many. Flat indices of
@@ -563,15 +419,7 @@ class RequestTable:
         return np.concatenate((tail[first:], tail[:last]))
 
     def check_invariants(self, others: np.ndarray[Any, np.dtype[np.int32]] | None = None) -> None:
-        """Prove that rows, tables and reference counts agree, and with what requests do next.
-
-        Args:
-            others: [pool_size] references to each block that are no request's; None: there are
-                none.
-
-        Raises:
-            InvariantError: They do not.
-        """
+        """Prove that rows, tables and reference counts agree, and with what requests do next."""
         self.check_rows([active.row for active in self.holding_memory()], others)
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
         scheduled = self._with_status(RequestStatus.SCHEDULED)
@@ -589,15 +437,7 @@ class RequestTable:
     def check_rows(
         self, rows: Sequence[int], others: np.ndarray[Any, np.dtype[np.int32]] | None = None
     ) -> None:
-        """Prove that rows, tables and reference counts agree.
-
-        Args:
-            rows: Those that are taken.
-            others: As in ``check_invariants``.
-
-        Raises:
-            InvariantError: They do not.
-        """
+        """Prove that rows, tables and reference counts agree."""
         if sorted([*rows, *self._free_rows]) != list(range(len(self.block_tables))):
             raise InvariantError(f"rows are lost or held twice: {sorted(rows)}")
         references = np.zeros(self._kv_blocks.pool_size, dtype=np.int64)
@@ -620,11 +460,7 @@ class RequestTable:
             )
 
     def _check_events(self) -> None:
-        """Prove that no event of a decoding row would be missed, nor a place be another's.
-
-        Raises:
-            InvariantError: One would.
-        """
+        """Prove that no event of a decoding row would be missed, nor a place be another's."""
         rows: Int64Array = np.array(sorted(self.decoding_rows), dtype=np.int64)
         size, expected = self.block_size_tokens, self.next_events[rows]
         rows, expected = rows[expected > 0], expected[expected > 0]
@@ -653,16 +489,7 @@ class RequestTable:
         names: Iterable[object],
         num_tokens: int,
     ) -> list[int]:
-        """Take KV blocks.
-
-        Args:
-            num_blocks: How many.
-            names: Of the requests that need them.
-            num_tokens: Tokens of the longest sequence among theirs that must have room.
-
-        Raises:
-            BlockCapacityError: There are not enough; it says for whom, and what to do.
-        """
+        """Take KV blocks."""
         try:
             return self._kv_blocks.allocate_memory_blocks(num_blocks)
         except BlockCapacityError as error:

@@ -121,11 +121,7 @@ class PreparedRequest:
 
 
 class RequestPreparer:
-    """Checks of tokens, and hashes of their blocks, by a context's settings; it keeps nothing.
-
-    Args:
-        config: Settings.
-    """
+    """Checks of tokens, and hashes of their blocks, by a context's settings; it keeps nothing."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
@@ -134,27 +130,13 @@ class RequestPreparer:
         self._plain_chain = BlockHashChain(config.block_size_tokens, hasher=self._hasher)
 
     def prepare(self, request: Request) -> PreparedRequest:
-        """Check a request's tokens and hash its complete blocks, to be read many times.
-
-        Raises:
-            InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
-            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
-        """
+        """Check a request's tokens and hash its complete blocks, to be read many times."""
         return PreparedRequest(*self.read(request), self)
 
     def read(
         self, request: Request | PreparedRequest
     ) -> tuple[Request, TokenArray, BlockHashChain]:
-        """Return a request, its tokens, checked, and the chain of its complete blocks.
-
-        Args:
-            request: The request; the chain of one that is prepared is copied before it grows.
-
-        Raises:
-            InvalidArgumentError: As in ``prepare``; or another context prepared it, whose blocks,
-                limits or secret may differ.
-            SequenceLengthError: As in ``prepare``.
-        """
+        """Return a request, its tokens, checked, and the chain of its complete blocks."""
         if isinstance(request, PreparedRequest):
             if request._maker is not self:
                 raise InvalidArgumentError(
@@ -191,11 +173,7 @@ class RequestPreparer:
         )
 
     def check_tokens(self, tokens: object) -> TokenArray:
-        """Return tokens as an int32 array of the context's own.
-
-        Raises:
-            InvalidArgumentError: They are not 1-D ints, or one is no token id.
-        """
+        """Return tokens as an int32 array of the context's own."""
         own: TokenArray = self.read_tokens(tokens).copy()  # the caller may write into theirs
         return own
 
@@ -207,11 +185,7 @@ class RequestPreparer:
         return 0 <= bits <= MAX_TOKEN_ID and is_below
 
     def read_tokens(self, tokens: object) -> TokenArray:
-        """Return tokens as an int32 array, which may share their memory.
-
-        Raises:
-            InvalidArgumentError: They are not 1-D ints, or one is no token id.
-        """
+        """Return tokens as an int32 array, which may share their memory."""
         array: TokenArray = as_token_array(tokens)
         limit = self._config.vocab_size
         if limit is not None and len(array) and int(array.max()) >= limit:
@@ -252,40 +226,24 @@ class RequestProgress(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A state that a step saves.
+    """A state that a step saves."""
 
-    Attributes:
-        position: The boundary, in tokens from the sequence's start.
-        slot: The slot reserved for it.
-        epoch: The epoch of the slots in which it was reserved.
-        is_loaded: Whether it comes from a tier, and is not computed.
-    """
-
-    position: int
-    slot: int
-    epoch: int
-    is_loaded: bool = False
+    position: int  # the boundary, in tokens from the sequence's start
+    slot: int  # the slot reserved for it
+    epoch: int  # the epoch of the slots in which it was reserved
+    is_loaded: bool = False  # whether it comes from a tier, and is not computed
 
 
 @dataclass(slots=True, eq=False)
 class PlannedLoad:
-    """What a request's first chunk is loaded from the host tier for.
+    """What a request's first chunk is loaded from the host tier for."""
 
-    Attributes:
-        leases: Rows that it reads: of KV blocks in order, then of the state. None once it is over.
-        first_block: Which of the request's blocks the first of them is.
-        checkpoint: Where the state is loaded to, and becomes findable at commit.
-        ticket: The copies, once they are enqueued.
-        first_job: Which of them is the first of this request.
-        is_damaged: Whether other bytes came than were written, once that is known.
-    """
-
-    leases: list[HostLease]
-    first_block: int
+    leases: list[HostLease]  # rows that it reads: of KV blocks in order, then of the state
+    first_block: int  # which of the request's blocks the first of them is
     checkpoint: Checkpoint | None = None
-    ticket: Ticket | None = None
-    first_job: int = 0
-    is_damaged: bool | None = None
+    ticket: Ticket | None = None  # the copies, once they are enqueued
+    first_job: int = 0  # which of them is the first of this request
+    is_damaged: bool | None = None  # whether other bytes came than were written, once that is known
 
     @property
     def num_blocks(self) -> int:
@@ -304,22 +262,14 @@ class Chunk(SequenceSlice):
     """What the next step computes of a request's prompt.
 
     Nothing of it is changed once its step has begun.
-
-    Attributes:
-        is_first: The live state must be restored or zeroed before.
-        samples: It ends at the last known token, so that the next one is sampled.
-        lease: The slot to restore from, if any.
-        inside: Checkpoints inside the chunk; the forward writes them.
-        boundary: The checkpoint at its end, copied from the live state at commit.
-        load: What is loaded from a tier for it, in place of ``lease``.
     """
 
-    is_first: bool = False
-    samples: bool = False
-    lease: SlotLease | None = None
-    inside: tuple[Checkpoint, ...] = ()
+    is_first: bool = False  # the live state must be restored or zeroed before
+    samples: bool = False  # it ends at the last known token, so that the next one is sampled
+    lease: SlotLease | None = None  # the slot to restore from, if any
+    inside: tuple[Checkpoint, ...] = ()  # checkpoints inside the chunk; the forward writes them
     boundary: Checkpoint | None = None
-    load: PlannedLoad | None = None
+    load: PlannedLoad | None = None  # what is loaded from a tier for it, in place of ``lease``
 
     @property
     def num_tokens(self) -> int:
@@ -356,34 +306,7 @@ class Admission(PrefixMatch):
 
 
 class ActiveRequest:
-    """What is kept of a request beside its row: what a steady decoding step needs nothing of.
-
-    Attributes:
-        request: The caller's request.
-        request_id: The caller's name for it.
-        prompt: [prompt length] int32 prompt tokens.
-        row: Its row of ``RequestTable`` and of the live states; -1 while preempted.
-        state_position: The farthest position, in tokens, at which a state of it is saved to stay.
-        num_shared_blocks: Leading blocks that were found cached; their keys and values are not
-            written again.
-        num_published: Leading blocks whose hashes were offered to others.
-        chunk: What the next step, or the one in flight, computes of its prompt.
-        checkpoint: While it decodes: where a step whose outcome is not known may save a state. If
-            two steps may, one slot does for both.
-        checkpoint_positions: Positions beside the placement's at which to save a state.
-        admission: What its last admission found; None once that is counted.
-        decode_lease: The newest state saved while it decoded.
-        prompt_seen: What stands for its prompt where the slots' policy knows prompts.
-        was_refused: An entry of a tier that it could have resumed from was not what it should be.
-        prompt_seen_below: Likewise for the host tier's policy.
-
-    Args:
-        request: The caller's request.
-        prompt: [prompt length] int32 prompt tokens.
-        chain: Block hashes of the prompt; it grows with the answer.
-        rows: The table that its row is one of; a proxy, if that holds the request.
-        is_cached: Whether prefix caching is on; if not, the chain stays empty.
-    """
+    """What is kept of a request beside its row: what a steady decoding step needs nothing of."""
 
     __slots__ = (
         "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
@@ -401,21 +324,21 @@ class ActiveRequest:
         *,
         is_cached: bool = True,
     ) -> None:
-        self.request = request
-        self.request_id = request.request_id
-        self.prompt = prompt
+        self.request = request  # the caller's request
+        self.request_id = request.request_id  # the caller's name for it
+        self.prompt = prompt  # [prompt length] int32 prompt tokens
         self._chain = chain
         self._rows = rows
         self._is_cached = is_cached
         self._generated = array("i")
         self._status = RequestStatus.PREEMPTED
-        self.row = -1
+        self.row = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
         self._num_computed = self.state_position = self.num_shared_blocks = self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
         self.checkpoint_positions = tuple(request.checkpoint_positions)
         self.admission: Admission | None = None
-        self.decode_lease: SlotLease | None = None
+        self.decode_lease: SlotLease | None = None  # the newest state saved while it decoded
         self.prompt_seen: object = None
         self.was_refused = False
         self.prompt_seen_below: object = None
@@ -495,11 +418,7 @@ class ActiveRequest:
         return self._chain.hashes
 
     def take_over(self) -> BlockHashes:
-        """Take its newest tokens over from its row, and hash the blocks that they complete.
-
-        Returns:
-            As ``hashes``.
-        """
+        """Take its newest tokens over from its row, and hash the blocks that they complete."""
         known = len(self.prompt) + len(self._generated)
         newest = self.collect_tokens()
         if not self._is_cached:
@@ -555,13 +474,7 @@ class ActiveRequest:
         return Chunk(self.row, start, tokens, self.num_shared_tokens, is_first, samples, lease)
 
     def enter_row(self, row: int, *, num_tokens: int, num_computed: int) -> None:
-        """Stand in a row from now on.
-
-        Args:
-            row: One that nobody has.
-            num_tokens: Tokens known so far.
-            num_computed: Tokens whose effect will be in its live state when it begins to run.
-        """
+        """Stand in a row from now on."""
         self._rows.num_tokens[row] = num_tokens
         self._rows.num_computed[row] = num_computed
         self.row = row
@@ -576,12 +489,7 @@ class ActiveRequest:
     def forks(
         self, request_ids: Sequence[Hashable], last_tokens: Sequence[int]
     ) -> list[ActiveRequest]:
-        """Return requests that have computed the same tokens, and have no row yet.
-
-        Args:
-            request_ids: Their ids.
-            last_tokens: The token that each of them computes next, in place of this one's.
-        """
+        """Return requests that have computed the same tokens, and have no row yet."""
         chain = self._computed_chain()
         generated = self.generated[: self.num_computed - len(self.prompt)]
         forks = []
@@ -622,21 +530,12 @@ class ActiveRequest:
         return {p // size * size for p in self.checkpoint_positions}
 
     def want_checkpoints(self, positions: Sequence[int]) -> None:
-        """Add positions at which to save a state.
-
-        Raises:
-            InvalidArgumentError: One is not an int >= 0.
-        """
+        """Add positions at which to save a state."""
         self.checkpoint_positions += check_positions(positions)
 
 
 def check_hint(will_continue: Any, source: Any) -> None:
-    """Check what a sender says of a prompt, as ``Request`` has it.
-
-    Raises:
-        InvalidArgumentError: ``will_continue`` is no bool and not None, or ``source`` cannot be
-            hashed.
-    """
+    """Check what a sender says of a prompt, as ``Request`` has it."""
     _check_optional_bool("will_continue", will_continue)
     check_hashable("source", source)
 
@@ -647,11 +546,7 @@ def _check_optional_bool(name: str, value: Any) -> None:
 
 
 def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
-    """Return token positions that a caller gives, checked.
-
-    Raises:
-        InvalidArgumentError: They are no collection of ints >= 0.
-    """
+    """Return token positions that a caller gives, checked."""
     if type(positions) is tuple and not positions:
         return ()
     try:

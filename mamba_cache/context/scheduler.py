@@ -37,33 +37,18 @@ _Drafts = Mapping[Hashable, Sequence[int]]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What the scheduler keeps of a request that is not finished.
+    """What the scheduler keeps of a request that is not finished."""
 
-    Attributes:
-        prepared: Its checked tokens and block hashes.
-        reusable_blocks: Leading blocks that it need not compute if they are cached: all complete
-            ones, less those of the tokens that must always be computed.
-        fork_of: The request of the same prompt that it is to be a fork of, once that has its first
-            token; None: it is computed by itself.
-        forks: Requests that are to be forks of it.
-        branch_positions: Where a state of it is saved because others branch off there.
-        waited_steps: Steps in which it let others go first.
-        prefetch: Loads from disk and store that it waits for; None: not begun.
-        error: Why it cannot run; it takes part in no further step.
-        last_output: What it had generated when that turned out.
-        number: Its place in the order of precedence.
-    """
-
-    prepared: PreparedRequest
+    prepared: PreparedRequest  # its checked tokens and block hashes
     reusable_blocks: int
     fork_of: QueuedRequest | None = None
-    forks: Sequence[QueuedRequest] = ()
+    forks: Sequence[QueuedRequest] = ()  # requests that are to be forks of it
     branch_positions: set[int] = field(default_factory=set)
-    waited_steps: int = 0
-    prefetch: Prefetch | None = None
-    error: Exception | None = None
-    last_output: Sequence[int] = ()
-    number: int = -1
+    waited_steps: int = 0  # steps in which it let others go first
+    prefetch: Prefetch | None = None  # loads from disk and store that it waits for; None: not begun
+    error: Exception | None = None  # why it cannot run; it takes part in no further step
+    last_output: Sequence[int] = ()  # what it had generated when that turned out
+    number: int = -1  # its place in the order of precedence
 
     @property
     def key(self) -> Hashable:
@@ -86,19 +71,6 @@ class Scheduler(Generic[_Request]):
     It keeps the requests that are not finished, in the order in which they came. Which of them run,
     and how far each is, it asks the context each time: a request that the context does not know is
     queued. So after an interruption there is nothing here that could disagree.
-
-    Args:
-        context: Where requests run.
-        max_wait_steps: Steps in which a queued request may wait for a prefix that another one
-            computes; 0: none waits.
-        prefetch_seconds: How long one may wait for what disk and store have of its prompt.
-        find: Returns how many tokens of a queued request are cached. Default: the context's
-            ``match``.
-        propose: Returns drafts for the decoding requests, oldest first. Default: none.
-
-    Attributes:
-        max_chunk_tokens: Tokens of prompts in one step.
-        max_requests: Requests that hold memory at once.
     """
 
     def __init__(
@@ -118,8 +90,8 @@ class Scheduler(Generic[_Request]):
         self._min_chunk = context.config.min_computed_tokens
         # Without slots nothing can be resumed from, so waiting would gain nothing.
         self._max_wait_steps = max_wait_steps if context.slot_allocator.max_slots else 0
-        self.max_chunk_tokens = context.config.max_tokens
-        self.max_requests = context.config.max_requests
+        self.max_chunk_tokens = context.config.max_tokens  # tokens of prompts in one step
+        self.max_requests = context.config.max_requests  # requests that hold memory at once
         self._requests: dict[Hashable, _Request] = {}
         self._num_added = 0
         self._queue: dict[Hashable, _Request] | None = None  # of the step that is being filled
@@ -168,9 +140,6 @@ class Scheduler(Generic[_Request]):
         """Forget a request, or its failure, and take back what it holds.
 
         What it cached stays findable.
-
-        Raises:
-            UnknownRequestError: There is no such request, or it is finished.
         """
         known = self._requests.pop(request_id, None) is not None
         # Interrupted here, the context has a request that is not known; ``recover`` ends it.
@@ -191,13 +160,6 @@ class Scheduler(Generic[_Request]):
         """Fork a request that has its first token by now, for as many as there is room for.
 
         The others are computed by themselves, and find what of the prompt is cached.
-
-        Args:
-            request: The request.
-            sample_first: Returns the first token of each fork.
-
-        Returns:
-            The forks.
         """
         config, rows = self._context.config, self._context.request_table
         room = min(
@@ -244,11 +206,7 @@ class Scheduler(Generic[_Request]):
             self._context.preempt(request.key)
 
     def begin_step(self) -> Step | None:
-        """Begin a step with all who can take part.
-
-        Returns:
-            The step; None if no request is left that could run.
-        """
+        """Begin a step with all who can take part."""
         self._prefetch()
         if not self.is_steady:
             self._fill_step()
@@ -481,15 +439,7 @@ def is_worth_waiting(
     skip_tokens: int,
     block_size_tokens: int,
 ) -> bool:
-    """Return whether one of ``scheduled`` will save a state of a longer prefix of a queued request.
-
-    Args:
-        request: The queued request.
-        scheduled: Requests that compute a part of their prompts in this step, each with the tokens
-            that it has computed before.
-        skip_tokens: What the queued one could skip at once.
-        block_size_tokens: Tokens of a block.
-    """
+    """Return whether a scheduled request will save a state of a longer prefix of a queued one."""
     for other, num_computed in scheduled:
         position = common_blocks(request, other) * block_size_tokens
         if position > max(skip_tokens, num_computed) and position in other.branch_positions:

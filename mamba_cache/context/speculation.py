@@ -61,11 +61,7 @@ class DeviceTokens:
 
 
 class SentTokens:
-    """Tokens on their way to the host.
-
-    Args:
-        given: What is sent.
-    """
+    """Tokens on their way to the host."""
 
     def __init__(self, given: DeviceTokens) -> None:
         self._event: torch.Event | None = None
@@ -100,12 +96,7 @@ class _Kernels(Protocol):
 
 
 class Speculation:
-    """The device's side of steps with drafts.
-
-    Args:
-        config: Settings, with drafts.
-        device: Where steps are computed.
-    """
+    """The device's side of steps with drafts."""
 
     @outside_inference_mode
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
@@ -119,13 +110,7 @@ class Speculation:
     def describe(
         self, metadata: StepMetadata, drafts: torch.Tensor | None, *, is_exact: bool
     ) -> None:
-        """Complete a step's metadata on the device.
-
-        Args:
-            metadata: The step's. Drafts that the host knows are in them already.
-            drafts: Those that the device alone knows, by request row.
-            is_exact: Whether the host knows all but which of its live states a request is in.
-        """
+        """Complete a step's metadata on the device."""
         if not metadata.num_decodes:
             return
         is_known = is_exact and self._device.type == "cpu"
@@ -142,13 +127,7 @@ class Speculation:
         tokens: torch.Tensor | Int64Array,
         counts: torch.Tensor | Int64Array,
     ) -> None:
-        """Move the step's requests past the tokens that became part of them.
-
-        Args:
-            metadata: The step's.
-            tokens: [num_requests, k] in the order of the batch, on the device or the host.
-            counts: [num_requests] how many of them each takes, likewise.
-        """
+        """Move the step's requests past the tokens that became part of them."""
         if self._device.type == "cpu":
             decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
             return
@@ -163,16 +142,7 @@ class Speculation:
     def fork(
         self, row: int, rows: Sequence[int], last_tokens: Int64Array
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have the device know requests that go on from where another stands.
-
-        Args:
-            row: The row of that one.
-            rows: [n] the rows of the others.
-            last_tokens: [n] the token that each of them computes next.
-
-        Returns:
-            The live states to copy, [n] rows on the device: from where, and to where.
-        """
+        """Have the device know requests that go on from where another stands."""
         kept = self._rows
         places = send_array(np.array(rows, dtype=np.int64), self._device)
         cursor = kept.cursors[row].clone()  # what is written may not be read in the same call
@@ -183,11 +153,7 @@ class Speculation:
         return sources, places * kept.ring + cursor
 
     def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
-        """Check what can be checked of a step's tokens without waiting for the device.
-
-        Raises:
-            InvalidArgumentError: A tensor has another shape or dtype, or is elsewhere.
-        """
+        """Check what can be checked of a step's tokens without waiting for the device."""
         width = self._config.max_decode_tokens
         self._check("tokens", sampled.tokens, (num_requests, width), torch.int64)
         self._check("counts", sampled.counts, (num_requests,), torch.int32)
@@ -217,21 +183,6 @@ def plan_decodes(
     """Return what a step computes of decoding requests: of each its last token and its drafts.
 
     Drafts that only the device knows are cut at the longest length.
-
-    Args:
-        group: The requests.
-        starts: [n] tokens that each has computed, as far as they are known on the host.
-        most: [n] likewise, or what it may be; there is room for one more.
-        drafts: What the caller gives; None: nobody has any.
-        longest: The largest of ``most``.
-        config: Settings.
-        preparer: Checks tokens.
-        device: Where steps are computed.
-
-    Raises:
-        InvalidArgumentError: The drafts are neither a mapping of decoding requests to tokens nor
-            an array or tensor of the right shape, or too many, or one is no token id, or those of
-            the host pass the longest length.
     """
     width, room = config.num_speculative_tokens, config.max_sequence_length
     if drafts is None:
@@ -328,15 +279,10 @@ def _wanted_drafts(group: DecodingGroup, width: int) -> str:
 
 
 class Sampled(NamedTuple):
-    """Sampled tokens of a step's requests, checked.
+    """Sampled tokens of a step's requests, checked."""
 
-    Attributes:
-        tokens: [n, k] tokens, in the order of ``Step.sampling_ids``.
-        counts: [n] how many of them each takes; None: one.
-    """
-
-    tokens: Int64Array
-    counts: Int64Array | None
+    tokens: Int64Array  # [n, k] tokens, in the order of ``Step.sampling_ids``
+    counts: Int64Array | None  # [n] how many of them each takes; None: one
 
 
 def read_sampled(
@@ -346,18 +292,7 @@ def read_sampled(
     id_set: Set[Hashable],
     preparer: RequestPreparer,
 ) -> Sampled:
-    """Return the sampled tokens that a caller gives as arrays, checked but for the drafts.
-
-    Args:
-        new_tokens: As in ``DynamicInferenceContext.commit_step``.
-        counts: Likewise.
-        ids: Whose tokens are needed, in order.
-        id_set: The same as a set.
-        preparer: Checks tokens.
-
-    Raises:
-        InvalidArgumentError: A token is missing, not expected, or no token id.
-    """
+    """Return the sampled tokens that a caller gives as arrays, checked but for the drafts."""
     if not isinstance(new_tokens, Mapping):
         return _read_array(new_tokens, counts, len(ids), preparer)
     if counts is not None:
@@ -407,11 +342,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return ints on the host as an array.
-
-    Raises:
-        InvalidArgumentError: They are elsewhere, or no ints.
-    """
+    """Return ints on the host as an array."""
     wanted = f"{name} must be ints: a numpy array, a tensor on the CPU or a list"
     try:
         if isinstance(given, torch.Tensor):
@@ -448,17 +379,7 @@ def _as_list(tokens: Any) -> list[Any]:
 
 
 def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) -> None:
-    """Check that each request's new tokens can follow from what it computed.
-
-    Args:
-        work: What was computed of the requests that decode, which come first.
-        sampled: All new tokens.
-        ids: Whose they are; after those that decode come prefills, which have one each.
-
-    Raises:
-        InvalidArgumentError: There are too many, or too few of a prefill, or one before the last
-            is not the draft that was computed in its place.
-    """
+    """Check that each request's new tokens can follow from what it computed."""
     tokens, counts = sampled
     if counts is None:
         return
@@ -484,11 +405,7 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
 
 
 def _check_counts(work: DecodeWork, counts: Int64Array, ids: Sequence[Hashable]) -> None:
-    """Check how many new tokens each request has.
-
-    Raises:
-        InvalidArgumentError: There are too many, or not one of a prefill.
-    """
+    """Check how many new tokens each request has."""
     num_decodes = len(work.group.ids)
     is_wrong = counts != 1
     most = work.width if work.lengths is None else work.lengths

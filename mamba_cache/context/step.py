@@ -59,30 +59,17 @@ class ScheduledRequest:
 
 
 class DecodeWork(NamedTuple):
-    """What a step computes of the requests that decode.
+    """What a step computes of the requests that decode."""
 
-    Attributes:
-        group: The requests.
-        starts: [n] tokens that each has computed, as far as they are known on the host.
-        most: [n] likewise, or what it may be by what the device alone knows.
-        ends: [n] the position after the last token of each, at most.
-        longest: The largest of ``ends``.
-        width: Tokens that each computes at most.
-        lengths: [n] tokens that each computes; None: all as many as ``width`` says.
-        drafts: [n, k] those of them that are drafts, -1 where there is none; None: nobody has any,
-            or the device alone knows them.
-        knows_drafts: Whether ``drafts`` are all that there are.
-    """
-
-    group: DecodingGroup
-    starts: Int64Array
-    most: Int64Array
-    ends: Int64Array
-    longest: int
-    width: int = 1
+    group: DecodingGroup  # the requests
+    starts: Int64Array  # [n] tokens that each has computed, as far as they are known on the host
+    most: Int64Array  # [n] likewise, or what it may be by what the device alone knows
+    ends: Int64Array  # [n] the position after the last token of each, at most
+    longest: int  # the largest of ``ends``
+    width: int = 1  # tokens that each computes at most
     lengths: Int64Array | None = None
     drafts: Int64Array | None = None
-    knows_drafts: bool = True
+    knows_drafts: bool = True  # whether ``drafts`` are all that there are
 
     @property
     def num_tokens(self) -> int:
@@ -123,15 +110,10 @@ NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 
 
 class PrefillWork(NamedTuple):
-    """What a step computes of a request's prompt.
+    """What a step computes of a request's prompt."""
 
-    Attributes:
-        request_id: The request.
-        chunk: The tokens, and the states that are saved between them.
-    """
-
-    request_id: Hashable
-    chunk: Chunk
+    request_id: Hashable  # the request
+    chunk: Chunk  # the tokens, and the states that are saved between them
 
     def describe(self) -> ScheduledRequest:
         """Return the request's part of the step."""
@@ -217,15 +199,7 @@ def plan_step(
     boundaries: Sequence[CheckpointEntry],
     crossing: Sequence[int] | Int64Array,
 ) -> StepPlan:
-    """Collect what a step does, as plain values.
-
-    Args:
-        decodes: What it computes of the requests that decode.
-        rows: What is kept of requests as arrays.
-        prefills: Requests that compute a chunk of their prompt.
-        boundaries: Where it may save states of requests that decode.
-        crossing: Which of the requests that decode have tokens in more than one block.
-    """
+    """Collect what a step does, as plain values."""
     count = len(decodes.group.ids)
     batch = _decode_batch(decodes, rows, crossing) if count else NO_DECODES
     chunks = [active.current_chunk for active in prefills]

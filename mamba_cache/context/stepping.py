@@ -50,45 +50,20 @@ __all__ = ["StepRunner"]
 
 
 class _Uncollected(NamedTuple):
-    """A step whose tokens are not on the host yet.
+    """A step whose tokens are not on the host yet."""
 
-    Attributes:
-        group: Its requests that decode.
-        lengths: [num decoding] tokens that each of them computed.
-        prefills: Its other requests that sample.
-        places: [n] where in the batch all of these are.
-        rows: [n] their rows.
-        num_releases: [n] how often each row had been given back by then.
-        planned: Where the step may have saved states of ``group``, by place in it.
-        sent: The tokens on their way.
-    """
-
-    group: DecodingGroup
-    lengths: Int64Array
-    prefills: list[ActiveRequest]
-    places: Int64Array
-    rows: Int64Array
-    num_releases: Int64Array
+    group: DecodingGroup  # its requests that decode
+    lengths: Int64Array  # [num decoding] tokens that each of them computed
+    prefills: list[ActiveRequest]  # its other requests that sample
+    places: Int64Array  # [n] where in the batch all of these are
+    rows: Int64Array  # [n] their rows
+    num_releases: Int64Array  # [n] how often each row had been given back by then
     planned: dict[int, Checkpoint]
-    sent: SentTokens
+    sent: SentTokens  # the tokens on their way
 
 
 class StepRunner:
-    """The step in flight, and the one before it whose tokens are not collected.
-
-    Args:
-        guard: The context's.
-        buffers: The step's tensors.
-        rows: What is kept of requests as arrays.
-        slots: Where states are restored from and saved to.
-        checkpoints: Which states are saved, and made findable.
-        admitter: Renews restores, and takes requests back.
-        counters: What is counted at commit.
-        speculation: The device's side, if requests can have drafts.
-        extractions: Which layers have handed over their states.
-        tiering: What steps load from tiers below the GPU, and spill to them; None: nothing.
-        on_admitted: Called with each request that began to run, and what was found of it.
-    """
+    """The step in flight, and the one before it whose tokens are not collected."""
 
     def __init__(
         self,
@@ -127,11 +102,7 @@ class StepRunner:
 
     @property
     def step(self) -> Step:
-        """The step in flight.
-
-        Raises:
-            StepOrderError: There is none.
-        """
+        """The step in flight."""
         if self._step is None:
             raise StepOrderError("no step is in flight: call begin_step first")
         return self._step
@@ -147,20 +118,12 @@ class StepRunner:
         return self._uncollected is not None
 
     def require_collected(self) -> None:
-        """Check that the tokens of the step before the one in flight are on the host.
-
-        Raises:
-            StepOrderError: They are not.
-        """
+        """Check that the tokens of the step before the one in flight are on the host."""
         if self._uncollected is not None:
             raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
 
     def require_none(self) -> None:
-        """Check that no step is in flight.
-
-        Raises:
-            StepOrderError: One is.
-        """
+        """Check that no step is in flight."""
         if self._step is not None:
             raise StepOrderError("a step is in flight: commit_step or abort_step ends it")
 
@@ -172,15 +135,7 @@ class StepRunner:
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
-        """Send the metadata and restore live states; on an exception the step is taken back.
-
-        Args:
-            work: What is computed of the requests that decode; they have blocks for it.
-            saving: Which of them may end a block and save its state.
-            crossing: Which of them have tokens in two blocks.
-            prefills: Requests that compute a chunk of their prompt.
-            drafts: Checked drafts that the device alone knows.
-        """
+        """Send the metadata and restore live states; on an exception the step is taken back."""
         self._work, self._prefills, self._planned = work, tuple(prefills), {}
         try:
             boundaries = self._plan_boundaries(work, saving) if saving else []
@@ -233,14 +188,7 @@ class StepRunner:
         return boundaries
 
     def commit(self, sampled: Sampled) -> tuple[Hashable, ...]:
-        """Save boundary states, publish what was written, and append the sampled tokens.
-
-        Args:
-            sampled: Checked tokens of each request that samples.
-
-        Returns:
-            The requests whose loads brought other bytes than were written: they are preempted.
-        """
+        """Save boundary states, publish what was written, and append the sampled tokens."""
         self._drop_unwritten()
         tiering = self._tiering
         damaged: Sequence[ActiveRequest] = ()
@@ -282,16 +230,7 @@ class StepRunner:
         *,
         stays: bool,
     ) -> None:
-        """Make sampled tokens of decoding requests part of their sequences.
-
-        Args:
-            group: The requests.
-            tokens: [n, k] their tokens.
-            counts: [n] how many of them each takes; None: one.
-            checkpoints: Where the step may have saved states, by place in the group.
-            stays: Whether a checkpoint that was not reached stays where the step in flight may save
-                a state there as well.
-        """
+        """Make sampled tokens of decoding requests part of their sequences."""
         rows = group.rows
         if counts is None:
             after = self._rows.append_token(rows, tokens[:, 0])
@@ -330,18 +269,7 @@ class StepRunner:
             self._checkpoints.supersede_decode_state(active, checkpoint)
 
     def commit_on_device(self, sampled: DeviceTokens) -> tuple[Hashable, ...]:
-        """Do what ``commit`` does as far as it needs no tokens on the host.
-
-        Args:
-            sampled: The step's tokens.
-
-        Returns:
-            As ``commit``; it waits for the step's loads, not for the forward.
-
-        Raises:
-            StepOrderError: No step is in flight, or the last one is not collected.
-            InvalidArgumentError: There is no speculation, or the tensors are of a wrong kind.
-        """
+        """Do what ``commit`` does as far as it needs no tokens on the host."""
         num_requests = self.step.metadata.num_requests
         self.require_collected()
         if self._speculation is None:
@@ -388,17 +316,7 @@ class StepRunner:
         return preempted
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
-        """Wait for the uncollected step's tokens, and do what needs them.
-
-        Args:
-            check: Raises if one of the tokens is no token id; the step stays uncollected then.
-
-        Returns:
-            The new tokens of each request that has not given its memory back since.
-
-        Raises:
-            StepOrderError: There is no uncollected step.
-        """
+        """Wait for the uncollected step's tokens, and do what needs them."""
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
         group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
@@ -431,11 +349,7 @@ class StepRunner:
         return {request_id: new[:number] for request_id, new, number in lists}
 
     def abort(self) -> tuple[Hashable, ...]:
-        """Take the step back, and return the ids of its requests, which are preempted.
-
-        Raises:
-            StepOrderError: No step is in flight.
-        """
+        """Take the step back, and return the ids of its requests, which are preempted."""
         ids = self.step.request_ids
         with self._guard.ending(self._slots.listeners):
             self._preempt_all()
@@ -456,18 +370,7 @@ class StepRunner:
     def read_sampled(
         self, new_tokens: object, counts: object, preparer: RequestPreparer
     ) -> Sampled:
-        """Return the step's sampled tokens as arrays, checked.
-
-        Args:
-            new_tokens: As in ``DynamicInferenceContext.commit_step``.
-            counts: Likewise.
-            preparer: Checks tokens.
-
-        Raises:
-            StepOrderError: No step is in flight, or the last one is not collected.
-            InvalidArgumentError: A token is missing, not expected or no token id, or cannot follow
-                from what was computed.
-        """
+        """Return the step's sampled tokens as arrays, checked."""
         ids = self.step.sampling_ids
         self.require_collected()
         id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)

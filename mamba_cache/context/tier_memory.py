@@ -44,18 +44,7 @@ def with_secret(
     identity: CacheIdentity | ModelIdentity | None,
     agreement: RankAgreement | None,
 ) -> CacheConfig:
-    """Return settings with the secret of their disk cache, unless they have one.
-
-    Args:
-        config: Settings.
-        identity: What the embedder says of the model; without it there is no disk tier.
-        agreement: With the other ranks of the model; None: there are none.
-
-    Raises:
-        InvalidArgumentError: There are other ranks, whose disks may have other secrets; or the
-            path or the file of the secret is not this user's alone.
-        OSError: The file cannot be read or written.
-    """
+    """Return settings with the secret of their disk cache, unless they have one."""
     if config.hash_secret is not None or config.disk_cache_path is None or identity is None:
         return config
     if agreement is not None:
@@ -72,19 +61,7 @@ def identity_of(
     kv_spec: KVCacheSpec | None,
     device: torch.device,
 ) -> CacheIdentity | None:
-    """Return the identity of a context's entries.
-
-    Args:
-        given: What the embedder says of the model, or all of it; None: nobody shares.
-        config: Settings.
-        state_spec: What a state holds.
-        kv_spec: What a token's keys and values hold.
-        device: Where the model computes: what numerics are of that nobody gave.
-
-    Raises:
-        InvalidArgumentError: It is of another kind, of other specs or settings than these, or the
-            secret is unset.
-    """
+    """Return the identity of a context's entries."""
     if given is None:
         return None
     if isinstance(given, ModelIdentity):
@@ -112,28 +89,7 @@ def make_tiering(
     identity: CacheIdentity | None,
     agreement: RankAgreement | None = None,
 ) -> Tiering | None:
-    """Make the tiers that the settings ask for; None: none.
-
-    Args:
-        config: Settings.
-        kv_blocks: Bookkeeping of KV blocks.
-        slots: The slots, and their states.
-        kv_cache: The keys and values; None: the embedder keeps them.
-        planner: Decides what is loaded; None: the default.
-        disk_planner: Decides what is brought from the disk; None: the default.
-        state_policy: Which states go first; None: those of the lowest value where the slots'
-            policy learns values, else the least recently used.
-        identity: What processes that share entries have in common; None: nobody shares.
-        agreement: With the other ranks of the model; None: there are none.
-
-    Raises:
-        InvalidArgumentError: A disk tier or a store has no identity, the embedder keeps keys and
-            values itself, the device is neither a CPU
-            nor a GPU of CUDA, or an argument is of a wrong kind.
-        BudgetError: The budget holds no row.
-        TierInUseError: Another process uses the disk tier's folder.
-        OSError: The folder cannot be made or opened.
-    """
+    """Make the tiers that the settings ask for; None: none."""
     for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
         if given is not None:
             check_kind(name, given, LoadPlanner)
@@ -205,11 +161,7 @@ def make_tiering(
 
 
 def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:
-    """Open the disk tier.
-
-    Raises:
-        InvalidArgumentError: There is no identity.
-    """
+    """Open the disk tier."""
     if identity is None:
         raise InvalidArgumentError(
             "disk_cache_path needs identity (tiers.CacheIdentity.of): entries outlive this "
@@ -232,11 +184,7 @@ def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTi
 
 
 def _open_store(config: CacheConfig, identity: CacheIdentity | None) -> RemoteTier | None:
-    """Make the tier over a store; None if there is no store.
-
-    Raises:
-        InvalidArgumentError: There is no identity.
-    """
+    """Make the tier over a store; None if there is no store."""
     store = config.store
     if store is None:
         return None
@@ -257,11 +205,7 @@ def _open_store(config: CacheConfig, identity: CacheIdentity | None) -> RemoteTi
 def _formats(
     config: CacheConfig, layouts: Mapping[EntryKind, RowLayout]
 ) -> tuple[RowFormat, RowFormat]:
-    """Divide the budget into rows of KV blocks and of states.
-
-    Raises:
-        BudgetError: It holds no row of a kind that it is to hold.
-    """
+    """Divide the budget into rows of KV blocks and of states."""
     kv, states = layouts[EntryKind.KV], layouts[EntryKind.STATE]
     state_share = config.host_state_share if kv.payload_bytes else 1.0
     kv_rows = _num_rows(config, config.num_host_blocks, 1 - state_share, kv, "KV block")

@@ -65,26 +65,16 @@ class _OwnKey:
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """An entry on the GPU that is to be spilled.
+    """An entry on the GPU that is to be spilled."""
 
-    Attributes:
-        kind: What it is.
-        place: Its slot, or its KV block.
-        generation: Of its slot: which of the slot's states it is.
-        proposal: Of a state, for a policy of the host tier that knows prompts.
-        pin: Keeps its slot from eviction while it is copied.
-        lease: The row that it is copied to, once it has one.
-        is_gone: Whether its KV block was given up since.
-    """
-
-    kind: EntryKind
-    place: int
+    kind: EntryKind  # what it is
+    place: int  # its slot, or its KV block
     facts: EntryFacts
-    generation: int = 0
+    generation: int = 0  # of its slot: which of the slot's states it is
     proposal: StateProposal | None = None
-    pin: SlotLease | None = None
-    lease: HostLease | None = None
-    is_gone: bool = False
+    pin: SlotLease | None = None  # keeps its slot from eviction while it is copied
+    lease: HostLease | None = None  # the row that it is copied to, once it has one
+    is_gone: bool = False  # whether its KV block was given up since
 
 
 _Spill: TypeAlias = "tuple[Ticket, list[_Offer]]"
@@ -109,22 +99,6 @@ class Tiering:
     resumes and what became of its load is decided by all ranks together, and nothing else here
     changes what is on the GPU: the host tier's policy takes no part in what is saved, and pins
     nothing, because what is worth a row and when a copy ends differs too.
-
-    Args:
-        config: Settings.
-        host: The host tier.
-        transfers: Copies entries to its rows and back.
-        kv_blocks: Where cached blocks are found.
-        slots: Where saved states are found.
-        planner: Chooses where a request resumes.
-        has_kv: Whether blocks hold anything: not if the model has no attention.
-        identity: Enters the key of each entry. Default: one that no other process has.
-        max_copies: Spills that may be under way at once.
-        lower: Keeps entries of the host tier on a disk or in a store; None: nothing does.
-        agreement: With the other ranks of the model; None: there are none.
-
-    Attributes:
-        lower: As given.
     """
 
     def __init__(
@@ -174,10 +148,6 @@ class Tiering:
         """Return a match with what the host tier has, if it is quicker to resume from there.
 
         Ranks agree on it, unless the GPU has as much of the prompt as can be skipped.
-
-        Args:
-            match: What the GPU has.
-            hashes: Hashes of the sequence's complete blocks.
         """
         usable = max(0, match.prompt_tokens - self._min_computed) // self._block_size
         first, reach = match.state_matched_blocks, min(match.kv_matched_blocks, usable)
@@ -221,12 +191,7 @@ class Tiering:
         )
 
     def read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
-        """Keep the rows that a match resumes from.
-
-        Returns:
-            None if one of them, on any rank, is not what the request derives; that one cannot be
-            found any more.
-        """
+        """Keep the rows that a match resumes from."""
         load = self._read(active, match)
         is_refused = True
         try:
@@ -260,12 +225,7 @@ class Tiering:
         return [value > 0 for value in largest]
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
-        """Offer to the lower tier what a request resumes from, if the host tier has it.
-
-        Args:
-            active: The request.
-            blocks: Blocks before the boundary that it resumes from.
-        """
+        """Offer to the lower tier what a request resumes from, if the host tier has it."""
         if self.lower is None:
             return
         tenant = tenant_digest(self._secret, active.request.cache_salt)
@@ -279,14 +239,7 @@ class Tiering:
         match: PrefixMatch,
         timeout_seconds: float | None,
     ) -> Prefetch:
-        """Begin to bring what a lower tier has of a request; nothing without one.
-
-        Args:
-            request: The request.
-            chain: Its block hashes.
-            match: What the GPU and the host tier have of it.
-            timeout_seconds: When it is to be given up; None: never.
-        """
+        """Begin to bring what a lower tier has of a request; nothing without one."""
         if self.lower is None:
             return Prefetch(request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
         hashes = chain.hashes
@@ -305,13 +258,7 @@ class Tiering:
         )
 
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
-        """Have an entry that is known to be wrong not found again, in any tier.
-
-        Args:
-            kind: What it is.
-            cache_salt: Of the request that found it.
-            digest: Of its block.
-        """
+        """Have an entry that is known to be wrong not found again, in any tier."""
         if self.lower is not None:
             tenant = tenant_digest(self._secret, cache_salt)
             identity = self._identity
@@ -332,14 +279,7 @@ class Tiering:
             self._retiring.append((load.ticket, leases))
 
     def begin(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-        """Enqueue the loads of a step.
-
-        Args:
-            requests: Those that compute a chunk.
-
-        Returns:
-            Requests whose loads could not be enqueued on some rank, and are given up.
-        """
+        """Enqueue the loads of a step."""
         loading = [active for active in requests if active.current_chunk.load is not None]
         if not loading:
             return []
@@ -370,11 +310,7 @@ class Tiering:
         return loading
 
     def begin_forward(self, num_tokens: int) -> None:
-        """Begin to measure how long prompts take.
-
-        Args:
-            num_tokens: Of them, in this step; 0: nothing is measured.
-        """
+        """Begin to measure how long prompts take."""
         self._begun = (self.transfers.mark(), num_tokens) if num_tokens else None
 
     def end_step(self) -> None:
@@ -410,13 +346,7 @@ class Tiering:
         return {index - first for index in load.ticket.damaged() if first <= index < last}
 
     def _end_load(self, load: PlannedLoad, bad: set[int], *, is_damaged: bool) -> None:
-        """Give the rows of a load back that is over.
-
-        Args:
-            load: The load.
-            bad: Which of its rows brought other bytes on this rank.
-            is_damaged: Whether any did on any rank.
-        """
+        """Give the rows of a load back that is over."""
         assert load.ticket is not None, "it was enqueued when the step began"
         load.is_damaged = is_damaged
         if not is_damaged:
@@ -439,14 +369,7 @@ class Tiering:
         blocks: Sequence[int],
         holders: Sequence[int | None],
     ) -> None:
-        """Offer blocks of a request that became findable.
-
-        Args:
-            active: The request.
-            first: Which of its blocks is the first.
-            blocks: The blocks.
-            holders: What is found by the hash of each.
-        """
+        """Offer blocks of a request that became findable."""
         if not self._keeps_kv:
             return
         hashes, known = active.hashes, self.host.digests(EntryKind.KV)
@@ -470,10 +393,6 @@ class Tiering:
         """Say which states of a request are worth a row of a tier, and have none in host memory.
 
         Over several ranks none is: they would not say the same.
-
-        Args:
-            active: The request.
-            proposals: The states, one or more.
         """
         if self._agreement is not None:
             return [False] * len(proposals)
@@ -495,14 +414,7 @@ class Tiering:
     def offer_state(
         self, active: ActiveRequest, position: int, slot: int, proposal: StateProposal | None
     ) -> None:
-        """Offer a state of a request that became findable.
-
-        Args:
-            active: The request.
-            position: The boundary, in tokens.
-            slot: Where it is.
-            proposal: What it is, for a policy that knows prompts.
-        """
+        """Offer a state of a request that became findable."""
         index = position // self._block_size - 1
         if not self.host.has(EntryKind.STATE, active.hashes.digest(index)):
             facts = self._facts(active)(EntryKind.STATE, index)
@@ -589,14 +501,7 @@ class Tiering:
         self.host.reset()
 
     def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
-        """Prove that rows of the host tier are read and written for what is planned and under way.
-
-        Args:
-            loads: Those of all chunks.
-
-        Raises:
-            InvariantError: They are not.
-        """
+        """Prove that rows of the host tier are held for what is planned and under way alone."""
         self.host.check_invariants()
         held = [lease for load in loads for lease in load.leases]
         held += [lease for _, leases in self._retiring for lease in leases]

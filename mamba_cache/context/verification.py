@@ -134,14 +134,6 @@ class HitVerifier:
     """Samples hits, compares them with what the model computes, and counts what came of it.
 
     It holds nothing of the cache: a hit that is evicted before its turn is not verified.
-
-    Args:
-        rate: What part of the hits is chosen, from 0 to 1.
-        kv_blocks: Where blocks are found.
-        slots: Where states are found.
-        block_size_tokens: Tokens of a block.
-        read: Returns what is cached in a slot and in blocks, of so many tokens.
-        remove: Makes an entry unfindable: its kind, its block, the request and the digest.
     """
 
     def __init__(
@@ -163,13 +155,7 @@ class HitVerifier:
         self.reset()
 
     def sample(self, request: Request, tokens: TokenArray, hashes: BlockHashes) -> None:
-        """Choose a hit with the rate's probability.
-
-        Args:
-            request: The request that resumed.
-            tokens: Its tokens, of which as many are verified as ``hashes`` has blocks.
-            hashes: Hashes of the blocks that it did not compute.
-        """
+        """Choose a hit with the rate's probability."""
         if not hashes or self._random.random() >= self._rate:
             return
         self._sampled += 1
@@ -190,19 +176,7 @@ class HitVerifier:
         compute: Callable[[HitToVerify], PrefixContent | None],
         max_hits: int | None = None,
     ) -> int:
-        """Verify hits that wait, the oldest first.
-
-        Args:
-            compute: Computes the tokens of a hit without the cache. None: it cannot.
-            max_hits: How many at most. None: all that wait.
-
-        Returns:
-            How many were taken.
-
-        Raises:
-            InvalidArgumentError: ``max_hits`` is not an int >= 1, or what was computed is not of
-                the tensors that are cached.
-        """
+        """Verify hits that wait, the oldest first."""
         if max_hits is not None:
             check_int("max_hits", max_hits, minimum=1)
         count = 0
@@ -229,9 +203,6 @@ class HitVerifier:
         """Compare a hit with the same prefix computed anew; log and remove what differs.
 
         ``computed`` is None if the prefix could not be computed, which is counted.
-
-        Raises:
-            InvalidArgumentError: They are not of the same names, layers and shapes.
         """
         found = self.find(hit)
         if found is None or computed is None:
@@ -293,18 +264,6 @@ def compare_prefixes(
     Each layer's state, and the keys and the values of each token, may differ by
     ``RELATIVE_BOUNDS``. Keys and values are compared token by token, so that a single token is not
     lost among the others.
-
-    Args:
-        saved: What the cache has.
-        computed: The same tokens without the cache.
-        block_size_tokens: Tokens of a block.
-
-    Returns:
-        One difference at most for the state and for each block, the state's first; the layer that
-        is furthest off stands for all.
-
-    Raises:
-        InvalidArgumentError: They are not of the same names, layers and shapes.
     """
     _check_alike(saved, computed)
     limit = _bound_of([t for each in (saved, computed) for t in _tensors_of(each)])

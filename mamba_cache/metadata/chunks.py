@@ -107,16 +107,6 @@ def cut_into_chunks(
     """Cut sequences whose first chunks have ``phases`` tokens behind them already.
 
     What ``compute_chunk_metadata`` does, of arguments that are right.
-
-    Args:
-        starts: [B + 1] ints. First packed token of each sequence, then their number.
-        phases: [B] ints. Tokens of each sequence's first chunk that precede its packed ones.
-        chunk_size: Most tokens of one chunk.
-        out: What ``compute_chunk_metadata`` returns, written from the beginning on. There must be
-            room for two chunks of each sequence beside those that their tokens together fill.
-
-    Returns:
-        How many chunks there are.
     """
     if len(phases) <= _FEW:
         return _cut_few(starts, phases, chunk_size, out)

@@ -516,14 +516,7 @@ class _HostSide:
         self.pad_after(name, count, PAD_SLOT_ID)
 
     def pad_after(self, name: str, count: int, padding: int, *, pads_all: bool = False) -> None:
-        """Write padding over what was there before.
-
-        Args:
-            name: The array.
-            count: Values that were written, from its beginning on.
-            padding: What stands after them.
-            pads_all: Whether the padding is another one than before.
-        """
+        """Write padding over what was there before."""
         array = self.arrays[name]
         used = len(array) if pads_all else self._used[name]
         is_less = used > count
@@ -532,12 +525,7 @@ class _HostSide:
         self._used[name] = count
 
     def pad(self, num_tokens: int, num_requests: int) -> None:
-        """Write padding over what the last step had beyond this one.
-
-        Args:
-            num_tokens: Tokens of this one.
-            num_requests: Requests of this one.
-        """
+        """Write padding over what the last step had beyond this one."""
         used = self._used["token_ids"]
         is_less = used > num_tokens
         if is_less:

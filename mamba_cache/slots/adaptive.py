@@ -542,11 +542,7 @@ class CandidateTree:
         return freed
 
     def check_invariants(self) -> None:
-        """Check the tree against itself.
-
-        Raises:
-            InvariantError: Something contradicts something else.
-        """
+        """Check the tree against itself."""
         kept = {*self._num_kept.nonzero()[0].tolist()}
         known = (kept | self.ghosts.keys()) - {ROOT}
         edge_of, children, ids = self._edges, self._children, range(len(self._edges))

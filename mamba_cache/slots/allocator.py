@@ -538,11 +538,7 @@ def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[
 
 
 def _num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
-    """Return how many states the forward may write into the scratch in one step.
-
-    Raises:
-        InvalidArgumentError: It may write some, of other kinds than a scratch holds.
-    """
+    """Return how many states the forward may write into the scratch in one step."""
     if spec.is_mamba:
         return num_scratch_rows(context)
     rows = getattr(context, "max_mamba_intermediate_states_per_step", 0)
@@ -556,11 +552,7 @@ def _num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
 
 
 def check_model(context: SlotContext) -> None:
-    """Check that the context's model is of a kind whose states can be saved.
-
-    Raises:
-        InvalidArgumentError: It is not, or ``checkpoint_alignment`` refuses.
-    """
+    """Check that the context's model is of a kind whose states can be saved."""
     num_householder = getattr(context, "gdp_num_householder", 0)
     if num_householder > 0:
         raise InvalidArgumentError(
@@ -571,11 +563,7 @@ def check_model(context: SlotContext) -> None:
 
 
 def _live_rows(context: SlotContext, requests: Sequence[int]) -> list[int]:
-    """Look up the rows of requests in the live states.
-
-    Raises:
-        InvalidArgumentError: There is no such request row, or it has no live state.
-    """
+    """Look up the rows of requests in the live states."""
     table = as_host_array(context.mamba_metadata.request_to_mamba_state_idx)
     rows = [int(table[request]) if 0 <= request < len(table) else -1 for request in requests]
     if min(rows) < 0:

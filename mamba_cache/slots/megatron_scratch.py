@@ -37,19 +37,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """Where states are saved in one prefill chunk of one request.
+    """Where states are saved in one prefill chunk of one request."""
 
-    Attributes:
-        offsets: At most three intermediate offsets, in tokens, ascending.
-        block_ids: The block that each of them ends.
-        eos_block_id: The block that ends with the prompt, if this chunk does too; else -1.
-        num_skipped: Checkpoints that were wanted beyond the three.
-    """
-
-    offsets: list[int]
-    block_ids: list[int]
-    eos_block_id: int
-    num_skipped: int
+    offsets: list[int]  # at most three intermediate offsets, in tokens, ascending
+    block_ids: list[int]  # the block that each of them ends
+    eos_block_id: int  # the block that ends with the prompt, if this chunk does too; else -1
+    num_skipped: int  # checkpoints that were wanted beyond the three
 
 
 def plan_checkpoints(
@@ -64,20 +57,7 @@ def plan_checkpoints(
     block_size_tokens: int,
     alignment: int,
 ) -> CheckpointPlan:
-    """Plan the checkpoints of a prefill chunk.
-
-    Args:
-        placement: Which positions are worth a state. Of more than three the last are kept, because
-            they save the most.
-        request: The request.
-        skip_tokens: Tokens of the chunk that are not computed.
-        prefill_chunk_length: Tokens of the chunk, the skipped ones included.
-        num_matched_blocks: Blocks of the prompt found cached.
-        num_required_blocks: Blocks that the request needs.
-        block_ids: [max blocks] int: the request's KV blocks.
-        block_size_tokens: Tokens of a block.
-        alignment: As in ``checkpoint_offsets``.
-    """
+    """Plan the checkpoints of a prefill chunk."""
     prompt_tokens = len(request.prompt_tokens)
     chunk_start = request.finished_chunk_token_count + skip_tokens
     facts = PlacementFacts(
@@ -118,11 +98,7 @@ def num_scratch_rows(context: SlotContext) -> int:
 
 
 def checkpoint_alignment(context: SlotContext) -> int:
-    """Read the tokens between positions where states can be saved: by default an SSM chunk's.
-
-    Raises:
-        InvalidArgumentError: Not every such position ends an SSM chunk.
-    """
+    """Read the tokens between positions where states can be saved: by default an SSM chunk's."""
     chunk: int = getattr(context, "mamba_chunk_size", 1)
     alignment: int = getattr(context, "ssm_chunk_alignment", chunk)
     if alignment % chunk:
@@ -137,17 +113,6 @@ class IntermediateTables:
 
     The tables on the CPU are the truth, and may be written by index from outside; those on the
     device are where ``upload`` puts a copy for kernels to read.
-
-    Args:
-        max_requests: Rows.
-        device: Where the kernels run.
-
-    Attributes:
-        offsets_cpu: [max_requests, 3] int32. Intermediate offsets in tokens, 0 past the count.
-        counts_cpu: [max_requests] int32. Intermediate offsets of each request.
-        block_ids_cpu: [max_requests, 3] int32. The block that each offset ends, -1 past the count.
-        eos_block_ids_cpu: [max_requests] int32. The block that the prompt's end completes, or -1.
-        has_intermediates: A checkpoint of either kind was recorded since the last ``clear``.
     """
 
     @outside_inference_mode
@@ -167,13 +132,7 @@ class IntermediateTables:
         self.clear(0, len(self.counts_cpu))
 
     def fitting(self, row: int, plan: CheckpointPlan, num_scratch_rows: int) -> CheckpointPlan:
-        """Drop the checkpoints of a plan that the scratch has no row for, the first ones first.
-
-        Args:
-            row: The request's row, whose present content does not count.
-            plan: Its plan.
-            num_scratch_rows: States that the forward can write in a step.
-        """
+        """Drop the checkpoints of a plan that the scratch has no row for, the first ones first."""
         if not plan.offsets:
             return plan
         counts = self.counts_cpu.numpy()
@@ -215,12 +174,7 @@ class IntermediateTables:
         return self.offsets_cpu[start:stop], self.counts_cpu[start:stop]
 
     def upload(self, start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy rows to the device without waiting for it.
-
-        Returns:
-            Offsets [num_rows, 3] and counts [num_rows], int32: views on the device whose addresses
-            depend on ``start`` alone.
-        """
+        """Copy rows to the device without waiting for it."""
         stop = start + num_rows
         on_device = self._offsets_device[start:stop], self._counts_device[start:stop]
         for target, source in zip(on_device, self.rows(start, num_rows), strict=True):
@@ -233,18 +187,7 @@ class IntermediateTables:
     def reached(
         self, start: int, num_rows: int, num_written: Sequence[int]
     ) -> tuple[list[int], list[int], list[int]]:
-        """List the checkpoints that a forward has reached.
-
-        Args:
-            start: The first prefill request's row.
-            num_rows: Prefill requests.
-            num_written: States that the forward wrote for each row from ``start`` on; for rows
-                past the end of the list, none. Those past ``num_rows`` are another step's.
-
-        Returns:
-            The block of each such state, in order; the blocks of EOS checkpoints; and the rows of
-            the requests that these belong to.
-        """
+        """List the checkpoints that a forward has reached."""
         num_written = num_written[:num_rows]
         table = self.block_ids_cpu.numpy()[start : start + len(num_written)]
         written = np.arange(table.shape[1]) < np.asarray(num_written, np.int64)[:, None]
@@ -255,21 +198,13 @@ class IntermediateTables:
 
 @dataclass(frozen=True, slots=True)
 class CommitBatch:
-    """States of one step on their way into slots: those in the scratch, then EOS checkpoints.
+    """States of one step on their way into slots: those in the scratch, then EOS checkpoints."""
 
-    Attributes:
-        intermediate_block_ids: The block of each state in the scratch.
-        src_offsets: Where in the scratch each of them is.
-        eos_block_ids: The block of each EOS checkpoint.
-        eos_requests: The row of the request whose live state it is.
-        hashes: The hash id of each block, in the order of ``block_ids``.
-    """
-
-    intermediate_block_ids: list[int]
-    src_offsets: list[int]
-    eos_block_ids: list[int]
-    eos_requests: list[int]
-    hashes: list[int]
+    intermediate_block_ids: list[int]  # the block of each state in the scratch
+    src_offsets: list[int]  # where in the scratch each of them is
+    eos_block_ids: list[int]  # the block of each EOS checkpoint
+    eos_requests: list[int]  # the row of the request whose live state it is
+    hashes: list[int]  # the hash id of each block, in the order of ``block_ids``
 
     @property
     def block_ids(self) -> list[int]:
@@ -277,12 +212,7 @@ class CommitBatch:
         return self.intermediate_block_ids + self.eos_block_ids
 
     def within_capacity(self, with_slot: Collection[int], num_slots: int) -> CommitBatch:
-        """Keep, in order, what there is room for.
-
-        Args:
-            with_slot: Blocks that have a slot already, and so need no other.
-            num_slots: Slots to be had for other blocks.
-        """
+        """Keep, in order, what there is room for."""
         kept: set[int] = set()
         indices = []
         for index, block_id in enumerate(self.block_ids):

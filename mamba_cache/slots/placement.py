@@ -115,11 +115,7 @@ class EveryNthBlock:
 
 
 def check_placement(placement: object) -> CheckpointPlacement:
-    """Return what a caller gives as a placement, Megatron's three positions for None.
-
-    Raises:
-        InvalidArgumentError: It is neither, or it is a class.
-    """
+    """Return what a caller gives as a placement, Megatron's three positions for None."""
     if placement is None:
         return MegatronPlacement()
     if isinstance(placement, CheckpointPlacement) and not isinstance(placement, type):
@@ -133,19 +129,7 @@ def check_placement(placement: object) -> CheckpointPlacement:
 def checkpoint_offsets(
     positions: Iterable[int], *, chunk_start: int, num_tokens: int, alignment: int
 ) -> list[int]:
-    """Find the checkpoints inside a prefill chunk.
-
-    Args:
-        positions: Absolute positions, as a placement gives them.
-        chunk_start: Absolute position of the chunk's first computed token.
-        num_tokens: Tokens computed in the chunk.
-        alignment: Tokens from the chunk's start between positions where the SSM kernel can give
-            its state out.
-
-    Returns:
-        The intermediate offsets in tokens, ascending, without duplicates. The chunk's own end is
-        none of them: there the live state is the checkpoint.
-    """
+    """Find the checkpoints inside a prefill chunk."""
     offsets = {position - chunk_start for position in positions}
     return sorted(o for o in offsets if 0 < o < num_tokens and o % alignment == 0)
 
@@ -154,13 +138,6 @@ def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> s
     """Ask a placement for its positions, and keep of each the block boundary at or before it.
 
     A state saved at any other position would be found as that of the boundary.
-
-    Args:
-        placement: The placement.
-        facts: What it decides by.
-
-    Raises:
-        InvalidArgumentError: What it returns are no ints.
     """
     block = facts.block_size_tokens
     name = f"the positions of {type(placement).__name__}"

@@ -328,14 +328,7 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
 
 
 def policy_named(name: Any) -> SlotEvictionPolicy:
-    """Make the policy for an embedder's setting.
-
-    Args:
-        name: "lru" or "ref_zero", or a member of any enum with such a value.
-
-    Raises:
-        InvalidArgumentError: It is neither.
-    """
+    """Make the policy for an embedder's setting."""
     value = getattr(name, "value", name)
     if value == EvictionPolicy.LRU:
         return LruSlotPolicy()
@@ -346,11 +339,7 @@ def policy_named(name: Any) -> SlotEvictionPolicy:
 
 
 def check_policy(policy: object) -> SlotEvictionPolicy:
-    """Return what a caller gives as a policy, if it is one.
-
-    Raises:
-        InvalidArgumentError: It lacks a method, or it is a class.
-    """
+    """Return what a caller gives as a policy, if it is one."""
     if isinstance(policy, SlotEvictionPolicy) and not isinstance(policy, type):
         return policy
     raise InvalidArgumentError(

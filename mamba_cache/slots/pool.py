@@ -783,11 +783,7 @@ class SlotPool:
         self.evicted_slots_total += len(slots)
 
     def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
-        """Check that slots are different, cached and not pinned, and as many as are wanted.
-
-        Raises:
-            InvalidArgumentError: They are not, or one is outside the pool.
-        """
+        """Check that slots are different, cached and not pinned, and as many as are wanted."""
         given = as_ids("slots", slots, self.max_slots)
         kept = [s for s in given if self._block_at[s] < 0 or self.pin_counts.item(s)]
         wanted = len(given) if num_wanted is None else num_wanted
@@ -907,11 +903,7 @@ def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:
 
 
 def check_same_length(**lists: list[int]) -> None:
-    """Check that lists which are read side by side are equally long.
-
-    Raises:
-        InvalidArgumentError: They are not.
-    """
+    """Check that lists which are read side by side are equally long."""
     if len({*map(len, lists.values())}) > 1:
         lengths = {name: len(values) for name, values in lists.items()}
         raise InvalidArgumentError(f"these must be equally long: {lengths}")

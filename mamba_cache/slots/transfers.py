@@ -26,15 +26,6 @@ class StateTransfers:
     """Copies of whole states, one launch for all layers and all pairs of a call.
 
     The live tensors belong to the embedder, who may replace them; they are asked for at each call.
-
-    Args:
-        slots: The slots' states.
-        scratch: Where the forward of some embedders writes its checkpoints.
-        live_states: Returns the live tensors, [num_layers, rows, *shape], in the spec's order.
-        quantization: Which tensors slots keep in int8; None: they keep all states as they are.
-
-    Attributes:
-        num_calls: How often states were moved.
     """
 
     def __init__(
@@ -44,7 +35,7 @@ class StateTransfers:
         live_states: Callable[[], Sequence[torch.Tensor]],
         quantization: SlotQuantization | None = None,
     ) -> None:
-        self.num_calls = 0
+        self.num_calls = 0  # how often states were moved
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
         self._live_places: list[tuple[int, int]] = []
@@ -55,17 +46,7 @@ class StateTransfers:
         self._scratch_to_slots = StateCopier(self._scratch, self._slots)
 
     def store_layer(self, layer: int, slot: int, states: Sequence[torch.Tensor]) -> None:
-        """Write one layer of one slot's state.
-
-        Args:
-            layer: The layer, from 0.
-            slot: The slot.
-            states: One tensor for each of the spec's, [*shape], on any device.
-
-        Raises:
-            InvalidArgumentError: There is no such layer, or a state is no tensor of the slot's
-                shape and dtype.
-        """
+        """Write one layer of one slot's state."""
         layer = check_int("layer_idx", layer, minimum=0, maximum=len(self._slots[0]) - 1)
         for wanted, state in zip(self._layer_states, states, strict=True):
             _check_fits(state, wanted)
@@ -78,48 +59,24 @@ class StateTransfers:
             tensor[layer, slot].copy_(state)
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Save live states.
-
-        Args:
-            rows: [n] live-state rows; ``PAD_SLOT_ID`` skips the pair.
-            slots: [n] slots, likewise.
-
-        Raises:
-            InvalidArgumentError: As in ``StateCopier.copy``, or the live tensors do not fit.
-        """
+        """Save live states."""
         self._bind_live_states()
         self.num_calls += 1
         self._live_to_slots.copy(rows, slots)
 
     def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
-        """Restore live states.
-
-        Args:
-            sources: [n] slots; ``ZERO_SOURCE`` clears the row, ``PAD_SLOT_ID`` skips the pair.
-            rows: [n] live-state rows; ``PAD_SLOT_ID`` skips the pair.
-
-        Raises:
-            InvalidArgumentError: As in ``StateCopier.copy``, or the live tensors do not fit.
-        """
+        """Restore live states."""
         self._bind_live_states()
         self.num_calls += 1
         self._slots_to_live.copy(sources, rows)
 
     def scratch_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Save states that the forward left in the scratch.
-
-        Raises:
-            InvalidArgumentError: As in ``StateCopier.copy``.
-        """
+        """Save states that the forward left in the scratch."""
         self.num_calls += 1
         self._scratch_to_slots.copy(rows, slots)
 
     def spoil_scratch(self, num_rows: int) -> None:
-        """Fill the first rows of the scratch with what is no state: NaN, or 0 for integers.
-
-        Args:
-            num_rows: Rows of which the states are saved.
-        """
+        """Fill the first rows of the scratch with what is no state: NaN, or 0 for integers."""
         for tensor in self._scratch:
             if num_rows:
                 tensor[:, :num_rows] = math.nan if tensor.is_floating_point() else 0

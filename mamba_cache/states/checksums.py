@@ -29,17 +29,6 @@ class TensorChecksums:
 
     On a GPU ``start`` enqueues one launch over all tensors on the current stream and returns;
     ``is_unchanged`` waits for that launch, not for what was enqueued after it.
-
-    Args:
-        tensors: Of any dtype and strides, on one device. None empty.
-        backend: Who measures: "auto" is the Triton kernel on CUDA and PyTorch elsewhere.
-
-    Attributes:
-        device: Where the tensors are.
-
-    Raises:
-        InvalidArgumentError: The tensors are on several devices, or there is none, or one has no
-            memory of its own that could be read, or the backend is unknown or not for them.
     """
 
     @outside_inference_mode
@@ -47,7 +36,7 @@ class TensorChecksums:
         devices = sorted({str(tensor.device) for tensor in tensors})
         if len(devices) != 1:
             raise InvalidArgumentError(f"tensors must be on one device, got {devices}")
-        self.device = tensors[0].device
+        self.device = tensors[0].device  # where the tensors are
         self._measure = _measure_for(backend, self.device)
         # A tensor with gaps between its elements is copied together before each measurement.
         self._gapped = [
@@ -85,13 +74,7 @@ class TensorChecksums:
         ]
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
-        """Begin to compare the tensors with what is expected.
-
-        Args:
-            stride: Compare the first 64 KiB of each tensor, and of all that follow in them only
-                each so-many-th 64 KiB.
-            phase: Which of those, 0 <= phase < stride.
-        """
+        """Begin to compare the tensors with what is expected."""
         self._copy_gapped()
         self._changed.zero_()
         self._measure(self._plan, self._expected, self._sums, self._changed, stride, phase)
@@ -111,11 +94,7 @@ class TensorChecksums:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype.
-
-    Raises:
-        InvalidArgumentError: It has no memory of its own that could be read, or has gaps.
-    """
+    """Return the memory of a tensor without gaps, [bytes] uint8, not copied, of whatever dtype."""
     try:
         span, storage = _span(tensor), tensor.untyped_storage()
     except (NotImplementedError, RuntimeError) as error:
@@ -155,21 +134,6 @@ class EntryChecksums:
     An entry is one row of each tensor, over all its layers: a slot, or a KV block. Its checksums
     are one for each 64 KiB of each layer of each tensor, in that order, and stand in its row. On a
     GPU each call enqueues one launch on the current stream, and nothing waits.
-
-    Args:
-        tensors: At least one, each [num_layers, places, *inner], inner axes contiguous. They must
-            keep their storage.
-        sums_start: Where the checksums begin in a row, a multiple of 8.
-        programs: At most so many a launch has on a GPU. Default: one for each multiprocessor. This
-            runs beside a model's forward, which lost 8% to a few that ran all the time, for a
-            kernel waits for the multiprocessors that are the slowest, and 1% to many short ones.
-        backend: As for ``TensorChecksums``.
-
-    Attributes:
-        num_sums: Of one entry.
-
-    Raises:
-        InvalidArgumentError: The backend is unknown or not for them.
     """
 
     @outside_inference_mode
@@ -187,7 +151,7 @@ class EntryChecksums:
         kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
         self._measure: Callable[..., None] = partial(kernels.entry_checksums, self._plan)
         self._fetch: Callable[..., None] = partial(kernels.fetch_checksums, self._plan)
-        self.num_sums = num_entry_chunks(tensors)
+        self.num_sums = num_entry_chunks(tensors)  # of one entry
 
     @staticmethod
     def count(tensors: Sequence[torch.Tensor]) -> int:
@@ -195,39 +159,20 @@ class EntryChecksums:
         return num_entry_chunks(tensors)
 
     def write(self, entries: torch.Tensor, which: slice, chunks: slice) -> None:
-        """Write the checksums of a part of some entries to their rows.
-
-        Args:
-            entries: [n, 2] int64. Where each is, and the address of its row.
-            which: Which of the n.
-            chunks: Which of the checksums of each.
-        """
+        """Write the checksums of a part of some entries to their rows."""
         self._measure(False, entries, entries, which, chunks, self._programs)
 
     def fetch(self, entries: torch.Tensor, sums: torch.Tensor, which: slice) -> None:
         """Copy the checksums of entries from their rows, all at once.
 
         ``compare`` reads them one at a time, and would wait for the link at each.
-
-        Args:
-            entries: As for ``write``.
-            sums: [len(which), num_sums] int64, contiguous; written.
-            which: Which of the n.
         """
         self._fetch(entries, sums, which)
 
     def compare(
         self, entries: torch.Tensor, changed: torch.Tensor, which: slice, chunks: slice
     ) -> None:
-        """Compare a part of some entries with their checksums.
-
-        Args:
-            entries: [n, 2] int64. Where each is, and the address of its row, or what is
-                ``sums_start`` before its checksums.
-            changed: [n] int32; becomes 1 for each whose checksums are not those in its row.
-            which: Which of the n.
-            chunks: Which of the checksums of each.
-        """
+        """Compare a part of some entries with their checksums."""
         self._measure(True, entries, changed, which, chunks, self._programs)
 
 

@@ -164,10 +164,6 @@ class _RowRing:
     """Pinned host buffers and their device twins, used in turn.
 
     Only a host that is more than ``_RING_DEPTH`` calls ahead of the device waits for it.
-
-    Args:
-        capacity: The most rows of each list.
-        device: A CUDA device.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -185,12 +181,7 @@ class _RowRing:
     def send(
         self, source_rows: Sequence[int], destination_rows: Sequence[int]
     ) -> tuple[torch.Tensor, ...]:
-        """Enqueue the copy of two equally long lists on the current stream.
-
-        Returns:
-            Two tensors, each [capacity] int32 on the device, that begin with the lists. They hold
-            until ``mark_used``, and as long as the work that is enqueued before it reads them.
-        """
+        """Enqueue the copy of two equally long lists on the current stream."""
         turn, count = self._turn, len(source_rows)
         # Waits for nothing if the event is past, or was never recorded.
         self._used[turn].synchronize()
@@ -211,11 +202,7 @@ def _is_on_host(rows: RowIndices) -> bool:
 
 
 def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> torch.Tensor:
-    """Check what can be checked of rows on a device without waiting for it.
-
-    Raises:
-        InvalidArgumentError: The rows are not a contiguous 1-D int32 or int64 tensor on ``device``.
-    """
+    """Check what can be checked of rows on a device without waiting for it."""
     if not isinstance(rows, torch.Tensor) or rows.device != device:
         given = rows.device if isinstance(rows, torch.Tensor) else "the host"
         raise InvalidArgumentError(
@@ -232,11 +219,7 @@ def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> tor
 
 
 def _as_list(name: str, rows: RowIndices, least: int, num_rows: int) -> list[int]:
-    """Read rows on the host, each in [least, num_rows).
-
-    Raises:
-        InvalidArgumentError: They are no ints, or one is out of range.
-    """
+    """Read rows on the host, each in [least, num_rows)."""
     is_plain = isinstance(rows, list) and set(map(type, rows)) == {int}
     given: list[int] = rows if is_plain else _from_array(name, rows)  # type: ignore[assignment]
     if given and (min(given) < least or max(given) >= num_rows):
@@ -308,11 +291,7 @@ def _sides(pairs: _Pairs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def _match(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
 ) -> tuple[_Pairs, list[_Quantized]]:
-    """Check tensors, and pair those that are copied as they are and those that are quantised.
-
-    Raises:
-        InvalidArgumentError: As in ``StateCopier``.
-    """
+    """Check tensors, and pair those that are copied as they are and those that are quantised."""
     check_are_tensors("sources", sources)
     check_are_tensors("destinations", destinations)
     read, written = list(sources), list(destinations)
@@ -361,22 +340,14 @@ def _check_quantized(states: torch.Tensor, codes: torch.Tensor, scales: torch.Te
 
 
 def check_are_tensors(name: str, tensors: Any) -> None:
-    """Check that ``tensors`` is a list or tuple of tensors.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
+    """Check that ``tensors`` is a list or tuple of tensors."""
     is_sequence = isinstance(tensors, (list, tuple))
     if not is_sequence or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise InvalidArgumentError(f"{name} must be tensors in a list or tuple, got {tensors!r}")
 
 
 def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that tensors hold parts of the same states, laid out so that they can be copied.
-
-    Raises:
-        InvalidArgumentError: Inner axes are not contiguous, or not all have equally many rows.
-    """
+    """Check that tensors hold parts of the same states, laid out so that they can be copied."""
     for tensor in tensors:
         _check_layout(side, tensor)
     if len({tensor.shape[1] for tensor in tensors}) > 1:
@@ -385,11 +356,7 @@ def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_devices(*tensors: torch.Tensor) -> None:
-    """Check that tensors are on one device.
-
-    Raises:
-        InvalidArgumentError: They are not.
-    """
+    """Check that tensors are on one device."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         names = sorted(map(str, devices))

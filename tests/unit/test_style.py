@@ -18,6 +18,14 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MODULES = [source for source in sources(PACKAGE) if source.path.name != "__main__.py"]
+# What a package exports; names of other modules are for those who work on the package.
+EXPORTED = {
+    name
+    for source in MODULES
+    if source.path.name == "__init__.py" or source.module.count(".") == 1
+    for name in getattr(importlib.import_module(source.module), "__all__", ())
+    if not source.module.split(".")[-1].startswith("_")
+}
 BENCHMARKS = [path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py")]
 # These are no tests, or print what they have measured.
 READ_CLOCKS = {
@@ -38,11 +46,12 @@ CLOCK = re.compile(r"^\s*(?:import|from) time(?:it)?\b|(?<![?&])\b(?:timeout|dea
 
 
 def public_definitions(source: Source) -> Iterator[tuple[str, ast.AST]]:
-    """Classes, functions and methods that a user may name; an override repeats no docstring."""
+    """Classes, functions and methods of them that a package exports."""
     for name, node in definitions(source.tree):
         decorators = {ast.unparse(d) for d in getattr(node, "decorator_list", [])}
         second_half = any(d.endswith(".setter") for d in decorators) or "overload" in decorators
-        if all(is_public(part) for part in name.split(".")) and not second_half:
+        is_exported = name.split(".")[0] in EXPORTED
+        if is_exported and all(is_public(part) for part in name.split(".")) and not second_half:
             yield name, node
 
 
@@ -100,7 +109,7 @@ def test_no_test_decides_by_a_clock() -> None:
 
 
 def test_docstrings_promise_what_is_raised() -> None:
-    """Each exception of the package that a public function raises itself is in its ``Raises:``.
+    """Each exception of the package that an exported function raises itself is in its ``Raises:``.
 
     A class's docstring speaks for its ``__init__``. What is named there is an exception.
     """
@@ -109,7 +118,7 @@ def test_docstrings_promise_what_is_raised() -> None:
         constructors = [
             (name, method, node)
             for name, node in definitions(source.tree)
-            if isinstance(node, ast.ClassDef) and is_public(name)
+            if isinstance(node, ast.ClassDef) and name in EXPORTED
             for method in node.body
             if isinstance(method, FUNCTIONS) and method.name in ("__init__", "__post_init__")
         ]

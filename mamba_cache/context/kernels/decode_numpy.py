@@ -21,16 +21,7 @@ __all__ = ["advance_rows", "describe_decodes", "describe_live_rows"]
 def describe_decodes(
     rows: DecodeRows, metadata: StepMetadata, drafts: torch.Tensor | None, block_size: int
 ) -> None:
-    """Write what only the device knows of the decoding requests into a step's metadata.
-
-    Args:
-        rows: How far each request is.
-        metadata: The step's; its per-request tensors are written where requests decode, and its
-            per-token tensors for their tokens.
-        drafts: [max_requests, k] integer tokens by request row, where the host does not know
-            them; negative: none.
-        block_size: Tokens of a KV block.
-    """
+    """Write what only the device knows of the decoding requests into a step's metadata."""
     describe_live_rows(rows, metadata)
     arrays, count, total = rows.arrays(metadata), metadata.num_decodes, metadata.num_decode_tokens
     places = arrays["request_rows"][:count].astype(np.intp)
@@ -58,13 +49,7 @@ def describe_decodes(
 
 
 def describe_live_rows(rows: DecodeRows, metadata: StepMetadata) -> None:
-    """Write which live state of each decoding request is current, and which ones follow.
-
-    Args:
-        rows: How far each request is.
-        metadata: The step's; ``state_rows`` and ``decode_state_rows`` are written where requests
-            decode.
-    """
+    """Write which live state of each decoding request is current, and which ones follow."""
     arrays, count, ring = rows.arrays(metadata), metadata.num_decodes, rows.ring
     # Here and below: of 64 bits, by which numpy looks up several times as fast as by others.
     places = arrays["request_rows"][:count].astype(np.intp)
@@ -88,17 +73,7 @@ def advance_rows(
     tokens: torch.Tensor | np.ndarray[Any, Any],
     counts: torch.Tensor | np.ndarray[Any, Any],
 ) -> None:
-    """Move each request of a step past the tokens that became part of it.
-
-    Args:
-        rows: How far each request is; written.
-        metadata: The step's. ``boundary_rows`` and ``boundary_slots`` of decoding requests are
-            written: the row with the state at the boundary, or padding if it was not reached.
-        tokens: [num_requests, k + 1] int64 new tokens, in batch order; as an array fewer columns
-            do, if nobody takes more.
-        counts: [num_requests] ints. How many of them each decoding request takes; an array is
-            known to be right, in a tensor there may be any number.
-    """
+    """Move each request of a step past the tokens that became part of it."""
     arrays, count, end = rows.arrays(metadata), metadata.num_decodes, metadata.num_requests
     places, new_tokens = arrays["request_rows"][:end].astype(np.intp), np.asarray(tokens)
     num_computed, cursors = arrays["num_computed"], arrays["cursors"]

@@ -18,9 +18,6 @@ class Launcher:
 
     On its usual way Triton examines every argument to find the compiled kernel that fits: 17 us a
     launch, against 9 us so (NVIDIA H200 machine, Triton 3.6).
-
-    Args:
-        kernel: A ``triton.jit`` function.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -38,16 +35,7 @@ class Launcher:
         *arguments: object,
         **options: object,
     ) -> None:
-        """Launch on the device's current stream.
-
-        Args:
-            device: Index of the CUDA device; -1: the CPU, for Triton's interpreter.
-            key: All that the kernel is specialised for: constants, dtypes of tensors, whatever else
-                of the arguments Triton looks at, and what the options depend on.
-            grid: Programs.
-            *arguments: Every argument of the kernel, constants included, in order.
-            **options: How to compile it, such as ``num_warps``.
-        """
+        """Launch on the device's current stream."""
         if device >= 0 and device != torch.cuda.current_device():
             # Triton launches on the current device.
             with torch.cuda.device(device):

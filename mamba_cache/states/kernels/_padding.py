@@ -28,11 +28,6 @@ def entries_per_program(num_entries: int, *, on_gpu: bool, captured: int) -> int
     A program for each entry is fastest where all are real. But a captured launch is replayed with
     other rows, most of them padding, and starting programs that have nothing to do takes time: 64
     padded states of 24 layers cost 985 us so, and 18 us in one walk (NVIDIA H200, 98 MiB a state).
-
-    Args:
-        num_entries: Entries of the list.
-        on_gpu: Whether the kernel runs on a GPU.
-        captured: Entries a program while a CUDA graph is captured.
     """
     in_graph = on_gpu and torch.cuda.is_current_stream_capturing()
     return captured if in_graph or num_entries > _MOST_PROGRAMS_Y else 1

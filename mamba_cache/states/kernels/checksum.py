@@ -118,14 +118,6 @@ def checksum(
 
     Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
     about 2**-64. Which word stands where matters, and where the tensor lies does not.
-
-    Args:
-        plan: The chunks.
-        expected: [num_chunks] int64, contiguous as the others.
-        sums: [num_chunks] int64; those of the measured chunks are written.
-        changed: [1] int32; becomes 1 if one of them is not as expected.
-        stride: Only each so-many-th chunk is measured, but all heads.
-        phase: Which ones, 0 <= phase < stride.
     """
     _launch(
         plan.chunks.get_device(),
@@ -194,19 +186,7 @@ def entry_checksums(
     chunks: slice,
     programs: int,
 ) -> None:
-    """Write checksums of entries to their rows, or compare with those there. It does not wait.
-
-    Args:
-        plan: Where their chunks lie.
-        compares: Whether to compare.
-        entries: [n, 2] int64. The place of each, and the address of its row, which the device can
-            read and write.
-        changed: [n] int32; becomes 1 for each that has another checksum than stands in its row.
-            Any tensor of the device if they are written.
-        which: Which of the n.
-        chunks: Which chunks of each.
-        programs: At most so many are launched.
-    """
+    """Write checksums of entries to their rows, or compare with those there. It does not wait."""
     num_entries, num_chunks = which.stop - which.start, chunks.stop - chunks.start
     programs = min(programs, num_entries * num_chunks)
     if not programs:
@@ -247,14 +227,7 @@ _launch_fetch = Launcher(_fetch_kernel)
 def fetch_checksums(
     plan: EntryPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
 ) -> None:
-    """Copy checksums of entries from their rows. It does not wait.
-
-    Args:
-        plan: Where they stand there.
-        entries: As for ``entry_checksums``.
-        sums: [entries, checksums of each] int64, contiguous; written.
-        which: Which entries, as many as there is room for.
-    """
+    """Copy checksums of entries from their rows. It does not wait."""
     num_entries, num_sums = sums.shape
     if not sums.numel():
         return

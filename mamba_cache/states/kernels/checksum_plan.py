@@ -52,15 +52,9 @@ class ChecksumPlan:
     A chunk is ``CHUNK_BYTES`` of one tensor counted from its start, or what is left at its end. The
     first chunk of every tensor comes first in the table (they are the *heads*), the others follow
     tensor by tensor. The table holds addresses, so the plan keeps the tensors alive.
-
-    Attributes:
-        tensors: [bytes] uint8 each, none empty, all on one device.
-        chunks: [num_chunks, 3] int64 on that device: address, bytes, and whether both are multiples
-            of 16.
-        rest_starts: For each tensor the number of its second chunk, whether it has one or not.
     """
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]  # [bytes] uint8 each, none empty, all on one device
     chunks: torch.Tensor
     rest_starts: tuple[int, ...]
 
@@ -81,17 +75,10 @@ class ChecksumPlan:
 
 @dataclass(frozen=True, slots=True)
 class EntryPlan:
-    """Where the chunks of an entry lie: of each layer of each tensor, ``CHUNK_BYTES`` or its end.
-
-    Attributes:
-        tensors: Each [num_layers, places, bytes] uint8, kept alive as the table holds addresses.
-        sums_start: Where the checksums begin in a row.
-        chunks: [num_chunks, 4] int64 on their device: the address in place 0, bytes from place to
-            place, bytes, and whether all of these are multiples of 16.
-    """
+    """Where the chunks of an entry lie: ``CHUNK_BYTES`` of one layer of one tensor each."""
 
     tensors: tuple[torch.Tensor, ...]
-    sums_start: int
+    sums_start: int  # where the checksums begin in a row
     chunks: torch.Tensor
 
 

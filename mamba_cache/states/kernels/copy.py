@@ -96,11 +96,7 @@ _launch = Launcher(_copy_kernel)
 
 
 def copy_states(plan: CopyPlan) -> RowCopy:
-    """Return what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
-
-    Args:
-        plan: Where to read and write.
-    """
+    """Return a copy of whole rows, all layers of all tensors, as in ``StateCopier.copy``."""
     return partial(_copy, plan)
 
 

@@ -18,9 +18,6 @@ def copy_states(plan: CopyPlan) -> RowCopy:
     """Return what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
-
-    Args:
-        plan: Where to read and write.
     """
     pairs: list[tuple[Any, Any]] = list(zip(plan.sources, plan.destinations, strict=True))
     if plan.chunks.device.type == "cpu":  # the same bytes through numpy, whose calls cost a fourth

@@ -161,19 +161,12 @@ _launch = Launcher(_extract_kernel)
 
 
 class _StateTiles(NamedTuple):
-    """How the SSM states are cut up.
+    """How the SSM states are cut up."""
 
-    Attributes:
-        sizes: Of a tile. A copied state is one long row.
-        num_tiles: Of one state.
-        widest: Bytes that a thread writes at a time where slots are aligned for it.
-        options: How to compile the kernel.
-    """
-
-    sizes: TileSizes
-    num_tiles: int
-    widest: int
-    options: Mapping[str, Any]
+    sizes: TileSizes  # of a tile
+    num_tiles: int  # of one state
+    widest: int  # bytes that a thread writes at a time where slots are aligned for it
+    options: Mapping[str, Any]  # how to compile the kernel
 
 
 _NO_TILES = _StateTiles(TileSizes(1, 1, 1, 1), 0, 1, _COPY_OPTIONS)

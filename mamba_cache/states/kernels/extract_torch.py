@@ -67,17 +67,7 @@ def _conv_windows(
     starts: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """Gather the last W inputs before each of ``ends``.
-
-    Args:
-        live_windows: [n, conv_dim, W], the inputs before ``starts``, newest last.
-        conv_input: [num_prefill_tokens, conv_dim].
-        starts: [n] int64. Inputs before it come from ``live_windows``.
-        ends: [n] int64.
-
-    Returns:
-        [n, conv_dim, W], newest last.
-    """
+    """Gather the last W inputs before each of ``ends``."""
     width = live_windows.shape[2]
     # [n, W]: packed position of each input of the window, counted from the request's start.
     positions = (ends - starts)[:, None] + torch.arange(-width, 0, device=ends.device)

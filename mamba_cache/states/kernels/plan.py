@@ -67,25 +67,15 @@ class CopyPlan:
     kernel cuts these into tiles of ``TILE_WORDS`` words: the table stays small although the tiles
     are. A segment is *wide* if all its addresses, distances and sizes are multiples of
     ``WIDE_BYTES``. The table holds addresses, so the plan keeps the tensors alive.
-
-    Attributes:
-        sources: For each pair, [num_layers, source rows, ..., bytes] uint8.
-        destinations: For each pair, [num_layers, destination rows, ..., bytes] uint8.
-        chunks: [num_chunks, 5] int64 on the tensors' device: address in row 0 of the source and of
-            the destination, bytes from row to row of each, and words. Wide chunks come first.
-        num_wide: Wide chunks. Their words have 8 bytes, and are moved two at a time.
-        narrow_bytes: Bytes of the other chunks' words: 1, 2, 4 or 8.
-        tiles_per_chunk: Tiles of the largest chunk: 1 to 16, a power of two.
-        num_tiles: Tiles of one row, some of them empty where a chunk is smaller than the largest.
     """
 
-    sources: tuple[torch.Tensor, ...]
+    sources: tuple[torch.Tensor, ...]  # for each pair, [num_layers, source rows, ..., bytes] uint8
     destinations: tuple[torch.Tensor, ...]
     chunks: torch.Tensor
-    num_wide: int
-    narrow_bytes: int
-    tiles_per_chunk: int
-    num_tiles: int
+    num_wide: int  # wide chunks
+    narrow_bytes: int  # bytes of the other chunks' words: 1, 2, 4 or 8
+    tiles_per_chunk: int  # tiles of the largest chunk: 1 to 16, a power of two
+    num_tiles: int  # tiles of one row, some of them empty where a chunk is smaller than the largest
 
 
 class _Segment(NamedTuple):
@@ -102,13 +92,7 @@ def plan_copy(
     *,
     device: torch.device,
 ) -> CopyPlan:
-    """Plan copies from rows of ``sources`` to rows of ``destinations``, which are paired in order.
-
-    Args:
-        sources: Each [num_layers, source rows, *inner], any dtype, inner axes contiguous.
-        destinations: Each [num_layers, destination rows, *inner] of its source's dtype.
-        device: Where they are.
-    """
+    """Plan copies from rows of ``sources`` to rows of ``destinations``, paired in order."""
     pairs = [
         (_as_bytes(source), _as_bytes(destination))
         for source, destination in zip(sources, destinations, strict=True)

@@ -219,15 +219,7 @@ def copy_quantized(
     *,
     is_store: bool,
 ) -> RowCopy:
-    """Return what stores live states in slots, or restores them.
-
-    Args:
-        unchanged: The copy of the tensors that are not quantised, in the same direction.
-        states: [num_layers, rows, heads, head_dim, state_dim], floating-point: live SSM states.
-        codes: [num_layers, slots, heads, head_dim, state_dim] int8.
-        scales: [num_layers, slots, heads, state_dim] float32.
-        is_store: Whether slots are written, not read.
-    """
+    """Return what stores live states in slots, or restores them."""
     num_layers, _, heads, head_dim, state_dim = states.shape
     tile = (stored_tile_sizes if is_store else _restored_tile_sizes)(head_dim, state_dim)
     tiles_per_head = triton.cdiv(head_dim, tile.rows) * triton.cdiv(state_dim, tile.columns)
