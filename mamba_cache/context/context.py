@@ -27,8 +27,6 @@ from mamba_cache.context.invariants import check_requests, check_states_of_block
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
-    LiveRows,
-    RequestCounts,
     SharedStore,
     check_shared,
     kv_pool_size,
@@ -286,11 +284,18 @@ class DynamicInferenceContext:
         self.ssm_chunk_alignment = config.ssm_chunk_size
         self.max_mamba_intermediate_states_per_step = 0  # checkpoints go straight to their slots
         self.request_to_kv_block_ids = torch.from_numpy(self.request_table.block_tables)
-        self.mamba_metadata = LiveRows(config)
+        rows = torch.arange(config.max_requests, dtype=torch.int32, device="cpu")
+        if config.num_speculative_tokens:
+            rows.fill_(-1)  # a request has several live-state rows
+        self.mamba_metadata = SimpleNamespace(
+            request_to_mamba_state_idx=rows,
+            intermediate_count=0,
+            per_request_intermediate_counts=(),
+        )
         live_states = self.live_states.tensors if self.live_states.spec.is_mamba else {}
         self.mamba_conv_states = live_states.get("conv")
         self.mamba_ssm_states = live_states.get("ssm")
-        self.batch_dimensions = RequestCounts()
+        self.batch_dimensions = SimpleNamespace(prefill_req_count=0, decode_req_count=0)
         self.paused_request_count = 0
 
     def _make_slots(

@@ -33,8 +33,6 @@ from mamba_cache.states import (
 __all__ = [
     "SLOT_FIELDS",
     "KindLayers",
-    "LiveRows",
-    "RequestCounts",
     "SharedStore",
     "check_shared",
     "kv_pool_size",
@@ -54,19 +52,6 @@ SLOT_FIELDS = (
     "paused_request_count",
 )  # fmt: skip
 """What slots read: ``protocols.SlotContext``, and where the tensors are."""
-
-
-class LiveRows:
-    """The metadata of Mamba layers that slots read; here a request's row is its live-state row."""
-
-    def __init__(self, config: CacheConfig) -> None:
-        self.request_to_mamba_state_idx = torch.arange(
-            config.max_requests, dtype=torch.int32, device="cpu"
-        )
-        if config.num_speculative_tokens:
-            self.request_to_mamba_state_idx[:] = -1
-        self.intermediate_count = 0  # 0: checkpoints are written to their slots, not to a scratch
-        self.per_request_intermediate_counts: tuple[int, ...] = ()  # empty, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +80,6 @@ class SharedStore:
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
     pins: Pins | None = None
     refuses_states: bool = True
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """How many requests of each kind the latest step has."""
-
-    prefill_req_count: int = 0  # requests that compute a chunk of their prompt
-    decode_req_count: int = 0  # requests that decode
 
 
 def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:

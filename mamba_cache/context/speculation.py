@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -81,20 +81,6 @@ class SentTokens:
         return self._tokens.numpy(), self._counts.numpy()
 
 
-class _Kernels(Protocol):
-    """What ``kernels.decode`` and its twin have."""
-
-    def describe_decodes(
-        self, rows: DecodeRows, metadata: StepMetadata, drafts: torch.Tensor | None, block_size: int
-    ) -> None:
-        """Write what only the device knows into a step's metadata."""
-
-    def advance_rows(
-        self, rows: DecodeRows, metadata: StepMetadata, tokens: torch.Tensor, counts: torch.Tensor
-    ) -> None:
-        """Move each request of a step past the tokens that became part of it."""
-
-
 class Speculation:
     """The device's side of steps with drafts."""
 
@@ -103,7 +89,7 @@ class Speculation:
         self._config = config
         self._device = device
         self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
-        self._kernels: _Kernels = kernels_for(
+        self._kernels = kernels_for(
             "auto", device, kernels="mamba_cache.context.kernels.decode", twins=decode_numpy
         )
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from mamba_cache._guard import outside
 from mamba_cache._weak_callback import WeakCallback
@@ -24,6 +24,7 @@ from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateProposal
 from mamba_cache.tiers import (
+    CacheIdentity,
     CopyJob,
     Drop,
     EntryFacts,
@@ -40,27 +41,7 @@ from mamba_cache.tiers import (
     tenant_digest,
 )
 
-__all__ = ["TierKey", "Tiering"]
-
-
-class TierKey(Protocol):
-    """What entries' keys need of an identity: ``tiers.CacheIdentity`` has it."""
-
-    @property
-    def digest(self) -> bytes:
-        """[32] bytes."""
-
-    @property
-    def rank(self) -> int:
-        """Which part of the model this process has."""
-
-
-@dataclass(frozen=True, slots=True)
-class _OwnKey:
-    """The identity of a process that shares with none."""
-
-    digest: bytes
-    rank: int = 0
+__all__ = ["Tiering"]
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +92,7 @@ class Tiering:
         *,
         planner: LoadPlanner,
         has_kv: bool,
-        identity: TierKey | None = None,
+        identity: CacheIdentity | None = None,
         max_copies: int = 256,
         lower: LowerTierLink | None = None,
         agreement: RankAgreement | None = None,
@@ -122,7 +103,8 @@ class Tiering:
         self._slots = slots
         self._block_size = config.block_size_tokens
         self._min_computed = config.min_computed_tokens
-        self._identity = _OwnKey(os.urandom(32)) if identity is None else identity
+        self._identity = os.urandom(32) if identity is None else identity.digest
+        self._rank = 0 if identity is None else identity.rank
         self._secret = config.hash_secret or os.urandom(32)
         self._max_copies = max_copies
         self._has_kv = has_kv
@@ -261,13 +243,11 @@ class Tiering:
         """Have an entry that is known to be wrong not found again, in any tier."""
         if self.lower is not None:
             tenant = tenant_digest(self._secret, cache_salt)
-            identity = self._identity
-            self.lower.remove(EntryKey(identity.digest, tenant, kind, digest, identity.rank))
+            self.lower.remove(EntryKey(self._identity, tenant, kind, digest, self._rank))
         self.host.remove(kind, digest)
 
     def _key_of(self, tenant: bytes, hashes: BlockHashes, kind: EntryKind, index: int) -> EntryKey:
-        identity = self._identity
-        return EntryKey(identity.digest, tenant, kind, hashes.digest(index), identity.rank)
+        return EntryKey(self._identity, tenant, kind, hashes.digest(index), self._rank)
 
     def cancel(self, load: PlannedLoad) -> None:
         """Give back the rows of a load that will not be used, once nothing reads them."""
@@ -533,7 +513,7 @@ class Tiering:
         tenant: bytes,
         digest: bytes,
     ) -> EntryFacts:
-        key = EntryKey(self._identity.digest, tenant, kind, digest, self._identity.rank)
+        key = EntryKey(self._identity, tenant, kind, digest, self._rank)
         return EntryFacts(key, (index + 1) * self._block_size, self.host.row_bytes(kind))
 
     def _is_there(self, offer: _Offer) -> bool:

@@ -202,22 +202,7 @@ class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
         ...
 
 
-class _Stateless:
-    """A policy that decides by what the KV blocks' owner knows, and keeps nothing itself."""
-
-    __slots__ = ()
-
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Ignore it: what the KV blocks' owner knows decides."""
-
-    def on_consumed(self, slots: Sequence[int]) -> None:
-        """Ignore it: what the KV blocks' owner knows decides."""
-
-    def reset(self, max_slots: int) -> None:
-        """Do nothing: there is nothing to forget."""
-
-
-class LruSlotPolicy(_Stateless):
+class LruSlotPolicy:
     """The slot of the least recently used block goes first; of equal ones, the lower slot."""
 
     __slots__ = ()
@@ -232,8 +217,17 @@ class LruSlotPolicy(_Stateless):
         """Return the slots whose blocks have the lowest ``block_timestamps``."""
         return _lowest(num_slots, slots, as_host_array(kv_blocks.block_timestamps).take(blocks))
 
+    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
+        """Ignore it: what the KV blocks' owner knows decides."""
 
-class RefZeroSlotPolicy(_Stateless):
+    def on_consumed(self, slots: Sequence[int]) -> None:
+        """Ignore it: what the KV blocks' owner knows decides."""
+
+    def reset(self, max_slots: int) -> None:
+        """Do nothing: there is nothing to forget."""
+
+
+class RefZeroSlotPolicy(LruSlotPolicy):
     """Any slot may go first, because no request refers to its block; the lower ones do."""
 
     __slots__ = ()

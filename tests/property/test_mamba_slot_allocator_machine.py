@@ -86,7 +86,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             if slot not in held and block not in protected
             if self.kv_blocks.block_ref_counts[block] == 0
         ]
-        if isinstance(self.allocator.policy, LruSlotPolicy):
+        if type(self.allocator.policy) is LruSlotPolicy:
             evictable.sort(key=lambda slot: int(self.kv_blocks.block_timestamps[self.cached[slot]]))
         elif isinstance(self.allocator.policy, (ScoreSlotPolicy, AdaptiveSlotPolicy)):
             # What these know has tests of its own; here, that the pool does as they say.
