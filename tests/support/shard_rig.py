@@ -158,7 +158,8 @@ class Stream:
         start = self._rng.choice(self._texts)[: self._rng.randrange(4, 30)]
         prompt = start + self._tokens(self._rng.randrange(1, 8))
         name = f"request {self._rng.random()}"
-        request = Request(request_id=name, prompt_tokens=prompt)
+        hint = self._rng.choice([None, True, False])
+        request = Request(request_id=name, prompt_tokens=prompt, will_continue=hint)
         found = self._try(
             self.context.add_request, request, chunk_tokens=self._rng.choice([None, BLOCK])
         )

@@ -3,8 +3,7 @@
 import errno
 import os
 import stat
-import subprocess
-import sys
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -241,25 +240,20 @@ def test_a_secret_is_drawn_once_and_kept(tmp_path) -> None:
 
 
 def test_processes_that_start_at_once_have_one_secret(tmp_path) -> None:
-    program = (
-        "import sys, time\n"
-        "from mamba_cache.tiers import cache_secret\n"
-        "print('ready', flush=True); sys.stdin.readline()\n"
-        "print(cache_secret(sys.argv[1]).hex())\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "new" / "cache")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths}
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    path, fork = tmp_path / "new" / "cache", get_context("fork")
+    start, secrets = fork.Barrier(4), fork.SimpleQueue()
+
+    def take() -> None:
+        start.wait()
+        secrets.put(cache_secret(path))
+
+    processes = [fork.Process(target=take) for _ in range(4)]
     for process in processes:
-        assert process.stdout.readline() == "ready\n"
+        process.start()
     for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    secrets = {process.communicate()[0] for process in processes}
-    assert len(secrets) == 1
-    assert secrets == {cache_secret(tmp_path / "new" / "cache").hex() + "\n"}
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert {secrets.get() for _ in processes} == {cache_secret(path)}
 
 
 def test_who_comes_second_takes_the_secret_of_the_first(tmp_path, monkeypatch) -> None:

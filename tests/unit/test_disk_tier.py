@@ -6,12 +6,11 @@ import mmap
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import disk_rig
@@ -709,23 +708,20 @@ def test_a_second_user_of_a_folder_is_refused(tier, tmp_path) -> None:
 
 
 def test_a_second_process_is_refused_and_the_first_ones_end_frees_the_folder(tmp_path) -> None:
-    program = (
-        "import sys, disk_rig; tier = disk_rig.open_tier(sys.argv[1]); "
-        "print(disk_rig.put(tier, 1), flush=True); sys.stdin.read(); import os; os._exit(1)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
-    ) as process:
-        assert process.stdout.readline().strip() == b"None"
-        with pytest.raises(TierInUseError, match=f"in use by process {process.pid}"):
-            open_tier(tmp_path)
-        process.kill()
-        process.wait()
+    fork = get_context("fork")
+    here, there = fork.Pipe()
+
+    def hold() -> None:
+        there.send(put(open_tier(tmp_path), 1))
+        there.recv()  # nothing comes
+
+    process = fork.Process(target=hold, daemon=True)
+    process.start()
+    assert here.recv() is None
+    with pytest.raises(TierInUseError, match=f"in use by process {process.pid}"):
+        open_tier(tmp_path)
+    process.kill()
+    process.join()
     tier = open_tier(tmp_path)
     assert load(tier, 1) == payload_of(1)
     tier.close()

@@ -3,10 +3,11 @@
 import ast
 import importlib
 import re
-import subprocess
 import sys
 from importlib import metadata
+from unittest import mock
 
+import pytest
 from sources import PACKAGE, ROOT, Source, is_old_path, is_public, sources
 
 import mamba_cache
@@ -61,8 +62,20 @@ NOT_ALWAYS_INSTALLED = (
     *("msgspec", "scipy", "zmq"),
 )
 
+OLD_PATHS = {
+    "mamba_cache.align": "mamba_cache.integrations.vllm",
+    "mamba_cache.metadata.mamba2": "mamba_cache.integrations.vllm.mamba2_attention",
+}
+
 # Importing a `__main__` would run it.
 SOURCES = [source for source in sources(PACKAGE) if source.path.name != "__main__.py"]
+
+
+def forget(*packages: str) -> None:
+    """Make the next import of these packages run their modules."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
 
 
 def defined_names(source: Source) -> set[str]:
@@ -121,20 +134,44 @@ def test_types_are_shipped() -> None:
     assert (ROOT / PACKAGE / "py.typed").exists()
 
 
-def test_import_needs_no_triton_and_no_extra() -> None:
-    """Where there is no GPU there may be no Triton; a name set to None fails to be imported."""
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({NOT_ALWAYS_INSTALLED}))\n"
-        f"import {PACKAGE}\n"
-        f"for name in {PACKAGE}.__all__: getattr({PACKAGE}, name)"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+class NotInstalled:
+    """A finder that finds none of these packages, and remembers which were asked for."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names, self.asked = names, set[str]()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        package = name.partition(".")[0]
+        if package in self.names:
+            self.asked.add(package)
+            raise ModuleNotFoundError(name, name=name)
 
 
-def test_import_loads_no_extra() -> None:
-    """Importing the package does not pay for what only some of its users need."""
-    program = f"import sys, {PACKAGE}; print(*sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    assert not set(NOT_ALWAYS_INSTALLED[1:]) & set(result.stdout.split())
+def test_import_asks_for_no_triton_and_no_extra(monkeypatch) -> None:
+    """Where there is no GPU there may be no Triton; what only some users need costs no other."""
+    finder = NotInstalled(NOT_ALWAYS_INSTALLED)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    with mock.patch.dict(sys.modules):
+        forget(PACKAGE, *NOT_ALWAYS_INSTALLED)
+        package = importlib.import_module(PACKAGE)
+        assert package is not mamba_cache
+        assert all(getattr(package, name) for name in package.__all__)
+    assert finder.asked == set()
+
+
+# Old import paths.
+
+
+@pytest.mark.parametrize("path", OLD_PATHS)
+def test_an_old_path_exports_the_same_objects_and_may_be_imported_first(path: str) -> None:
+    with mock.patch.dict(sys.modules):
+        forget(PACKAGE)
+        old, new = importlib.import_module(path), importlib.import_module(OLD_PATHS[path])
+    assert old.__all__ == new.__all__
+    assert {name for name in old.__all__ if getattr(old, name) is not getattr(new, name)} == set()
+
+
+def test_the_page_on_architecture_lists_the_old_paths() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(mamba_cache[^|`]*)` \| `(mamba_cache[\w.]*)` \|$", page, re.MULTILINE)
+    assert dict(rows) == OLD_PATHS

@@ -1,9 +1,9 @@
 """Metrics of a cache, as Prometheus reads them."""
 
 import dataclasses
+import importlib
 import random
 import re
-import subprocess
 import sys
 from functools import partial
 
@@ -21,7 +21,7 @@ from tier_rig import make_tiered
 from transformers_rig import make_model
 
 from mamba_cache.context import CacheStats, MissReason, VerificationStats
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError, StepOrderError
 from mamba_cache.integrations.prometheus import (
     TIMED_CALLS,
     CacheCollector,
@@ -270,16 +270,11 @@ def test_a_watch_that_cannot_be_is_refused():
         durations.watch("main", object())
 
 
-def test_without_the_extra_the_error_names_it():
-    program = (
-        "import sys; sys.modules['prometheus_client'] = None\n"
-        "from mamba_cache.errors import MissingExtraError\n"
-        "try: import mamba_cache.integrations.prometheus\n"
-        "except MissingExtraError as error: print(error)"
-    )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "pip install -e '.[metrics]'" in result.stdout
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mamba_cache.integrations.prometheus")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[metrics\]'"):
+        importlib.import_module("mamba_cache.integrations.prometheus")
 
 
 class Verified(Source):
