@@ -29,7 +29,8 @@ MAX_PROCESSES = 16  # each takes half a GiB of memory, and seconds to import tor
 
 # Timing is no property of the code under test, so no profile fails on it.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("ci", max_examples=50, derandomize=True, **_UNTIMED)
+settings.register_profile("ci", max_examples=25, derandomize=True, **_UNTIMED)
+settings.register_profile("long", max_examples=50, derandomize=True, **_UNTIMED)
 settings.register_profile("nightly", max_examples=1000, stateful_step_count=100, **_UNTIMED)
 # For tests/mutation: a failure is all it asks for, so no example is made smaller or kept.
 settings.register_profile(

@@ -14,7 +14,7 @@ from engine_rig import (
     run_together,
     step_checked,
 )
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,7 +153,7 @@ def test_a_step_that_fails_is_taken_back_and_repeated(rng, failing_step):
     assert [done[name].tokens for name in range(3)] == [alone(p, greedy(6)) for p in prompts]
 
 
-@few_examples(25)
+@examples(25)
 @given(
     prompts=prompts_with_shared_prefixes(),
     sampling=st.builds(

@@ -11,7 +11,7 @@ from engine_rig import (
     greedy,
     prompts_with_shared_prefixes,
 )
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,7 +133,7 @@ def test_requests_preempted_before_their_tokens_are_collected_lose_none(rng):
     assert loop.context.stats().preemptions > 0
 
 
-@few_examples(20)
+@examples(20)
 @given(
     prompts=prompts_with_shared_prefixes(4),
     num_drafts=st.integers(1, 3),

@@ -18,7 +18,7 @@ from engine_rig import (
     run_checked,
     run_together,
 )
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -262,7 +262,7 @@ def test_a_step_with_drafts_that_fails_is_taken_back_and_repeated(rng, failing_s
     assert engine.context.stats().aborted_steps == 2
 
 
-@few_examples(20)
+@examples(20)
 @given(
     prompts=prompts_with_shared_prefixes(4),
     sampling=st.builds(

@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 import torch
 from batch_rig import answers, batch, subject, tokens
 from clocks import ManualClock
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers_rig import BLOCK, budgets
@@ -132,7 +132,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "mamba2", "qwen3_next"])
-@few_examples(8)
+@examples(8)
 @given(steps=STEPS, slots=st.integers(2, 8), seed=st.integers(0, 2**16))
 def test_whatever_is_pinned_stays_and_each_answer_is_the_models_own(name, steps, slots, seed):
     one, generator = subject(name), torch.Generator().manual_seed(seed)

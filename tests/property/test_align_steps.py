@@ -6,7 +6,7 @@ import numpy as np
 from align_engine import Engine
 from align_rig import HostWorld, ResidentWorld, SlotWorld, check_worlds
 from align_states import Model, models
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ def test_plain_paths_leave_what_the_rules_leave(model, seed, step_seeds):
     check_worlds(model, seed, step_seeds, [on_host, on_device, ResidentWorld, *since_0_32])
 
 
-@few_examples(25)
+@examples(25)
 @given(models(3, block_sizes=(4, 5, 64)), SEEDS, st.lists(SEEDS, min_size=1, max_size=2))
 def test_kernels_leave_what_the_rules_leave(model, seed, step_seeds):
     """Through Triton's interpreter."""

@@ -1,7 +1,7 @@
 """The context under every order of calls, against a plain model of what may be found."""
 
 from context_machine import ContextMachine
-from hypothesis import settings
+from example_counts import examples
 
 from mamba_cache.context import context as context_module
 
@@ -21,5 +21,5 @@ class WholeArraysMachine(ContextMachine):
 
 
 TestContextMachine = ContextMachine.TestCase
-TestContextMachine.settings = settings(max_examples=2 * settings.default.max_examples)
+TestContextMachine.settings = examples(100)
 TestWholeArraysMachine = WholeArraysMachine.TestCase

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 from engine_rig import BLOCK, FailingModel, ModelFailure, alone, cache_config, step_checked
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -154,4 +154,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = few_examples(18)
+TestEngineMachine.settings = examples(18)

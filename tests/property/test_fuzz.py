@@ -3,13 +3,13 @@
 import warnings
 
 import pytest
+from example_counts import NIGHTLY, examples
 from fuzz_rig import JUNK, TARGETS, state_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.errors import MambaCacheError
 
-NIGHTLY = settings.default.max_examples > 100
 junk = st.sampled_from(JUNK)
 each_target = pytest.mark.parametrize("name", TARGETS)
 
@@ -31,7 +31,7 @@ def test_each_argument_takes_anything_or_refuses_it(name, rng):
 
 
 @each_target
-@settings(max_examples=settings.default.max_examples // 2)
+@examples(25)
 @given(data=st.data())
 def test_several_arguments_take_anything_or_refuse_it(name, data):
     target = TARGETS[name]

@@ -1,12 +1,11 @@
 """Several ranks of one model, whose tiers hold other things, under every order of calls."""
 
+from contextlib import suppress
 from unittest import mock
 
 import pytest
-from example_counts import few_examples
-from fresh_examples import all_drawn, only_drawn
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from example_counts import examples
+from fresh_examples import all_drawn
 from ranks_machine import RanksMachine
 
 from mamba_cache.context import Prefetch
@@ -18,29 +17,57 @@ class ThreeRanksMachine(RanksMachine):
 
 
 TestRanksMachine = all_drawn(RanksMachine.TestCase)
-TestRanksMachine.settings = few_examples(20)
+TestRanksMachine.settings = examples(20)
 TestThreeRanksMachine = all_drawn(ThreeRanksMachine.TestCase)
-TestThreeRanksMachine.settings = few_examples(8)
+TestThreeRanksMachine.settings = examples(8)
 
-ALONE = {
-    "where they resume": (RanksMachine, "agrees", False),
-    "what became of their loads": (Tiering, "_on_any_rank", lambda self, flags: list(flags)),
-    "which prefetches are done": (Prefetch, "state", Prefetch.own_state),
+PROMPTS = [(24, 0), (32, 1), (40, 0)]
+TROUBLES = {
+    "a load fails": lambda ranks: ranks.trouble_on_one_rank(PROMPTS, "a load fails", 0),
+    "a bit": lambda ranks: ranks.trouble_on_one_rank(PROMPTS, "a bit", 0),
+    "a restart": lambda ranks: ranks.round_trip(PROMPTS, [], None, "restart", 9),
 }
+ALONE = {
+    "where they resume": ("a bit", RanksMachine, "agrees", False),
+    "what became of their loads": (
+        "a load fails", Tiering, "_on_any_rank", lambda self, flags: list(flags),
+    ),
+    "which prefetches are done": ("a restart", Prefetch, "state", Prefetch.own_state),
+}  # fmt: skip
+
+
+def run(trouble):
+    """Calls of the machine that bring its ranks into one trouble, with all that it checks."""
+    ranks = RanksMachine()
+    try:
+        ranks.start(
+            policy="lru",
+            save_decode_states=False,
+            max_checkpoints=None,
+            longest=128,
+            placement=None,
+            slot_policy=None,
+            prompts=PROMPTS,
+        )
+        ranks.look_at(1)
+        TROUBLES[trouble](ranks)
+        ranks.ranks_stand_alike()
+        ranks.books_agree()
+    except AssertionError:
+        with suppress(AssertionError):
+            ranks.teardown()
+        raise
+    ranks.teardown()
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_ranks_that_agree_get_through_trouble(trouble):
+    run(trouble)
 
 
 @pytest.mark.parametrize("what", ALONE)
 def test_ranks_that_decide_alone_diverge(what):
     """The machine notices, so what it does to tiers is enough to make ranks differ."""
-    once = settings(
-        max_examples=100,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=[*HealthCheck],
-    )
-    owner, name, broken = ALONE[what]
-    with mock.patch.object(owner, name, broken), only_drawn(), pytest.raises(AssertionError):
-        run_state_machine_as_test(RanksMachine, settings=once)
+    trouble, owner, name, broken = ALONE[what]
+    with mock.patch.object(owner, name, broken), pytest.raises(AssertionError):
+        run(trouble)

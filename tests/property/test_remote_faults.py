@@ -2,8 +2,9 @@
 
 import pytest
 from disk_rig import Answer, buffer_for, facts_of, payload_of
+from example_counts import examples
 from faulty_store import _TROUBLES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from remote_rig import Bench, wait_until
 
@@ -139,7 +140,7 @@ class Run:
     plan=st.lists(st.tuples(actions, st.integers(0, 1)), min_size=12, max_size=40),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=2 * settings.default.max_examples)
+@examples(100)
 def test_no_fault_of_a_store_restores_a_wrong_byte_nor_leaks_nor_hangs(plan, seed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("threading.excepthook", lambda args: None)

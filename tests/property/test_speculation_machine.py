@@ -1,6 +1,6 @@
 """Steps with drafts under every order of calls."""
 
-from example_counts import few_examples
+from example_counts import examples
 from speculation_machine import SpeculationMachine
 
 from mamba_cache.context import context as context_module
@@ -21,6 +21,6 @@ class WholeArraysMachine(SpeculationMachine):
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = few_examples(60)
+TestSpeculationMachine.settings = examples(50)
 TestWholeArraysMachine = WholeArraysMachine.TestCase
-TestWholeArraysMachine.settings = few_examples(60)
+TestWholeArraysMachine.settings = examples(50)

@@ -8,7 +8,7 @@ import torch
 from context_machine import ContextMachine
 from context_rig import UncachedRuns, make_config
 from engine_rig import prompts_with_shared_prefixes, run_checked
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kinds_rig import EVERY, GDN, MIXED, MODELS
@@ -33,7 +33,7 @@ from mamba_cache.states import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int32]
 NUM_SLOTS, NUM_ROWS = 5, 4
-SLOW = few_examples(12)
+SLOW = examples(12)
 
 
 class MixedMachine(ContextMachine):

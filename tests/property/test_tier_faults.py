@@ -1,10 +1,10 @@
 """A sample of ``python tests/tier_faults.py``: no fault of the tiers restores a wrong byte."""
 
 import pytest
-from hypothesis import settings
+from example_counts import NIGHTLY
 from tier_fault_rig import FAULTS, inject
 
-COUNT = 400 if settings.default.max_examples > 100 else 20  # more in the nightly profile
+COUNT = 400 if NIGHTLY else 20
 EXPECTED = {
     "flipped payload bit": {"mac"},
     "flipped header bit": {"mac"},

@@ -5,20 +5,17 @@
 
 import pytest
 from broken_tiers import FAULTS, FOUND_SOON, STORE_FAULT, broken, found_by_example
-from example_counts import few_examples
+from example_counts import NIGHTLY, examples
 from fresh_examples import all_drawn
-from hypothesis import settings
 from store_machine import StoreMachine
 from tiers_machine import DiskMachine, TieredMachine
 
-NIGHTLY = settings.default.max_examples > 100
-
 TestTieredMachine = all_drawn(TieredMachine.TestCase)
-TestTieredMachine.settings = settings(max_examples=2 * settings.default.max_examples)
+TestTieredMachine.settings = examples(100)
 TestDiskMachine = all_drawn(DiskMachine.TestCase)
-TestDiskMachine.settings = few_examples(50)
+TestDiskMachine.settings = examples(50)
 TestStoreMachine = all_drawn(StoreMachine.TestCase)
-TestStoreMachine.settings = few_examples(20)
+TestStoreMachine.settings = examples(20)
 
 
 @pytest.mark.parametrize("fault", [*(FAULTS if NIGHTLY else FOUND_SOON), STORE_FAULT])

@@ -6,7 +6,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from batch_rig import SERVED, batch, subject, tokens
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -32,7 +32,7 @@ ROOM = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("name", SERVED)
-@few_examples(4)
+@examples(4)
 @given(stems=STEMS, calls=CALLS, room=ROOM, seed=st.integers(0, 2**16))
 def test_every_answer_is_the_models_own(name, stems, calls, room, seed):
     """Hits, chunks, rectangles, forks, preemption and mixed lengths, as they come."""

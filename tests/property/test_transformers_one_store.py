@@ -6,7 +6,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from batch_rig import SERVED, answers, batch, subject, tokens
-from example_counts import few_examples
+from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers_rig import BLOCK, budgets
@@ -29,7 +29,7 @@ ROOM = st.fixed_dictionaries({"blocks": st.integers(10, 60), "slots": st.integer
 
 
 @pytest.mark.parametrize("name", SERVED)
-@few_examples(6)
+@examples(6)
 @given(calls=CALLS, room=ROOM, seed=st.integers(0, 2**16))
 def test_each_answer_is_the_models_own_whoever_cached_what(name, calls, room, seed):
     """Conversations go on by their answers; room is short, so that all is evicted at times."""
@@ -64,7 +64,7 @@ def test_each_answer_is_the_models_own_whoever_cached_what(name, calls, room, se
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
-@few_examples(6)
+@examples(6)
 @given(
     length=st.integers(1, 4 * BLOCK),
     turns=st.lists(

@@ -11,7 +11,7 @@ from copy import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from example_counts import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tier_rig import KV, STATE
@@ -181,7 +181,7 @@ class RowMachine(RuleBasedStateMachine):
 
 
 TestRowMachine = RowMachine.TestCase
-TestRowMachine.settings = settings(max_examples=2 * settings.default.max_examples)
+TestRowMachine.settings = examples(100)
 
 
 def test_the_end_of_a_prefix_goes_before_its_beginning():
