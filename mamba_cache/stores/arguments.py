@@ -19,9 +19,6 @@ MAX_BLOB_BYTES: Final = 512 * 2**20
 def check_keys(keys: Sequence[str]) -> None:
     """Check the keys of a call.
 
-    Args:
-        keys: As ``BlobStore`` describes them.
-
     Raises:
         InvalidArgumentError: They are no list of strings, or one is empty, too long, has other
             characters than printable ASCII without spaces, or comes twice.
@@ -41,11 +38,6 @@ def check_keys(keys: Sequence[str]) -> None:
 
 def check_blobs(keys: Sequence[str], buffers: Sequence[memoryview], *, writable: bool) -> None:
     """Check the keys and buffers of a call.
-
-    Args:
-        keys: As ``BlobStore`` describes them.
-        buffers: One for each.
-        writable: Whether they are to be written to.
 
     Raises:
         InvalidArgumentError: The keys are wrong (``check_keys``), buffers are not as many, or one

@@ -63,11 +63,7 @@ def open_store(url: str) -> BlobStore:
 
 
 def _split(url: str) -> tuple[SplitResult, int | None]:
-    """Divide a URL, and read its port.
-
-    Raises:
-        ValueError: It is none, or what should be its password has characters that divide URLs.
-    """
+    """Divide a URL, and read its port."""
     parts = urlsplit(url)
     names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
     if any("@" in part for part in (parts.path, parts.fragment, *names)):

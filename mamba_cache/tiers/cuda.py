@@ -52,36 +52,18 @@ def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu 
 
 
 class _Rectangle(NamedTuple):
-    """Bytes of an entry that cross the link in one copy.
+    """Bytes of an entry that cross the link in one copy."""
 
-    Attributes:
-        offset: Where they begin in a row of host memory.
-        address: Where they begin in place 0 on the GPU.
-        step: Bytes from place to place there.
-        pitch: Bytes from line to line there; in a row the lines lie behind each other.
-        num_bytes: Of a line.
-        num_lines: Lines.
-    """
-
-    offset: int
-    address: int
-    step: int
-    pitch: int
-    num_bytes: int
+    offset: int  # in a row of host memory, where lines lie behind each other
+    address: int  # of place 0 on the GPU
+    step: int  # from place to place there
+    pitch: int  # from line to line there
+    num_bytes: int  # of a line
     num_lines: int
 
 
 class _Tensor(NamedTuple):
-    """A tensor's part of an entry: one line a layer.
-
-    Attributes:
-        offset: Where it begins in a row of host memory.
-        address: Where it begins in place 0 on the GPU.
-        step: Bytes from place to place there.
-        pitch: Bytes from line to line there.
-        num_bytes: Of a line.
-        lines: Which of the entry's lines are its.
-    """
+    """A tensor's part of an entry: one line a layer."""
 
     offset: int
     address: int
@@ -107,20 +89,7 @@ class _Tensor(NamedTuple):
 
 
 class _Entries:
-    """The entries of one kind: where they lie on both sides, and what measures them.
-
-    Args:
-        layout: How they lie in rows.
-        memory: The rows.
-        **programs: How many a launch has: an option of ``EntryChecksums``.
-
-    Attributes:
-        memory: As given.
-        sums_start: Where the checksums begin in a row.
-        checksums: What measures them.
-        num_lines: Of one entry: the layers of all its tensors, as far as they hold anything.
-        num_bytes: Of all of them.
-    """
+    """The entries of one kind: where they lie on both sides, and what measures them."""
 
     def __init__(self, layout: RowLayout, memory: RowMemory, **programs: Any) -> None:
         self.memory, self.sums_start = memory, layout.checksums.start
@@ -178,15 +147,7 @@ class _Entries:
 
 
 class _CudaTicket:
-    """Copies that end with an event.
-
-    Args:
-        num_bytes: Of all of them.
-        crossing: When they began to cross the link, and when the last one had.
-        ended: When nothing of them is left to do.
-        verdicts: [n] int32, pinned: not 0 for each that brought other bytes than were written.
-        order: Which copy each of these is of.
-    """
+    """Copies that end with an event."""
 
     def __init__(
         self,
@@ -224,13 +185,7 @@ class _CudaTicket:
 
 
 class _Group(NamedTuple):
-    """Jobs of one kind.
-
-    Attributes:
-        entries: Their kind's.
-        which: Where they stand in what a launch is given.
-        order: Which of all jobs they are.
-    """
+    """Jobs of one kind."""
 
     entries: _Entries
     which: slice
@@ -238,15 +193,7 @@ class _Group(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What is measured at once: whole entries of one kind, or a part of one.
-
-    Attributes:
-        entries: Their kind's.
-        which: Where they stand in what a launch is given.
-        order: Which of all jobs they are.
-        lines: Which lines of each; None: all.
-        chunks: Which checksums of each.
-    """
+    """What is measured at once: whole entries of one kind, or a part of one."""
 
     entries: _Entries
     which: slice
@@ -279,17 +226,7 @@ def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
 
 
 class _Way:
-    """One direction of the link.
-
-    Args:
-        copy: Enqueues copies in it.
-        device: The GPU.
-
-    Attributes:
-        copies: The stream of copies.
-        launches: The stream of the launches beside them.
-        events: One for each piece so far, on the stream of copies.
-    """
+    """One direction of the link."""
 
     def __init__(self, copy: Rectangles, device: torch.device) -> None:
         self._copy = copy

@@ -83,13 +83,8 @@ class CacheFolder:
 class FolderLock:
     """Holds a folder for this process, until ``release`` or the process's end.
 
-    Args:
-        folder: The folder, which is there.
-
     Raises:
-        InvalidArgumentError: The folder is not this user's alone.
         TierInUseError: Another process, or another part of this one, holds it.
-        OSError: The lock cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -169,18 +164,7 @@ def _read_secret(folder: int, root: Path) -> bytes:
 
 
 def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
-    """Make the folder of an identity if there is none, and hold it.
-
-    Args:
-        path: Of the disk cache.
-        identity: Whose folder.
-
-    Raises:
-        InvalidArgumentError: The path, the folder or a file in it is not this user's alone, or is a
-            link; or the folder has files of somebody else.
-        TierInUseError: Another process holds it.
-        OSError: It cannot be made.
-    """
+    """Make the folder of an identity if there is none, and hold it."""
     name = folder_of(path, identity).name
     with _own_folder(path, make=True) as root, suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=root)
@@ -198,11 +182,7 @@ def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
 
 
 def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
-    """Check that a folder is that of an identity, or has nothing in it yet.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
+    """Check that a folder is that of an identity, or has nothing in it yet."""
     try:
         is_ours = _read(fd, folder, _IDENTITY_FILE) == identity.canonical
     except FileNotFoundError:  # new, or the process that made it has ended before the marker
@@ -268,16 +248,7 @@ def remove_folder(folder: CacheFolder) -> None:
 
 @contextmanager
 def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Open a folder that is this user's alone, and give its descriptor.
-
-    Args:
-        path: The folder.
-        make: Make it, and the folders above it, if there is none.
-
-    Raises:
-        InvalidArgumentError: It is a link, no directory, of another user, or others may enter it.
-        OSError: It cannot be made or opened.
-    """
+    """Open a folder that is this user's alone, and give its descriptor."""
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -294,16 +265,7 @@ def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def open_own_file(path: Path, flags: int) -> int:
-    """Open a file that is this user's alone, in a folder that is.
-
-    Args:
-        path: The file; with ``os.O_CREAT`` it is made with mode 0600 if there is none.
-        flags: As of ``os.open``.
-
-    Raises:
-        InvalidArgumentError: It or its folder is a link, of another user, or others may use it.
-        OSError: It cannot be opened.
-    """
+    """Open a file that is this user's alone, in a folder that is."""
     with _own_folder(path.parent) as folder:
         return _open_in(folder, path.parent, path.name, flags)
 
@@ -339,11 +301,7 @@ def _refusal(error: OSError, path: Path, kind: str) -> Exception:
 
 
 def _check_owner(fd: int, path: Path, *, mode: str) -> None:
-    """Check that what is open is this user's, and that nobody else may use it.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
+    """Check that what is open is this user's, and that nobody else may use it."""
     found = os.fstat(fd)
     user = os.geteuid()
     if found.st_uid != user:
@@ -374,11 +332,7 @@ def _write_new(folder: int, path: Path, name: str, content: bytes) -> None:
 
 
 def _put_marker(folder: int, path: Path, identity: CacheIdentity) -> None:
-    """Write the marker of a folder, all of it or nothing, unless it is there.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write the marker of a folder, all of it or nothing, unless it is there."""
     if _IDENTITY_FILE in os.listdir(folder):
         return
     new = _IDENTITY_FILE + _NEW
@@ -398,11 +352,7 @@ def _look_at(path: Path) -> CacheFolder:
 
 
 def _read_marker(fd: int, path: Path) -> CacheIdentity:
-    """Return whose folder it is.
-
-    Raises:
-        InvalidArgumentError: It has no marker, or one that does not fit its name.
-    """
+    """Return whose folder it is."""
     try:
         identity = CacheIdentity(_read(fd, path, _IDENTITY_FILE))
         if folder_of(path.parent, identity) == path:

@@ -311,11 +311,7 @@ class DiskTier:
         return _name(key)
 
     def _check_size(self, facts: EntryFacts, payload: memoryview) -> None:
-        """Check that an entry has the size of a row.
-
-        Raises:
-            InvalidArgumentError: It has not.
-        """
+        """Check that an entry has the size of a row."""
         file = self._files.get(facts.key.kind)
         expected = None if file is None else file.slab.payload_bytes
         if facts.payload_bytes != expected or len(payload) != expected:
@@ -386,11 +382,7 @@ class DiskTier:
         return None
 
     def _reserve(self, file: _File, name: bytes) -> RowLease | str:
-        """Take a row: one that is free, a new one if the file may grow, or another entry's.
-
-        Returns:
-            The row, or why there is none.
-        """
+        """Take a row: one that is free, a new one if the file may grow, or another entry's."""
         is_full = time.monotonic() < self._full_until
         if not is_full and not file.rows.num_free and file.slab.growth:
             is_full = not (self._grow(file, file.slab.growth) or self._grow(file, 1))
@@ -412,15 +404,7 @@ class DiskTier:
         return True
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete folders of others that nobody uses until so much fits the capacity.
-
-        Returns:
-            Whether it does.
-
-        Raises:
-            InvalidArgumentError: There is no such path any more.
-            OSError: A folder cannot be read.
-        """
+        """Delete folders of others that nobody uses until so much fits the capacity."""
         others = [each for each in folders(self._path) if each.path != self.folder]
         spare = self._capacity - self._disk_bytes() - num_bytes
         taken = sum(each.num_bytes for each in others)
@@ -573,24 +557,14 @@ class _Removal(Job):
 
 
 class _DiskRows(RowPool):
-    """Rows whose entries were there before this process.
-
-    Attributes:
-        nonces: [num_rows] bytes, of the headers: with them a payload's parts are verified while
-            the header is still on its way.
-    """
+    """Rows whose entries were there before this process."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
         self.nonces: npt.NDArray[np.uint8] = np.zeros((num_rows, NONCE_BYTES), np.uint8)
 
     def adopt(self, num_rows: int, entries: Mapping[int, EntryHeader]) -> None:
-        """Take over the rows of a file.
-
-        Args:
-            num_rows: How many it has.
-            entries: The headers of those that hold an entry, by row; of different names.
-        """
+        """Take over the rows of a file."""
         self.add_rows(num_rows)
         empty = []
         for row in range(num_rows):  # the free rows are handed out in this order
@@ -669,12 +643,7 @@ def _name(key: EntryKey) -> bytes:
 def _rows_within(
     capacity: int, payload_bytes: Mapping[EntryKind, int], state_share: float
 ) -> dict[EntryKind, int]:
-    """Return the rows of each kind that the capacity holds.
-
-    Raises:
-        BudgetError: It does not hold one of each.
-        InvalidArgumentError: There is no kind.
-    """
+    """Return the rows of each kind that the capacity holds."""
     if not payload_bytes:
         raise InvalidArgumentError("give state_bytes, kv_bytes or both; both are 0")
     shares = {EntryKind.STATE: state_share, EntryKind.KV: 1 - state_share}

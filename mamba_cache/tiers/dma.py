@@ -28,20 +28,7 @@ class Rectangles(Protocol):
         num_lines: int,
         stream: Any,
     ) -> None:
-        """Enqueue one.
-
-        Args:
-            on_host: Address of the first line in host memory.
-            host_pitch: Bytes from line to line there.
-            on_device: Address of the first line in the GPU's memory.
-            device_pitch: Bytes from line to line there; above ``MOST_PITCH`` only if there is one.
-            num_bytes: Of a line.
-            num_lines: Lines.
-            stream: The stream, whose device is the current one.
-
-        Raises:
-            RuntimeError: The driver refuses.
-        """
+        """Enqueue one."""
 
 
 class _Memcpy2D(ctypes.Structure):
@@ -73,9 +60,6 @@ def cuda_rectangles(*, to_device: bool) -> Rectangles:  # pragma: no cover - tes
 
     PyTorch copies memory with gaps through a kernel and memory of its own. The calls return at once
     and keep Python's lock: given up each time, another thread might keep it for milliseconds.
-
-    Args:
-        to_device: The direction.
     """
     driver = ctypes.PyDLL("libcuda.so.1")
     address = ctypes.c_uint64

@@ -33,12 +33,7 @@ _LOOK_SECONDS: Final = 1.0
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Something that a thread of a tier is to do.
-
-    Attributes:
-        done: Called with the answer when it is over; None: nobody is told.
-        is_revoked: Whether the entry turned out to be wrong meanwhile: it comes to nothing.
-    """
+    """Something that a thread of a tier is to do."""
 
     done: Callable[[Any], object] | None
     is_revoked: bool = field(default=False, kw_only=True)
@@ -68,30 +63,7 @@ _Some = TypeVar("_Some", bound=Job)
 
 
 class TierJobs:
-    """All jobs of one tier that are not over, and what came of those that are.
-
-    Args:
-        write_on_use: 2: an entry is taken when it is offered for the second time; 1: at once.
-        max_queued: Loads that may wait, and likewise puts.
-        threads_are_alike: Whether each thread does jobs of all kinds, so that ``load_came`` and
-            ``put_came`` are one.
-        queues: Of other kinds of jobs, which the tier fills.
-
-    Attributes:
-        lock: Held by whoever reads or changes anything of the tier.
-        load_came: Wakes threads that wait for something to load.
-        put_came: Wakes threads that wait for something to store.
-        loads: Loads that are queued.
-        puts: Puts that are queued, by key: an entry is stored once at a time.
-        taken: Jobs that threads do now.
-        counts: What came of them; "known": puts of what was there.
-        refused: Loads that brought nothing, by reason.
-        not_written: Puts that stored nothing, by reason.
-        is_closing: Whether nothing is taken any more.
-
-    Raises:
-        InvalidArgumentError: An argument is out of range.
-    """
+    """All jobs of one tier that are not over, and what came of those that are."""
 
     def __init__(
         self,
@@ -235,13 +207,7 @@ class TierJobs:
             return jobs
 
     def end(self, job: Job, refusal: Refusal | None = None, reason: str | None = None) -> None:
-        """Count what came of a job that was taken, and tell who waits for it.
-
-        Args:
-            job: The job.
-            refusal: Why it brought nothing; None: it did what it was to do.
-            reason: What a put is counted as. Default: "written".
-        """
+        """Count what came of a job that was taken, and tell who waits for it."""
         with self.lock:
             self.taken.remove(job)
             self._num_telling += 1

@@ -43,13 +43,6 @@ def write_manifest(
     """Return the manifest of an entry: its header, the size of chunks, and their MACs.
 
     The header's payload tag is that of what follows it, so that it vouches for every chunk.
-
-    Args:
-        facts: What the entry is.
-        chunk_bytes: Bytes of each chunk but the last.
-        chunk_macs: Each [16] bytes, ``payload_mac.part`` of the chunks in order.
-        macs: The keys.
-        payload_mac: Of this entry.
     """
     table = _SIZES.pack(chunk_bytes, len(chunk_macs)) + b"".join(chunk_macs)
     header = EntryHeader(facts, payload_mac.tag_of_table(table), nonce=payload_mac.nonce)
@@ -59,18 +52,7 @@ def write_manifest(
 def read_manifest(
     data: memoryview, expected: EntryFacts, chunk_bytes: int, macs: EntryMacs
 ) -> tuple[PayloadMac, list[bytes]] | Refusal:
-    """Read a manifest, and compare every field with what the request derived.
-
-    Args:
-        data: What the store brought.
-        expected: What the request derived of the entry.
-        chunk_bytes: Bytes of each chunk but the last.
-        macs: The keys.
-
-    Returns:
-        What makes the MACs of chunks, and that of each chunk; or why this is not the entry's
-        manifest.
-    """
+    """Read a manifest, and compare every field with what the request derived."""
     header = EntryHeader.read(data, macs.header_key(expected.key.identity))
     if isinstance(header, Refusal):
         return header

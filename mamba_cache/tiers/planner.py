@@ -153,11 +153,7 @@ def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
 
 
 def _checked(rates: Rates) -> Rates:
-    """Check rates that a caller gives.
-
-    Raises:
-        InvalidArgumentError: A rate is not a finite number above 0, or the latency is below 0.
-    """
+    """Check rates that a caller gives."""
     for name, value in rates._asdict().items():
         number = check_number(name, value, maximum=1e18)
         if name != "latency_seconds" and not number:

@@ -98,16 +98,7 @@ class _Removal(Job):
 
 
 class _Worker:
-    """A thread, and the memory that its calls read and write.
-
-    Attributes:
-        jobs: What it has taken and not ended.
-        deadline: When the call that it is in is given up; None: it is in none.
-        reads_since: When that call began, if somebody waits for what it reads.
-        is_given_up: Whether it is in a call that was.
-        is_loading: Whether it reads entries from the store.
-        is_writing: Whether it writes to the store.
-    """
+    """A thread, and the memory that its calls read and write."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -500,11 +491,7 @@ class RemoteTier:
     def _call(
         self, worker: _Worker, call: Callable[[], Sequence[_T]], *, connects: bool = False
     ) -> Sequence[_T]:
-        """Call the store, by the deadline; count what it did not do.
-
-        Raises:
-            _GivenUp: It returned after its deadline.
-        """
+        """Call the store, by the deadline; count what it did not do."""
         with self._lock:
             seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
             now = time.monotonic()
@@ -789,12 +776,6 @@ class RemoteTier:
         """Put parts of entries, but none of one that has ended; return the MACs of chunks by key.
 
         That a store took them does not say that they can be found: so it is asked.
-
-        Args:
-            worker: Who does it.
-            parts: The parts.
-            at_once: How many go in one call.
-            payload_macs: Of the entries, if the parts are chunks; None: they are manifests.
         """
         macs = {}
         for group in _grouped(parts, at_once):
@@ -875,11 +856,7 @@ def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -
 
 
 def _check_size(facts: EntryFacts, payload: memoryview) -> None:
-    """Check that a buffer has the size that the facts say.
-
-    Raises:
-        InvalidArgumentError: It has not.
-    """
+    """Check that a buffer has the size that the facts say."""
     if len(payload) != facts.payload_bytes:
         raise InvalidArgumentError(
             f"{facts.key} has {facts.payload_bytes} bytes, got a buffer of {len(payload)}"

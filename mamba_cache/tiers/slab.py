@@ -35,11 +35,7 @@ def row_bytes_of(payload_bytes: int) -> int:
 
 
 class _Buffers(threading.local):
-    """Memory of each thread, at addresses that direct reads and writes take.
-
-    Attributes:
-        pages: Two pages.
-    """
+    """Memory of each thread, at addresses that direct reads and writes take."""
 
     def __init__(self, row_bytes: int) -> None:
         self._row_bytes = row_bytes
@@ -57,22 +53,6 @@ class SlabFile:
 
     With ``O_DIRECT``, where the file system has it, nothing goes through the page cache: entries
     are read once in a while, and would only push out what others need of it.
-
-    Args:
-        path: The file, which is made if there is none.
-        payload_bytes: Bytes of every payload.
-        max_rows: Rows that the file is never larger than; a longer one is cut.
-
-    Attributes:
-        payload_bytes: As given.
-        row_bytes: Bytes of one row.
-        max_rows: As given.
-        num_rows: Rows that the file has room for now.
-        is_direct: Whether it goes past the page cache.
-
-    Raises:
-        InvalidArgumentError: The file or its folder is a link, or not this user's alone.
-        OSError: The file cannot be made or opened.
     """
 
     def __init__(self, path: Path, payload_bytes: int, *, max_rows: int) -> None:
@@ -97,14 +77,7 @@ class SlabFile:
         return min(step, self.max_rows - self.num_rows)
 
     def grow(self, count: int) -> None:
-        """Add rows whose room on the disk is taken at once, so that it cannot be full later.
-
-        Args:
-            count: How many; not more than ``growth``.
-
-        Raises:
-            OSError: The disk is full, or the file cannot grow.
-        """
+        """Add rows whose room on the disk is taken at once, so that it cannot be full later."""
         end = (self.num_rows + count) * self.row_bytes
         try:
             os.posix_fallocate(self._fd, 0, end)
@@ -115,16 +88,7 @@ class SlabFile:
         self.num_rows += count
 
     def write(self, row: int, header: bytes, payload: memoryview) -> None:
-        """Write a row. It is on the disk after ``sync``.
-
-        Args:
-            row: Which one.
-            header: At most a page; the rest of the page is zero.
-            payload: [payload_bytes] bytes.
-
-        Raises:
-            OSError: It was not written, or only in part.
-        """
+        """Write a row. It is on the disk after ``sync``."""
         first, last = self._buffers.pages
         first[:] = header.ljust(PAGE_BYTES, b"\0")
         body, rest = self._split(payload)
@@ -147,21 +111,7 @@ class SlabFile:
         submit: Submit | None = None,
         seen: Callable[[int, memoryview], object] | None = None,
     ) -> bytes:
-        """Read a row, in parts. Nothing writes to ``into`` any more when it returns or raises.
-
-        Args:
-            row: Which one.
-            into: [payload_bytes] bytes to write the payload to.
-            submit: Has other threads read the parts, if there are several; default: this thread
-                does.
-            seen: Called with the number and the bytes of each part, by whoever has read it.
-
-        Returns:
-            The page with the header; less than a page if the file ends before the row does.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Read a row, in parts. Nothing writes to ``into`` any more when it returns or raises."""
         parts = parts_of(len(into))
         if submit is None or len(parts) == 1:
             submit = _call_at_once
@@ -200,32 +150,20 @@ class SlabFile:
         return b"" if missing else bytes(first)
 
     def read_header(self, row: int) -> bytes:
-        """Read the page with a row's header; less than a page if the file ends before.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Read the page with a row's header; less than a page if the file ends before."""
         first, _ = self._buffers.pages
         missing = _transfer(os.preadv, self._fd, [first], row * self.row_bytes)
         return bytes(first[: PAGE_BYTES - missing])
 
     def erase_header(self, row: int) -> None:
-        """Write zeroes over a row's header, so that nobody finds the entry when it is opened.
-
-        Raises:
-            OSError: They were not written.
-        """
+        """Write zeroes over a row's header, so that nobody finds the entry when it is opened."""
         first, _ = self._buffers.pages
         first[:] = bytes(PAGE_BYTES)
         if _transfer(os.pwritev, self._fd, [first], row * self.row_bytes):
             raise OSError(errno.EIO, "a header was not erased")
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk.
-
-        Raises:
-            OSError: Some of it may not be.
-        """
+        """Wait until all that was written is on the disk."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -249,11 +187,7 @@ def _call_at_once(call: Callable[[], int]) -> Future[int]:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Open a file past the page cache if its file system lets us.
-
-    Raises:
-        OSError: It cannot be opened at all.
-    """
+    """Open a file past the page cache if its file system lets us."""
     flags = os.O_RDWR | os.O_CREAT
     try:
         return open_own_file(path, flags | os.O_DIRECT), True
@@ -269,14 +203,7 @@ def _transfer(
     buffers: list[memoryview],
     offset: int,
 ) -> int:
-    """Read or write buffers one behind the other.
-
-    Returns:
-        How many bytes at their end were not: the file ends there, or it moved part of a page.
-
-    Raises:
-        OSError: It failed.
-    """
+    """Read or write buffers one behind the other."""
     left = sum(len(buffer) for buffer in buffers)
     while left:
         moved = call(fd, buffers, offset)

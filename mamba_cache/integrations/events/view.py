@@ -16,14 +16,7 @@ _TOKEN_BYTES = 4
 
 
 class Announced(NamedTuple):
-    """Consecutive blocks of one sequence are held.
-
-    Attributes:
-        group: 0 for KV blocks, 1 for states.
-        hashes: Of the blocks, each the parent of the next.
-        parent: The hash of the block before the first; None at a sequence's start.
-        token_ids: What they hold, as many in each.
-    """
+    """Consecutive blocks of one sequence are held."""
 
     group: int
     hashes: list[int]
@@ -32,12 +25,7 @@ class Announced(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """Blocks are not held any more.
-
-    Attributes:
-        group: As in ``Announced``.
-        hashes: Of the blocks, children before their parents.
-    """
+    """Blocks are not held any more."""
 
     group: int
     hashes: list[int]
@@ -52,20 +40,7 @@ ViewEvent: TypeAlias = "Announced | Withdrawn | Cleared"
 
 
 class _Block:
-    """A KV block that is registered.
-
-    Attributes:
-        parent: Hash of the block before it; None at a sequence's start.
-        tokens: What it holds, int32; None if whoever registered it did not tell: it is not
-            announced then, and neither is what comes after it.
-        uses: What makes it worth announcing: the state at its end, each child that is itself worth
-            it, and, in mode "resident", that it is there.
-        is_told: Subscribers know of it.
-        hash: What they know it by: of the tokens up to its end and nothing else, since a router
-            takes one prefix in several replicas for the same only if its hash is. That of the
-            cache is keyed with a secret, which each process draws anew by default.
-        parent_hash: That of its parent; None at a sequence's start.
-    """
+    """A KV block that is registered."""
 
     __slots__ = ("hash", "is_told", "parent", "parent_hash", "tokens", "uses")
 
@@ -94,16 +69,6 @@ class EventView:
     "reachable" only if it, or one after it, has a state. A state is told of if its block is. Each
     call costs as much as the blocks that it names, those that it makes known or takes back, and
     their children.
-
-    Args:
-        block_size_tokens: Tokens of a block.
-        mode: Which KV blocks are announced.
-
-    Attributes:
-        block_size_tokens: As given.
-        num_told_blocks: KV blocks that subscribers are told of.
-        num_told_states: States likewise.
-        num_untold: Registered blocks whose tokens whoever registered them did not tell.
     """
 
     def __init__(self, block_size_tokens: int, mode: EventMode) -> None:

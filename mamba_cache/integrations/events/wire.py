@@ -34,16 +34,7 @@ def encode_stored(
     medium: Medium = "GPU",
     group: int = 0,
 ) -> bytes:
-    """Encode that consecutive blocks of one sequence are held, each the parent of the next.
-
-    Args:
-        block_hashes: One hash a block, below 2**64.
-        parent_block_hash: That of the block before the first one; None at a sequence's start.
-        token_ids: What the blocks hold, ``block_size`` tokens each.
-        block_size: Tokens of a block.
-        medium: Where they lie.
-        group: 0 for KV blocks, 1 for the states at their ends.
-    """
+    """Encode that consecutive blocks of one sequence are held, each the parent of the next."""
     event = {
         "type": "BlockStored",
         "block_hashes": block_hashes,
@@ -60,13 +51,7 @@ def encode_stored(
 
 
 def encode_removed(block_hashes: Sequence[int], *, medium: Medium = "GPU", group: int = 0) -> bytes:
-    """Encode that blocks are not held any more.
-
-    Args:
-        block_hashes: Their hashes.
-        medium: Where they lay.
-        group: As for ``encode_stored``.
-    """
+    """Encode that blocks are not held any more."""
     event = {
         "type": "BlockRemoved",
         "block_hashes": block_hashes,
@@ -82,13 +67,7 @@ def encode_cleared() -> bytes:
 
 
 def encode_batch(timestamp: float, events: Sequence[bytes], rank: int) -> bytes:
-    """Encode a batch: what one message carries, beside its topic and number.
-
-    Args:
-        timestamp: Seconds since the epoch.
-        events: Encoded events, in order.
-        rank: Of the data-parallel group.
-    """
+    """Encode a batch: what one message carries, beside its topic and number."""
     return _bytes([timestamp, [msgspec.Raw(event) for event in events], rank])
 
 
