@@ -50,6 +50,7 @@ _NOT_READ = frozenset(
         "_loss_function",
         "_output_capturing_hooks_installed",
         "generation_config",  # generate reads it, a forward does not
+        "generate_batch",  # where PrefixCache.install puts its own
         "rope_deltas",  # multimodal models keep them of a generation; the next sets them anew
     }
 )
@@ -59,6 +60,7 @@ _TENSORS_AND_CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OPAQUE = (
     "torch._dynamo", "torch._inductor", "torch.distributed", "torch.optim", "torch.utils.data",
+    "torch.utils.hooks",
     "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache", "tokenizers",
     "transformers.generation", "transformers.tokenization", "transformers.trainer",
 )  # fmt: skip

@@ -8,7 +8,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -195,38 +197,72 @@ class PrefixCache:
                 "store needs host_cache_gb (GiB), through which prefixes come and go, and "
                 "hash_secret, the same bytes in all processes that share it"
             )
-        self._runner = ModelRunner(model, weights_check, variant)
         _check_sizes(block_size_tokens, segment_tokens)
-        probed = probe(self._runner, block_size_tokens)
-        layout, is_step_exact = probed.layout, probed.is_step_exact
-        # The probe was the first run: what a second one rewrites, every run does.
-        self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
-        num_slots = _count("mamba_cache_gb", mamba_cache_gb, layout.bytes_per_slot, "state")
-        num_blocks = _count("kv_cache_gb", kv_cache_gb, layout.bytes_per_block, "KV block")
-        self._capture = probe_capture(self._runner, layout)
-        self._options = OptionsReader(model)
-        self._reuse_answers = reuse_answers
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
-        most_tokens = segment_tokens or _default_segment(block_size_tokens, self._capture)
-        self._batcher_settings = BatcherSettings(
-            max_requests=max_requests,
-            chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), block_size_tokens),
+        self._bypasses: Counter[str] = Counter()
+        self._reuse_answers = reuse_answers
+        self._settings = SimpleNamespace(
+            model=model,
+            mamba_cache_gb=mamba_cache_gb,
+            kv_cache_gb=kv_cache_gb,
+            block_size_tokens=block_size_tokens,
+            segment_tokens=segment_tokens,
+            slot_policy=slot_policy,
             placement=placement,
-            saves_answers=reuse_answers and is_step_exact,
-            fewest_tokens=1 if is_step_exact else 2,
-        )
-        self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.sample)
-        if hash_secret is None and disk_cache_path is not None:
-            hash_secret = cache_secret(disk_cache_path)
-        self._store = PrefixStore(
-            layout,
-            num_slots=num_slots,
-            num_blocks=num_blocks,
-            slot_policy=_read_policy(slot_policy, num_slots),
+            weights_check=weights_check,
+            max_requests=max_requests,
+            host_cache_gb=host_cache_gb,
+            disk_cache_path=disk_cache_path,
+            disk_cache_gb=disk_cache_gb,
+            verify_hits=verify_hits,
+            store=store,
             hash_algorithm=hash_algorithm,
             hash_secret=hash_secret,
             max_pinned_share=max_pinned_share,
             clock=clock,
+            variant=variant,
+        )
+        self._set_up(Listeners())
+
+    def _set_up(self, listeners: Listeners) -> None:
+        """Learn the model's layers as they are now, and take the memory for their cache."""
+        settings = self._settings
+        self._is_closed = True  # if something here raises
+        self._runner = ModelRunner(settings.model, settings.weights_check, settings.variant)
+        probed = probe(self._runner, settings.block_size_tokens)
+        layout, is_step_exact = probed.layout, probed.is_step_exact
+        # The probe was the first run: what a second one rewrites, every run does.
+        self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
+        num_slots = _count(
+            "mamba_cache_gb", settings.mamba_cache_gb, layout.bytes_per_slot, "state"
+        )
+        num_blocks = _count("kv_cache_gb", settings.kv_cache_gb, layout.bytes_per_block, "KV block")
+        self._capture = probe_capture(self._runner, layout)
+        self._options = OptionsReader(settings.model)
+        most_tokens = settings.segment_tokens or _default_segment(
+            settings.block_size_tokens, self._capture
+        )
+        self._batcher_settings = BatcherSettings(
+            max_requests=settings.max_requests,
+            chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), settings.block_size_tokens),
+            placement=settings.placement,
+            saves_answers=self._reuse_answers and is_step_exact,
+            fewest_tokens=1 if is_step_exact else 2,
+        )
+        self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.sample)
+        hash_secret = settings.hash_secret
+        if hash_secret is None and settings.disk_cache_path is not None:
+            hash_secret = cache_secret(settings.disk_cache_path)
+        self._store = PrefixStore(
+            layout,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            slot_policy=_read_policy(settings.slot_policy, num_slots),
+            listeners=listeners,
+            hash_algorithm=settings.hash_algorithm,
+            hash_secret=hash_secret,
+            max_pinned_share=settings.max_pinned_share,
+            clock=settings.clock,
         )
         self._store.join(self._guard)
         self._prefiller = Prefiller(
@@ -234,28 +270,27 @@ class PrefixCache:
             self._store,
             filler=self._filler,
             capture=self._capture,
-            placement=placement,
+            placement=settings.placement,
             segment_tokens=most_tokens,
-            may_shrink=segment_tokens is None,
+            may_shrink=settings.segment_tokens is None,
             fewest_tokens=self._batcher_settings.fewest_tokens,
         )
         self._batcher: Batcher | None = None
-        if verify_hits:
-            self._store.sample_hits(verify_hits)
-        self._bypasses: Counter[str] = Counter()
-        self._is_closed = False
+        if settings.verify_hits:
+            self._store.sample_hits(settings.verify_hits)
         self._home = self._runner.placement()
         self._vocabulary = self._runner.vocabulary
         self._runner.fingerprint.begin()
-        if host_cache_gb is not None:
+        if settings.host_cache_gb is not None:
             self._store.tiers = PrefixTiers(
                 self._store,
                 self._runner,
-                host_cache_gb=host_cache_gb,
-                disk_cache_path=disk_cache_path,
-                disk_cache_gb=disk_cache_gb,
-                shared=store,
+                host_cache_gb=settings.host_cache_gb,
+                disk_cache_path=settings.disk_cache_path,
+                disk_cache_gb=settings.disk_cache_gb,
+                shared=settings.store,
             )
+        self._is_closed = False
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -444,6 +479,69 @@ class PrefixCache:
             shows_progress=progress_bar,
             records_timestamps=record_timestamps,
         )
+
+    def install(self) -> AbstractContextManager[object]:
+        """Put ``generate_batch`` on the model, for a library that calls it there, such as TRL.
+
+        A call through the model may come in the midst of training. The model is in eval mode for
+        the length of the call. If its weights changed since the last call, all prefixes are
+        forgotten. If it was cast or moved, the memory is set up anew within the same budgets, and
+        pins and counts end.
+
+        Returns:
+            A context manager that calls ``uninstall`` when it is left.
+
+        Raises:
+            InvalidArgumentError: Another cache is installed on the model.
+            StepOrderError: The cache is closed.
+        """
+        if self._is_closed:
+            raise StepOrderError("the cache is closed: make a new one")
+        model = self._settings.model
+        there = vars(model).get("generate_batch", self._generate_for_model)
+        if there != self._generate_for_model:
+            raise InvalidArgumentError(
+                f"the model has a generate_batch of its own already, {there!r}: call uninstall() "
+                "of the cache that it belongs to"
+            )
+        model.generate_batch = self._generate_for_model
+        left = ExitStack()
+        left.callback(self.uninstall)
+        return left
+
+    def uninstall(self) -> None:
+        """Take ``generate_batch`` from the model; without ``install`` nothing happens."""
+        model = self._settings.model
+        if vars(model).get("generate_batch") == self._generate_for_model:
+            del model.generate_batch
+
+    def _generate_for_model(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Do what ``generate_batch`` does, for a model that is being trained."""
+        modes = [(module, module.training) for module in self._settings.model.modules()]
+        self._settings.model.eval()
+        try:
+            self._follow_model(options.get("variant"))
+            return self.generate_batch(*args, **options)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    @guarded(renews=True, waits=True)
+    def _follow_model(self, variant: str | None) -> None:
+        """Forget what the model has computed with other weights, or in another dtype."""
+        try:
+            self._check_home()
+        except ModelChangedError:
+            with self._guard.ending(renews=True):
+                self._release()
+            self._set_up(self.listeners)
+            return
+        fingerprint = self._runner.fingerprint
+        try:
+            fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
+            fingerprint.confirm()
+        except ModelChangedError:
+            self._make_new()
 
     @guarded(waits=True)
     def prepare_batches(self) -> int:
@@ -714,14 +812,18 @@ class PrefixCache:
     @guarded(renews=True, waits=True)
     def close(self) -> None:
         """Gives the memory back; after it the cache cannot be used. The model can."""
+        self.uninstall()
         with self._guard.ending(renews=True):
-            self._is_closed = True
-            self._remove_hooks()
-            tiers, self._store.tiers = self._store.tiers, None
-            if tiers is not None:
-                tiers.close()
-            self._batcher = None
-            self._store.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._is_closed = True
+        self._remove_hooks()
+        tiers, self._store.tiers = self._store.tiers, None
+        if tiers is not None:
+            tiers.close()
+        self._batcher = None
+        self._store.close()
 
     @guarded(waits=True)
     def check_invariants(self) -> None:
@@ -780,7 +882,8 @@ class PrefixCache:
         """
         raise NotCopyableError(
             "a PrefixCache cannot be copied or pickled: it owns memory of the device and belongs "
-            "to one model; make a new one around the copy of the model"
+            "to one model; call uninstall() before its model is copied, and make a new one around "
+            "the copy"
         )
 
     def _begin_batch(self, variant: str | None) -> None:

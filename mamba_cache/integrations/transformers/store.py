@@ -25,7 +25,7 @@ from mamba_cache.context.pins import Pins
 from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
 from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
-from mamba_cache.events import Admitted, Stored
+from mamba_cache.events import Admitted, Listeners, Stored
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.prompts import PromptHint
@@ -82,6 +82,7 @@ class PrefixStore:
         num_blocks: int,
         num_slots: int,
         slot_policy: SlotEvictionPolicy,
+        listeners: Listeners,
         hash_algorithm: HashAlgorithm = "blake2b",
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
@@ -91,6 +92,7 @@ class PrefixStore:
         self.hash_secret = secrets.token_bytes(32) if hash_secret is None else hash_secret
         self.hasher = BlockHasher(hash_algorithm, self.hash_secret)
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
+        self.kv_blocks.listeners = listeners
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, slot_policy)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
