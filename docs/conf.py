@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|threading|types|typing)\..*",
     ),
-    (r"py:.*", r"(np|numpy|prometheus_client|rich|torch|typer|zmq)\..*"),
+    (r"py:.*", r"(np|numpy|prometheus_client|torch|zmq)\..*"),
     # An alias of one of numpy's types.
     (r"py:class", r"Int64Array"),
     # A private base class or type variable may appear in a signature.

@@ -3,7 +3,7 @@
 A small hybrid model (Mamba-2, attention and MLP layers; random weights, float64, on the CPU) reads
 real English: the documentation topics that ship inside CPython, with bytes as tokens. It computes
 every prompt twice, once without a cache. What it answers means nothing, but both answers must be
-the same. Needs rich, which the extra `test` brings along, as does `progress`.
+the same. Needs rich, which the extra `test` brings along.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ python -m zipfile -l "$wheel" >"$work/in_wheel"  # not a pipe: grep -q would bre
 grep -q "^mamba_cache/py.typed " "$work/in_wheel" || { echo "the wheel lacks py.typed"; exit 1; }
 
 "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" install -q -c constraints.txt "${wheel}[cli]"
+"$work/venv/bin/pip" install -q -c constraints.txt "$wheel"
 cd "$work"
 bin=$work/venv/bin
 location=$("$bin/python" -c 'import mamba_cache; print(mamba_cache.__file__)')

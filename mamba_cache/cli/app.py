@@ -1,20 +1,19 @@
-"""The app: its commands, and what becomes of errors."""
+"""The app: its commands, their options, and what becomes of errors."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Annotated, Any
-
-import typer
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import NoReturn
 
 from mamba_cache._version import __version__
-from mamba_cache.cli.disk import du, rm
-from mamba_cache.cli.doctor import doctor
-from mamba_cache.cli.output import Command, Group
-from mamba_cache.cli.plan import plan
-from mamba_cache.cli.replay import replay
-from mamba_cache.cli.serve import serve
-from mamba_cache.cli.usage import usage_line
+from mamba_cache.cli.disk import add_disk_commands
+from mamba_cache.cli.doctor import add_doctor
+from mamba_cache.cli.plan import add_plan
+from mamba_cache.cli.replay import add_replay
+from mamba_cache.cli.serve import add_serve, serve
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -23,58 +22,52 @@ from mamba_cache.errors import (
     UnsupportedVersionError,
 )
 
-__all__ = ["app", "main_options", "run"]
+__all__ = ["main", "run"]
 
-app = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-"""The command line."""
+_DESCRIPTION = """Prefix caching for hybrid (attention + Mamba) language models.
 
-for _command in (plan, doctor, replay, du, rm):
-    app.command(cls=Command)(_command)
-
-app.command(
-    cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(serve)
+Exit codes: 0 if all is well, 1 if a check or a limit failed, 2 for wrong usage."""
 
 
-_UsageError: Any = typer.BadParameter.__base__  # its home differs between versions of typer
+class _Parser(ArgumentParser):
+    """A parser that says in a line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help says more)\n")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"mamba-cache {__version__}")
-        raise typer.Exit
+def main() -> None:
+    """Run the command that the process's arguments name, and exit."""
+    if hasattr(signal, "SIGPIPE"):  # a reader that has seen enough, such as `head`, ends this too
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(run(sys.argv[1:]))
 
 
-@app.callback()
-def main_options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
-    ] = False,
-) -> None:
-    """Prefix caching for hybrid (attention + Mamba) language models.
-
-    Exit codes: 0 if all is well, 1 if a check or a limit failed, 2 for wrong usage.
-    """
-
-
-def run() -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run a command; return its exit code."""
+    parser = _Parser(prog="mamba-cache", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"mamba-cache {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (add_plan, add_doctor, add_replay, add_disk_commands, add_serve):
+        add(commands)
+    given, others = parser.parse_known_args(arguments)
+    options = vars(given)
+    command = options.pop("command")
+    if others and command is not serve:
+        commands.choices[command.__name__].error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        # The value of an option of the server would be taken for the model.
+        if arguments.index(others[0]) < arguments.index(options["model"]):
+            commands.choices["serve"].error(
+                f"MODEL comes before all options that are passed on, got {others[0]} first"
+            )
+        options["others"] = others
     try:
-        code = app(prog_name="mamba-cache", standalone_mode=False)
+        code: int = command(**options)
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
         return _exit_code(error)
-    except _UsageError as error:
-        print(usage_line(error, sys.argv[1:]), file=sys.stderr)
-        return 2
-    return int(code or 0)
+    return code
 
 
 def _exit_code(error: MambaCacheError) -> int:

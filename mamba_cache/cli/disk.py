@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from mamba_cache.cli.output import AsJson, console, make_table, print_json, size_text
+from mamba_cache.cli.output import add_command, print_json, print_table, size_text
 from mamba_cache.errors import TierInUseError
 from mamba_cache.tiers import folders, remove_folder
 
-__all__ = ["du", "rm"]
-
-_PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="The disk cache's path (`disk_cache_path`).")
-]
+__all__ = ["add_disk_commands", "du", "rm"]
 
 
-def du(path: _PathArgument, as_json: AsJson = False) -> None:
+def add_disk_commands(commands: Any) -> None:
+    """Add both commands."""
+    path = "the disk cache's path (`disk_cache_path`)"
+    for command in (du, rm):
+        options = {"path": {"metavar": "PATH", "type": Path, "help": path}}
+        add_command(commands, command, options)
+
+
+def du(path: Path, as_json: bool = False) -> int:
     """Show what a disk cache takes: one folder for each model, weights, rank and settings."""
-    found = folders(path)
-    listed: list[dict[str, Any]] = [
+    found = [
         {
             "folder": folder.path.name,
             "model": folder.identity.facts["model"],
@@ -31,27 +32,31 @@ def du(path: _PathArgument, as_json: AsJson = False) -> None:
             "opened": datetime.fromtimestamp(folder.used_at, timezone.utc).isoformat(),
             "in_use": folder.is_in_use,
         }
-        for folder in found
+        for folder in folders(path)
     ]
-    total = sum(folder.num_bytes for folder in found)
+    total = sum(each["bytes"] for each in found)
     if as_json:
-        print_json({"bytes": total, "folders": listed})
-        return
-    table = make_table(["folder", "model", ">rank", ">size", "opened", ""])
-    for each in listed:
-        table.add_row(
-            each["folder"],
-            each["model"],
-            str(each["rank"]),
-            size_text(each["bytes"]),
-            each["opened"][:16].replace("T", " "),
-            "in use" if each["in_use"] else "",
-        )
-    console().print(table)
-    console().print(f"{len(listed)} folders, {size_text(total)}")
+        print_json({"bytes": total, "folders": found})
+        return 0
+    print_table(
+        ["folder", "model", ">rank", ">size", "opened", ""],
+        [
+            (
+                each["folder"],
+                each["model"],
+                str(each["rank"]),
+                size_text(each["bytes"]),
+                each["opened"][:16].replace("T", " "),
+                "in use" if each["in_use"] else "",
+            )
+            for each in found
+        ],
+    )
+    print(f"{len(found)} folders, {size_text(total)}")
+    return 0
 
 
-def rm(path: _PathArgument, as_json: AsJson = False) -> None:
+def rm(path: Path, as_json: bool = False) -> int:
     """Delete a disk cache. Folders that a process uses stay, and the exit code is 1."""
     deleted, kept, freed = [], [], 0
     for folder in folders(path):
@@ -66,6 +71,5 @@ def rm(path: _PathArgument, as_json: AsJson = False) -> None:
         print_json({"bytes": freed, "deleted": deleted, "in_use": kept})
     else:
         in_use = f"; {len(kept)} are in use and stay" if kept else ""
-        console().print(f"{len(deleted)} folders deleted: {size_text(freed)}{in_use}")
-    if kept:
-        raise typer.Exit(1)
+        print(f"{len(deleted)} folders deleted: {size_text(freed)}{in_use}")
+    return 1 if kept else 0

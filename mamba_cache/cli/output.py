@@ -1,70 +1,60 @@
-"""Output of commands: tables for people, JSON for machines.
-
-Results go to stdout, everything else to stderr. rich leaves out colour and bars where the stream is
-no terminal, and colour where ``NO_COLOR`` is set.
-"""
+"""Output of commands, tables for people and JSON for machines; and how a command is added."""
 
 from __future__ import annotations
 
+import inspect
 import json
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
+__all__ = ["add_command", "print_json", "print_table", "size_text"]
 
-__all__ = ["AsJson", "Command", "Group", "console", "make_table", "print_json", "size_text"]
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, no table.")]
-"""The option that every command has."""
+_JSON = {"dest": "as_json", "action": "store_true", "help": "print one JSON object, no table"}
 
 
-def _hide_types_of_flags(params: list[Any]) -> list[Any]:
-    """Leave out the "<bool>" that typer shows behind a flag, which takes no value."""
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
-    return params
+def add_command(
+    commands: Any, command: Callable[..., int], options: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Add a command that is described by its docstring, and whose signature has the defaults.
 
-
-class Command(TyperCommand):
-    """A command whose help shows flags as what they are."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, ``--help`` among them."""
-        return _hide_types_of_flags(super().get_params(ctx))
-
-
-class Group(TyperGroup):
-    """A group of commands, likewise."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, ``--help`` among them."""
-        return _hide_types_of_flags(super().get_params(ctx))
-
-
-_PIPE_WIDTH = 160  # columns where nobody's window limits them
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Return a console for results, or for what goes beside them."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False, emoji=False
+    Args:
+        commands: What ``add_subparsers`` returned.
+        command: Takes the options by name and returns the exit code.
+        options: The arguments of ``add_argument`` for each.
+    """
+    described, parameters = command.__doc__ or "", inspect.signature(command).parameters
+    parser = commands.add_parser(
+        command.__name__,
+        help=described.partition("\n")[0],
+        description=described,
+        allow_abbrev=False,
+        argument_default=SUPPRESS,
     )
+    parser.set_defaults(command=command)
+    if "as_json" in parameters:
+        options = {**options, "--json": _JSON}
+    for name, settings in options.items():
+        action = parser.add_argument(name, **settings)
+        default = parameters[action.dest].default
+        if isinstance(default, (str, int, float)) and not isinstance(default, bool):
+            action.type = action.type or type(default)
+            action.help += f" (default: {default})"
 
 
-def make_table(columns: Sequence[str]) -> Table:
-    """Return an empty table; columns whose header begins with ">" are figures, on the right."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        is_figure = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if is_figure else "left")
-    return table
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; columns whose header begins with ">" are figures, on the right."""
+    texts = [[name.removeprefix(">") for name in header], *rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = [
+        "  ".join(
+            text.rjust(width) if name.startswith(">") else text.ljust(width)
+            for name, text, width in zip(header, row, widths, strict=True)
+        )
+        for row in texts
+    ]
+    lines.insert(1, "─" * len(lines[0]))
+    print("", *(f" {line.rstrip()}" for line in lines), "", sep="\n")
 
 
 def print_json(result: Mapping[str, Any]) -> None:

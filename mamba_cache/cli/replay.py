@@ -10,14 +10,12 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Final
-
-import typer
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 from mamba_cache._checks import check_int
 from mamba_cache.cli.bound import bound_of
-from mamba_cache.cli.output import AsJson, console, make_table, print_json
+from mamba_cache.cli.output import add_command, print_json, print_table
 from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
@@ -33,7 +31,7 @@ from mamba_cache.slots import (
     SlotEvictionPolicy,
 )
 
-__all__ = ["PLACEMENTS", "DecisionTimes", "replay", "replay_config", "replay_engine", "run_replay"]
+__all__ = ["PLACEMENTS", "add_replay", "replay", "run_replay"]
 
 PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
     "megatron": MegatronPlacement,
@@ -45,37 +43,46 @@ PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
 _FIRST_TOKEN: Final = SamplingParams(max_new_tokens=1)
 _UNLIMITED: Final = "unlimited"
 _PROGRESS_SECONDS: Final = 20.0
+_TIMED: Final = ("on_request", "admit", "on_reserved", "on_published", "on_removed", "least_loss")
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "trace": {"metavar": "TRACE", "help": "a file of JSON lines, or .gz"},
+    "--slots": {"metavar": "N,...", "help": "budgets of slots: numbers, or unlimited"},
+    "--kv-blocks": {"metavar": "N", "help": "budget of KV blocks: a number, or unlimited"},
+    "--policy": {"metavar": "NAME,...", "help": "eviction"},
+    "--placement": {"metavar": "NAME", "help": f"checkpoints: one of {', '.join(PLACEMENTS)}"},
+    "--limit": {"metavar": "N", "type": int, "help": "requests to replay (default: all)"},
+    "--block-size": {
+        "metavar": "N",
+        "type": int,
+        "help": "tokens of a hash (default: the trace's, else 512)",
+    },
+    "--max-tokens": {"metavar": "N", "help": "tokens of a step"},
+    "--bound": {
+        "action": "store_true",
+        "help": "add the most that any cache could skip; needs scipy",
+    },
+}
+
+
+def add_replay(commands: Any) -> None:
+    """Add the command."""
+    add_command(commands, replay, _OPTIONS)
 
 
 def replay(
-    trace: Annotated[str, typer.Argument(metavar="TRACE", help="A file of JSON lines, or .gz.")],
+    trace: str,
     *,
-    slots: Annotated[
-        str, typer.Option(metavar="N,...", help="Budgets of slots: numbers, or unlimited.")
-    ] = "50,200,unlimited",
-    kv_blocks: Annotated[
-        str, typer.Option(metavar="N", help="Budget of KV blocks: a number, or unlimited.")
-    ] = _UNLIMITED,
-    policy: Annotated[
-        str, typer.Option(metavar="NAME,...", help=f"Eviction, of {', '.join(SLOT_POLICIES)}.")
-    ] = ",".join(SLOT_POLICIES),
-    placement: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Checkpoints: one of {', '.join(PLACEMENTS)}.")
-    ] = "megatron",
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Requests to replay. Default: all.")
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Tokens of a hash. Default: the trace's, else 512."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a step.")] = 8192,
-    bound: Annotated[
-        bool,
-        typer.Option("--bound", help="Add the most that any cache could skip; needs scipy."),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+    slots: str = "50,200,unlimited",
+    kv_blocks: str = _UNLIMITED,
+    policy: str = ",".join(SLOT_POLICIES),
+    placement: str = "megatron",
+    limit: int | None = None,
+    block_size: int | None = None,
+    max_tokens: int = 8192,
+    bound: bool = False,
+    as_json: bool = False,
+) -> int:
     """Replay a trace of requests: what it hits with each policy and number of slots.
 
     No model runs and no GPU is needed.
@@ -89,14 +96,12 @@ def replay(
         placement=placement,
         max_tokens=max_tokens,
         bound=bound,
-        progress=_progress_lines(),
     )
     if as_json:
         print_json(result)
     else:
         _show(result)
-    if not result["passed"]:
-        raise typer.Exit(1)
+    return 0 if result["passed"] else 1
 
 
 def run_replay(
@@ -108,9 +113,10 @@ def run_replay(
     placement: str = "megatron",
     max_tokens: int = 8192,
     bound: bool = False,
-    progress: Callable[[float, str], None] = lambda share, what: None,
 ) -> dict[str, Any]:
     """Replay requests under every combination of policy and slots.
+
+    A line on stderr says every 20 seconds how far it is.
 
     Args:
         requests: In the order in which they come; all of one block size.
@@ -120,7 +126,6 @@ def run_replay(
         placement: One name of ``PLACEMENTS``.
         max_tokens: Tokens of a step.
         bound: Whether each record has the linear program's bound.
-        progress: Called before each request with the share that is done, and what runs.
 
     Returns:
         "records": what one replay counted, for each combination, with its budgets; "workload":
@@ -132,31 +137,40 @@ def run_replay(
     """
     _check_names("policies", policies, SLOT_POLICIES)
     _check_names("placement", [placement], PLACEMENTS)
+    check_int("max_tokens", max_tokens, minimum=1)
     bounds = {
         states: bound_of(requests, states, num_blocks=kv_blocks)
         for states in (set(slots) if bound else ())
     }
     runs = [(policy, states) for policy in policies for states in slots]
     records: list[dict[str, Any]] = []
+    told_at = time.monotonic()
     for number, (policy, states) in enumerate(runs):
         engine = Engine(
             NoModel(),
-            replay_config(requests, states, kv_blocks, max_tokens),
+            _config(requests, states, kv_blocks, max_tokens),
             slot_policy=SLOT_POLICIES[policy](),
             placement=PLACEMENTS[placement](),
         )
-        what = f"{policy}, {_budget_text(states)} slots"
-        record = replay_engine(engine, _watched(requests, progress, number, len(runs), what))
+        seconds, decisions, failed = [], _time_decisions(engine.context.slot_allocator.policy), 0
+        for index, request in enumerate(requests):
+            if time.monotonic() - told_at >= _PROGRESS_SECONDS:
+                told_at = time.monotonic()
+                share = (number + index / len(requests)) / len(runs)
+                what = f"{policy}, {_budget_text(states)} slots"
+                print(f"replay: {share:.0%}, {what}", file=sys.stderr, flush=True)
+            decisions.append(0.0)
+            its_seconds, has_failed = _run(engine, request)
+            seconds.append(its_seconds)
+            failed += has_failed
+        record = {
+            "placement": placement, "policy": policy, "slots": states, "kv_blocks": kv_blocks,
+            **_counts(engine, requests, failed, seconds, decisions),
+        }  # fmt: skip
         if bound:
-            found = bounds[states]
-            record |= {
-                "bound": round(found.token_hit_rate, 4),
-                "bound_is_solved": found.is_solved,
-            }
-        records.append(
-            {"placement": placement, "policy": policy, "slots": states, "kv_blocks": kv_blocks}
-            | record
-        )
+            rate, is_solved = bounds[states]
+            record |= {"bound": round(rate, 4), "bound_is_solved": is_solved}
+        records.append(record)
     total = sum(request.input_length for request in requests)
     return {
         "passed": not any(record["failed_requests"] for record in records),
@@ -170,66 +184,13 @@ def run_replay(
     }
 
 
-def replay_engine(engine: Engine, requests: Iterable[TraceRequest]) -> dict[str, Any]:
-    """Run requests one after the other, each to its first token.
-
-    Args:
-        engine: A new one, around ``NoModel``.
-        requests: In the order in which they come.
-
-    Returns:
-        Counts of requests, tokens, states and evictions; "token_hit_rate": the share of prompt
-        tokens that were skipped; "kv_hit_rate": the share whose KV blocks were found, an upper
-        limit for it; "us_per_request": the median CPU time to hash, admit, schedule, commit and
-        finish a request; "decision_us_mean" and "decision_us_worst": the policy's part of it.
-    """
-    seconds, failed, total = [], 0, 0
-    decisions = DecisionTimes(engine.context.slot_allocator.policy)
-    for request in requests:
-        tokens = prompt_tokens(request)
-        total += len(tokens)
-        start = time.process_time()  # not wall time: other processes do not count
-        engine.submit(
-            tokens, _FIRST_TOKEN, will_continue=request.will_continue, cache_salt=request.tenant
-        )
-        ends = [event.completion for event in engine.stream() if event.completion]
-        seconds.append(time.process_time() - start)
-        decisions.end_request()
-        failed += sum(end.error is not None for end in ends)
-    engine.context.check_invariants()
-    stats = engine.context.stats()
-    matched = stats.kv_matched_blocks * engine.context.config.block_size_tokens
-    return {
-        "requests": len(seconds),
-        "failed_requests": failed,
-        "hits": stats.hits,
-        "prompt_tokens": total,
-        "skipped_tokens": stats.skipped_tokens,
-        "token_hit_rate": round(stats.skipped_tokens / total, 4),
-        "kv_hit_rate": round(matched / total, 4),
-        "saved_states": stats.saved_states,
-        "refused_states": stats.refused_states,
-        "kept_states": stats.cached_slots,
-        "evicted_slots": stats.evicted_slots,
-        "evicted_blocks": stats.evicted_blocks,
-        "skipped_checkpoints": stats.skipped_checkpoints,
-        "us_per_request": round(statistics.median(seconds) * 1e6, 1),
-        "cpu_seconds": round(sum(seconds), 3),
-        **decisions.summary(),
-    }
-
-
-def replay_config(
+def _config(
     requests: Sequence[TraceRequest],
     max_slots: int | None,
     num_kv_blocks: int | None,
-    max_tokens: int = 8192,
+    max_tokens: int,
 ) -> CacheConfig:
-    """Return settings for requests that come one at a time; a budget of None never runs out.
-
-    A block has as many tokens as a hash id of the trace stands for.
-    """
-    check_int("max_tokens", max_tokens, minimum=1)
+    """Return settings for requests that come one at a time; a budget of None never runs out."""
     size = requests[0].block_size
     longest = max(request.input_length for request in requests) + 1
     names = {(request.tenant, hash_id) for request in requests for hash_id in request.hash_ids}
@@ -247,30 +208,68 @@ def replay_config(
     )
 
 
-class DecisionTimes:
-    """CPU seconds that a policy which knows prompts spends on each request.
+def _run(engine: Engine, request: TraceRequest) -> tuple[float, bool]:
+    """Run a request to its first token; return the CPU seconds, and whether it failed."""
+    tokens = prompt_tokens(request)
+    start = time.process_time()  # not wall time: other processes do not count
+    engine.submit(
+        tokens, _FIRST_TOKEN, will_continue=request.will_continue, cache_salt=request.tenant
+    )
+    ends = [event.completion for event in engine.stream() if event.completion]
+    return time.process_time() - start, any(end.error is not None for end in ends)
+
+
+def _counts(
+    engine: Engine,
+    requests: Sequence[TraceRequest],
+    failed: int,
+    seconds: Sequence[float],
+    decisions: Sequence[float],
+) -> dict[str, Any]:
+    """Return what one replay counted.
+
+    "token_hit_rate" is the share of prompt tokens that were skipped; "kv_hit_rate" the share whose
+    KV blocks were found, an upper limit for it; "us_per_request" the median CPU time to hash,
+    admit, schedule, commit and finish a request.
+    """
+    engine.context.check_invariants()
+    stats = engine.context.stats()
+    total = sum(request.input_length for request in requests)
+    matched = stats.kv_matched_blocks * engine.context.config.block_size_tokens
+    return {
+        "requests": len(requests),
+        "failed_requests": failed,
+        "hits": stats.hits,
+        "prompt_tokens": total,
+        "skipped_tokens": stats.skipped_tokens,
+        "token_hit_rate": round(stats.skipped_tokens / total, 4),
+        "kv_hit_rate": round(matched / total, 4),
+        "saved_states": stats.saved_states,
+        "refused_states": stats.refused_states,
+        "kept_states": stats.cached_slots,
+        "evicted_slots": stats.evicted_slots,
+        "evicted_blocks": stats.evicted_blocks,
+        "skipped_checkpoints": stats.skipped_checkpoints,
+        "us_per_request": round(statistics.median(seconds) * 1e6, 1),
+        "cpu_seconds": round(sum(seconds), 3),
+        "decision_us_mean": round(statistics.mean(decisions) * 1e6, 1),
+        "decision_us_worst": round(max(decisions) * 1e6, 1),
+    }
+
+
+def _time_decisions(policy: SlotEvictionPolicy) -> list[float]:
+    """Time the methods of a policy that knows prompts; simple policies are not timed.
 
     Reading the clock is subtracted, and Python's garbage collector waits during a call: its time
     depends on the whole process.
 
-    Args:
-        policy: Its methods are replaced by timed ones. Simple policies are not timed.
-
-    Attributes:
-        by_request: Seconds of each request so far.
+    Returns:
+        CPU seconds: each call adds its own to the last item.
     """
+    seconds: list[float] = []
+    of_clock = min(-time.thread_time() + time.thread_time() for _ in range(1_000))
 
-    _TIMED = ("on_request", "admit", "on_reserved", "on_published", "on_removed", "least_loss")
-
-    def __init__(self, policy: SlotEvictionPolicy) -> None:
-        self.by_request: list[float] = []
-        self._spent = 0.0
-        self._of_clock = min(-time.thread_time() + time.thread_time() for _ in range(1_000))
-        if isinstance(policy, PrefixSlotPolicy):
-            for name in self._TIMED:
-                setattr(policy, name, self._timed(getattr(policy, name)))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             collects = gc.isenabled()
             gc.disable()
@@ -278,78 +277,45 @@ class DecisionTimes:
             try:
                 return method(*args)
             finally:
-                self._spent += time.thread_time() - start - self._of_clock
+                seconds[-1] += time.thread_time() - start - of_clock
                 if collects:
                     gc.enable()
 
         return run
 
-    def end_request(self) -> None:
-        """Begin to count for the next request."""
-        self.by_request.append(self._spent)
-        self._spent = 0.0
-
-    def summary(self) -> dict[str, float]:
-        """Return the mean and the worst in microseconds."""
-        mean = sum(self.by_request) / len(self.by_request)
-        return {
-            "decision_us_mean": round(mean * 1e6, 1),
-            "decision_us_worst": round(max(self.by_request) * 1e6, 1),
-        }
+    if isinstance(policy, PrefixSlotPolicy):
+        for name in _TIMED:
+            setattr(policy, name, timed(getattr(policy, name)))
+    return seconds
 
 
 def _show(result: dict[str, Any]) -> None:
     records, workload = result["records"], result["workload"]
-    has_bound = any("bound" in record for record in records)
-    header = ["policy", ">slots", ">hit", *([">bound"] if has_bound else []), ">saved", ">time"]
-    table = make_table(header)
-    for record in records:
-        table.add_row(
-            record["policy"],
-            _budget_text(record["slots"]),
-            f"{record['token_hit_rate']:.1%}",
-            *([f"{record['bound']:.1%}"] if has_bound else []),
-            f"{record['saved_states']:,}",
-            f"{record['us_per_request']:,.0f} us",
-        )
-    out = console()
-    out.print(table)
-    out.print(
+    has_bound = "bound" in records[0]
+    print_table(
+        ["policy", ">slots", ">hit", *([">bound"] if has_bound else []), ">saved", ">time"],
+        [
+            [
+                record["policy"],
+                _budget_text(record["slots"]),
+                f"{record['token_hit_rate']:.1%}",
+                *([f"{record['bound']:.1%}"] if has_bound else []),
+                f"{record['saved_states']:,}",
+                f"{record['us_per_request']:,.0f} us",
+            ]
+            for record in records
+        ],
+    )
+    print(
         f"{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
         f"each; placement {records[0]['placement']}.\n"
         "hit: prompt tokens not computed; saved: states; time: CPU time of one request"
     )
     if has_bound:
-        out.print("bound: an upper limit for any cache of this size, future requests known")
+        print("bound: an upper limit for any cache of this size, future requests known")
     failed = sum(record["failed_requests"] for record in records)
     if failed:
-        out.print(f"{failed:,} requests failed: --kv-blocks does not hold them")
-
-
-def _watched(
-    requests: Sequence[TraceRequest],
-    progress: Callable[[float, str], None],
-    number: int,
-    num_runs: int,
-    what: str,
-) -> Iterator[TraceRequest]:
-    for index, request in enumerate(requests):
-        progress((number + index / len(requests)) / num_runs, what)
-        yield request
-
-
-def _progress_lines() -> Callable[[float, str], None]:
-    """Return what prints a line to stderr every 20 seconds."""
-    last = time.monotonic()
-
-    def progress(share: float, what: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _PROGRESS_SECONDS:
-            last = now
-            print(f"replay: {share:.0%}, {what}", file=sys.stderr, flush=True)
-
-    return progress
+        print(f"{failed:,} requests failed: --kv-blocks does not hold them")
 
 
 def _budgets(option: str, text: str, *, most: int = 1_000) -> list[int | None]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import as_ints, check_int
+from mamba_cache._checks import check_int, check_number
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.trace import TRACE_FORMAT
 
@@ -34,7 +34,7 @@ _MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _FIRST_NAMED: Final = 1 << 52
 """Ids from here on stand for names that are no numbers below it."""
 
-_MOST_BLOCK: Final = 1 << 20
+_MAX_BLOCK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TraceRequest:
             at its end may be there or not.
         block_size: Tokens of a block.
         will_continue: The hint that came with it; None: none did.
-        tenant: Whose it is, as far as hits are concerned: requests of different ones share nothing.
+        tenant: The cache salt: requests of different ones share nothing.
 
     Raises:
         InvalidArgumentError: A number is out of range, or there are not as many ids as the prompt
@@ -65,23 +65,15 @@ class TraceRequest:
     tenant: str | None = None
 
     def __post_init__(self) -> None:
+        check_number("timestamp", self.timestamp, maximum=1e18)
         check_int("input_length", self.input_length, minimum=1)
         check_int("output_length", self.output_length, minimum=0)
         whole, rest = divmod(self.input_length, self.block_size)
-        given = len(self.hash_ids)
-        if given not in (whole, whole + bool(rest)):
+        if len(self.hash_ids) not in (whole, whole + bool(rest)):
             raise InvalidArgumentError(
                 f"{self.input_length} prompt tokens need {whole + bool(rest)} hash_ids, one for "
-                f"each {self.block_size} tokens, got {given}{self._likely_size(given)}"
+                f"each {self.block_size} tokens, got {len(self.hash_ids)}"
             )
-
-    def _likely_size(self, given: int) -> str:
-        """Say which block size would fit, for whoever has to find it."""
-        if not given:
-            return ""
-        least, most = -(-self.input_length // given), self.input_length // max(given - 1, 1)
-        size = 1 << (least - 1).bit_length()
-        return f"; a block size of {size} would fit" if least <= size <= most else ""
 
     @property
     def whole_ids(self) -> tuple[int, ...]:
@@ -113,19 +105,15 @@ def read_trace(
 
     Raises:
         InvalidArgumentError: The file cannot be read, a line is not as described (the message names
-            it), there is no request, or ``block_size`` is out of range.
+            it), there is no request, or a number is out of range.
     """
+    if limit is not None:
+        check_int("limit", limit, minimum=1)
     if block_size is not None:
-        check_int("block_size", block_size, minimum=1, maximum=_MOST_BLOCK)
-    reader = _Reader(block_size)
-    requests: list[TraceRequest] = []
+        check_int("block_size", block_size, minimum=1, maximum=_MAX_BLOCK)
     try:
         with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(requests) >= limit:
-                    break
-                if line.strip():
-                    requests += reader.read(line, number)
+            requests = list(islice(_read_lines(lines, block_size), limit))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"trace {str(path)!r} cannot be read: {error}") from error
     if not requests:
@@ -156,91 +144,70 @@ def _open(path: str | Path) -> IO[str]:
     return open(path, encoding="utf-8-sig")
 
 
-class _Reader:
-    """Reads lines, and numbers the names of blocks that are no small numbers themselves."""
-
-    def __init__(self, block_size: int | None) -> None:
-        self._given_size = block_size
-        self._size = TOKENS_PER_HASH_ID if block_size is None else block_size
-        self._numbers: dict[object, int] = {}
-
-    def read(self, line: str, number: int) -> Iterator[TraceRequest]:
-        """Yield the request of a line; nothing if it is the first line of a log."""
+def _read_lines(lines: Iterable[str], block_size: int | None) -> Iterator[TraceRequest]:
+    numbers: dict[object, int] = {}  # of names of blocks that are no small numbers themselves
+    for line_number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             fields: Any = json.loads(line)
-            request = self._request(fields)
+            if isinstance(fields, dict) and TRACE_FORMAT in fields:
+                block_size = _read_header(fields, block_size)
+                continue
+            request = _read_request(fields, block_size or TOKENS_PER_HASH_ID, numbers)
         except KeyError as error:
-            raise InvalidArgumentError(f"line {number} of the trace lacks {error}") from None
+            raise InvalidArgumentError(f"line {line_number} of the trace lacks {error}") from None
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            raise InvalidArgumentError(f"line {number} of the trace: {error}") from error
-        if request is not None:
-            yield request
-
-    def _request(self, fields: Any) -> TraceRequest | None:
-        if isinstance(fields, list):
-            fields = {"hashes": fields}
-        if not isinstance(fields, dict):
-            raise TypeError(f"must be an object or a list of hashes, got {type(fields).__name__}")
-        if TRACE_FORMAT in fields:
-            self._begin_log(fields)
-            return None
-        if "hashes" in fields:
-            return self._of_hashes(fields)
-        if "hash_ids" not in fields and "input_length" in fields:
-            raise KeyError("hash_ids")
-        length, ids = fields["input_length"], self._ids("hash_ids", fields["hash_ids"])
-        return self._make(fields, length, ids)
-
-    def _begin_log(self, fields: Mapping[str, Any]) -> None:
-        """Read the first line of a log."""
-        check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=1, maximum=1)
-        size = fields["block_size_tokens"]
-        size = check_int("block_size_tokens", size, minimum=1, maximum=_MOST_BLOCK)
-        if self._given_size not in (None, size):
-            raise InvalidArgumentError(
-                f"the blocks of this log have {size} tokens, not {self._given_size}"
-            )
-        self._given_size = self._size = size  # another log in the same file must agree
-
-    def _of_hashes(self, fields: Mapping[str, Any]) -> TraceRequest:
-        ids = self._ids("hashes", fields["hashes"])
-        # Whoever lists hashes lists those of complete blocks; what came after them is not known.
-        length = fields.get("length", len(ids) * self._size + 1)
-        return self._make(fields, length, ids)
-
-    def _make(self, fields: Mapping[str, Any], length: Any, ids: tuple[int, ...]) -> TraceRequest:
-        hint, tenant = fields.get("will_continue"), fields.get("tenant")
-        if not (hint is None or isinstance(hint, bool)):
-            raise TypeError(f"will_continue must be true, false or null, got {hint!r}")
-        if not (tenant is None or isinstance(tenant, (str, int))):
-            raise TypeError(f"tenant must be a string, a number or null, got {tenant!r}")
-        return TraceRequest(
-            timestamp=_timestamp(fields.get("timestamp", 0)),
-            input_length=length,
-            output_length=fields.get("output_length", 0),
-            hash_ids=ids,
-            block_size=self._size,
-            will_continue=hint,
-            tenant=None if tenant is None else str(tenant),
-        )
-
-    def _ids(self, name: str, values: Any) -> tuple[int, ...]:
-        if not isinstance(values, list):
-            raise TypeError(f"{name} must be a list, got {type(values).__name__}")
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, (int, str)):
-                raise TypeError(f"{name} must be ints or strings, got {value!r}")
-        if all(isinstance(value, int) and 0 <= value < _FIRST_NAMED for value in values):
-            return tuple(as_ints(name, values))
-        return tuple(
-            value
-            if isinstance(value, int) and 0 <= value < _FIRST_NAMED
-            else self._numbers.setdefault(value, _FIRST_NAMED + len(self._numbers))
-            for value in values
-        )
+            raise InvalidArgumentError(f"line {line_number} of the trace: {error}") from error
+        yield request
 
 
-def _timestamp(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(f"timestamp must be a number of milliseconds, got {value!r}")
-    return value
+def _read_header(fields: dict[str, Any], block_size: int | None) -> int:
+    """Return the block size that a log's first line gives; logs of one file must agree."""
+    check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=1, maximum=1)
+    size = fields["block_size_tokens"]
+    size = check_int("block_size_tokens", size, minimum=1, maximum=_MAX_BLOCK)
+    if block_size not in (None, size):
+        raise InvalidArgumentError(f"the blocks of this log have {size} tokens, not {block_size}")
+    return size
+
+
+def _read_request(fields: Any, size: int, numbers: dict[object, int]) -> TraceRequest:
+    if isinstance(fields, list):
+        fields = {"hashes": fields}
+    if not isinstance(fields, dict):
+        raise TypeError(f"must be an object or a list of hashes, got {type(fields).__name__}")
+    name = "hashes" if "hashes" in fields else "hash_ids"
+    ids = _read_ids(name, fields[name], numbers)
+    if name == "hash_ids":
+        length = fields["input_length"]
+    else:  # a list of hashes names complete blocks; what came after them is not known
+        length = fields.get("length", len(ids) * size + 1)
+    hint, tenant = fields.get("will_continue"), fields.get("tenant")
+    if not (hint is None or isinstance(hint, bool)):
+        raise TypeError(f"will_continue must be true, false or null, got {hint!r}")
+    if not (tenant is None or isinstance(tenant, (str, int))):
+        raise TypeError(f"tenant must be a string, a number or null, got {tenant!r}")
+    return TraceRequest(
+        timestamp=fields.get("timestamp", 0),
+        input_length=length,
+        output_length=fields.get("output_length", 0),
+        hash_ids=ids,
+        block_size=size,
+        will_continue=hint,
+        tenant=None if tenant is None else str(tenant),
+    )
+
+
+def _read_ids(name: str, values: Any, numbers: dict[object, int]) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{name} must be a list, got {type(values).__name__}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise TypeError(f"{name} must be ints or strings, got {value!r}")
+    return tuple(
+        value
+        if isinstance(value, int) and 0 <= value < _FIRST_NAMED
+        else numbers.setdefault(value, _FIRST_NAMED + len(numbers))
+        for value in values
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mamba_cache._checks import check_hashable, check_int, check_number
-from mamba_cache._extras import install_hint
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache._weak_callback import WeakCallback
 from mamba_cache.config import CacheConfig
@@ -30,7 +29,6 @@ from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
     MambaCacheError,
-    MissingExtraError,
     StepOrderError,
 )
 from mamba_cache.metadata import StepMetadata
@@ -42,7 +40,7 @@ from mamba_cache.slots import CheckpointPlacement, SlotEvictionPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity
 
-__all__ = ["Engine", "LanguageModel", "ModelShape", "compute_prefix", "token_progress"]
+__all__ = ["Engine", "LanguageModel", "ModelShape", "compute_prefix"]
 
 
 class ModelShape(Protocol):
@@ -370,22 +368,18 @@ class Engine:
         self,
         prompts: Iterable[Any],
         sampling: SamplingParams | None = None,
-        *,
-        progress: bool = False,
     ) -> list[Completion]:
         """Run prompts to their ends. If that raises, none of them stays in the engine.
 
         Args:
             prompts: Each as for ``submit``.
             sampling: How to choose the tokens of all.
-            progress: Whether to show a bar on stderr; needs the extra ``progress``.
 
         Returns:
             What became of each prompt, in order. One that did not fit has its ``error`` set.
 
         Raises:
             StepOrderError: Other requests are not finished; their events would be lost here.
-            MissingExtraError: The bar is asked for, but rich is not installed.
             InvalidArgumentError: ``prompts`` are none, or one is empty or malformed.
             SequenceLengthError: A prompt is longer than ``max_sequence_length``.
         """
@@ -398,14 +392,10 @@ class Engine:
             raise InvalidArgumentError(f"prompts must be several, got {prompts!r}")
         done: dict[Hashable, Completion] = {}
         try:
-            with token_progress(progress) as show:
-                ids = [self.submit(prompt, sampling) for prompt in prompts]
-                total = self._tokens_left()
-                while self.num_requests:
-                    ends = [event.completion for event in self.step() if event.completion]
-                    done.update({end.request_id: end for end in ends})
-                    if progress:
-                        show(total - self._tokens_left(), total)
+            ids = [self.submit(prompt, sampling) for prompt in prompts]
+            while self.num_requests:
+                ends = [event.completion for event in self.step() if event.completion]
+                done.update({end.request_id: end for end in ends})
         except BaseException:
             with suppress(MambaCacheError):  # poisoned, it has to be reset anyway
                 self._end_all()
@@ -485,16 +475,6 @@ class Engine:
         self._mark_told(news)
         self._is_behind = False
         return news.events
-
-    def _tokens_left(self) -> int:
-        """Return the tokens that all requests together may still compute or skip."""
-        running = self.context.statuses()
-        return sum(
-            request.prompt_tokens
-            + request.sampling.max_new_tokens
-            - (self.context.progress(request.key).num_computed if request.key in running else 0)
-            for request in self._scheduler
-        )
 
     def _propose_drafts(self, decoding: list[EngineRequest]) -> dict[Hashable, list[int]]:
         """Collect drafts for the step, the oldest request's first, while its buffers last."""
@@ -611,35 +591,6 @@ def _fit(config: CacheConfig, shape: ModelShape) -> CacheConfig:
         if ours > models:
             raise InvalidArgumentError(f"the cache's {name} is {ours}, the model's only {models}")
     return config
-
-
-@contextmanager
-def token_progress(enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr while the context manager is open.
-
-    Args:
-        enabled: If False, nothing is shown.
-
-    Yields:
-        A function to call with the tokens done and the tokens in all.
-
-    Raises:
-        MissingExtraError: The bar is asked for, but rich is not installed.
-    """
-    if not enabled:
-        yield lambda done, total: None
-        return
-    try:
-        from rich import progress  # noqa: PLC0415 - an optional extra
-        from rich.console import Console  # noqa: PLC0415 - likewise
-    except ImportError as error:
-        raise MissingExtraError(
-            f"a progress bar needs rich: {install_hint('progress')}, or leave progress out"
-        ) from error
-    columns = *progress.Progress.get_default_columns(), progress.MofNCompleteColumn()
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("tokens", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def compute_prefix(

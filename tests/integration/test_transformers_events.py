@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers", reason="needs the extra trans
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import typer  # noqa: E402
 from events_rig import Subscriber, by_hand, catch_up, observe  # noqa: E402
 from transformers_rig import (  # noqa: E402
     BLOCK,
@@ -27,7 +26,7 @@ from transformers_rig import (  # noqa: E402
 )
 
 from mamba_cache.blocks import BlockHashChain  # noqa: E402
-from mamba_cache.cli.app import app  # noqa: E402
+from mamba_cache.cli.app import run  # noqa: E402
 from mamba_cache.events import Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
@@ -218,12 +217,13 @@ def test_the_commands_options_reach_the_publisher(monkeypatch):
 
     def installed(**settings):
         given.update(settings)
-        raise typer.Exit(0)
+        raise SystemExit
 
     monkeypatch.setattr(serve, "installed", installed)
     options = ["--events-endpoint", "tcp://127.0.0.1:5557", "--events-mode", "resident"]
     options += ["--events-replay-endpoint", "tcp://127.0.0.1:5558"]
-    app(["serve", "model", *options], standalone_mode=False)
+    with pytest.raises(SystemExit):
+        run(["serve", "model", *options])
     assert given["events_endpoint"] == "tcp://127.0.0.1:5557"
     assert given["events_replay_endpoint"] == "tcp://127.0.0.1:5558"
     assert given["events_mode"] == "resident"

@@ -194,18 +194,18 @@ def test_a_model_that_cannot_be_batched_is_served_request_by_request(server, fol
 COMMAND = """
 import sys
 
-from mamba_cache.cli.app import app
+from mamba_cache.cli.app import run
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 
-run = Batcher.warm_up
+warm_up = Batcher.warm_up
 
 def told(self, most):
     limits = self._scheduler.max_chunk_tokens, self._scheduler.max_requests
     sys.stderr.write(f"<{self.context.max_requests} rows, {limits}, {self._is_eager}>\\n")
-    run(self, most)
+    warm_up(self, most)
 
 Batcher.warm_up = told
-app(sys.argv[1:])
+run(sys.argv[1:])
 """
 
 

@@ -1,9 +1,6 @@
 """``mamba-cache doctor --store``: what it says of stores that work, and of stores that do not."""
 
 import pytest
-
-pytest.importorskip("typer", reason="needs the extra cli")
-
 from faulty_store import FaultyStore, Trouble
 
 from mamba_cache.cli import doctor

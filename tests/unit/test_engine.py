@@ -1,6 +1,5 @@
 """The engine's calls: events, ends, cancelling, bad input, and what a failure leaves behind."""
 
-import sys
 import textwrap
 
 import pytest
@@ -23,7 +22,6 @@ from mamba_cache.context import MissReason
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
-    MissingExtraError,
     SequenceLengthError,
     StepOrderError,
     UnknownRequestError,
@@ -358,20 +356,3 @@ def test_a_request_whose_failure_is_not_told_yet_can_be_cancelled(rng):
     assert [event.request_id for event in engine.stream()] == ["small"]
     with pytest.raises(UnknownRequestError, match="'large'"):
         engine.cancel("large")
-
-
-def test_progress_goes_to_stderr_alone(rng, capsys):
-    completions = make_engine().generate([draw_prompt(rng, 5)], greedy(2), progress=True)
-    captured = capsys.readouterr()
-    assert len(completions) == 1
-    assert captured.out == ""
-    assert "7/7" in captured.err
-
-
-def test_progress_without_rich_names_the_extra(rng, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    engine = make_engine()
-    with pytest.raises(MissingExtraError, match=r"\.\[progress\]"):
-        engine.generate([draw_prompt(rng, 5)], progress=True)
-    assert engine.num_requests == 0
-    assert len(engine.generate([draw_prompt(rng, 5)])) == 1

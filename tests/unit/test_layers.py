@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sources import PACKAGE, ROOT, Source, is_old_path, sources
 
 EXTRAS = {
-    *("rich", "typer", "prometheus_client", "transformers", "megatron", "msgspec", "scipy", "zmq"),
+    *("prometheus_client", "transformers", "megatron", "msgspec", "scipy", "zmq"),
 }
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 ROW = re.compile(

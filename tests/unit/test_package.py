@@ -58,7 +58,7 @@ FRONT_DOOR = {
 }
 
 NOT_ALWAYS_INSTALLED = (
-    *("triton", "rich", "typer", "prometheus_client", "transformers", "megatron"),
+    *("triton", "prometheus_client", "transformers", "megatron"),
     *("msgspec", "scipy", "zmq"),
 )
 
