@@ -33,6 +33,7 @@ __all__ = [
     "join_config",
     "read_answer_config",
     "read_options",
+    "without_text_types",
 ]
 
 _GOES_BACK = "it goes back in the sequence, which a state cannot"
@@ -115,6 +116,10 @@ ROWS_MIXED = frozenset({"beam_search", "beam_sample"})
 """Modes whose rows change places, so that only what comes before the answers is kept."""
 
 
+_TOKEN_TYPES = "mm_token_type_ids"
+"""A processor's note of which tokens stand for an image or a video; 0 is text."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
     """What one call of ``generate`` will do.
@@ -173,6 +178,17 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
         eos,
         pad[0] if pad else None,
     )
+
+
+def without_text_types(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options without token types that say that all tokens are text.
+
+    Processors of multimodal models add them to each prompt; ``generate`` does the same without.
+    """
+    types = options.get(_TOKEN_TYPES)
+    if not isinstance(types, torch.Tensor) or types.any():
+        return options
+    return {name: value for name, value in options.items() if name != _TOKEN_TYPES}
 
 
 def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:

@@ -54,7 +54,11 @@ from mamba_cache.integrations.transformers.fingerprint import WeightsCheck, chec
 from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.options import OptionsReader, ServedOptions
+from mamba_cache.integrations.transformers.options import (
+    OptionsReader,
+    ServedOptions,
+    without_text_types,
+)
 from mamba_cache.integrations.transformers.prefill import Prefiller, PrefillTask
 from mamba_cache.integrations.transformers.presence import BypassReason
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
@@ -346,6 +350,7 @@ class PrefixCache:
         given = options.pop("input_ids", None)
         if inputs is not None and given is not None:
             raise InvalidArgumentError("give prompts as inputs or as input_ids, not both")
+        options = without_text_types(options)
         served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))

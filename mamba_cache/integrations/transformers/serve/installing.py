@@ -216,11 +216,8 @@ def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..
 
 
 def _reader(model: Any, processor: Any) -> AnswerSettingsReader:
-    return AnswerSettingsReader(model, _tokenizer_of(processor), {}, tries_processors=True)
-
-
-def _tokenizer_of(processor: Any) -> Any:
-    return getattr(processor, "tokenizer", processor)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return AnswerSettingsReader(model, tokenizer, {}, tries_processors=True)
 
 
 def _use_batches(served: ServedModels, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -273,7 +270,7 @@ def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
         return ArrivalDetails(settings)
     checkpoints = []
     with suppress(Exception):  # the server has read the request already, in its own way
-        checkpoints = served.checkpoints(_tokenizer_of(processor), tokens)
+        checkpoints = served.checkpoints(processor, tokens)
 
     def tell_cached(count: int) -> None:
         served.cached_tokens = count

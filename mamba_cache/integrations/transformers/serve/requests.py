@@ -55,10 +55,14 @@ class ServedRequest:
         roles = {message.get("role") for message in self.messages if isinstance(message, dict)}
         return bool(self.body.get("tools")) or not roles.isdisjoint(("assistant", "tool"))
 
-    def checkpoints(self, tokenizer: Any, token_ids: Sequence[int]) -> list[int]:
-        """Return where other prompts will part from this one."""
+    def checkpoints(self, processor: Any, token_ids: Sequence[int]) -> list[int]:
+        """Return where other prompts will part from this one.
+
+        ``processor`` is a tokenizer, or what has one beside processors of images.
+        """
         if self.messages is None:
             return []
+        tokenizer = getattr(processor, "tokenizer", processor)
         options = {
             **getattr(self.handler, "chat_template_kwargs", {}),
             **(self.body.get("chat_template_kwargs") or {}),
