@@ -16,7 +16,7 @@ from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, patched, save_model, serve, 
 
 from mamba_cache.integrations import vllm as ours
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
-from mamba_cache.integrations.vllm.kernels import plain
+from mamba_cache.integrations.vllm.kernels import plain, run_plan
 
 # Of vLLM's own code, and what it brings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_vllms_own_copies(saved, monkeypatch):
     assert all(own.cached[request] > 0 for request in HITS)
 
     # The control: without copies the same steps say other things.
-    monkeypatch.setattr(plain, "copy_regions", lambda buffers: None)
+    monkeypatch.setattr(plain, "copy_listed", lambda *_: None)
     with patched(), Engine(folder, name, **TIGHT) as engine:
         wrong = serve(engine, with_preemptions=False)
     assert any(wrong.tokens[request] != own.tokens[request] for request in wrong.tokens)
@@ -89,7 +89,7 @@ def test_drafts_with_prefix_caching_where_there_is_no_triton(drafting):
 
 def test_drafts_without_copies_say_other_things(drafting, monkeypatch):
     make, uncached = drafting
-    monkeypatch.setattr(plain, "_copy", lambda *_: None)
+    monkeypatch.setattr(plain, "copy_listed", lambda *_: None)
     with patched(), make() as engine:
         assert serve_drafts(engine).tokens != uncached.tokens
 
@@ -216,8 +216,8 @@ def test_kernels_leave_what_vllms_kernels_leave(
     assert found.data_ptr() == own.aligned_state_indices.data_ptr()
 
 
-def test_one_launch_moves_as_vllms_functions_one_after_the_other(utils, interpreted, seed):
-    """``run_resident_precopy`` and ``run_resident_postprocess`` beside vLLM's kernels."""
+def test_resident_plans_move_as_vllms_functions_one_after_the_other(utils, interpreted, seed):
+    """The plans of ``MambaHybridModelState`` beside vLLM's kernels."""
     model = Model(4, 3, 4, False, (Group(1), Group(1, 5)), max_requests=6)
     layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
     funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
@@ -232,10 +232,15 @@ def test_one_launch_moves_as_vllms_functions_one_after_the_other(utils, interpre
     sources, biases = tensor([-1] * 6), tensor([0] * 6)
     by_slot = [each.clone() for each in (accepted, columns, sources, biases)]
     computed = tensor([1] * 6)
+
+    def run_own(plan, *inputs):
+        run_plan(plan, "auto", own.context.table, 4, slots, *inputs)
+
     for _ in range(5):
         slots = tensor(rng.permutation(6)[:4])
         lengths = tensor([0, *np.cumsum(rng.integers(1, 4, 4))])
-        own.context.run_resident_precopy(4, slots, lengths, computed, *by_slot, None)
+        accepted_own, columns_own, *sources_own = by_slot
+        run_own("plan_precopy", columns_own, *sources_own, lengths, computed, accepted_own)
         interpreted.preprocess_mamba_align_fused_kernel[(1,)](
             slots, columns, computed, lengths, accepted, sources, biases, 4, BLOCK_SIZE=4,
             MAMBA_BLOCK_SIZE=4,
@@ -243,7 +248,8 @@ def test_one_launch_moves_as_vllms_functions_one_after_the_other(utils, interpre
         theirs.context.run_fused_precopy(4, columns, sources, biases, slots)
         sampled = lengths.diff().clamp(max=3)
         computed[slots.long()] += sampled
-        own.context.run_resident_postprocess(slots, sampled, *by_slot[:2], computed)
+        counts = accepted_own, accepted_own
+        run_own("plan_postcopy", *counts, columns_own, computed, None, None, sampled)
         accepted[slots.long()] = sampled.clamp(min=1)
         theirs.context.run_fused_postprocess_align(4, accepted, columns, computed, slots)
         assert torch.equal(by_slot[0], accepted)
@@ -279,5 +285,5 @@ def test_the_resident_state_binds_tables_by_slot(utils, seed):
     bound = state._mamba_ctx
     assert isinstance(bound, MambaSpecDecodeGPUContext)
     assert bound.table.is_by_slot
-    assert bound.table.block_tables.tensors[0].data_ptr() == world.tables[0].data_ptr()
-    assert torch.equal(bound.index_tables.tensors[0], world.tables[0].flip(0))
+    assert bound.table.block_tables[0].data_ptr() == world.tables[0].data_ptr()
+    assert torch.equal(bound.index_tables[0], world.tables[0].flip(0))

@@ -140,20 +140,22 @@ class States:
 
     def write(self, step, rng):
         """Stands for the forward: random bits in all columns that it writes."""
-        for request in step.batch:
-            column = step.running_column(request)
-            for group in range(len(self.layers)):
-                ids = request.block_ids[1 + group]
-                for conv in self.windows(group):
-                    randomize(conv[ids[column]], rng)
-                for ssm in self.temporal(group):
-                    for block in ids[column : column + 1 + self.model.num_drafts]:
-                        randomize(ssm[block], rng)
+        for group in range(len(self.layers) if step.batch else 0):
+            running, written = [], []
+            for request in step.batch:
+                column, ids = step.running_column(request), request.block_ids[1 + group]
+                running.append(ids[column])
+                written += ids[column : column + 1 + self.model.num_drafts]
+            for conv in self.windows(group):
+                randomize(conv, running, rng)
+            for ssm in self.temporal(group):
+                randomize(ssm, written, rng)
 
     def bits(self):
         return [storage.cpu() for storage in self.storage]
 
 
-def randomize(tensor, rng):
-    values = rng.integers(0, 256, (*tensor.shape, tensor.element_size()), dtype=np.uint8)
-    tensor.copy_(torch.from_numpy(values).view(tensor.dtype).squeeze(-1))
+def randomize(tensor, blocks, rng):
+    shape = len(blocks), *tensor.shape[1:], tensor.element_size()
+    values = torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8)).view(tensor.dtype)
+    tensor[torch.tensor(blocks, dtype=torch.int64)] = values.squeeze(-1).to(tensor.device)

@@ -1,4 +1,7 @@
-"""Around a step on the host: what is remembered, copied and refused."""
+"""Around a step on the host: what is remembered, copied and refused.
+
+tests/property/test_align_steps.py holds drawn steps to the rules.
+"""
 
 from types import SimpleNamespace
 
@@ -41,11 +44,11 @@ def scheduled(num_scheduled, drafts=None, finished=(), preempted=None, resumed=(
 class Worker:
     """One engine worker: requests "a" and "b", whose columns are blocks 1 to 10 and 11 to 20."""
 
-    def __init__(self, rng, mode="align", model=MODEL, **buffers):
-        self.model, self.states = model, States(model, rng)
+    def __init__(self, rng):
+        self.states = States(MODEL, rng)
         self.before = [storage.clone() for storage in self.states.storage]
-        self.config = model.kv_cache_config()
-        self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode=mode)
+        self.config = MODEL.kv_cache_config()
+        self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align")
         self.state_idx = {}
         self.requests = {
             name: SimpleNamespace(
@@ -53,30 +56,37 @@ class Worker:
             )
             for name, first in (("a", 1), ("b", 11))
         }
-        options = {"device": "cpu", "with_postprocess_align": True, **buffers}
-        self.bufs = MambaBuffers.create(2, self.config, model.copy_funcs, make_buffer, **options)
+        self.bufs = self.make_bufs(2)
 
-    def batch(self, names, accepted):
+    def make_bufs(self, count):
+        return MambaBuffers.create(
+            count, self.config, MODEL.copy_funcs, make_buffer, "cpu", with_postprocess_align=True
+        )
+
+    def batch(self, names, accepted, **computed):
+        """Makes a batch of requests that have so many tokens computed."""
         self.input_batch = SimpleNamespace(
             req_ids=list(names), num_accepted_tokens_cpu=np.array(accepted, dtype=np.int32)
         )
+        for name, count in computed.items():
+            self.requests[name].num_computed_tokens = count
 
-    def preprocess(self, output):
+    def preprocess(self, output, align_ctx=None):
         preprocess_mamba(
             output, self.config, self.cache_config, self.state_idx, self.input_batch,
-            self.requests, self.states.forward_context(), self.model.copy_funcs,
-            self.bufs.preprocess,
+            self.requests, self.states.forward_context(), MODEL.copy_funcs, self.bufs.preprocess,
+            align_ctx,
         )  # fmt: skip
 
     def postprocess(self, output, **changed):
         options = {
             "forward_context": self.states.forward_context(),
-            "mamba_state_copy_funcs": self.model.copy_funcs,
+            "mamba_state_copy_funcs": MODEL.copy_funcs,
             "copy_bufs": self.bufs.preprocess,
         }
         postprocess_mamba(
             output, self.config, self.cache_config, self.input_batch, self.requests,
-            self.state_idx, self.model.num_drafts, len(self.input_batch.req_ids),
+            self.state_idx, MODEL.num_drafts, len(self.input_batch.req_ids),
             **{**options, **changed},
         )  # fmt: skip
 
@@ -98,8 +108,7 @@ def test_a_forced_preemption_is_among_the_resumed_alone(worker):
     """vLLM 35157: the stale column of a request with fewer blocks was out of range."""
     worker.state_idx.update(a=7, b=3)
     worker.requests["a"].block_ids = [[], [4, 5]]
-    worker.requests["a"].num_computed_tokens = B
-    worker.batch("a", [1])
+    worker.batch("a", [1], a=B)
     worker.preprocess(scheduled({"a": 3}, resumed=["a"]))
     assert worker.state_idx == {"a": 1, "b": 3}
     conv, ssm = worker.states.layers[0][0]
@@ -123,32 +132,6 @@ def test_an_empty_batch_still_forgets(worker):
     assert worker.state_idx == {}
 
 
-def test_a_fresh_request_has_nothing_to_copy(worker):
-    worker.batch("ab", [1, 1])
-    worker.preprocess(scheduled({"a": 3, "b": 2 * B + 1}))
-    assert worker.state_idx == {"a": 0, "b": 2}
-    assert worker.is_untouched()
-
-
-def test_columns_are_counted_in_tokens_of_the_mamba_block(worker):
-    """vLLM 53142, 55507: seeded by the attention block's size, three times as large here."""
-    worker.requests["a"].num_computed_tokens = 3 * B
-    worker.batch("a", [1])
-    worker.preprocess(scheduled({"a": 1}))
-    assert worker.state_idx == {"a": 3}
-    ssm = worker.states.temporal(0)[0]
-    assert torch.equal(ssm[4], ssm[3])
-
-
-def test_no_copy_while_the_column_stays(worker):
-    worker.state_idx["a"] = 1
-    worker.requests["a"].num_computed_tokens = B + 2
-    worker.batch("a", [3])
-    worker.preprocess(scheduled({"a": 3}, {"a": [7, 7]}))
-    assert worker.accepted == [3]
-    assert worker.is_untouched()
-
-
 def test_prefix_caching_is_required(worker):
     worker.cache_config.enable_prefix_caching = False
     worker.batch("a", [1])
@@ -161,9 +144,7 @@ def test_columns_and_blocks_out_of_range_change_nothing(worker, blocks):
     """The second request of the batch is at fault, so nothing of the first may have happened."""
     worker.state_idx.update(a=0, b=0)
     worker.requests["b"].block_ids = [[], blocks]
-    for request in worker.requests.values():
-        request.num_computed_tokens = B
-    worker.batch("ab", [2, 2])
+    worker.batch("ab", [2, 2], a=B, b=B)
     with pytest.raises(InvalidArgumentError, match="request 'b'"):
         worker.preprocess(scheduled({"a": 1, "b": 1}))
     assert (worker.state_idx, worker.accepted) == ({"a": 0, "b": 0}, [2, 2])
@@ -171,47 +152,28 @@ def test_columns_and_blocks_out_of_range_change_nothing(worker, blocks):
 
 
 def test_more_copies_than_the_buffers_hold(worker):
-    worker.bufs = MambaBuffers.create(
-        0, worker.config, MODEL.copy_funcs, make_buffer, "cpu", with_postprocess_align=False
-    )
-    assert worker.bufs.postprocess_align is None
-    worker.requests["a"].num_computed_tokens = B
-    worker.batch("a", [1])
-    with pytest.raises(InvalidArgumentError, match="hold 0 copies, got 2"):
+    worker.bufs = worker.make_bufs(0)
+    worker.batch("a", [1], a=B)
+    with pytest.raises(InvalidArgumentError, match="the copies of 0 requests, got 1"):
         worker.preprocess(scheduled({"a": 1}))
 
 
-def test_a_boundary_inside_accepted_drafts_is_saved_in_an_earlier_column(worker):
-    """The step ran in column 1; two drafts were accepted, so column 0 ends after the first."""
-    worker.state_idx["a"] = 1
-    worker.requests["a"].num_computed_tokens = B - 2
-    worker.batch("a", [3])
-    worker.postprocess(scheduled({"a": 3}, {"a": [7, 7]}))
-    conv, ssm = worker.states.layers[0][0]
-    assert torch.equal(ssm[1].view(torch.int32), ssm[3].view(torch.int32))
-    assert torch.equal(conv[1, :-1].view(torch.int16), conv[2, 1:].view(torch.int16))
-    assert worker.accepted == [3]
-
-
-def test_a_shift_within_the_running_column_resets_the_count(worker):
-    worker.state_idx["a"] = 0
-    worker.requests["a"].num_computed_tokens = B - 3
-    worker.batch("a", [3])
-    before = worker.states.layers[0][0][0].clone()
-    worker.postprocess(scheduled({"a": 3}, {"a": [7, 7]}))
-    assert worker.accepted == [1]
-    conv = worker.states.layers[0][0][0]
-    assert torch.equal(conv[1, :-2].view(torch.int16), before[1, 2:].view(torch.int16))
-    assert torch.equal(conv[1, -2:].view(torch.int16), before[1, -2:].view(torch.int16))
-
-
 def test_padded_columns_are_skipped(worker):
-    worker.state_idx["a"] = 0
-    worker.requests["a"].num_computed_tokens = B
     worker.requests["a"].block_ids = [[], [1, -1]]
-    worker.batch("a", [1])
+    worker.batch("a", [1], a=B)
     worker.preprocess(scheduled({"a": 1}))
+    assert worker.state_idx == {"a": 1}
     assert worker.is_untouched()
+
+
+def test_states_that_moved_in_memory_are_found_again(worker, rng):
+    worker.batch("a", [1], a=B)
+    worker.preprocess(scheduled({"a": 1}))
+    worker.states = States(MODEL, rng)
+    wanted = worker.states.temporal(0)[0][2].clone()
+    worker.batch("a", [1], a=2 * B)
+    worker.preprocess(scheduled({"a": 1}))
+    assert torch.equal(worker.states.temporal(0)[0][3], wanted)
 
 
 @pytest.mark.parametrize("missing", ["forward_context", "mamba_state_copy_funcs", "copy_bufs"])
@@ -228,69 +190,50 @@ def test_postprocess_without_preprocess_names_the_request(worker):
 
 
 @pytest.mark.parametrize("mode", ["all", "none"])
-def test_all_mode_copies_nothing(rng, mode):
-    worker = Worker(rng, mode)
+def test_all_mode_copies_nothing(worker, mode):
+    worker.cache_config.mamba_cache_mode = mode
     worker.state_idx.update(a=5, b=5)
-    worker.requests["a"].num_computed_tokens = 2 * B - 3
-    worker.batch("ab", [3, 1])
+    worker.batch("ab", [3, 1], a=2 * B - 3)
     worker.postprocess(scheduled({"a": 3, "b": 1}))
     assert worker.state_idx == ({"a": 1} if mode == "all" else {"a": 5, "b": 5})
     assert worker.is_untouched()
+
+
+def test_all_mode_looks_at_the_first_requests_alone(worker):
+    worker.state_idx.update(a=5, b=5)
+    worker.batch("ab", [1, 1])
+    args = scheduled({"b": 3}), worker.config, worker.input_batch, worker.requests
+    for num_spec_tokens, num_reqs, left in (
+        (0, 2, {"a": 5, "b": 5}),
+        (2, 1, {"b": 5}),
+        (2, 2, {"b": 0}),
+    ):
+        postprocess_mamba_all(*args, worker.state_idx, num_spec_tokens, num_reqs)
+        assert worker.state_idx == left
 
 
 def test_an_engine_of_which_the_device_decides_copies_there_before_a_step_too(worker):
     """vLLM 0.32's ``align_ctx``. Where no state moves nothing is sent."""
     context = worker.bufs.postprocess_align
     table = torch.arange(1, 21, dtype=torch.int32).view(2, 10)
+    tables = [None, SimpleNamespace(get_device_tensor=lambda n: table[:n])]
     worker.batch("ab", [1, 3])
-    tables = SimpleNamespace(get_device_tensor=lambda n: table[:n])
-    worker.input_batch.block_table = [None, tables]
-
-    def preprocess(output):
-        preprocess_mamba(
-            output, worker.config, worker.cache_config, worker.state_idx, worker.input_batch,
-            worker.requests, worker.states.forward_context(), {"mamba2": MODEL.copy_funcs},
-            worker.bufs.preprocess, align_ctx=context,
-        )  # fmt: skip
-
-    preprocess(scheduled({"a": 1, "b": 1}))
+    worker.input_batch.block_table = tables
+    worker.preprocess(scheduled({"a": 1, "b": 1}), context)
     assert (worker.accepted, context.is_initialized) == ([1, 3], False)
     worker.requests["b"].num_computed_tokens = B
     wanted = worker.states.temporal(0)[0][13].clone()
-    preprocess(scheduled({"a": 1, "b": 1}))
+    worker.preprocess(scheduled({"a": 1, "b": 1}), context)
     assert worker.accepted == [1, 1]
     assert torch.equal(worker.states.temporal(0)[0][12], wanted)
     assert context.precopy_src_col_buf.gpu.tolist() == [-1, 0]
     assert context.precopy_token_bias_buf.gpu.tolist() == [0, 2]
-    assert worker.bufs.preprocess.offset == 0
+    assert not worker.bufs.preprocess.table.memories
     table[1, 2] = 99
     worker.requests["b"].num_computed_tokens = 2 * B
-    with pytest.raises(InvalidArgumentError, match="row 1 has block 99 in column 2"):
-        preprocess(scheduled({"a": 1, "b": 1}))
+    with pytest.raises(InvalidArgumentError, match="row 1 has block 99 in Mamba group 0"):
+        worker.preprocess(scheduled({"a": 1, "b": 1}), context)
     assert worker.state_idx == {"a": 0, "b": 1}
-
-
-def test_all_mode_looks_at_the_first_requests_alone(worker):
-    worker.state_idx.update(a=5, b=5)
-    worker.batch("ab", [1, 1])
-    output = scheduled({"b": 3})
-    args = worker.input_batch, worker.requests, worker.state_idx
-    postprocess_mamba_all(output, worker.config, *args, num_spec_tokens=0, num_reqs=2)
-    assert worker.state_idx == {"a": 5, "b": 5}
-    postprocess_mamba_all(output, worker.config, *args, num_spec_tokens=2, num_reqs=1)
-    assert worker.state_idx == {"b": 5}
-    postprocess_mamba_all(output, worker.config, *args, num_spec_tokens=2, num_reqs=2)
-    assert worker.state_idx == {"b": 0}
-
-
-def test_staging_names_requests_without_a_column(worker):
-    buffer = make_buffer(2, torch.int32)
-    buffer.np[:] = 9
-    with pytest.raises(UnknownRequestError, match=r"\['b'\]"):
-        stage_mamba_state_idx_to_gpu({"a": 1}, ["a", "b"], 2, buffer)
-    assert buffer.np.tolist() == [9, 9]
-    stage_mamba_state_idx_to_gpu({"a": 1}, ["a", "b"], 1, buffer)
-    assert (buffer.gpu.tolist(), buffer.np.tolist()) == ([1, 0], [1, 9])
 
 
 def test_staging_checks_requests_and_room(worker):
@@ -298,15 +241,23 @@ def test_staging_checks_requests_and_room(worker):
     output = scheduled({"a": 3, "b": 1}, {"a": [7, 7]})
     worker.requests["b"].num_computed_tokens = 5
     columns = {"a": 0, "b": 1, "c": 2}
-    stage_postprocess_inputs_to_gpu(context, output, ["a", "b"], 2, worker.requests, columns)
-    staged = (context.num_scheduled_tokens_buf, context.num_computed_tokens_buf)
-    assert [b.gpu.tolist() for b in staged] == [[3, 1], [0, 5]]
-    assert context.num_draft_tokens_buf.gpu.tolist() == [2, 0]
-    assert context.mamba_state_idx_buf.gpu.tolist() == [0, 1]
+    inputs = worker.requests, columns
+    stage_postprocess_inputs_to_gpu(context, output, ["a", "b"], 2, *inputs)
+    buffers = (
+        context.mamba_state_idx_buf,
+        context.num_scheduled_tokens_buf,
+        context.num_computed_tokens_buf,
+        context.num_draft_tokens_buf,
+    )
+    staged = [[0, 1], [3, 1], [0, 5], [2, 0]]
+    assert [buffer.gpu.tolist() for buffer in buffers] == staged
+    with pytest.raises(UnknownRequestError, match=r"has none of \['d'\]"):
+        stage_postprocess_inputs_to_gpu(context, output, ["b", "d"], 2, *inputs)
     with pytest.raises(UnknownRequestError, match=r"got \['c'\]"):
-        stage_postprocess_inputs_to_gpu(context, output, ["b", "c"], 2, worker.requests, columns)
-    with pytest.raises(InvalidArgumentError, match="holds 2 requests, got 3"):
+        stage_postprocess_inputs_to_gpu(context, output, ["b", "c"], 2, *inputs)
+    with pytest.raises(InvalidArgumentError, match="holds 2 entries, got 3"):
         stage_mamba_state_idx_to_gpu(columns, ["a", "b", "c"], 3, context.mamba_state_idx_buf)
+    assert [buffer.gpu.tolist() for buffer in buffers] == staged
 
 
 def test_the_device_decides_only_with_a_context(worker):

@@ -16,11 +16,8 @@ from mamba_cache.integrations.vllm import (
     get_mamba_group_ids,
     get_mamba_groups,
     get_temporal_copy_spec,
-    validate_mamba_state_copy_funcs,
 )
-from mamba_cache.integrations.vllm.copy_specs import count_states, describe_states
-from mamba_cache.integrations.vllm.mamba_spec import shared_schedule
-from mamba_cache.integrations.vllm.state_table import CHUNK_FIELDS
+from mamba_cache.integrations.vllm.mamba_spec import describe_states, shared_schedule
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
 
@@ -72,24 +69,6 @@ def test_groups_by_spec_as_in_vllm_0_32():
     assert get_mamba_group_ids(groups) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("funcs", "message"),
-    [
-        (
-            {"gdn": (get_conv_copy_spec,)},
-            r"of the kind mamba2 are required, got those of \['gdn'\]",
-        ),
-        ({"mamba2": ()}, "with 1 states must have from 1 to as many .*, got 0"),
-        ({"mamba2": (get_conv_copy_spec,) * 2}, "with 1 states must have .*, got 2"),
-    ],
-)
-def test_every_kind_of_layer_has_its_functions(funcs, message):
-    groups = {MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.float16,)): [0]}
-    validate_mamba_state_copy_funcs(groups, {"mamba2": (get_temporal_copy_spec,)})
-    with pytest.raises(InvalidArgumentError, match=message):
-        validate_mamba_state_copy_funcs(groups, funcs)
-
-
 def test_layers_of_several_kinds_in_one_group():
     """A short convolution has a window alone; a layer may have states that are not copied."""
     kinds = {"gdn": (get_conv_copy_spec, get_temporal_copy_spec), "short": (get_conv_copy_spec,)}
@@ -103,8 +82,6 @@ def test_layers_of_several_kinds_in_one_group():
     layers = {name: SimpleNamespace(kv_cache=states) for name in "ab"}
     memories = describe_states(config, [0], layers, kinds)
     assert [memory.conv_width for memory in memories] == [3, 0, 3]
-    assert count_states(config, [0], kinds) == 3
-    assert count_states(config, [0], 2) == 4
 
 
 def test_a_foreign_function_for_both_layouts_says_which_one_is_set(monkeypatch):
@@ -150,31 +127,22 @@ def test_blocks_with_holes_are_refused(state):
         get_conv_copy_spec(state, [1], 0, 1)
 
 
-def test_facts_of_each_state(rng):
-    model = Model(8, 2, 4, True, (Group(num_layers=1), Group(1, 3, ssm_shape=(5,), gap=2)))
-    states = States(model, rng)
-    memories = describe_states(
-        model.kv_cache_config(), [1, 2], states.forward_context(), model.copy_funcs
-    )
-    facts = [(m.conv_width, m.block_bytes, m.element_size, m.group) for m in memories]
-    assert facts == [(5, 60, 2, 0), (0, 96, 4, 0), (5, 30, 2, 1), (0, 20, 4, 1)]
-    assert memories[3].blocks.stride(0) == (5 + 2) * 4
+MODEL = Model(8, 2, 4, True, (Group(num_layers=1), Group(1, 3, ssm_shape=(5,), gap=2)))
 
 
-def make_context(model):
-    return MambaSpecDecodeGPUContext.create(
-        2, model.kv_cache_config(), 2, "cpu", lambda n, dtype: SimpleNamespace(np=[0] * n)
-    )
+def make_context(**options):
+    buffer = SimpleNamespace(np=[0, 0])
+    config = MODEL.kv_cache_config()
+    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", lambda n, dtype: buffer, **options)
 
 
 @pytest.fixture
 def bindings(rng):
-    model = Model(groups=(Group(), Group(num_layers=1)))
     table = torch.zeros(2, 10, dtype=torch.int32)
     return {
-        "kv_cache_config": model.kv_cache_config(),
-        "forward_context": States(model, rng).forward_context(),
-        "mamba_state_copy_funcs": model.copy_funcs,
+        "kv_cache_config": MODEL.kv_cache_config(),
+        "forward_context": States(MODEL, rng).forward_context(),
+        "mamba_state_copy_funcs": MODEL.copy_funcs,
         "block_tables": [table, table.clone()],
     }
 
@@ -188,8 +156,12 @@ def other_func():
     [
         ({"mamba_state_copy_funcs": (get_conv_copy_spec, other_func)}, "got other_func"),
         ({"mamba_state_copy_funcs": (get_conv_copy_spec,) * 3}, "each of 3 copy functions, got 2"),
-        ({"mamba_state_copy_funcs": (get_conv_copy_spec,)}, "table has 6 states.*got 3"),
+        (
+            {"mamba_state_copy_funcs": {"gdn": (get_conv_copy_spec,)}},
+            r"of the kind mamba2 are required, got those of \['gdn'\]",
+        ),
         ({"block_tables": []}, "each of 2 Mamba groups, got 0"),
+        ({"aligned_index_block_tables": [torch.zeros(2, 3).int()]}, "2 Mamba groups, got 1"),
         ({"block_tables": [torch.zeros(2, 3, dtype=torch.int64)] * 2}, "must be .* int32"),
         (
             {"block_tables": [torch.zeros(2, n, dtype=torch.int32) for n in (3, 4)]},
@@ -198,36 +170,35 @@ def other_func():
     ],
 )
 def test_what_does_not_fit_leaves_the_context_as_it_was(bindings, changed, message):
-    context = make_context(Model(groups=(Group(), Group(num_layers=1))))
+    context = make_context()
     with pytest.raises(InvalidArgumentError, match=message):
         context.initialize_from_forward_context(**{**bindings, **changed})
     assert not context.is_initialized
-    assert not context.table.chunks.any()
-    assert context.table.block_tables.tensors == ()
+    assert not len(context.table.facts)
+    assert context.table.block_tables == ()
 
 
-def test_only_the_first_initialisation_counts(bindings, rng):
-    context = make_context(Model(groups=(Group(), Group(num_layers=1))))
+def test_only_the_first_initialisation_counts(bindings):
+    """Facts: address, bytes from block to block, of a block and of a token, width and group."""
+    context = make_context()
     context.initialize_from_forward_context(**bindings)
-    facts = context.table.chunks.clone()
-    assert facts.any(dim=1).all()
     context.initialize_from_forward_context(**{**bindings, "block_tables": []})
-    assert torch.equal(context.table.chunks, facts)
-    assert facts[:, CHUNK_FIELDS.index("conv_width")].tolist() == [5, 0] * 3
-    assert facts[:, CHUNK_FIELDS.index("group")].tolist() == [0, 0, 0, 0, 1, 1]
+    assert context.table.facts[:, 1:].tolist() == [
+        [60, 60, 2, 5, 0], [96, 96, 96, 0, 0], [34, 30, 2, 5, 1], [28, 20, 20, 0, 1],
+    ]  # fmt: skip
+    layers = bindings["forward_context"].values()
+    addresses = [state.data_ptr() for layer in layers for state in layer.kv_cache]
+    assert context.table.facts[:, 0].tolist() == addresses
+    assert context.table.word_bytes == 2
 
 
 @pytest.mark.parametrize("backend", ["cuda", "TRITON"])
 def test_unknown_backends_are_refused(backend):
     with pytest.raises(InvalidArgumentError, match="'auto', 'torch' or 'triton'"):
-        MambaSpecDecodeGPUContext.create(
-            1, Model().kv_cache_config(), 2, "cpu", lambda n, dtype: None, backend=backend
-        )
+        make_context(backend=backend)
 
 
 def test_kernels_need_a_gpu_or_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(InvalidArgumentError, match="needs tensors on a CUDA device, got cpu"):
-        MambaSpecDecodeGPUContext.create(
-            1, Model().kv_cache_config(), 2, "cpu", lambda n, dtype: None, backend="triton"
-        )
+        make_context(backend="triton")

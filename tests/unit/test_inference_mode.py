@@ -27,8 +27,12 @@ from context_rig import (
 )
 
 from mamba_cache import DeviceTokens, Request
-from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaBuffers, MambaHybridModelState
-from mamba_cache.integrations.vllm.state_table import StateTable
+from mamba_cache.integrations.vllm import (
+    CpuGpuBuffer,
+    MambaBuffers,
+    MambaHybridModelState,
+    MambaSpecDecodeGPUContext,
+)
 from mamba_cache.metadata import StepBuffers
 from mamba_cache.slots.megatron_scratch import IntermediateTables
 from mamba_cache.states import StatePool
@@ -172,13 +176,18 @@ def make_step_buffers():
     return StepBuffers(np.zeros((2, 3), np.int32), **sizes, device=torch.device("cpu"))
 
 
+def make_state_table():
+    config, make_buffer = Model().kv_cache_config(), partial(CpuGpuBuffer, device="cpu")
+    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", make_buffer).table
+
+
 KEPT = {
     "states": lambda: [*StatePool(SPEC, 2, device="cpu").tensors.values()],
     "KV cache": lambda: [KV_SPEC.allocate(2, BLOCK, "cpu")],
     "checkpoints": lambda: vars(IntermediateTables(2, torch.device("cpu"))).values(),
     "buffer": lambda: vars(CpuGpuBuffer(2, dtype=torch.int32, device="cpu")).values(),
     "step": lambda: vars(make_step_buffers()).values(),
-    "table": lambda: vars(StateTable(2, 1, 8, torch.device("cpu"))).values(),
+    "table": lambda: vars(make_state_table()).values(),
     "context": lambda: vars(make_context()).values(),
     "slots": lambda: vars(slot_rig.make_allocator()).values(),
 }

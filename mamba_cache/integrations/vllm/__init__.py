@@ -1,28 +1,5 @@
 """States in block tables, as vLLM keeps them: functions that take an engine's own objects."""
 
-from mamba_cache.integrations.vllm.align_on_gpu import (
-    MambaBuffers,
-    MambaSpecDecodeGPUContext,
-    stage_mamba_state_idx_to_gpu,
-    stage_postprocess_inputs_to_gpu,
-    stage_postprocess_metadata_to_gpu,
-)
-from mamba_cache.integrations.vllm.align_on_host import (
-    cleanup_mamba_state_idx,
-    postprocess_mamba,
-    postprocess_mamba_align_gpu,
-    postprocess_mamba_all,
-    preprocess_mamba,
-)
-from mamba_cache.integrations.vllm.column_moves import StateMove
-from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer, MambaCopyBuffers
-from mamba_cache.integrations.vllm.copy_specs import (
-    MambaCopySpec,
-    get_conv_copy_spec,
-    get_conv_copy_spec_ds,
-    get_temporal_copy_spec,
-    validate_mamba_state_copy_funcs,
-)
 from mamba_cache.integrations.vllm.hybrid_model_state import (
     MambaHybridAttnMetadata,
     MambaHybridModelState,
@@ -34,9 +11,27 @@ from mamba_cache.integrations.vllm.mamba2_attention import (
     Mamba2AttentionMetadataBuilder,
 )
 from mamba_cache.integrations.vllm.mamba_spec import (
+    MambaCopySpec,
     MambaSpec,
+    get_conv_copy_spec,
+    get_conv_copy_spec_ds,
     get_mamba_group_ids,
     get_mamba_groups,
+    get_temporal_copy_spec,
+)
+from mamba_cache.integrations.vllm.mamba_utils import (
+    CpuGpuBuffer,
+    MambaBuffers,
+    MambaCopyBuffers,
+    MambaSpecDecodeGPUContext,
+    cleanup_mamba_state_idx,
+    postprocess_mamba,
+    postprocess_mamba_align_gpu,
+    postprocess_mamba_all,
+    preprocess_mamba,
+    stage_mamba_state_idx_to_gpu,
+    stage_postprocess_inputs_to_gpu,
+    stage_postprocess_metadata_to_gpu,
 )
 
 __all__ = [
@@ -52,7 +47,6 @@ __all__ = [
     "MambaHybridModelState",
     "MambaSpec",
     "MambaSpecDecodeGPUContext",
-    "StateMove",
     "cleanup_mamba_state_idx",
     "get_conv_copy_spec",
     "get_conv_copy_spec_ds",
@@ -66,5 +60,4 @@ __all__ = [
     "stage_mamba_state_idx_to_gpu",
     "stage_postprocess_inputs_to_gpu",
     "stage_postprocess_metadata_to_gpu",
-    "validate_mamba_state_copy_funcs",
 ]

@@ -5,28 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.align_on_gpu import MambaSpecDecodeGPUContext
-from mamba_cache.integrations.vllm.column_moves import previous_column
-from mamba_cache.integrations.vllm.copy_buffers import CpuGpuBuffer
-from mamba_cache.integrations.vllm.copy_specs import CopyFuncs, validate_mamba_state_copy_funcs
-from mamba_cache.integrations.vllm.kernels import kernels_for
-from mamba_cache.integrations.vllm.mamba_spec import get_mamba_groups, shared_schedule
-from mamba_cache.integrations.vllm.protocols import (
-    EngineConfig,
-    HybridModel,
-    KVCacheConfig,
-    NewRequest,
-    ResidentBatch,
+from mamba_cache.integrations.vllm.copies import StateTable
+from mamba_cache.integrations.vllm.kernels import kernels_for, run_plan
+from mamba_cache.integrations.vllm.mamba_spec import (
+    CopyFuncs,
+    describe_states,
+    get_mamba_groups,
+    shared_schedule,
 )
+from mamba_cache.integrations.vllm.protocols import KVCacheConfig, RequestState
 from mamba_cache.states import CopyBackend
 
 __all__ = ["MambaHybridAttnMetadata", "MambaHybridModelState"]
@@ -59,16 +55,6 @@ class MambaHybridAttnMetadata:
     num_decode_draft_tokens_cpu: torch.Tensor | None
 
 
-class _Prepared(NamedTuple):
-    """What ``preprocess_state`` leaves for ``prepare_attn`` of the same batch."""
-
-    input_batch: ResidentBatch
-    accepted_by_row: torch.Tensor
-
-    def fits(self, input_batch: ResidentBatch, num_reqs: int) -> bool:
-        return self.input_batch is input_batch and num_reqs <= len(self.accepted_by_row)
-
-
 class MambaHybridModelState:
     """The states of all running requests, by request slot.
 
@@ -80,13 +66,17 @@ class MambaHybridModelState:
     engines gave ``preprocess_state`` those of the batch, at each step.
 
     Args:
-        vllm_config: The engine's configuration.
-        model: Says what each kind of state is.
+        vllm_config: The engine's configuration: ``cache_config.mamba_cache_mode`` and, where no KV
+            cache config is given, ``cache_config.mamba_block_size``;
+            ``scheduler_config.max_num_seqs``; ``model_config.max_model_len``;
+            ``compilation_config.static_forward_context``, the layers by name;
+            ``num_speculative_tokens``.
+        model: Has ``get_mamba_state_copy_funcs(mamba_types)``, which returns the copy functions by
+            kind of layer, or ``get_mamba_state_copy_func()`` as before vLLM 0.32.
         encoder_cache: Taken for the engine's sake and not read.
         device: Where the states live.
         kv_cache_config: The KV cache groups, if they are known already.
         backend: "torch", "triton", or "auto": the kernels on CUDA, plain Python elsewhere.
-        check_columns: As in ``MambaSpecDecodeGPUContext``.
 
     Attributes:
         num_accepted_tokens_gpu: [max_num_reqs] int32: accepted tokens of each slot's last step.
@@ -99,59 +89,49 @@ class MambaHybridModelState:
         MissingExtraError: The kernels are asked for and Triton is not installed.
     """
 
-    @outside_inference_mode
     def __init__(
         self,
-        vllm_config: EngineConfig,
-        model: HybridModel,
+        vllm_config: Any,
+        model: Any,
         encoder_cache: object,
         device: torch.device | str,
         *,
         kv_cache_config: KVCacheConfig | None = None,
         backend: CopyBackend = "auto",
-        check_columns: bool = False,
     ) -> None:
         self._config = vllm_config
         self._model = model
         self.device = torch.device(device)
         self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
         self._backend: CopyBackend = backend
-        self._kernels = kernels_for(backend, self.device)
-        self._check_columns = check_columns
-        self.num_accepted_tokens_gpu = self._per_slot(1)
-        self._prepared: _Prepared | None = None
+        kernels_for(backend, self.device)
+        # One more: entry -1 takes what is written for rows to skip.
+        self._accepted = self._filled(self.max_num_reqs + 1, 1)
+        self.num_accepted_tokens_gpu = self._accepted[:-1]
         self._is_aligned = vllm_config.cache_config.mamba_cache_mode == "align"
         if self._is_aligned:
             self._block_size = _column_tokens(vllm_config, kv_cache_config)
-            self._mamba_state_idx_gpu = self._per_slot(0)
-            self._mamba_src_col_gpu = self._per_slot(-1)
-            self._mamba_src_off_gpu = self._per_slot(0)
-            self._context: MambaSpecDecodeGPUContext | None = None
+            self._mamba_state_idx_gpu = self._filled(self.max_num_reqs, 0)
+            self._mamba_src_col_gpu = self._filled(self.max_num_reqs, -1)
+            self._mamba_src_off_gpu = self._filled(self.max_num_reqs, 0)
+            self._table: StateTable | None = None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: Any) -> None:
         """Take block tables by request slot, to be used from now on.
 
-        Args:
-            kv_cache_config: Names the layers of each group.
-            block_tables: By KV cache group: ``block_tables[gid].gpu``, [slots, columns], and
-                ``input_block_tables[gid]``, the same in batch order. They must keep their storage.
+        By KV cache group ``block_tables.block_tables[gid].gpu`` is [slots, columns] int32. The
+        tables must keep their storage.
 
         Raises:
             InvalidArgumentError: States or block tables do not fit.
         """
         if self._is_aligned:
-            _check_column_tokens(kv_cache_config, self._block_size)
-            group_ids, _ = shared_schedule(kv_cache_config)
-            by_slot = [block_tables.block_tables[group_id].gpu for group_id in group_ids]
-            by_row = [block_tables.input_block_tables[group_id] for group_id in group_ids]
-            self._context = self._make_context(by_slot, kv_cache_config, by_row)
+            self._table = self._make_table(
+                kv_cache_config, lambda group_id: block_tables.block_tables[group_id].gpu
+            )
 
-    def add_request(self, req_index: int, new_req_data: NewRequest) -> None:
-        """Give a request the slot ``req_index``.
-
-        Args:
-            req_index: The slot.
-            new_req_data: The request: computed tokens are those whose state is in the block table.
+    def add_request(self, req_index: int, new_req_data: RequestState) -> None:
+        """Give a request the slot ``req_index``; its computed tokens have a state.
 
         Raises:
             InvalidArgumentError: There is no such slot. Nothing was changed.
@@ -160,18 +140,17 @@ class MambaHybridModelState:
             raise InvalidArgumentError(
                 f"req_index must be in [0, {self.max_num_reqs}), got {req_index}"
             )
-        self._prepared = None
         self.num_accepted_tokens_gpu[req_index].fill_(1)
         if self._is_aligned:
             # By the tokens of a Mamba column, which are not those of an attention block.
-            column = previous_column(new_req_data.num_computed_tokens, self._block_size)
+            column = (new_req_data.num_computed_tokens - 1) // self._block_size
             self._mamba_state_idx_gpu[req_index].fill_(column)
             self._mamba_src_col_gpu[req_index].fill_(-1)
             self._mamba_src_off_gpu[req_index].fill_(0)
 
     def preprocess_state(
         self,
-        input_batch: ResidentBatch,
+        input_batch: Any,
         block_tables: Sequence[torch.Tensor],
         kv_cache_config: KVCacheConfig,
         num_computed_tokens: torch.Tensor,
@@ -181,33 +160,39 @@ class MambaHybridModelState:
         Accepted counts become 1 where a state changes its column. Not for dummy batches.
 
         Args:
-            input_batch: The batch.
+            input_batch: The batch: ``num_reqs``; ``idx_mapping`` [num_reqs] int on the device, the
+                slot of each row, -1 to skip it; ``query_start_loc`` [num_reqs + 1] int on the
+                device, the first token of each row, then their number.
             block_tables: By KV cache group: [rows, columns] int32 in batch order. Not read after
                 ``initialize_kv_cache``.
-            kv_cache_config: Names the layers of each group.
+            kv_cache_config: The KV cache groups.
             num_computed_tokens: [max_num_reqs] int on the device, by slot: tokens before the step.
 
         Raises:
-            InvalidArgumentError: States or block tables do not fit, or a checked column is out of
-                range.
+            InvalidArgumentError: States or block tables do not fit, or without a GPU a column or
+                block is out of range.
         """
         if not self._is_aligned or not input_batch.num_reqs:
             return
-        context = self._bind(block_tables, kv_cache_config)
-        num_rows = getattr(input_batch, "num_reqs_after_padding", input_batch.num_reqs)
-        accepted_by_row = torch.empty(num_rows, dtype=torch.int32, device=self.device)
-        context.run_resident_precopy(
+        if self._table is None:
+            self._table = self._make_table(kv_cache_config, block_tables.__getitem__)
+            self._table.is_by_slot = False
+        elif not self._table.is_by_slot:
+            group_ids, _ = shared_schedule(kv_cache_config)
+            self._table.bind_block_tables([block_tables[group_id] for group_id in group_ids])
+        run_plan(
+            "plan_precopy",
+            self._backend,
+            self._table,
             input_batch.num_reqs,
             input_batch.idx_mapping,
-            input_batch.query_start_loc,
-            num_computed_tokens,
-            self.num_accepted_tokens_gpu,
             self._mamba_state_idx_gpu,
             self._mamba_src_col_gpu,
             self._mamba_src_off_gpu,
-            accepted_by_row,
+            input_batch.query_start_loc,
+            num_computed_tokens,
+            self.num_accepted_tokens_gpu,
         )
-        self._prepared = _Prepared(input_batch, accepted_by_row)
 
     def prepare_attn(
         self,
@@ -221,16 +206,11 @@ class MambaHybridModelState:
     ) -> MambaHybridAttnMetadata:
         """Return what the layers need to know of a batch, before its forward.
 
-        Args:
-            input_batch: The batch: ``num_reqs``, ``num_tokens``, the same ``_after_padding``,
-                ``idx_mapping``, ``num_scheduled_tokens`` and ``is_prefilling_np`` [num_reqs],
-                ``seq_lens_cpu_upper_bound``, ``num_draft_tokens_per_req`` [num_reqs] or None.
-            cudagraph_mode: An enum or its name; "FULL" pads the batch.
-            block_tables: Not read, as the three below.
-            slot_mappings: Not read.
-            attn_groups: Not read.
-            kv_cache_config: Not read.
-            for_capture: Whether a CUDA graph is captured: lengths are the worst case then.
+        The batch has ``num_reqs``, ``num_tokens``, the same ``_after_padding``, ``idx_mapping``,
+        ``num_scheduled_tokens`` and ``is_prefilling_np`` [num_reqs], ``seq_lens_cpu_upper_bound``,
+        and ``num_draft_tokens_per_req`` [num_reqs] or None. It is padded if ``cudagraph_mode`` is
+        "FULL", an enum or its name. Lengths are the worst case ``for_capture`` of a CUDA graph. The
+        other arguments are not read.
         """
         is_padded = getattr(cudagraph_mode, "name", cudagraph_mode) == "FULL"
         suffix = "_after_padding" if is_padded else ""
@@ -266,71 +246,57 @@ class MambaHybridModelState:
                 None if nothing is to be saved.
 
         Raises:
-            InvalidArgumentError: A checked column is out of range. Nothing was changed.
+            InvalidArgumentError: Without a GPU a column or block is out of range. Nothing was
+                changed.
         """
         if not len(idx_mapping):
             return
-        self._prepared = None
         if isinstance(num_sampled, int):
             num_sampled = torch.full_like(idx_mapping, num_sampled)
-        accepted = self.num_accepted_tokens_gpu
-        if self._is_aligned and self._context and num_computed_tokens is not None:
-            self._context.run_resident_postprocess(
-                idx_mapping, num_sampled, accepted, self._mamba_state_idx_gpu, num_computed_tokens
+        if self._is_aligned and self._table and num_computed_tokens is not None:
+            run_plan(
+                "plan_postcopy",
+                self._backend,
+                self._table,
+                len(idx_mapping),
+                idx_mapping,
+                self.num_accepted_tokens_gpu,
+                self.num_accepted_tokens_gpu,
+                self._mamba_state_idx_gpu,
+                num_computed_tokens,
+                None,
+                None,
+                num_sampled,
             )
         else:
-            self._kernels.accept_tokens(idx_mapping, num_sampled, accepted)
+            self._accepted[idx_mapping.long()] = num_sampled.clamp(min=1).int()
 
-    def _per_slot(self, value: int) -> torch.Tensor:
-        return torch.full((self.max_num_reqs,), value, dtype=torch.int32, device=self.device)
+    @outside_inference_mode
+    def _filled(self, count: int, value: int) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.int32, device=self.device)
 
-    def _bind(
-        self, block_tables: Sequence[torch.Tensor], kv_cache_config: KVCacheConfig
-    ) -> MambaSpecDecodeGPUContext:
-        if self._context is None:
-            _check_column_tokens(kv_cache_config, self._block_size)
-            group_ids, _ = shared_schedule(kv_cache_config)
-            tables = [block_tables[group_id] for group_id in group_ids]
-            self._context = self._make_context(tables, kv_cache_config, tables)
-            self._context.table.is_by_slot = False
-        elif not self._context.table.is_by_slot:
-            tables = [block_tables[group_id] for group_id in self._context.mamba_group_ids]
-            self._context.table.block_tables.bind(tables)
-        return self._context
-
-    def _make_context(
-        self,
-        block_tables: Sequence[torch.Tensor],
-        kv_cache_config: KVCacheConfig,
-        index_tables: Sequence[torch.Tensor],
-    ) -> MambaSpecDecodeGPUContext:
+    def _make_table(
+        self, kv_cache_config: KVCacheConfig, table_of: Callable[[int], torch.Tensor]
+    ) -> StateTable:
+        """Bind the states, and the block table of each KV cache group."""
+        group_ids, spec = shared_schedule(kv_cache_config)
+        if spec.block_size != self._block_size:
+            raise InvalidArgumentError(
+                f"the Mamba groups must have columns of {self._block_size} tokens, by which "
+                f"requests were added, got {spec.block_size}"
+            )
+        num_ints = StateTable.num_ints(self.max_num_reqs, len(group_ids))
+        table = StateTable(len(group_ids), spec.block_size, self._filled(num_ints, 0))
+        layers = self._config.compilation_config.static_forward_context
         copy_funcs = _copy_funcs(self._model, kv_cache_config)
-        context = MambaSpecDecodeGPUContext.create(
-            self.max_num_reqs,
-            kv_cache_config,
-            copy_funcs,
-            self.device,
-            lambda n, *, dtype: CpuGpuBuffer(n, dtype=dtype, device=self.device),
-            backend=self._backend,
-            check_columns=self._check_columns,
-        )
-        context.initialize_from_forward_context(
-            kv_cache_config,
-            self._config.compilation_config.static_forward_context,
-            copy_funcs,
-            block_tables,
-            index_tables,
-        )
-        return context
+        table.bind_states(describe_states(kv_cache_config, group_ids, layers, copy_funcs))
+        table.bind_block_tables([table_of(group_id) for group_id in group_ids])
+        return table
 
-    def _accepted_by_row(self, input_batch: ResidentBatch, num_reqs: int) -> torch.Tensor:
-        # Most often ``preprocess_state`` has gathered them already, which saves a launch.
-        prepared, self._prepared = self._prepared, None
-        if prepared and prepared.fits(input_batch, num_reqs):
-            return prepared.accepted_by_row[:num_reqs]
-        by_row = torch.empty(num_reqs, dtype=torch.int32, device=self.device)
-        slots = input_batch.idx_mapping[: input_batch.num_reqs]
-        self._kernels.gather_accepted(slots, self.num_accepted_tokens_gpu, by_row)
+    def _accepted_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor:
+        by_row = self._filled(num_reqs, 1)
+        slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
+        by_row[: input_batch.num_reqs] = torch.where(slots >= 0, self._accepted[slots], 1)
         return by_row
 
     def _drafts_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor | None:
@@ -350,14 +316,12 @@ def _copy_funcs(model: Any, kv_cache_config: KVCacheConfig) -> CopyFuncs:
     by_kind = getattr(model, "get_mamba_state_copy_funcs", None)
     if by_kind is None:
         funcs: CopyFuncs = model.get_mamba_state_copy_func()
-        return funcs
-    groups = get_mamba_groups(kv_cache_config)
-    funcs = by_kind({spec.mamba_type for spec in groups})
-    validate_mamba_state_copy_funcs(groups, funcs)
+    else:
+        funcs = by_kind({spec.mamba_type for spec in get_mamba_groups(kv_cache_config)})
     return funcs
 
 
-def _column_tokens(config: EngineConfig, kv_cache_config: KVCacheConfig | None) -> int:
+def _column_tokens(config: Any, kv_cache_config: KVCacheConfig | None) -> int:
     if kv_cache_config is not None:
         return shared_schedule(kv_cache_config)[1].block_size
     block_size = getattr(config.cache_config, "mamba_block_size", None)
@@ -367,12 +331,3 @@ def _column_tokens(config: EngineConfig, kv_cache_config: KVCacheConfig | None) 
             f"of a Mamba column, got {block_size!r}"
         )
     return block_size
-
-
-def _check_column_tokens(kv_cache_config: KVCacheConfig, block_size: int) -> None:
-    given = shared_schedule(kv_cache_config)[1].block_size
-    if given != block_size:
-        raise InvalidArgumentError(
-            f"the Mamba groups must have columns of {block_size} tokens, by which requests were "
-            f"added, got {given}"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ __all__ = [
     "Mamba2AttentionMetadata",
     "Mamba2AttentionMetadataBuilder",
 ]
+
+
+_IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class CommonAttentionMetadata(Protocol):
@@ -134,12 +137,7 @@ class Mamba2AttentionMetadataBuilder:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Mamba2AttentionMetadata:
-        """Return the metadata of a batch.
-
-        Args:
-            common_prefix_len: Taken for the engine's sake and not read.
-            common_attn_metadata: The batch.
-            fast_build: Taken for the engine's sake and not read.
+        """Return the metadata of a batch; the other arguments are not read.
 
         Raises:
             InvalidArgumentError: The batch's starts or computed tokens are not as described.
@@ -147,10 +145,11 @@ class Mamba2AttentionMetadataBuilder:
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
         computed = _computed_on_host(batch)
-        num_decodes = self._num_decodes(batch, computed, np.diff(starts))
+        lengths = np.diff(starts)
+        num_decodes = self._num_decodes(batch, computed, lengths)
         num_prefills = batch.num_reqs - num_decodes
         num_decode_tokens = int(starts[num_decodes])
-        last, first, read = self._columns(computed, np.diff(starts))
+        last, first, read = self._columns(computed, lengths)
         metadata = Mamba2AttentionMetadata(
             num_prefills=num_prefills,
             num_prefill_tokens=int(starts[-1]) - num_decode_tokens,
@@ -180,12 +179,6 @@ class Mamba2AttentionMetadataBuilder:
     ) -> tuple[list[int], list[int], list[int]]:
         """Cut prefills at multiples of the chunk size counted from each sequence's own start.
 
-        Args:
-            num_prefills: Sequences.
-            num_computed_tokens_p_cpu: [num_prefills] int on the CPU: tokens before the batch.
-            query_start_loc_p_cpu: [num_prefills + 1] int on the CPU: first token of each sequence,
-                then their number.
-
         Returns:
             First token of each chunk, then the number of tokens; the sequence of each chunk; the
             last chunk of each sequence, -1 if it has none.
@@ -201,7 +194,7 @@ class Mamba2AttentionMetadataBuilder:
         self,
         metadata: Mamba2AttentionMetadata,
         batch: CommonAttentionMetadata,
-        computed: np.ndarray[Any, np.dtype[Any]],
+        computed: _IntArray,
     ) -> None:
         num_prefills, num_decode_tokens = metadata.num_prefills, metadata.num_decode_tokens
         starts = batch.query_start_loc[-num_prefills - 1 :] - num_decode_tokens
@@ -218,7 +211,7 @@ class Mamba2AttentionMetadataBuilder:
         metadata.last_chunk_indices_p = self._to_device(last_chunk_indices)
 
     def _columns(
-        self, computed: np.ndarray[Any, np.dtype[Any]], lengths: np.ndarray[Any, np.dtype[Any]]
+        self, computed: _IntArray, lengths: _IntArray
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the last column written, the first, and the one read, of each request."""
         if self.kv_cache_spec.mamba_cache_mode != "all":
@@ -242,8 +235,8 @@ class Mamba2AttentionMetadataBuilder:
     def _num_decodes(
         self,
         batch: CommonAttentionMetadata,
-        computed: np.ndarray[Any, np.dtype[Any]],
-        lengths: np.ndarray[Any, np.dtype[Any]],
+        computed: _IntArray,
+        lengths: _IntArray,
     ) -> int:
         """Return how many requests come before the first that is no decode."""
         # A decode reads its state, so a first token would go on from what another request left.
@@ -256,7 +249,7 @@ class Mamba2AttentionMetadataBuilder:
         prefills = np.flatnonzero(is_long | (are_prompts & (lengths > 0)))
         return int(prefills[0]) if len(prefills) else len(lengths)
 
-    def _to_device(self, array: np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+    def _to_device(self, array: _IntArray) -> torch.Tensor:
         return to_device(torch.from_numpy(array.astype(np.int32)), self.device)
 
 
@@ -269,12 +262,12 @@ class Mamba2AttentionBackend:
         return Mamba2AttentionMetadataBuilder
 
 
-def _computed_on_host(batch: CommonAttentionMetadata) -> np.ndarray[Any, np.dtype[Any]]:
+def _computed_on_host(batch: CommonAttentionMetadata) -> _IntArray:
     computed = getattr(batch, "num_computed_tokens_cpu", None)
     if computed is None:
         # Engines without the one have the other; only one with neither is waited for.
         seq_lens = getattr(batch, "seq_lens_cpu", None)
         seq_lens = batch.seq_lens.cpu() if seq_lens is None else seq_lens
         computed = seq_lens[: batch.num_reqs] - batch.query_start_loc_cpu.diff()
-    on_host: np.ndarray[Any, np.dtype[Any]] = computed[: batch.num_reqs].numpy()
+    on_host: _IntArray = computed[: batch.num_reqs].numpy()
     return on_host

@@ -1,22 +1,31 @@
-"""``MambaSpec``, and the KV cache groups that hold Mamba states."""
+"""Specs of Mamba groups, copy functions such as ``get_conv_copy_spec``, and where states lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.protocols import KVCacheConfig, StateSpecView
+from mamba_cache.integrations.vllm.protocols import KVCacheConfig
 
 __all__ = [
+    "CopyFuncs",
+    "MambaCopySpec",
     "MambaSpec",
+    "StateMemory",
+    "describe_states",
+    "get_conv_copy_spec",
+    "get_conv_copy_spec_ds",
     "get_mamba_group_ids",
     "get_mamba_groups",
+    "get_temporal_copy_spec",
     "shared_schedule",
-    "spec_of_layer",
 ]
 
 _SPEC_FIELDS = ("block_size", "num_speculative_blocks", "shapes", "dtypes", "mamba_cache_mode")
@@ -85,8 +94,8 @@ def get_mamba_group_ids(mamba_groups: Mapping[Any, list[int]]) -> list[int]:
     return sorted({group_id for group_ids in mamba_groups.values() for group_id in group_ids})
 
 
-def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], StateSpecView]:
-    """Return the ids of all Mamba groups, and a spec that tells how the states are scheduled.
+def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpec]:
+    """Return the ids of all Mamba groups, and a spec with the attributes that they share.
 
     Groups and layers may differ in kind, shapes and dtypes, but not in that.
 
@@ -103,10 +112,10 @@ def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], StateSpe
         raise InvalidArgumentError(
             f"all Mamba groups must agree on {', '.join(_SHARED_FIELDS)}, got {scheduling}"
         )
-    return list(dict.fromkeys(group_id for group_id, _ in specs)), cast(StateSpecView, specs[0][1])
+    return list(dict.fromkeys(group_id for group_id, _ in specs)), cast(MambaSpec, specs[0][1])
 
 
-def spec_of_layer(group: Any, layer_name: str | None) -> Any:
+def _spec_of_layer(group: Any, layer_name: str | None) -> Any:
     """Return the spec of a layer of a group, which may have one for each."""
     by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if by_layer is None:
@@ -121,7 +130,7 @@ def _mamba_specs(kv_cache_config: KVCacheConfig) -> list[tuple[int, Any]]:
         if all(hasattr(_first_spec(group.kv_cache_spec), field) for field in _SPEC_FIELDS):
             # A group may have no layer on this rank of a pipeline, and has a spec all the same.
             names = group.layer_names or [None]
-            specs += [(group_id, spec_of_layer(group, name)) for name in names]
+            specs += [(group_id, _spec_of_layer(group, name)) for name in names]
     if not specs:
         raise InvalidArgumentError(
             f"a group whose spec has {', '.join(_SPEC_FIELDS)} is required, got "
@@ -133,3 +142,182 @@ def _mamba_specs(kv_cache_config: KVCacheConfig) -> list[tuple[int, Any]]:
 def _first_spec(spec: Any) -> Any:
     by_layer = getattr(spec, "kv_cache_specs", None)
     return spec if by_layer is None else next(iter(by_layer.values()), None)
+
+
+CopyFuncs: TypeAlias = "Mapping[Any, Sequence[Callable[..., Any]]] | Sequence[Callable[..., Any]]"
+"""Copy functions, one for each kind of state, by ``mamba_type`` of the layer's spec. Engines before
+vLLM 0.32 have one sequence for all layers."""
+
+_KINDS = ("get_conv_copy_spec", "get_conv_copy_spec_ds", "get_temporal_copy_spec")
+
+
+@dataclass(frozen=True, slots=True)
+class MambaCopySpec:
+    """What is read of one block.
+
+    Attributes:
+        start_addr: Address of the first byte.
+        num_elements: Elements of one row, without a gap.
+        num_rows: Rows: more than one where a shifted conv window lies as [dim, W].
+        row_stride: Elements from row to row.
+    """
+
+    start_addr: int
+    num_elements: int
+    num_rows: int = 1
+    row_stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """One state tensor as bytes.
+
+    Attributes:
+        blocks: [num_blocks, num_rows, tokens, token_bytes] uint8, contiguous within a block. A conv
+            window that lies as [W, dim] has one row of W tokens; one that lies as [dim, W] has a
+            row for each channel. A temporal state is one row of one token.
+        conv_width: Tokens of the window, 0 for a temporal state.
+        group: Position of the layer's group among the Mamba groups.
+    """
+
+    blocks: torch.Tensor
+    conv_width: int
+    group: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one row."""
+        return self.blocks.shape[3]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's state, without what may lie between blocks."""
+        return math.prod(self.blocks.shape[1:])
+
+    def shift(self, bias: int) -> int:
+        """Return by how many tokens a move by ``bias`` drafts shifts the state."""
+        return bias if self.conv_width else 0
+
+
+def get_conv_copy_spec(
+    state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
+) -> MambaCopySpec:
+    """Return what is read of a conv window in SD layout after ``num_accepted_tokens``.
+
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is such a window.
+
+    Args:
+        state: [blocks, W, dim].
+        block_ids: Physical block of each column.
+        cur_block_idx: The running column.
+        num_accepted_tokens: Accepted tokens, the first one included.
+    """
+    return _read(get_conv_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
+
+
+def get_conv_copy_spec_ds(
+    state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
+) -> MambaCopySpec:
+    """Do the same for a conv window in DS layout: ``state`` is [blocks, dim, W]."""
+    return _read(get_conv_copy_spec_ds, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
+
+
+def get_temporal_copy_spec(
+    state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
+) -> MambaCopySpec:
+    """Do the same for a temporal (SSM) state: ``state`` is [blocks, ...]."""
+    return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
+
+
+@outside_inference_mode
+def describe_states(
+    kv_cache_config: KVCacheConfig,
+    group_ids: Sequence[int],
+    forward_context: Mapping[str, Any],
+    copy_funcs: CopyFuncs,
+) -> list[StateMemory]:
+    """Describe every state tensor of the given groups, in the order of groups, layers, states.
+
+    A copy function may be a foreign one of the same name. A layer may have more states than
+    functions: the rest is not copied.
+
+    Raises:
+        InvalidArgumentError: A copy function is unknown, a kind of layer has none, a layer has
+            fewer states than there are functions, or a block is not contiguous.
+    """
+    memories = []
+    for group, group_id in enumerate(group_ids):
+        kv_cache_group = kv_cache_config.kv_cache_groups[group_id]
+        for name in kv_cache_group.layer_names:
+            states = forward_context[name].kv_cache
+            funcs = _funcs_of(copy_funcs, _spec_of_layer(kv_cache_group, name))
+            if len(states) < len(funcs):
+                raise InvalidArgumentError(
+                    f"a layer must have a state for each of {len(funcs)} copy functions, "
+                    f"got {len(states)} in {name!r}"
+                )
+            memories += [_describe(*pair, group) for pair in zip(states, funcs, strict=False)]
+    return memories
+
+
+def _funcs_of(copy_funcs: CopyFuncs, spec: Any) -> Sequence[Callable[..., Any]]:
+    if not isinstance(copy_funcs, Mapping):
+        return copy_funcs
+    if spec.mamba_type not in copy_funcs:
+        raise InvalidArgumentError(
+            f"copy functions of layers of the kind {spec.mamba_type} are required, "
+            f"got those of {list(copy_funcs)}"
+        )
+    return copy_funcs[spec.mamba_type]
+
+
+def _read(
+    copy_func: Callable[..., Any],
+    state: torch.Tensor,
+    block_ids: Sequence[int],
+    column: int,
+    bias: int,
+) -> MambaCopySpec:
+    memory = _describe(state, copy_func, 0)
+    shift = memory.shift(bias)
+    rows = memory.blocks[block_ids[column + bias - shift], :, shift:]
+    if rows.is_contiguous():
+        return MambaCopySpec(rows.data_ptr(), rows.numel() // state.element_size())
+    row_elements = rows[0].numel() // state.element_size()
+    row_stride = rows.stride(0) // state.element_size()
+    return MambaCopySpec(rows.data_ptr(), row_elements, len(rows), row_stride)
+
+
+def _describe(state: torch.Tensor, copy_func: Callable[..., Any], group: int) -> StateMemory:
+    kind = _kind(copy_func)
+    is_conv = kind != "get_temporal_copy_spec"
+    # The function says which axis holds the tokens, the strides say how they lie in memory.
+    tokens_axis = -1 if kind == "get_conv_copy_spec_ds" else 1
+    blocks = state
+    if is_conv and state.dim() > 2 and not state[:1].is_contiguous():
+        other_axis = 1 if tokens_axis == -1 else -1
+        blocks, tokens_axis = state.movedim(tokens_axis, other_axis), other_axis
+    if state.dim() < 2 or (len(state) and not blocks[0].is_contiguous()):
+        raise InvalidArgumentError(
+            f"the state of one block must be contiguous, got shape {tuple(state.shape)}, "
+            f"strides {state.stride()}"
+        )
+    width = blocks.shape[tokens_axis] if is_conv else 0
+    num_rows = math.prod(blocks.shape[1:-1]) if tokens_axis == -1 else 1
+    tokens = max(width, 1)
+    token_bytes = math.prod(blocks.shape[1:]) * state.element_size() // max(num_rows * tokens, 1)
+    as_bytes = blocks.unsqueeze(-1).view(torch.uint8)
+    return StateMemory(as_bytes.view(len(blocks), num_rows, tokens, token_bytes), width, group)
+
+
+def _kind(copy_func: Callable[..., Any]) -> str:
+    """Return which of this module's functions a function stands for."""
+    kind = getattr(copy_func, "__name__", repr(copy_func))
+    if kind not in _KINDS:
+        raise InvalidArgumentError(f"a copy function must be one of {_KINDS}, got {kind}")
+    # vLLM has one function for both layouts, and a setting for all of its windows beside it.
+    module = sys.modules.get(copy_func.__module__)
+    is_dim_first = getattr(module, "is_conv_state_dim_first", None)
+    if kind == "get_conv_copy_spec" and is_dim_first is not None and is_dim_first():
+        return "get_conv_copy_spec_ds"
+    return kind

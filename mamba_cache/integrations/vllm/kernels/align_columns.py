@@ -1,8 +1,7 @@
-"""The Triton kernels of align mode: they copy what the host lists, or decide and copy themselves.
+"""The Triton kernels of align mode: two plan copies on the device, and one carries any list out.
 
-Every program of a fused kernel makes the same decisions for the whole batch, then takes its share
-of the tiles of all moves. So a step in which nothing moves costs a launch of few programs, and a
-single move is spread over the whole chip.
+A plan is one program, which decides for the whole batch and writes the list of copies, as
+``StateTable`` describes it. So counts and columns may be read and written in one place.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.
@@ -11,95 +10,29 @@ single move is spread over the whole chip.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from mamba_cache.integrations.vllm.copy_buffers import MambaCopyBuffers
-from mamba_cache.integrations.vllm.kernels.copy_states import (
-    NUM_TURNS,
-    copy_bytes,
-    copy_moves,
-    shift_rows,
-)
-from mamba_cache.integrations.vllm.state_table import TILE_BYTES, BlockTables, StateTable
+from mamba_cache.integrations.vllm.copies import BLOCKS_PER_GROUP, FACTS, StateTable
 from mamba_cache.states.kernels.copy import WORDS
 
-__all__ = [
-    "accept_tokens",
-    "aligned_blocks",
-    "copy_regions",
-    "gather_accepted",
-    "postcopy_columns",
-    "postcopy_resident",
-    "precopy_columns",
-    "precopy_resident",
-]
+__all__ = ["copy_listed", "plan_postcopy", "plan_precopy"]
 
+_NUM_WARPS = 4
 _PROGRAMS_PER_SM = 12
-_NUM_WARPS = 1
-_PROGRAMS_PER_REGION = 64
-_ROWS_OF_LOOKUP = 32
-_REGION_WARPS = 4
-_TILE_BYTES = tl.constexpr(TILE_BYTES)
-# Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
-_FEWEST_ROWS = 64
-_ANY_VALUE = [
-    "accepted_by_row",
-    "block_tables",
-    "blocks",
-    "group_stride",
-    "idx_mapping",
-    "num_accepted",
-    "num_accepted_by_row",
-    "num_accepted_out",
-    "num_chunks",
-    "num_computed",
-    "num_drafts",
-    "num_groups",
-    "num_padded",
-    "num_reqs",
-    "num_sampled",
-    "num_scheduled",
-    "num_tokens",
-    "query_start_loc",
-    "row_stride",
-    "source_columns",
-    "state_idx",
-    "table_stride",
-    "token_bias",
-]
-_PROGRAMS_OF_INTERPRETER = 2  # which runs them one after the other
-_TURNS_OF_INTERPRETER = 2
+_PARTS_OF_INTERPRETER = 2  # which runs them one after the other
+_MIN_ROWS = 64
+_TILE_BYTES = tl.constexpr(4096)
+_WIDE_BYTES = tl.constexpr(16)
+_NARROW_STEP_WORDS = tl.constexpr(256)
+_LANES = tl.constexpr(64)
+_PIECES = tl.constexpr(4)
 
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _regions_kernel(  # type: ignore[no-untyped-def]
-    sources, destinations, sizes, num_rows, row_strides, piece_bytes, WORD: tl.constexpr
-) -> None:
-    entry, part, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    source, destination = tl.load(sources + entry), tl.load(destinations + entry)
-    size, piece = tl.load(sizes + entry), tl.load(piece_bytes + entry)
-    if piece > 0:
-        rows, row_stride = tl.load(num_rows + entry), tl.load(row_strides + entry)
-        shift_rows(source, destination, size, rows, row_stride, piece, part, num_parts, WORD)
-    else:
-        for tile in range(part, tl.cdiv(size, _TILE_BYTES), num_parts):
-            copy_bytes(source, destination, size, tile, WORD)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _align(  # type: ignore[no-untyped-def]
-    num_running, num_accepted, is_real, BLOCK_SIZE: tl.constexpr
-):
-    """Decide as ``plan_alignment``: which rows move, to which column, by how many drafts."""
-    aligned = (num_running + num_accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
-    moves = is_real & (aligned >= num_running) & (aligned > 0)
-    return moves, aligned // BLOCK_SIZE - 1, aligned - num_running
+_NUM_FACTS = tl.constexpr(len(FACTS))
+_BLOCKS_PER_GROUP = tl.constexpr(BLOCKS_PER_GROUP)
 
 
 @triton.jit
@@ -110,392 +43,274 @@ def _load(values, entries, mask):  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_slots(idx_mapping, rows, num_reqs):  # type: ignore[no-untyped-def]
     """Return the slots of rows, -1 for rows to skip."""
-    return tl.load(idx_mapping + rows, mask=rows < num_reqs, other=-1).to(tl.int64)
+    slots = rows.to(tl.int64)
+    if idx_mapping is not None:
+        slots = tl.load(idx_mapping + rows, mask=rows < num_reqs, other=-1).to(tl.int64)
+    return tl.where(rows < num_reqs, slots, -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _table_rows(rows, slots, BY_SLOT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where each row of the batch has its blocks in the block tables."""
-    return slots.to(tl.int32) if BY_SLOT else rows
+def _list_copies(  # type: ignore[no-untyped-def]
+    copies, pointers, row_stride, num_groups, moves, table_rows, sources, destinations, biases
+) -> None:
+    """Write the list of copies: one for each row that moves."""
+    counted = moves.to(tl.int32)
+    tl.store(copies, tl.sum(counted, 0))
+    entries = copies + tl.cumsum(counted, 0) * (1 + _BLOCKS_PER_GROUP * num_groups)
+    tl.store(entries, biases, mask=moves)
+    for group in range(num_groups):
+        table = tl.load(pointers + group).to(tl.pointer_type(tl.int32)) + table_rows * row_stride
+        blocks = entries + 1 + _BLOCKS_PER_GROUP * group
+        tl.store(blocks, tl.load(table + sources, mask=moves), mask=moves)
+        tl.store(blocks + 1, tl.load(table + sources + biases, mask=moves), mask=moves)
+        tl.store(blocks + 2, tl.load(table + destinations, mask=moves), mask=moves)
 
 
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
+# Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
+@triton.jit(do_not_specialize=range(12))  # type: ignore[untyped-decorator]
 def _precopy_kernel(  # type: ignore[no-untyped-def]
+    copies,
+    pointers,
+    row_stride,
+    num_groups,
+    num_reqs,
+    idx_mapping,
     state_idx,
     source_columns,
     token_bias,
-    idx_mapping,
-    num_reqs,
-    chunks,
-    num_chunks,
-    counters,
-    block_tables,
-    table_stride,
-    BY_SLOT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES_PER_CHUNK: tl.constexpr,
-    TURNS: tl.constexpr,
-    IS_MAPPED: tl.constexpr,
-) -> None:
-    rows = tl.arange(0, ROWS)
-    slots = rows.to(tl.int64)
-    is_real = rows < num_reqs
-    if IS_MAPPED:
-        slots = _load_slots(idx_mapping, rows, num_reqs)
-        is_real = slots >= 0
-    sources = tl.load(source_columns + slots, mask=is_real, other=-1).to(tl.int32)
-    columns = _load(state_idx, slots, is_real)
-    bias = tl.maximum(_load(token_bias, slots, is_real), 0)
-    moves = (sources >= 0) & (sources != columns)
-    copy_moves(
-        moves, sources, columns, bias, _table_rows(rows, slots, BY_SLOT), chunks,
-        num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
-def _precopy_resident_kernel(  # type: ignore[no-untyped-def]
-    idx_mapping,
     query_start_loc,
     num_computed,
     num_accepted,
-    state_idx,
-    source_columns,
-    token_bias,
-    accepted_by_row,
-    num_padded,
-    num_reqs,
-    chunks,
-    num_chunks,
-    counters,
-    block_tables,
-    table_stride,
-    BY_SLOT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WORD: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES_PER_CHUNK: tl.constexpr,
-    TURNS: tl.constexpr,
 ) -> None:
     rows = tl.arange(0, ROWS)
     slots = _load_slots(idx_mapping, rows, num_reqs)
     is_real = slots >= 0
-    num_tokens = _load(num_computed, slots, is_real)
-    num_tokens += _load(query_start_loc, rows + 1, is_real) - _load(query_start_loc, rows, is_real)
-    previous = _load(state_idx, slots, is_real)
-    accepted = tl.load(num_accepted + slots, mask=is_real, other=1).to(tl.int32)
-    current = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
-    moves = is_real & (previous >= 0) & (previous != current)
-    bias = tl.maximum(accepted - 1, 0)
-    is_writer = copy_moves(
-        moves, previous, current, bias, _table_rows(rows, slots, BY_SLOT), chunks,
-        num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
-    )  # fmt: skip
-    if is_writer:
-        accepted = tl.where(moves, 1, accepted)
-        tl.store(source_columns + slots, previous, mask=is_real)
-        tl.store(token_bias + slots, bias, mask=is_real)
-        tl.store(state_idx + slots, current, mask=is_real)
-        tl.store(num_accepted + slots, accepted, mask=is_real)
-        tl.store(accepted_by_row + rows, accepted, mask=rows < num_padded)
-
-
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
-def _postcopy_kernel(  # type: ignore[no-untyped-def]
-    num_accepted,
-    state_idx,
-    num_scheduled,
-    num_computed,
-    num_drafts,
-    num_accepted_out,
-    num_reqs,
-    chunks,
-    num_chunks,
-    counters,
-    block_tables,
-    table_stride,
-    BY_SLOT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES_PER_CHUNK: tl.constexpr,
-    TURNS: tl.constexpr,
-) -> None:
-    rows = tl.arange(0, ROWS)
-    is_real = rows < num_reqs
-    accepted, columns = _load(num_accepted, rows, is_real), _load(state_idx, rows, is_real)
-    num_running = _load(num_computed, rows, is_real) + _load(num_scheduled, rows, is_real)
-    num_running -= _load(num_drafts, rows, is_real)
-    crosses, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
-    stays = crosses & (destinations == columns)
-    moves = crosses & ((destinations != columns) | (bias > 0))
-    is_writer = copy_moves(
-        moves, columns, destinations, bias, rows, chunks, num_chunks, counters, block_tables,
-        table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
-    )  # fmt: skip
-    if is_writer:
-        tl.store(num_accepted_out + rows, tl.where(stays, 1, accepted), mask=is_real)
-
-
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
-def _postcopy_resident_kernel(  # type: ignore[no-untyped-def]
-    idx_mapping,
-    num_sampled,
-    num_accepted,
-    state_idx,
-    num_computed,
-    num_reqs,
-    chunks,
-    num_chunks,
-    counters,
-    block_tables,
-    table_stride,
-    BY_SLOT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORD: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES_PER_CHUNK: tl.constexpr,
-    TURNS: tl.constexpr,
-    IS_SAMPLED: tl.constexpr,
-) -> None:
-    rows = tl.arange(0, ROWS)
-    slots = _load_slots(idx_mapping, rows, num_reqs)
-    is_real = slots >= 0
-    if IS_SAMPLED:
-        accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
-    else:
-        accepted = _load(num_accepted, slots, is_real)
     columns = _load(state_idx, slots, is_real)
-    num_running = _load(num_computed, slots, is_real) - accepted + 1
-    crosses, destinations, bias = _align(num_running, accepted, is_real, BLOCK_SIZE)
-    stays = crosses & (destinations == columns)
-    moves = crosses & ((destinations != columns) | (bias > 0))
-    is_writer = copy_moves(
-        moves, columns, destinations, bias, _table_rows(rows, slots, BY_SLOT), chunks,
-        num_chunks, counters, block_tables, table_stride, WORD, ROWS, TILES_PER_CHUNK, TURNS,
-    )  # fmt: skip
-    if is_writer:
-        tl.store(num_accepted + slots, tl.where(stays, 1, accepted), mask=is_real)
+    if query_start_loc is None:
+        sources = tl.load(source_columns + slots, mask=is_real, other=-1).to(tl.int32)
+        biases = tl.maximum(_load(token_bias, slots, is_real), 0)
+        moves = is_real & (sources >= 0) & (sources != columns)
+    else:
+        num_tokens = _load(num_computed, slots, is_real)
+        num_tokens += _load(query_start_loc, rows + 1, is_real)
+        num_tokens -= _load(query_start_loc, rows, is_real)
+        accepted = _load(num_accepted, slots, is_real)
+        sources = columns
+        columns = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+        biases = tl.maximum(accepted - 1, 0)
+        moves = is_real & (sources >= 0) & (sources != columns)
+        tl.debug_barrier()  # Other threads load what this one stores.
+        tl.store(source_columns + slots, sources, mask=is_real)
+        tl.store(token_bias + slots, biases, mask=is_real)
+        tl.store(state_idx + slots, columns, mask=is_real)
+        tl.store(num_accepted + slots, tl.where(moves, 1, accepted), mask=is_real)
+    table_rows = slots if BY_SLOT else rows.to(tl.int64)
+    _list_copies(
+        copies, pointers, row_stride, num_groups, moves, table_rows, sources, columns, biases
+    )
 
 
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
-def _accept_kernel(  # type: ignore[no-untyped-def]
-    idx_mapping, num_sampled, num_accepted, num_reqs, ROWS: tl.constexpr
+@triton.jit(do_not_specialize=range(13))  # type: ignore[untyped-decorator]
+def _postcopy_kernel(  # type: ignore[no-untyped-def]
+    copies,
+    pointers,
+    row_stride,
+    num_groups,
+    num_reqs,
+    idx_mapping,
+    num_accepted,
+    num_accepted_out,
+    state_idx,
+    num_computed,
+    num_scheduled,
+    num_drafts,
+    num_sampled,
+    BLOCK_SIZE: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
     rows = tl.arange(0, ROWS)
     slots = _load_slots(idx_mapping, rows, num_reqs)
     is_real = slots >= 0
-    accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
-    tl.store(num_accepted + slots, accepted, mask=is_real)
-
-
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
-def _gather_kernel(  # type: ignore[no-untyped-def]
-    idx_mapping, num_accepted, num_accepted_by_row, num_reqs, num_padded, ROWS: tl.constexpr
-) -> None:
-    rows = tl.arange(0, ROWS)
-    slots = _load_slots(idx_mapping, rows, num_reqs)
-    accepted = tl.load(num_accepted + slots, mask=slots >= 0, other=1)
-    tl.store(num_accepted_by_row + rows, accepted, mask=rows < num_padded)
-
-
-@triton.jit(do_not_specialize=_ANY_VALUE)  # type: ignore[untyped-decorator]
-def _aligned_blocks_kernel(  # type: ignore[no-untyped-def]
-    block_tables,
-    table_stride,
-    num_tokens,
-    blocks,
-    row_stride,
-    group_stride,
-    num_reqs,
-    num_groups,
-    BLOCK_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PADDED_COLUMNS: tl.constexpr,
-) -> None:
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_real = rows < num_reqs
-    first = tl.maximum((_load(num_tokens, rows, is_real) - 1) // BLOCK_SIZE, 0)
-    columns = tl.arange(0, PADDED_COLUMNS)
-    mask = is_real[:, None] & (columns < COLUMNS)[None, :]
-    for group in range(num_groups):
-        table = tl.load(block_tables + group).to(tl.pointer_type(tl.int32))
-        entries = rows[:, None] * table_stride + first[:, None] + columns[None, :]
-        found = tl.load(table + entries, mask=mask)
-        written = group_stride.to(tl.int64) * group + rows[:, None] * row_stride + columns[None, :]
-        tl.store(blocks + written, found, mask=mask)
-
-
-def copy_regions(buffers: MambaCopyBuffers) -> None:
-    """Copy the first ``offset`` regions of ``buffers`` in one launch."""
-    count = buffers.offset
-    values = np.concatenate([buffer.np[:count] for buffer in buffers.columns])
-    word_bytes = math.gcd(8, int(np.gcd.reduce(values)))
-    columns = [buffer.copy_to_gpu(count) for buffer in buffers.columns]
-    programs = _PROGRAMS_PER_REGION if columns[0].is_cuda else _PROGRAMS_OF_INTERPRETER
-    with torch.cuda.device(columns[0].get_device()):
-        _regions_kernel[count, programs](*columns, WORD=WORDS[word_bytes], num_warps=_REGION_WARPS)
-
-
-def precopy_columns(
-    table: StateTable,
-    num_reqs: int,
-    state_idx: torch.Tensor,
-    source_columns: torch.Tensor,
-    token_bias: torch.Tensor,
-    idx_mapping: torch.Tensor | None,
-) -> None:
-    """Copy as ``MambaSpecDecodeGPUContext.run_fused_precopy`` describes."""
-    inputs = (state_idx, source_columns, token_bias)
-    mapping = state_idx if idx_mapping is None else idx_mapping
-    is_mapped = idx_mapping is not None
-    _launch(_precopy_kernel, table, num_reqs, (*inputs, mapping), IS_MAPPED=is_mapped)
-
-
-def precopy_resident(
-    table: StateTable,
-    num_reqs: int,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    source_columns: torch.Tensor,
-    token_bias: torch.Tensor,
-    accepted_by_row: torch.Tensor | None,
-) -> None:
-    """Copy as ``MambaSpecDecodeGPUContext.run_resident_precopy`` describes."""
-    by_slot = (num_computed, num_accepted, state_idx, source_columns, token_bias)
-    num_padded = 0 if accepted_by_row is None else len(accepted_by_row)
-    by_row = num_accepted if accepted_by_row is None else accepted_by_row
-    inputs = (idx_mapping, query_start_loc, *by_slot, by_row, num_padded)
-    _launch(_precopy_resident_kernel, table, num_reqs, inputs, num_padded)
-
-
-def postcopy_columns(
-    table: StateTable,
-    num_reqs: int,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    num_scheduled: torch.Tensor,
-    num_computed: torch.Tensor,
-    num_drafts: torch.Tensor,
-    num_accepted_out: torch.Tensor,
-) -> None:
-    """Copy as ``MambaSpecDecodeGPUContext.run_fused_postprocess`` describes."""
-    inputs = (num_accepted, state_idx, num_scheduled, num_computed, num_drafts, num_accepted_out)
-    _launch(_postcopy_kernel, table, num_reqs, inputs)
-
-
-def postcopy_resident(
-    table: StateTable,
-    num_reqs: int,
-    idx_mapping: torch.Tensor,
-    num_sampled: torch.Tensor | None,
-    num_accepted: torch.Tensor,
-    state_idx: torch.Tensor,
-    num_computed: torch.Tensor,
-) -> None:
-    """Copy as ``MambaSpecDecodeGPUContext.run_resident_postprocess`` describes."""
-    is_sampled = num_sampled is not None
     if num_sampled is None:
-        num_sampled = num_accepted
-    elif num_sampled.data_ptr() == num_accepted.data_ptr():
-        # Rows are not slots: what is written for one row would be read for another.
-        num_sampled = num_sampled.clone()
-    inputs = (idx_mapping, num_sampled, num_accepted, state_idx, num_computed)
-    _launch(_postcopy_resident_kernel, table, num_reqs, inputs, IS_SAMPLED=is_sampled)
+        accepted = _load(num_accepted, slots, is_real)
+    else:
+        accepted = tl.maximum(_load(num_sampled, rows, is_real), 1)
+    columns = _load(state_idx, slots, is_real)
+    num_running = _load(num_computed, slots, is_real)
+    if num_scheduled is None:
+        num_running += 1 - accepted
+    else:
+        num_running += _load(num_scheduled, slots, is_real) - _load(num_drafts, slots, is_real)
+    # As ``plan_alignment``.
+    aligned = (num_running + accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
+    moves = is_real & (aligned >= num_running) & (aligned > 0)
+    destinations = aligned // BLOCK_SIZE - 1
+    stays = moves & (destinations == columns)
+    tl.debug_barrier()  # Other threads load what this one stores.
+    tl.store(num_accepted_out + slots, tl.where(stays, 1, accepted), mask=is_real)
+    biases = aligned - num_running
+    table_rows = slots if BY_SLOT else rows.to(tl.int64)
+    _list_copies(
+        copies, pointers, row_stride, num_groups, moves, table_rows, columns, destinations, biases
+    )
 
 
-def accept_tokens(
-    idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_accepted: torch.Tensor
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_tile(  # type: ignore[no-untyped-def]
+    source,
+    destination,
+    size,
+    tile,
+    WORD: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STEP_WORDS: tl.constexpr,
 ) -> None:
-    """Write ``max(num_sampled, 1)`` of each row to its slot of ``num_accepted``."""
-    rows = _num_rows(len(idx_mapping))
-    with torch.cuda.device(idx_mapping.get_device()):
-        _accept_kernel[(1,)](idx_mapping, num_sampled, num_accepted, len(idx_mapping), ROWS=rows)
+    """Copy the tile of that number of ``size`` bytes that do not overlap."""
+    word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
+    first = tile * _TILE_BYTES
+    num_bytes = tl.minimum(tl.maximum(size - first, 0), _TILE_BYTES).to(tl.int32)
+    num_words = tl.multiple_of(num_bytes // word_bytes, ALIGNMENT // word_bytes)
+    # The compiler heeds hints on pointers, not on integers that become pointers.
+    source = tl.multiple_of((source + first).to(tl.pointer_type(WORD)), ALIGNMENT)
+    destination = tl.multiple_of((destination + first).to(tl.pointer_type(WORD)), ALIGNMENT)
+    for step in range(0, num_words, STEP_WORDS):
+        words = step + tl.arange(0, STEP_WORDS)
+        mask = words < num_words
+        tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)
 
 
-def gather_accepted(
-    idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_accepted_by_row: torch.Tensor
+@triton.jit  # type: ignore[untyped-decorator]
+def _shift_rows(  # type: ignore[no-untyped-def]
+    source,
+    destination,
+    size,
+    num_rows,
+    row_stride,
+    piece_bytes,
+    part,
+    num_parts,
+    WORD: tl.constexpr,
 ) -> None:
-    """Fill the rows with the counts of their slots, and with 1 where there is no request."""
-    num_padded = len(num_accepted_by_row)
-    with torch.cuda.device(num_accepted.get_device()):
-        _gather_kernel[(1,)](
-            idx_mapping,
-            num_accepted,
-            num_accepted_by_row,
-            len(idx_mapping),
-            num_padded,
-            ROWS=_num_rows(num_padded),
-        )
+    """Move one part of rows to the left, onto themselves or elsewhere.
+
+    A lane is one word of a piece in one row. The program walks through the pieces from first to
+    last, a few at a time, and no other program touches its lanes: so nothing is overwritten before
+    it is read.
+    """
+    word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
+    source = source.to(tl.pointer_type(WORD))
+    destination = destination.to(tl.pointer_type(WORD))
+    # Offsets within one window have 32 bits, so that few registers hold many of them.
+    piece = (piece_bytes // word_bytes).to(tl.int32)
+    row = (row_stride // word_bytes).to(tl.int32)
+    num_pieces = size.to(tl.int32) // piece_bytes.to(tl.int32)
+    num_lanes = num_rows.to(tl.int32) * piece
+    for first in range(part.to(tl.int32) * _LANES, num_lanes, num_parts.to(tl.int32) * _LANES):
+        lanes = first + tl.arange(0, _LANES)
+        words = lanes // piece * row + lanes % piece
+        for index in range(0, num_pieces, _PIECES):
+            pieces = index + tl.arange(0, _PIECES)
+            offsets = words[:, None] + pieces[None, :] * piece
+            mask = (lanes < num_lanes)[:, None] & (pieces < num_pieces)[None, :]
+            moved = tl.load(source + offsets, mask=mask)
+            tl.debug_barrier()  # Other threads of the program store where these loads read.
+            tl.store(destination + offsets, moved, mask=mask)
 
 
-def aligned_blocks(
-    tables: BlockTables, num_reqs: int, num_tokens: torch.Tensor, block_size: int, out: torch.Tensor
-) -> None:
-    """Look up as ``MambaSpecDecodeGPUContext.compute_aligned_state_indices`` describes."""
-    with torch.cuda.device(out.get_device()):
-        _aligned_blocks_kernel[(triton.cdiv(num_reqs, _ROWS_OF_LOOKUP),)](
-            tables.pointers,
-            tables.stride,
-            num_tokens,
-            out,
-            out.stride(1),
-            out.stride(0),
-            num_reqs,
-            len(out),
-            BLOCK_SIZE=block_size,
-            COLUMNS=out.shape[2],
-            ROWS=_ROWS_OF_LOOKUP,
-            PADDED_COLUMNS=triton.next_power_of_2(out.shape[2]),
-            num_warps=_NUM_WARPS,
-        )
+@triton.jit(do_not_specialize=range(3))  # type: ignore[untyped-decorator]
+def _copy_kernel(facts, copies, entry_ints, WORD: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Copy this program's share of the tiles of one state, over all copies of the list."""
+    facts += tl.program_id(0).to(tl.int64) * _NUM_FACTS
+    base, stride, block_bytes = tl.load(facts), tl.load(facts + 1), tl.load(facts + 2)
+    token_bytes, width, group = tl.load(facts + 3), tl.load(facts + 4), tl.load(facts + 5)
+    row_bytes = tl.maximum(width, 1) * token_bytes
+    num_tiles = tl.cdiv(block_bytes, _TILE_BYTES)
+    part, num_parts = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    for ticket in range(part, tl.load(copies) * num_tiles, num_parts):
+        tile = ticket % num_tiles
+        entry = copies + (1 + ticket // num_tiles) * entry_ints
+        bias = tl.load(entry).to(tl.int64)
+        blocks = entry + 1 + _BLOCKS_PER_GROUP * group
+        source_block = tl.load(blocks + tl.where(width > 0, 0, 1)).to(tl.int64)
+        destination_block = tl.load(blocks + 2).to(tl.int64)
+        shifted = tl.where(width > 0, bias, 0) * token_bytes
+        is_real = (source_block >= 0) & (destination_block >= 0)
+        if is_real & ((shifted > 0) | (source_block != destination_block)):
+            source = base + source_block * stride + shifted
+            destination = base + destination_block * stride
+            is_one_piece = (row_bytes == block_bytes) & (source_block != destination_block)
+            if (shifted > 0) & (is_one_piece == 0):
+                num_rows = block_bytes // row_bytes
+                size = row_bytes - shifted
+                _shift_rows(
+                    source, destination, size, num_rows, row_bytes, token_bytes, tile, num_tiles,
+                    WORD,
+                )  # fmt: skip
+            else:
+                size = block_bytes - shifted
+                if ((source | destination | size) & (_WIDE_BYTES - 1)) == 0:
+                    _copy_tile(
+                        source, destination, size, tile, tl.int64, _WIDE_BYTES, _TILE_BYTES // 8
+                    )
+                else:
+                    # In steps, because a whole tile of narrow words takes too many registers.
+                    alignment: tl.constexpr = WORD.primitive_bitwidth // 8
+                    _copy_tile(source, destination, size, tile, WORD, alignment, _NARROW_STEP_WORDS)
 
 
-def _launch(
-    kernel: Any,
-    table: StateTable,
-    num_reqs: int,
-    inputs: tuple[torch.Tensor | int, ...],
-    num_rows: int = 0,
-    **constants: int,
-) -> None:
-    most_programs, turns = _shares(table.device)
-    programs = min(-(-num_reqs * table.num_tiles // turns) * turns, most_programs)
-    with torch.cuda.device(table.chunks.get_device()):
-        kernel[(programs,)](
-            *inputs,
-            num_reqs,
-            table.chunks,
-            len(table.chunks),
-            table.counters,
-            table.block_tables.pointers,
-            table.block_tables.stride,
-            BY_SLOT=table.is_by_slot,
-            BLOCK_SIZE=table.block_size,
+def plan_precopy(table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
+    """List copies; the inputs are those of the twin in ``plain``."""
+    _plan(_precopy_kernel, table, num_reqs, inputs)
+
+
+def plan_postcopy(table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
+    """List copies; the inputs are those of the twin in ``plain``."""
+    _plan(_postcopy_kernel, table, num_reqs, inputs)
+
+
+def copy_listed(table: StateTable, max_copies: int) -> None:
+    """Carry out the list of copies, which has at most ``max_copies``, in one launch."""
+    num_states = len(table.facts)
+    if not num_states:
+        return
+    most = max_copies * triton.cdiv(table.max_block_bytes, _TILE_BYTES.value)
+    parts = max(1, min(_max_parts(table.device, num_states), most))
+    with torch.cuda.device(table.facts.get_device()):
+        _copy_kernel[num_states, parts](
+            table.facts,
+            table.copies,
+            table.copies.shape[1],
             WORD=WORDS[table.word_bytes],
-            ROWS=_num_rows(max(num_reqs, num_rows)),
-            TILES_PER_CHUNK=table.tiles_per_chunk,
-            TURNS=turns,
             num_warps=_NUM_WARPS,
-            **constants,
         )
 
 
-def _num_rows(num_reqs: int) -> int:
-    rows: int = max(_FEWEST_ROWS, triton.next_power_of_2(num_reqs))
-    return rows
+def _plan(
+    kernel: Any, table: StateTable, num_reqs: int, inputs: tuple[torch.Tensor | None, ...]
+) -> None:
+    with torch.cuda.device(table.copies.get_device()):
+        kernel[(1,)](
+            table.copies,
+            table.pointers,
+            table.row_stride,
+            table.num_groups,
+            num_reqs,
+            *inputs,
+            BLOCK_SIZE=table.block_size,
+            BY_SLOT=table.is_by_slot,
+            ROWS=max(_MIN_ROWS, triton.next_power_of_2(num_reqs)),
+            num_warps=_NUM_WARPS,
+        )
 
 
 @functools.cache
-def _shares(device: torch.device) -> tuple[int, int]:
-    """Return the most programs of a launch, and the counters that they take turns at."""
+def _max_parts(device: torch.device, num_states: int) -> int:
+    """Return how many programs may share the copies of one state."""
     if device.type != "cuda":
-        return _PROGRAMS_OF_INTERPRETER, _TURNS_OF_INTERPRETER
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return _PROGRAMS_PER_SM * num_sms // NUM_TURNS * NUM_TURNS, NUM_TURNS
+        return _PARTS_OF_INTERPRETER
+    num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS_PER_SM * num_sms // num_states

@@ -1,0 +1,772 @@
+"""Align mode around a forward: what comes before it and after it, on the host or on the device."""
+
+# An engine gives these functions all that it has, by position.
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.integrations.vllm.copies import (
+    IntArray,
+    Moves,
+    StateTable,
+    plan_alignment,
+    plan_migration,
+    running_columns,
+    whole_tables,
+)
+from mamba_cache.integrations.vllm.kernels import kernels_for, run_plan
+from mamba_cache.integrations.vllm.mamba_spec import (
+    CopyFuncs,
+    MambaSpec,
+    describe_states,
+    shared_schedule,
+)
+from mamba_cache.integrations.vllm.protocols import (
+    HostDeviceBuffer,
+    InputBatch,
+    KVCacheConfig,
+    RequestState,
+    SchedulerOutput,
+)
+from mamba_cache.states import CopyBackend
+
+__all__ = [
+    "CpuGpuBuffer",
+    "MambaBuffers",
+    "MambaCopyBuffers",
+    "MambaSpecDecodeGPUContext",
+    "cleanup_mamba_state_idx",
+    "postprocess_mamba",
+    "postprocess_mamba_align_gpu",
+    "postprocess_mamba_all",
+    "preprocess_mamba",
+    "stage_mamba_state_idx_to_gpu",
+    "stage_postprocess_inputs_to_gpu",
+    "stage_postprocess_metadata_to_gpu",
+]
+
+
+class CpuGpuBuffer:
+    """One array twice: pinned on the host, and on the device.
+
+    Args:
+        n: Elements.
+        dtype: Their dtype.
+        device: Where ``gpu`` lives. On the CPU both sides are memory of their own all the same, so
+            that what runs there runs alike on a GPU.
+
+    Attributes:
+        np: [n] numpy view of ``cpu``.
+        cpu: [n], pinned if the device is a GPU.
+        gpu: [n] on the device.
+    """
+
+    @outside_inference_mode
+    def __init__(self, n: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        device = torch.device(device)
+        on_cuda = device.type == "cuda"
+        self.cpu = torch.zeros(n, dtype=dtype, device="cpu", pin_memory=on_cuda)
+        self.gpu = torch.zeros(n, dtype=dtype, device=device)
+        self.np: Any = self.cpu.numpy()
+        self._sent = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
+        """Enqueue the copy of the first ``n`` elements, or of all.
+
+        The host side must not change before the copy is done: see ``wait``.
+
+        Args:
+            n: How many.
+
+        Returns:
+            The copied elements on the device.
+        """
+        copied = self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
+        if self._sent:
+            self._sent.record()
+        return copied
+
+    def wait(self) -> None:
+        """Wait until the host side may change: until what was enqueued last has been copied.
+
+        It has been, unless the host runs more than a step ahead of the device.
+        """
+        if self._sent:
+            self._sent.synchronize()
+
+
+@dataclass(slots=True)
+class MambaCopyBuffers:
+    """The copies that the host decides, one entry for each request that moves.
+
+    Attributes:
+        copies: The list of copies, int32, pinned and on the device.
+        table: Where the states lie, as last listed.
+        mamba_group_ids: The Mamba groups.
+        mamba_spec: How their states are scheduled.
+        backend: What copies.
+    """
+
+    copies: HostDeviceBuffer
+    table: StateTable
+    mamba_group_ids: list[int]
+    mamba_spec: MambaSpec
+    backend: CopyBackend = "auto"
+    _addresses: list[int] = field(default_factory=list)
+
+    @classmethod
+    @outside_inference_mode
+    def create(
+        cls,
+        max_num_reqs: int,
+        kv_cache_config: KVCacheConfig,
+        copy_funcs: CopyFuncs,
+        make_buffer: Callable[..., Any],
+    ) -> MambaCopyBuffers:
+        """Make buffers for the copies of ``max_num_reqs`` requests.
+
+        Raises:
+            InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+        """
+        group_ids, spec = shared_schedule(kv_cache_config)
+        num_ints = StateTable.num_ints(max_num_reqs, len(group_ids))
+        copies = make_buffer(num_ints, dtype=torch.int32)
+        table = StateTable(len(group_ids), spec.block_size, copies.gpu)
+        return cls(copies, table, group_ids, spec)
+
+    def list_copies(
+        self,
+        moves: Moves,
+        requests: Sequence[tuple[str, RequestState]],
+        kv_cache_config: KVCacheConfig,
+        forward_context: Mapping[str, Any],
+        copy_funcs: CopyFuncs,
+    ) -> list[int]:
+        """Check the moves of a batch, and return their list of copies; empty without moves.
+
+        Raises:
+            InvalidArgumentError: States do not fit, a column or block is out of range, or there are
+                too many copies. Nothing was written.
+        """
+        if not len(moves.rows):
+            return []
+        room = len(self.table.copies) - 1
+        if len(moves.rows) > room:
+            raise InvalidArgumentError(
+                f"the copy buffers hold the copies of {room} requests, got {len(moves.rows)}"
+            )
+        groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in self.mamba_group_ids]
+        layers = [forward_context[name] for group in groups for name in group.layer_names]
+        addresses = [state.data_ptr() for layer in layers for state in layer.kv_cache]
+        if addresses != self._addresses:
+            states = kv_cache_config, self.mamba_group_ids, forward_context, copy_funcs
+            self.table.bind_states(describe_states(*states))
+            self._addresses = addresses
+        return self.table.list_copies(
+            moves,
+            lambda row, group: requests[row][1].block_ids[self.mamba_group_ids[group]],
+            lambda row: f"request {requests[row][0]!r}",
+        )
+
+    def run(self, listed: Sequence[int]) -> None:
+        """Carry out a list of copies in one launch."""
+        if listed:
+            _stage(self.copies, listed)
+            kernels_for(self.backend, self.table.device).copy_listed(self.table, listed[0])
+
+
+def _stage(buffer: HostDeviceBuffer, values: Sequence[int] | IntArray) -> None:
+    """Bring values to the device, without waiting for it.
+
+    Raises:
+        InvalidArgumentError: The buffer is too small. Nothing was written.
+    """
+    if len(values) > len(buffer.np):
+        raise InvalidArgumentError(f"the buffer holds {len(buffer.np)} entries, got {len(values)}")
+    wait = getattr(buffer, "wait", None)  # An engine's own buffer may have none.
+    if wait is not None:
+        wait()
+    buffer.np[: len(values)] = values
+    buffer.copy_to_gpu(len(values))
+
+
+@dataclass(slots=True)
+class MambaSpecDecodeGPUContext:
+    """Copies states between columns of block tables; what is copied is decided on the device.
+
+    Each ``run_`` method makes two launches: one lists the copies, the other carries the list out.
+    On a GPU kernels trust columns and blocks; plain Python checks them before it changes anything.
+    All calls belong on one stream.
+
+    Attributes:
+        table: Where every state and block table lies, and the list of copies.
+        mamba_group_ids: The Mamba groups.
+        num_accepted_tokens_out: [max_num_reqs] int32 on the device: accepted counts after
+            ``run_fused_postprocess``.
+        index_tables: The block tables that ``compute_aligned_state_indices`` reads, in batch order.
+        aligned_state_indices: [groups, max_num_reqs, 1 + drafts] int32 on the device: what it found
+            last. Its place does not change, so that CUDA graphs may read it.
+        mamba_state_idx_buf: Staged running columns, [max_num_reqs] int32, as all below.
+        num_scheduled_tokens_buf: Staged scheduled tokens.
+        num_computed_tokens_buf: Staged computed tokens.
+        num_draft_tokens_buf: Staged drafts.
+        precopy_src_col_buf: Staged columns to copy from.
+        precopy_token_bias_buf: Staged drafts accepted in the last step.
+        backend: What copies.
+        is_initialized: Whether the states and block tables are known.
+    """
+
+    table: StateTable
+    mamba_group_ids: list[int]
+    backend: CopyBackend
+    num_accepted_tokens_out: torch.Tensor
+    aligned_state_indices: torch.Tensor
+    mamba_state_idx_buf: HostDeviceBuffer
+    num_scheduled_tokens_buf: HostDeviceBuffer
+    num_computed_tokens_buf: HostDeviceBuffer
+    num_draft_tokens_buf: HostDeviceBuffer
+    precopy_src_col_buf: HostDeviceBuffer
+    precopy_token_bias_buf: HostDeviceBuffer
+    index_tables: Sequence[torch.Tensor] = ()
+    is_initialized: bool = False
+
+    @classmethod
+    @outside_inference_mode
+    def create(
+        cls,
+        max_num_reqs: int,
+        kv_cache_config: KVCacheConfig,
+        copy_funcs: CopyFuncs | int,
+        device: torch.device | str,
+        make_buffer: Callable[..., Any],
+        *,
+        backend: CopyBackend = "auto",
+    ) -> MambaSpecDecodeGPUContext:
+        """Make a context that does nothing until it knows the states.
+
+        Raises:
+            InvalidArgumentError: There is no Mamba group, two are scheduled differently, or the
+                backend is unknown or not for the device.
+            MissingExtraError: The kernels are asked for and Triton is not installed.
+        """
+        group_ids, spec = shared_schedule(kv_cache_config)
+        device, count = torch.device(device), len(group_ids)
+        kernels_for(backend, device)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            StateTable(count, spec.block_size, zeros(StateTable.num_ints(max_num_reqs, count))),
+            group_ids,
+            backend,
+            zeros(max_num_reqs),
+            zeros(count, max_num_reqs, 1 + spec.num_speculative_blocks),
+            *(make_buffer(max_num_reqs, dtype=torch.int32) for _ in range(6)),
+        )
+
+    def initialize_from_forward_context(
+        self,
+        kv_cache_config: KVCacheConfig,
+        forward_context: Mapping[str, Any],
+        mamba_state_copy_funcs: CopyFuncs,
+        block_tables: Sequence[torch.Tensor],
+        aligned_index_block_tables: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Learn where the states and block tables lie; every later call does nothing.
+
+        ``block_tables`` are [slots, columns] int32 of each Mamba group, by request slot where calls
+        give an ``idx_mapping``, and must keep their storage. ``aligned_index_block_tables`` are the
+        same in batch order, for ``compute_aligned_state_indices``; by default the same tables.
+
+        Raises:
+            InvalidArgumentError: States, functions or block tables do not fit. Nothing was changed.
+        """
+        if self.is_initialized:
+            return
+        memories = describe_states(
+            kv_cache_config, self.mamba_group_ids, forward_context, mamba_state_copy_funcs
+        )
+        index_tables = aligned_index_block_tables or block_tables
+        whole = whole_tables(index_tables, self.table.num_groups, self.table.device)
+        self.table.bind_block_tables(block_tables)
+        self.table.bind_states(memories)
+        self.index_tables = whole
+        self.is_initialized = True
+
+    def compute_aligned_state_indices(self, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
+        """Look up the blocks that the forward reads and writes.
+
+        Args:
+            seq_lens: [num_reqs or more] int on the device: tokens of each row after the step.
+            num_reqs: Rows of the batch.
+
+        Returns:
+            [groups, num_reqs, 1 + drafts] int32: the blocks of each row's running column and of the
+            columns of its drafts; a view of ``aligned_state_indices``.
+
+        Raises:
+            InvalidArgumentError: The states are not known yet, or there are not as many rows.
+        """
+        room = min(len(seq_lens), self.aligned_state_indices.shape[1])
+        if not self.is_initialized or not 0 <= num_reqs <= room:
+            raise InvalidArgumentError(
+                f"num_reqs must be in [0, {room}] of an initialised context, got {num_reqs} and "
+                f"is_initialized={self.is_initialized}"
+            )
+        found = self.aligned_state_indices[:, :num_reqs]
+        running = (seq_lens[:num_reqs].long() - 1).clamp(min=0) // self.table.block_size
+        columns = running[:, None] + torch.arange(found.shape[2], device=running.device)
+        for blocks, table in zip(found, self.index_tables, strict=True):
+            blocks.copy_(table[:num_reqs].gather(1, columns))
+        return found
+
+    def run_fused_postprocess(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: torch.Tensor,
+        mamba_state_idx_gpu: torch.Tensor,
+        num_scheduled_tokens_gpu: torch.Tensor,
+        num_computed_tokens_gpu: torch.Tensor,
+        num_draft_tokens_gpu: torch.Tensor,
+    ) -> None:
+        """Save the states of requests that have crossed a block boundary.
+
+        ``num_accepted_tokens_out`` becomes a copy of the accepted counts, and 1 where a state was
+        shifted in its column. Nothing is done for no requests or before the initialisation.
+
+        All inputs are [num_reqs or more] int, in the order of the block tables' rows. Scheduled
+        tokens include the drafts; computed tokens are those before the step.
+
+        Raises:
+            InvalidArgumentError: There are too many requests, or without a GPU a column or block is
+                out of range. Nothing was changed.
+        """
+        self._run(
+            "plan_postcopy",
+            num_reqs,
+            None,
+            num_accepted_tokens_gpu,
+            self.num_accepted_tokens_out,
+            mamba_state_idx_gpu,
+            num_computed_tokens_gpu,
+            num_scheduled_tokens_gpu,
+            num_draft_tokens_gpu,
+            None,
+        )
+
+    def run_fused_postprocess_align(
+        self,
+        num_reqs: int,
+        num_accepted_tokens_gpu: torch.Tensor,
+        state_idx_gpu: torch.Tensor,
+        new_num_computed_tokens_gpu: torch.Tensor,
+        idx_mapping: torch.Tensor,
+    ) -> None:
+        """Save states as ``run_fused_postprocess``, with all inputs by request slot: [slots] int.
+
+        The accepted counts are written in place. Computed tokens are those after the step.
+        ``idx_mapping`` is as in ``run_fused_precopy``.
+
+        Raises:
+            InvalidArgumentError: As in ``run_fused_postprocess``. Nothing was changed.
+        """
+        accepted, computed = num_accepted_tokens_gpu, new_num_computed_tokens_gpu
+        inputs = idx_mapping, accepted, accepted, state_idx_gpu, computed, None, None, None
+        self._run("plan_postcopy", num_reqs, *inputs)
+
+    def run_fused_precopy(
+        self,
+        num_reqs: int,
+        state_idx_gpu: torch.Tensor,
+        src_col_gpu: torch.Tensor,
+        token_bias_gpu: torch.Tensor,
+        idx_mapping: torch.Tensor | None = None,
+    ) -> None:
+        """Copy states to the columns that the step will read.
+
+        By request slot, [slots] int: the running columns of this step, those of the last step
+        (negative for none), and the drafts accepted in the last step. ``idx_mapping``, [num_reqs]
+        int, has the slot of each row of the batch, which is its row of the block tables too; no
+        slot comes twice, and -1 skips a row. Without it rows are slots.
+
+        Raises:
+            InvalidArgumentError: As in ``run_fused_postprocess``. Nothing was copied.
+        """
+        inputs = state_idx_gpu, src_col_gpu, token_bias_gpu, None, None, None
+        self._run("plan_precopy", num_reqs, idx_mapping, *inputs)
+
+    def _run(self, plan: str, num_reqs: int, *inputs: torch.Tensor | None) -> None:
+        if num_reqs and self.is_initialized:
+            run_plan(plan, self.backend, self.table, num_reqs, *inputs)
+
+
+@dataclass(slots=True)
+class MambaBuffers:
+    """All buffers that states in block tables need.
+
+    Attributes:
+        preprocess: Copies that the host decides.
+        postprocess_align: Copies that the device decides, or None.
+    """
+
+    preprocess: MambaCopyBuffers
+    postprocess_align: MambaSpecDecodeGPUContext | None
+
+    @classmethod
+    def create(
+        cls,
+        max_num_reqs: int,
+        kv_cache_config: KVCacheConfig,
+        copy_funcs: CopyFuncs,
+        make_buffer: Callable[..., Any],
+        device: torch.device | str,
+        with_postprocess_align: bool,
+    ) -> MambaBuffers:
+        """Make the buffers; the device decides after a step ``with_postprocess_align``.
+
+        Raises:
+            InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+        """
+        options = max_num_reqs, kv_cache_config, copy_funcs
+        preprocess = MambaCopyBuffers.create(*options, make_buffer)
+        context = None
+        if with_postprocess_align:
+            context = MambaSpecDecodeGPUContext.create(*options, device, make_buffer)
+        return cls(preprocess, context)
+
+
+def stage_postprocess_inputs_to_gpu(
+    ctx: MambaSpecDecodeGPUContext,
+    scheduler_output: SchedulerOutput,
+    req_ids: Sequence[str],
+    num_reqs: int,
+    requests: Mapping[str, RequestState],
+    mamba_state_idx: Mapping[str, int],
+) -> None:
+    """Bring all that ``run_fused_postprocess`` reads of the first requests to ``ctx``'s buffers.
+
+    Raises:
+        UnknownRequestError: A request has no running column, is not scheduled or not known. Nothing
+            was written.
+        InvalidArgumentError: The buffers are too small. Nothing was written.
+    """
+    scheduled = scheduler_output.num_scheduled_tokens
+    _check_known(req_ids[:num_reqs], mamba_state_idx, scheduled, requests)
+    stage_mamba_state_idx_to_gpu(mamba_state_idx, req_ids, num_reqs, ctx.mamba_state_idx_buf)
+    buffers = ctx.num_scheduled_tokens_buf, ctx.num_computed_tokens_buf, ctx.num_draft_tokens_buf
+    stage_postprocess_metadata_to_gpu(scheduler_output, req_ids, num_reqs, requests, *buffers)
+
+
+def stage_mamba_state_idx_to_gpu(
+    mamba_state_idx: Mapping[str, int],
+    req_ids: Sequence[str],
+    num_reqs: int,
+    gpu_buf: HostDeviceBuffer,
+) -> None:
+    """Bring the running columns of the first ``num_reqs`` requests to the device.
+
+    Raises:
+        UnknownRequestError: A request has no running column. Nothing was written.
+        InvalidArgumentError: The buffer is too small. Nothing was written.
+    """
+    staged = req_ids[:num_reqs]
+    _check_known(staged, mamba_state_idx)
+    _stage(gpu_buf, [mamba_state_idx[req_id] for req_id in staged])
+
+
+def stage_postprocess_metadata_to_gpu(
+    scheduler_output: SchedulerOutput,
+    req_ids: Sequence[str],
+    num_reqs: int,
+    requests: Mapping[str, RequestState],
+    num_scheduled_tokens_buf: HostDeviceBuffer,
+    num_computed_tokens_buf: HostDeviceBuffer,
+    num_draft_tokens_buf: HostDeviceBuffer,
+) -> None:
+    """Bring scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
+
+    Raises:
+        UnknownRequestError: A request is not scheduled or not known. Nothing was written.
+        InvalidArgumentError: A buffer is too small.
+    """
+    staged = req_ids[:num_reqs]
+    scheduled = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    _check_known(staged, staged, scheduled, requests)
+    _stage(num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
+    _stage(num_computed_tokens_buf, [requests[req_id].num_computed_tokens for req_id in staged])
+    _stage(num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
+
+
+def _check_known(
+    req_ids: Sequence[str], mamba_state_idx: Container[str], *others: Container[str]
+) -> None:
+    """Check that all requests of a batch have a running column, and are in the others too.
+
+    Raises:
+        UnknownRequestError: One is missing.
+    """
+    missing = [req_id for req_id in req_ids if req_id not in mamba_state_idx]
+    if missing:
+        raise UnknownRequestError(
+            f"mamba_state_idx must have every request of the batch, but has none of {missing}: "
+            "preprocess_mamba comes first"
+        )
+    unknown = [req_id for req_id in req_ids if any(req_id not in known for known in others)]
+    if unknown:
+        raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
+
+
+def cleanup_mamba_state_idx(
+    scheduler_output: SchedulerOutput, mamba_state_idx: MutableMapping[str, int]
+) -> None:
+    """Forget the running columns of requests that are finished, preempted or resumed.
+
+    A forced preemption shows up only among the resumed requests.
+    """
+    for req_id in itertools.chain(
+        scheduler_output.finished_req_ids,
+        scheduler_output.preempted_req_ids or (),
+        scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+    ):
+        mamba_state_idx.pop(req_id, None)
+
+
+def preprocess_mamba(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    cache_config: Any,
+    mamba_state_idx: MutableMapping[str, int],
+    input_batch: InputBatch,
+    requests: Mapping[str, RequestState],
+    forward_context: Mapping[str, Any],
+    mamba_state_copy_funcs: CopyFuncs,
+    copy_bufs: MambaCopyBuffers,
+    align_ctx: MambaSpecDecodeGPUContext | None = None,
+) -> None:
+    """Copy every state to the column that the forward will read, all in one launch.
+
+    ``mamba_state_idx`` is brought up to this step. Accepted counts become 1 where a state was
+    copied. With ``align_ctx``, which learns at its first call where states and block tables lie,
+    the device copies by its block tables; without it the host lists every copy in ``copy_bufs``.
+
+    Raises:
+        InvalidArgumentError: Prefix caching is off, or a column or block is out of range; on a GPU
+            with ``align_ctx`` kernels trust the block tables. Nothing was changed.
+    """
+    if not cache_config.enable_prefix_caching:
+        raise InvalidArgumentError(
+            "preprocess_mamba requires cache_config.enable_prefix_caching, got "
+            f"{cache_config.enable_prefix_caching!r}"
+        )
+    ids = input_batch.req_ids
+    batch = [requests[req_id] for req_id in ids]
+    block_size, counts = copy_bufs.mamba_spec.block_size, input_batch.num_accepted_tokens_cpu
+    columns = dict(mamba_state_idx)
+    cleanup_mamba_state_idx(scheduler_output, columns)
+    num_computed = _int_array([request.num_computed_tokens for request in batch])
+    num_scheduled = _int_array([scheduler_output.num_scheduled_tokens[req_id] for req_id in ids])
+    started = running_columns(num_computed, block_size).tolist()
+    previous = [columns.get(req_id, column) for req_id, column in zip(ids, started, strict=True)]
+    current = running_columns(num_computed + num_scheduled, block_size)
+    moves = plan_migration(_int_array(previous), current, _int_array(counts[: len(ids)]))
+    states = kv_cache_config, forward_context, mamba_state_copy_funcs
+    copies: list[int] = []
+    if align_ctx is None:
+        copies = copy_bufs.list_copies(moves, list(zip(ids, batch, strict=True)), *states)
+    elif len(moves.rows):
+        _bind(align_ctx, input_batch, len(ids), *states)
+        _copy_on_device(align_ctx, current, moves)
+    columns.update(zip(ids, current.tolist(), strict=True))
+    mamba_state_idx.clear()
+    mamba_state_idx.update(columns)
+    for row in moves.rows.tolist():
+        counts[row] = 1
+    copy_bufs.run(copies)
+
+
+def postprocess_mamba(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    cache_config: Any,
+    input_batch: InputBatch,
+    requests: Mapping[str, RequestState],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+    *,
+    forward_context: Mapping[str, Any] | None = None,
+    mamba_state_copy_funcs: CopyFuncs | None = None,
+    copy_bufs: MambaCopyBuffers | None = None,
+) -> None:
+    """Do what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
+
+    Engines of the generation before vLLM 0.32 decide on the host with it.
+
+    In "align" mode the states of requests that crossed a block boundary are saved, all in one
+    launch; in "all" mode see ``postprocess_mamba_all``.
+
+    Accepted counts become 1 where a state was shifted in its column. ``requests`` are as before the
+    step. "align" mode requires the last three arguments; "all" mode looks at ``num_reqs`` requests
+    and reads ``num_spec_tokens``, the drafts of a full step.
+
+    Raises:
+        InvalidArgumentError: A required argument is missing, or a column or block is out of range.
+            Nothing was copied.
+        UnknownRequestError: A request has no running column. Nothing was copied.
+    """
+    if cache_config.mamba_cache_mode == "all":
+        counted = input_batch, requests, mamba_state_idx, num_spec_tokens, num_reqs
+        postprocess_mamba_all(scheduler_output, kv_cache_config, *counted)
+    if cache_config.mamba_cache_mode != "align":
+        return
+    if forward_context is None or mamba_state_copy_funcs is None or copy_bufs is None:
+        raise InvalidArgumentError(
+            "in 'align' mode postprocess_mamba requires forward_context, mamba_state_copy_funcs "
+            "and copy_bufs"
+        )
+    ids = input_batch.req_ids
+    _check_known(ids, mamba_state_idx)
+    batch, counts = [requests[req_id] for req_id in ids], input_batch.num_accepted_tokens_cpu
+    scheduled = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    num_running = _int_array(
+        [
+            request.num_computed_tokens + scheduled[req_id] - len(drafts.get(req_id, ()))
+            for req_id, request in zip(ids, batch, strict=True)
+        ]
+    )
+    columns = _int_array([mamba_state_idx[req_id] for req_id in ids])
+    accepted = _int_array(counts[: len(ids)])
+    moves = plan_alignment(num_running, accepted, columns, copy_bufs.mamba_spec.block_size)
+    states = kv_cache_config, forward_context, mamba_state_copy_funcs
+    copies = copy_bufs.list_copies(moves, list(zip(ids, batch, strict=True)), *states)
+    for row in moves.staying_rows.tolist():
+        counts[row] = 1
+    copy_bufs.run(copies)
+
+
+def postprocess_mamba_all(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    input_batch: InputBatch,
+    requests: Mapping[str, RequestState],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+) -> None:
+    """Remember the last column that each decoding request has written, in "all" mode.
+
+    Kernels write all columns in place then, so nothing is copied. A request that did not verify a
+    full set of drafts is forgotten.
+
+    It takes what ``postprocess_mamba`` takes, and changes ``mamba_state_idx``: the last column of
+    each request. Without ``num_spec_tokens`` nothing is done.
+
+    Raises:
+        InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+    """
+    if num_spec_tokens < 1:
+        return
+    _, spec = shared_schedule(kv_cache_config)
+    for req_id in input_batch.req_ids[:num_reqs]:
+        num_scheduled = scheduler_output.num_scheduled_tokens.get(req_id, 0)
+        if num_scheduled == 1 + num_spec_tokens:
+            num_tokens = requests[req_id].num_computed_tokens + num_scheduled
+            mamba_state_idx[req_id] = max(0, (num_tokens - 1) // spec.block_size)
+        else:
+            mamba_state_idx.pop(req_id, None)
+
+
+def postprocess_mamba_align_gpu(
+    *,
+    bufs: MambaBuffers,
+    num_reqs: int,
+    num_accepted_tokens_gpu: torch.Tensor,
+    num_accepted_tokens_cpu_tensor: torch.Tensor,
+    input_batch: InputBatch,
+    kv_cache_config: KVCacheConfig,
+    forward_context: Mapping[str, Any],
+    mamba_state_copy_funcs: CopyFuncs,
+) -> None:
+    """Save states as ``postprocess_mamba`` in "align" mode, decided and copied on the device.
+
+    The inputs have been staged by ``stage_postprocess_inputs_to_gpu``. The first call learns where
+    states and block tables lie.
+
+    The accepted counts are [num_reqs or more] int. Those after the copies are enqueued to be
+    written to ``num_accepted_tokens_cpu_tensor``: to read them, wait for the device.
+
+    Raises:
+        InvalidArgumentError: ``bufs`` have no ``postprocess_align``, or states or block tables do
+            not fit.
+    """
+    context = bufs.postprocess_align
+    if context is None:
+        raise InvalidArgumentError(
+            "bufs must be created with with_postprocess_align=True, got no postprocess_align"
+        )
+    if not num_reqs:
+        return
+    states = kv_cache_config, forward_context, mamba_state_copy_funcs
+    _bind(context, input_batch, num_reqs, *states)
+    context.run_fused_postprocess(
+        num_reqs,
+        num_accepted_tokens_gpu,
+        context.mamba_state_idx_buf.gpu,
+        context.num_scheduled_tokens_buf.gpu,
+        context.num_computed_tokens_buf.gpu,
+        context.num_draft_tokens_buf.gpu,
+    )
+    num_accepted_tokens_cpu_tensor[:num_reqs].copy_(
+        context.num_accepted_tokens_out[:num_reqs], non_blocking=True
+    )
+
+
+def _bind(
+    context: MambaSpecDecodeGPUContext,
+    input_batch: InputBatch,
+    num_reqs: int,
+    kv_cache_config: KVCacheConfig,
+    forward_context: Mapping[str, Any],
+    copy_funcs: CopyFuncs,
+) -> None:
+    """Tell a context, once, where states and block tables lie."""
+    if not context.is_initialized:
+        tables = [
+            input_batch.block_table[group_id].get_device_tensor(num_reqs)
+            for group_id in context.mamba_group_ids
+        ]
+        states = kv_cache_config, forward_context, copy_funcs
+        context.initialize_from_forward_context(*states, tables)
+
+
+def _copy_on_device(context: MambaSpecDecodeGPUContext, columns: IntArray, moves: Moves) -> None:
+    """Send the columns of a batch to the device, and copy there."""
+    sources, biases = np.full_like(columns, PAD_SLOT_ID), np.zeros_like(columns)
+    sources[moves.rows], biases[moves.rows] = moves.sources, moves.biases
+    _stage(context.mamba_state_idx_buf, columns)
+    _stage(context.precopy_src_col_buf, sources)
+    _stage(context.precopy_token_bias_buf, biases)
+    context.run_fused_precopy(
+        len(columns),
+        context.mamba_state_idx_buf.gpu,
+        context.precopy_src_col_buf.gpu,
+        context.precopy_token_bias_buf.gpu,
+    )
+
+
+def _int_array(values: Any) -> IntArray:
+    return np.array(values, dtype=np.int64)
