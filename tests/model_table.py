@@ -11,7 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from transformers_rig import _CONFIGS, FAMILIES, make_cache, make_model
+from transformers import PreTrainedModel
+from transformers_rig import (
+    _CONFIGS,
+    COMPOSITE,
+    FAMILIES,
+    make_cache,
+    make_model,
+    make_multimodal_model,
+)
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 
@@ -20,9 +28,8 @@ BEGIN = "<!-- supported models, written by tests/model_table.py -->"
 END = "<!-- end of supported models -->"
 
 
-def describe(family: str) -> tuple[str, str]:
-    """What a layer of a family's models keeps, and whether batches serve them."""
-    model = make_model(family)
+def describe(model: PreTrainedModel) -> tuple[str, str]:
+    """What a layer of a model keeps, and whether batches serve it."""
     cache = make_cache(model)
     layers = cache._store.layout.layers
     kept = {
@@ -43,10 +50,12 @@ def table() -> str:
     """The table: families that are alike share a row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for family in FAMILIES:
-        name = f"`{_CONFIGS[family]['model_type']}`"
-        families = rows.setdefault(describe(family), [])
-        if name not in families:
-            families.append(name)
+        names = rows.setdefault(describe(make_model(family)), [])
+        if (name := f"`{_CONFIGS[family]['model_type']}`") not in names:
+            names.append(name)
+    for family, model_type in COMPOSITE.items():
+        facts = describe(make_multimodal_model(family))
+        rows.setdefault(facts, []).append(f"`{model_type}` (over text)")
     lines = ["| `model_type` | what its layers keep | `generate_batch` |"]
     lines.append("|---|---|---|")
     lines += [f"| {', '.join(names)} | {' | '.join(facts)} |" for facts, names in rows.items()]

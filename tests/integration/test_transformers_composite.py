@@ -1,4 +1,4 @@
-"""A checkpoint of text and images, Qwen3.5 with its vision tower, whose text prompts are cached."""
+"""Checkpoints of text and images, Qwen3.5 with its vision tower: text prompts are cached."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from batch_rig import answers, batch
 from transformers_rig import (
     ANSWER,
     BLOCK,
+    COMPOSITE,
     GREEDY,
     assert_same,
     cached,
@@ -24,9 +25,9 @@ from transformers_rig import (
 from mamba_cache.errors import InvalidArgumentError
 
 
-@pytest.fixture(scope="module")
-def model():
-    return make_multimodal_model()
+@pytest.fixture(scope="module", params=COMPOSITE)
+def model(request):
+    return make_multimodal_model(request.param)
 
 
 @pytest.fixture

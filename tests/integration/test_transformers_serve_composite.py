@@ -58,7 +58,7 @@ def processor():
 @pytest.fixture(scope="module")
 def model(processor):
     size, image = len(processor.tokenizer), processor.image_token_id
-    made = make_multimodal_model(image, vocab_size=size, **SPECIAL)
+    made = make_multimodal_model(image_token_id=image, vocab_size=size, **SPECIAL)
     made.generation_config.suppress_tokens = processor.tokenizer.all_special_ids
     return made
 

@@ -171,22 +171,25 @@ def make_model(name: str, seed: int = 0, **settings: object) -> transformers.Pre
     ).eval()
 
 
+COMPOSITE = {"qwen3_5": "qwen3_5", "qwen3_5 with experts": "qwen3_5_moe"}
+"""Families that are released with a vision tower, and the type of those checkpoints."""
+
+
 def make_multimodal_model(
-    image_token_id: int = 1, **text_settings: object
+    name: str = "qwen3_5", image_token_id: int = 1, **text_settings: object
 ) -> transformers.PreTrainedModel:
-    """A Qwen3.5 with a vision tower, of which 4 patches of 4 x 4 pixels make a token."""
+    """One with a vision tower, of which 4 patches of 4 x 4 pixels make a token."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    settings = make_model("qwen3_5", **text_settings).config.to_dict()
+    settings = make_model(name, **text_settings).config.to_dict()
     settings["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
-    return transformers.Qwen3_5ForConditionalGeneration(
-        transformers.Qwen3_5Config(
-            text_config=settings,
-            vision_config={**vision, "out_hidden_size": 32, "patch_size": 4},
-            image_token_id=image_token_id,
-        )
-    ).eval()
+    config = CONFIG_MAPPING[COMPOSITE[name]](
+        text_config=settings,
+        vision_config={**vision, "out_hidden_size": 32, "patch_size": 4},
+        image_token_id=image_token_id,
+    )
+    return transformers.AutoModelForMultimodalLM.from_config(config).eval()
 
 
 def generate_about_an_image(model: transformers.PreTrainedModel) -> None:
