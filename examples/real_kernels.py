@@ -109,7 +109,7 @@ def reference_conv(
     inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor, batch: PackedBatch
 ) -> Tensor:
     """Convolve packed prompts in PyTorch."""
-    return F.silu(causal_conv1d(inputs, weight, bias, windows, batch.conv)[0])
+    return F.silu(causal_conv1d(inputs, weight, bias, windows, batch.windows)[0])
 
 
 def reference_conv_update(
@@ -497,7 +497,7 @@ class KernelMamba:
         # Before the live state is written, which the conv windows of checkpoints may need.
         context.extract_checkpoint_states(self.layer, chunk_states, conv_input, metadata)
         before = torch.cat([windows.transpose(1, 2).flatten(0, 1), conv_input])
-        conv_live[rows] = before[batch.conv.final_windows].transpose(1, 2)
+        conv_live[rows] = before[batch.windows[1]].transpose(1, 2)
         ssm_live[rows] = chunk_states[batch.chunks.last_chunks]
         return y
 

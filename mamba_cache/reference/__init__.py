@@ -1,14 +1,12 @@
 """The reference engine and the reference model: the example of how to embed the cache.
 
-Read ``engine`` first: one step is a dozen lines. ``scheduler`` decides who takes part in it and who
-waits for a prefix that another computes, ``drafting`` guesses tokens, and ``sampling`` picks them
-and keeps the guesses that were right. ``hybrid_model`` is a hybrid model in plain PyTorch;
-``mamba`` shows what a layer owes the cache.
+Read ``engine`` first: one step is a dozen lines. ``drafting`` guesses tokens, and ``sampling``
+picks them and keeps the guesses that were right. ``hybrid_model`` is a hybrid model in plain
+PyTorch; ``mamba`` shows what a layer owes the cache.
 """
 
-from mamba_cache.reference.batch import ModelCaches
 from mamba_cache.reference.drafting import Drafter, NgramDrafter
-from mamba_cache.reference.engine import Engine, LanguageModel, ModelShape
+from mamba_cache.reference.engine import Engine, LanguageModel
 from mamba_cache.reference.hybrid_model import HybridModel
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
@@ -23,8 +21,6 @@ __all__ = [
     "HybridModel",
     "HybridModelConfig",
     "LanguageModel",
-    "ModelCaches",
-    "ModelShape",
     "NgramDrafter",
     "SamplingParams",
     "TokenEvent",

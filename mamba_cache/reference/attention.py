@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-from mamba_cache.reference.batch import ModelCaches, PackedBatch
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.ssd import ChunkLayout
 from mamba_cache.reference.weights import WeightMaker
@@ -21,10 +22,7 @@ __all__ = ["AttentionLayer", "attend", "write_kv"]
 class AttentionLayer:
     """Writes this step's keys and values into the KV cache, then attends to each whole prefix.
 
-    Args:
-        config: Sizes.
-        layer: Index among the attention layers: the first axis of the KV cache.
-        weights: Draws the weights.
+    ``layer`` is the index among the attention layers: the first axis of the KV cache.
     """
 
     def __init__(self, config: HybridModelConfig, layer: int, weights: WeightMaker) -> None:
@@ -36,17 +34,10 @@ class AttentionLayer:
         self.qkv_proj = weights.linear((heads + 2 * kv_heads) * width, config.hidden_size)
         self.out_proj = weights.linear(config.hidden_size, heads * width)
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
-        """Attend from every packed token to its request's tokens up to itself.
-
-        Args:
-            hidden: [num_tokens, hidden_size].
-            batch: The step's layout.
-            caches: The KV cache, written where ``kv_slot_mapping`` says, and read.
-
-        Returns:
-            [num_tokens, hidden_size].
-        """
+    def __call__(
+        self, hidden: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
+    ) -> Tensor:
+        """Attend from every packed token, [num_tokens, hidden_size], to its own prefix."""
         config, metadata = self.config, batch.metadata
         heads, kv_heads = config.num_attention_heads, config.num_kv_heads
         projected = F.linear(hidden, self.qkv_proj)
@@ -85,14 +76,10 @@ def _attend_chunks(
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """Write packed keys and values into one layer's KV cache.
+    """Write packed keys and values, [num_tokens, num_kv_heads, head_dim], into one layer's cache.
 
-    Args:
-        kv_cache: [2, blocks, block_size_tokens, num_kv_heads, head_dim]; written.
-        keys: [num_tokens, num_kv_heads, head_dim].
-        values: Likewise.
-        slot_mapping: [num_tokens] int64. Block id * block size + offset, or ``PAD_SLOT_ID``: not
-            kept.
+    ``kv_cache`` is [2, blocks, block_size_tokens, num_kv_heads, head_dim]; ``slot_mapping``
+    [num_tokens] int64 has block id * block size + offset, or ``PAD_SLOT_ID``: not kept.
     """
     # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which nothing reads.
     kv_cache.flatten(1, 2)[:, slot_mapping] = torch.stack([keys, values])
@@ -101,16 +88,8 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tenso
 def attend(queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
     """Attend from tiles of queries, each of one request, to the keys up to each query's position.
 
-    The softmax is summed in at least float32.
-
-    Args:
-        queries: [tiles, tile_size, heads, head_dim].
-        kv_cache: [2, blocks, block_size_tokens, num_kv_heads, head_dim].
-        block_tables: [tiles, num_blocks] int64. The blocks of each tile's request.
-        positions: [tiles, tile_size] int64. Position of each query in its sequence.
-
-    Returns:
-        Shaped as ``queries``.
+    ``queries`` is [tiles, tile_size, heads, head_dim], ``block_tables`` [tiles, num_blocks] int64,
+    and ``positions`` [tiles, tile_size] int64. The softmax is summed in at least float32.
     """
     tile_size, kv_heads = queries.shape[1], kv_cache.shape[3]
     keys, values = kv_cache[:, block_tables].flatten(2, 3)

@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mamba_cache.metadata.step import StepMetadata
-from mamba_cache.reference.conv import ConvLayout
+from mamba_cache.reference.conv import place_windows
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.ssd import ChunkLayout
-from mamba_cache.states import StatePool
 
-__all__ = ["DecodeLayout", "ModelCaches", "PackedBatch"]
-
-
-class ModelCaches(Protocol):
-    """The memory that a model's layers read and write: what the embedder supplies."""
-
-    @property
-    def kv_cache(self) -> Tensor | None:
-        """[attention layers, 2, blocks, block_size_tokens, num_kv_heads, head_dim]: keys, values.
-
-        The last block is the dummy block, which no request reads. None will do for a model
-        without attention.
-        """
-
-    @property
-    def live_states(self) -> StatePool:
-        """The live states, made for ``HybridModelConfig.state_spec``."""
-
-    def extract_checkpoint_states(
-        self, layer: int, chunk_states: Tensor, conv_input: Tensor, metadata: StepMetadata
-    ) -> None:
-        """Write one Mamba layer's checkpoints of this step into their reserved slots.
-
-        Called before the layer writes its live states back, which the conv windows may need.
-
-        Args:
-            layer: Index among the Mamba layers.
-            chunk_states: [num_chunks, heads, head_dim, state_size]. State at every chunk's end.
-            conv_input: [num_prefill_tokens, conv_dim]. The convolution's inputs, packed.
-            metadata: Of this step.
-        """
+__all__ = ["DecodeLayout", "PackedBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +66,14 @@ class PackedBatch:
         metadata: What it was built from.
         decodes: The decoding part.
         state_rows: [num_prefills] int64. Row of each prefill request in the live states.
-        conv: Inputs of the prefill part's convolution.
+        windows: Inputs of the prefill part's convolution: see ``place_windows``.
         chunks: Chunks of the prefill part.
     """
 
     metadata: StepMetadata
     decodes: DecodeLayout
     state_rows: Tensor
-    conv: ConvLayout
+    windows: tuple[Tensor, Tensor]
     chunks: ChunkLayout
 
     @classmethod
@@ -119,7 +87,7 @@ class PackedBatch:
             metadata,
             DecodeLayout.build(metadata),
             metadata.state_rows[num_decodes:num_requests].long(),
-            ConvLayout.build(starts, num_tokens, config.conv_kernel),
+            place_windows(starts, num_tokens, config.conv_kernel),
             ChunkLayout.build(
                 metadata.cu_chunk_seqlens[: num_chunks + 1].long(),
                 metadata.chunk_seq_idx[:num_chunks].long(),

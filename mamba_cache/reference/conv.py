@@ -10,76 +10,54 @@ has the same bits however a sequence is cut.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mamba_cache.reference.model_config import state_dtype_of
 
-__all__ = ["ConvLayout", "causal_conv1d", "causal_conv1d_step"]
+__all__ = ["causal_conv1d", "causal_conv1d_step", "place_windows"]
 
 
-@dataclass(frozen=True, slots=True)
-class ConvLayout:
-    """Where the inputs of every output lie: the same for all layers of a step.
+def place_windows(
+    query_start_loc: Tensor, num_tokens: int, conv_kernel: int
+) -> tuple[Tensor, Tensor]:
+    """Return where the inputs of every output lie: the same for all layers of a step.
 
-    Indices count rows of the *extended* input, all windows followed by all packed tokens.
-
-    Attributes:
-        taps: [K, num_tokens] int64. The input that tap k of each output token reads.
-        final_windows: [num_sequences, K - 1] int64. The last K - 1 inputs of each sequence.
+    Indices count rows of the *extended* input, all windows followed by all packed tokens. The first
+    tensor, [K, num_tokens], has the input that tap k of each output reads; the second one,
+    [num_sequences, K - 1], the last inputs of each sequence. Both are int64.
     """
+    device, width = query_start_loc.device, conv_kernel - 1
+    starts, ends = query_start_loc[:-1], query_start_loc[1:].contiguous()
+    num_sequences = len(starts)
 
-    taps: Tensor
-    final_windows: Tensor
+    def row(sequence: Tensor, token: Tensor) -> Tensor:
+        offset = token - starts[sequence]
+        in_window = (sequence + 1) * width + offset
+        return torch.where(offset < 0, in_window, num_sequences * width + token)
 
-    @classmethod
-    def build(cls, query_start_loc: Tensor, num_tokens: int, conv_kernel: int) -> ConvLayout:
-        """Lay out packed sequences.
-
-        Args:
-            query_start_loc: [num_sequences + 1] int64. First packed token of each sequence, and
-                ``num_tokens``.
-            num_tokens: Packed tokens.
-            conv_kernel: Taps K.
-        """
-        device, width = query_start_loc.device, conv_kernel - 1
-        starts, ends = query_start_loc[:-1], query_start_loc[1:].contiguous()
-        num_sequences = len(starts)
-
-        def row(sequence: Tensor, token: Tensor) -> Tensor:
-            offset = token - starts[sequence]
-            in_window = (sequence + 1) * width + offset
-            return torch.where(offset < 0, in_window, num_sequences * width + token)
-
-        tokens = torch.arange(num_tokens, device=device)
-        back = torch.arange(width, -1, -1, device=device)
-        taps = row(torch.searchsorted(ends, tokens, right=True), tokens - back[:, None])
-        sequences = torch.arange(num_sequences, device=device)
-        final = row(sequences[:, None], ends[:, None] - back[:-1])
-        return cls(taps, final)
+    tokens = torch.arange(num_tokens, device=device)
+    back = torch.arange(width, -1, -1, device=device)
+    taps = row(torch.searchsorted(ends, tokens, right=True), tokens - back[:, None])
+    sequences = torch.arange(num_sequences, device=device)
+    return taps, row(sequences[:, None], ends[:, None] - back[:-1])
 
 
 def causal_conv1d(
-    inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor, layout: ConvLayout
+    inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor, places: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Convolve packed sequences, each after its own window.
 
-    Args:
-        inputs: [num_tokens, conv_dim].
-        weight: [conv_dim, K]; the last tap meets the token itself.
-        bias: [conv_dim].
-        windows: [num_sequences, conv_dim, K - 1]. Inputs before each sequence, newest last.
-        layout: Where each tap reads.
-
-    Returns:
-        Outputs [num_tokens, conv_dim] in at least float32, and the sequences' windows after their
-        last token, shaped and typed as ``windows``.
+    ``inputs`` is [num_tokens, conv_dim], ``weight`` [conv_dim, K] with the token's own tap last,
+    ``windows`` [num_sequences, conv_dim, K - 1] with the newest input last, and ``places`` is what
+    ``place_windows`` returned. Outputs have at least float32; the windows after the last tokens
+    are returned beside them.
     """
     extended = torch.cat([windows.transpose(1, 2).flatten(0, 1), inputs])
-    outputs = _sum_taps((extended[rows] for rows in layout.taps), weight, bias)
-    return outputs, extended[layout.final_windows].transpose(1, 2)
+    taps, final_windows = places
+    outputs = _sum_taps((extended[rows] for rows in taps), weight, bias)
+    return outputs, extended[final_windows].transpose(1, 2)
 
 
 def causal_conv1d_step(

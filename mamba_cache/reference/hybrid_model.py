@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.metadata.step import StepMetadata
 from mamba_cache.reference.attention import AttentionLayer
-from mamba_cache.reference.batch import ModelCaches, PackedBatch
+from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.mamba import Mamba2Layer
 from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
 from mamba_cache.reference.weights import WeightMaker, rms_norm
@@ -30,7 +31,9 @@ class _MLPLayer:
         self.up_proj = weights.linear(config.mlp_size, config.hidden_size)
         self.down_proj = weights.linear(config.hidden_size, config.mlp_size)
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
+    ) -> Tensor:
         return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
 
 
@@ -72,14 +75,15 @@ class HybridModel:
         ]
 
     @torch.no_grad()
-    def forward(self, metadata: StepMetadata, caches: ModelCaches) -> Tensor:
+    def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> Tensor:
         """Compute one step: advance the live states, fill the KV cache, save the checkpoints.
 
         Nothing is read back from the device, so the host runs ahead of it.
 
         Args:
             metadata: The step; its live states are restored or zeroed already.
-            caches: Written by the layers.
+            caches: Its ``live_states``, ``kv_cache`` (the last block is the dummy block, which
+                nothing reads) and slots; written by the layers.
 
         Returns:
             Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
@@ -100,7 +104,7 @@ class HybridModel:
         final = rms_norm(final, self.norm_weight, self.config.norm_eps)
         return F.linear(final, self.head).to(state_dtype_of(self.dtype))
 
-    def _check(self, metadata: StepMetadata, caches: ModelCaches) -> None:
+    def _check(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> None:
         if not metadata.num_requests:
             raise InvalidArgumentError("the step has no request; forward needs at least one")
         if metadata.chunk_size > self.config.ssm_chunk_size:

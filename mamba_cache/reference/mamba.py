@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
-from mamba_cache.reference.batch import ModelCaches, PackedBatch
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.conv import causal_conv1d, causal_conv1d_step
 from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
 from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan, ssd_step
@@ -25,12 +26,8 @@ __all__ = ["Mamba2Layer"]
 class Mamba2Layer:
     """Short convolution, SSD scan and gated RMSNorm.
 
-    The scan and its parameters have at least float32, whatever the weights' dtype.
-
-    Args:
-        config: Sizes.
-        layer: Index among the Mamba layers: the first axis of the live states.
-        weights: Draws the weights.
+    The scan and its parameters have at least float32, whatever the weights' dtype. ``layer`` is the
+    index among the Mamba layers: the first axis of the live states.
     """
 
     def __init__(self, config: HybridModelConfig, layer: int, weights: WeightMaker) -> None:
@@ -49,18 +46,12 @@ class Mamba2Layer:
         self.dt_bias = dt.expm1().log().to(scan_dtype)
         self.d = torch.ones_like(self.a)
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch, caches: ModelCaches) -> Tensor:
-        """Advance every request's live state over its packed tokens, and return the outputs.
+    def __call__(
+        self, hidden: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
+    ) -> Tensor:
+        """Advance every request's live state over its packed tokens, [num_tokens, hidden_size].
 
         A decoding request keeps its state after each of its tokens.
-
-        Args:
-            hidden: [num_tokens, hidden_size].
-            batch: The step's layout.
-            caches: Live states, read and written; slots of checkpoints, written.
-
-        Returns:
-            [num_tokens, hidden_size].
         """
         config, metadata = self.config, batch.metadata
         gate, conv_input, dt = torch.split(
@@ -82,7 +73,7 @@ class Mamba2Layer:
         return F.linear(rms_norm(grouped, weight, config.norm_eps).flatten(1), self.out_proj)
 
     def _decode(
-        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: ModelCaches
+        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
     ) -> Tensor:
         conv_live, ssm_live = self._live(caches)
         before, *after = batch.decodes.state_rows.unbind(1)
@@ -101,12 +92,12 @@ class Mamba2Layer:
         return batch.decodes.join(torch.stack(outputs, dim=1))
 
     def _prefill(
-        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: ModelCaches
+        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
     ) -> Tensor:
         conv_live, ssm_live = self._live(caches)
         rows = batch.state_rows
         mixed, windows = causal_conv1d(
-            conv_input, self.conv_weight, self.conv_bias, conv_live[rows], batch.conv
+            conv_input, self.conv_weight, self.conv_bias, conv_live[rows], batch.windows
         )
         inputs = self._scan_inputs(mixed, dt)
         y, chunk_states = ssd_chunk_scan(inputs, ssm_live[rows], batch.chunks)
@@ -114,7 +105,7 @@ class Mamba2Layer:
         conv_live[rows], ssm_live[rows] = windows, chunk_states[batch.chunks.last_chunks]
         return (y + self.d[:, None] * inputs.x).flatten(1)
 
-    def _live(self, caches: ModelCaches) -> tuple[Tensor, Tensor]:
+    def _live(self, caches: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
         return caches.live_states["conv"][self.layer], caches.live_states["ssm"][self.layer]
 
     def _scan_inputs(self, mixed: Tensor, dt: Tensor) -> SSDInputs:

@@ -28,30 +28,14 @@ def count_as_computed(
 
 
 class NoModel:
-    """Computes nothing and makes up the next tokens; in all else the engine finds it a model.
+    """Computes nothing and makes up the next tokens; it is its own ``config``."""
 
-    It is its own ``config``.
+    dtype = torch.float32
+    device = torch.device("cpu")
+    vocab_size = ssm_chunk_size = INT32_MAX
 
-    Args:
-        seed: Of the tokens that it makes up.
-        keeps_kv: Whether it has a layer of keys and values, the smallest, so that tiers count them.
-        fails_every: Raise in every so manieth forward; 0: never.
-
-    Attributes:
-        dtype: Of weights that it does not have.
-        device: The CPU.
-        vocab_size: The most that there can be.
-        ssm_chunk_size: Likewise.
-    """
-
-    def __init__(self, seed: int = 0, *, keeps_kv: bool = False, fails_every: int = 0) -> None:
-        self.dtype = torch.float32
-        self.device = torch.device("cpu")
-        self.vocab_size = self.ssm_chunk_size = INT32_MAX
-        self._keeps_kv = keeps_kv
-        self._fails_every = fails_every
+    def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._num_forwards = 0
 
     @property
     def config(self) -> NoModel:
@@ -63,18 +47,11 @@ class NoModel:
         return smallest_state(dtype)
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """One layer of a byte for each key and value, or none."""
-        return KVCacheSpec(1, 1, 1, torch.uint8) if self._keeps_kv else KVCacheSpec(0, 1, 1, dtype)
+        """Return a spec without layers: no KV cache is allocated."""
+        return KVCacheSpec(0, 1, 1, dtype)
 
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:
-        """Return random logits [num_requests, 64], and count the states as handed over.
-
-        Raises:
-            InterruptedError: It is this forward's turn to fail.
-        """
-        self._num_forwards += 1
-        if self._fails_every and self._num_forwards % self._fails_every == 0:
-            raise InterruptedError(f"forward {self._num_forwards} fails, as it was told to")
+        """Return random logits [num_requests, 64], and count the states as handed over."""
         count_as_computed(caches, metadata)
         return self._draw_logits(metadata)
 

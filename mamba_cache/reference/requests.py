@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import eq
 from typing import cast
 
-from mamba_cache.config import CacheConfig
-from mamba_cache.context import Admission, PreparedRequest, ScheduledRequest
+from mamba_cache.context import Admission, ScheduledRequest
 from mamba_cache.context.scheduler import QueuedRequest
 from mamba_cache.errors import CapacityError
 from mamba_cache.reference.drafting import Drafter
@@ -27,8 +26,8 @@ class EngineRequest(QueuedRequest):
     Attributes:
         sampling: How its tokens are chosen.
         submitted_at: Seconds of ``time.perf_counter``.
-        drafter: Guesses how it goes on; None: nobody does.
-        num_told: Tokens of its answer that were told.
+        drafter: Guesses its next tokens; None: no drafts.
+        num_told: Tokens of its answer that events were made of.
         prefill_tokens: Tokens computed for it before decoding, those computed twice included.
         decoding: What its decoding steps brought.
         admission: What was cached when it first ran.
@@ -45,30 +44,6 @@ class EngineRequest(QueuedRequest):
     first_token_at: float | None = None
     _tokens: list[int] = field(default_factory=list)
 
-    @classmethod
-    def make(
-        cls,
-        prepared: PreparedRequest,
-        sampling: SamplingParams,
-        config: CacheConfig,
-        drafter: Drafter | None,
-        submitted_at: float,
-    ) -> EngineRequest:
-        """Return the record of a new request, for a context with these settings."""
-        reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
-        return cls(
-            prepared=prepared,
-            sampling=sampling,
-            submitted_at=submitted_at,
-            reusable_blocks=reusable_tokens // config.block_size_tokens,
-            drafter=drafter,
-        )
-
-    @property
-    def request_id(self) -> Hashable:
-        """The caller's name for it."""
-        return self.key
-
     @property
     def prompt_tokens(self) -> int:
         """Tokens of its prompt."""
@@ -82,13 +57,7 @@ class EngineRequest(QueuedRequest):
     def propose_drafts(
         self, output: Sequence[int], max_drafts: int, max_sequence_length: int
     ) -> list[int]:
-        """Guess its next tokens, no more of them than it can still generate.
-
-        Args:
-            output: What it generated.
-            max_drafts: How many drafts may be verified.
-            max_sequence_length: Tokens of one request.
-        """
+        """Guess its next tokens, no more of them than it can still generate."""
         useful = min(
             max_drafts,
             self.sampling.max_new_tokens - len(output) - 1,
@@ -119,24 +88,24 @@ class EngineRequest(QueuedRequest):
     def events(
         self, output: Callable[[int], Sequence[int]], now: float, max_sequence_length: int
     ) -> list[TokenEvent]:
-        """Make the events that are to be told of it; nothing changes here.
-
-        Args:
-            output: Returns what it generated, from the token of a number on.
-            now: Seconds of ``time.perf_counter``.
-            max_sequence_length: Tokens of one request.
-        """
+        """Return the events since the last ones; ``output`` returns tokens from a number on."""
         events = []
         for number, token in enumerate(output(self.num_told), self.num_told + 1):
             reason = self._finish_reason(token, number, max_sequence_length)
             done = None if reason is None else self._complete(reason, output(0)[:number], now)
-            events.append(TokenEvent(self.request_id, token, number == 1, done))
+            events.append(TokenEvent(self.key, token, number == 1, done))
             if done is not None:
                 return events
         if self.error is not None:
             done = self._complete(FinishReason.FAILED, output(0), now)
-            events.append(TokenEvent(self.request_id, None, False, done))
+            events.append(TokenEvent(self.key, None, False, done))
         return events
+
+    def note_events(self, events: Sequence[TokenEvent], now: float) -> None:
+        """Note that events were made."""
+        self.num_told += sum(event.token is not None for event in events)
+        if self.num_told and self.first_token_at is None:
+            self.first_token_at = now
 
     def _finish_reason(
         self, token: int, number: int, max_sequence_length: int
@@ -154,7 +123,7 @@ class EngineRequest(QueuedRequest):
         first = self.first_token_at or (now if output else None)
         is_fork = admission is None and bool(output)
         return Completion(
-            request_id=self.request_id,
+            request_id=self.key,
             tokens=tuple(output),
             finish_reason=reason,
             error=cast("CapacityError | None", self.error),

@@ -6,8 +6,6 @@ scalar per head, the chunked algorithm section 6 and listing 1. With step size d
 
     h[t] = exp(dt[t] * A) * h[t-1] + dt[t] * x[t] (outer) B[t]
     y[t] = h[t] @ C[t]
-
-``ssd_naive`` computes the same one token at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_naive", "ssd_step"]
+__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +65,7 @@ class ChunkLayout:
         chunk_size: int,
         num_tokens: int,
     ) -> ChunkLayout:
-        """Lay out chunks.
-
-        Args:
-            cu_chunk_seqlens: [num_chunks + 1] int64. First packed token of each chunk.
-            chunk_seq_idx: [num_chunks] int64. The sequence of each chunk, non-decreasing.
-            last_chunk_indices: [num_sequences] int64.
-            chunk_size: Most tokens of a chunk.
-            num_tokens: Packed tokens.
-        """
+        """Lay out chunks of at most ``chunk_size`` tokens, by the metadata of the same names."""
         rows = cu_chunk_seqlens[:-1, None] + torch.arange(
             chunk_size, device=cu_chunk_seqlens.device
         )
@@ -101,15 +91,8 @@ def ssd_chunk_scan(
 
     Every chunk is computed by itself in a place of fixed size, and the states are chained
     elementwise, so a scan that starts at a chunk's boundary repeats what a longer scan did there.
-
-    Args:
-        inputs: Of the packed sequences.
-        initial_states: [num_sequences, heads, head_dim, state_size].
-        layout: The chunks.
-
-    Returns:
-        Outputs [num_tokens, heads, head_dim], and the state at the end of every chunk
-        [num_chunks, heads, head_dim, state_size].
+    Returns outputs [num_tokens, heads, head_dim], and the state at the end of every chunk
+    [num_chunks, heads, head_dim, state_size].
     """
     by_group = (inputs.b.shape[1], -1)
     # A place without a token has dt = 0: it neither decays the state nor adds to it.
@@ -152,43 +135,10 @@ def _chain(
 
 
 def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one token of each sequence: the recurrence of the module's docstring, once.
-
-    Args:
-        inputs: Of one token a sequence.
-        states: [num_sequences, heads, head_dim, state_size]; left as they are.
-
-    Returns:
-        Outputs [num_sequences, heads, head_dim], and the states after the token.
-    """
+    """Compute one token of each sequence: the recurrence of the module's docstring, once."""
     x, dt, a = inputs.x, inputs.dt, inputs.a
     per_group = x.shape[1] // inputs.b.shape[1]
     b, c = (each.repeat_interleave(per_group, dim=1) for each in (inputs.b, inputs.c))
     dx = x * dt[..., None]
     states = states * torch.exp(dt * a)[..., None, None] + dx[..., None] * b[:, :, None]
     return torch.einsum("zhpn,zhn->zhp", states, c), states
-
-
-def ssd_naive(inputs: SSDInputs, initial_state: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan one sequence, token by token and head by head: slow, and easy to believe.
-
-    Args:
-        inputs: Of one sequence.
-        initial_state: [heads, head_dim, state_size]; left as it is.
-
-    Returns:
-        Outputs [num_tokens, heads, head_dim], and the state after every token
-        [num_tokens, heads, head_dim, state_size].
-    """
-    x, dt, a, b, c = inputs.x, inputs.dt, inputs.a, inputs.b, inputs.c
-    num_tokens, heads, _ = x.shape
-    outputs = torch.empty_like(x)
-    states = x.new_empty(num_tokens, *initial_state.shape)
-    for head in range(heads):
-        state, group = initial_state[head], head * b.shape[1] // heads
-        for t in range(num_tokens):
-            added = dt[t, head] * torch.outer(x[t, head], b[t, group])
-            state = torch.exp(dt[t, head] * a[head]) * state + added
-            states[t, head] = state
-            outputs[t, head] = state @ c[t, group]
-    return outputs, states

@@ -13,13 +13,7 @@ __all__ = ["WeightMaker", "rms_norm"]
 
 
 class WeightMaker:
-    """The maker of a model's weights, the same for a seed whatever the dtype and the device.
-
-    Args:
-        seed: Of the random generator.
-        dtype: Of the weights.
-        device: Of the weights.
-    """
+    """The maker of a model's weights, the same for a seed whatever the dtype and the device."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype

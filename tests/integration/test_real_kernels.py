@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_rig import WHEELS, find_wheels, megatron_core
+from packed_steps import ssd_naive
 from real_kernels_rig import BLOCK, SHAPE, load_example, off_the_reference
 from torch.nn.attention.flex_attention import flex_attention
 
-from mamba_cache.reference.ssd import SSDInputs, ssd_naive
+from mamba_cache.reference.ssd import SSDInputs
 
 unfused = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CLOSE = 2e-5

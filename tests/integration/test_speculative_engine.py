@@ -10,7 +10,6 @@ from engine_rig import (
     MODEL,
     FailingModel,
     alone,
-    cache_config,
     draw_prompt,
     greedy,
     make_engine,
@@ -22,10 +21,9 @@ from example_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.context import Request, ScheduledRequest
+from mamba_cache.context import ScheduledRequest
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import DecodingStats, FinishReason, NgramDrafter, SamplingParams
-from mamba_cache.reference.requests import EngineRequest
 
 
 class Oracle:
@@ -223,8 +221,8 @@ def test_a_prompt_is_computed_beside_requests_with_drafts(rng):
 
 
 def test_drafts_that_stand_are_counted():
-    prepared = make_engine().context.prepare(Request(request_id=0, prompt_tokens=[1] * 9))
-    request = EngineRequest.make(prepared, greedy(20), cache_config(), None, 0.0)
+    engine = make_engine()
+    request = engine._scheduler.find(engine.submit([1] * 9, greedy(20)))
     scheduled = ScheduledRequest(
         request_id=0, row=0, start=11, num_tokens=4, skip_tokens=0, is_prefill=False, samples=True,
         drafts=(5, 6, 7),

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_steps import CONFIG, PlainCaches, Sequence, Work, chunk_lengths, run_step
+from packed_steps import CONFIG, PlainCaches, Sequence, Work, chunk_lengths, run_step, ssd_naive
 
 from mamba_cache.reference import HybridModel
-from mamba_cache.reference.conv import ConvLayout, causal_conv1d, causal_conv1d_step
-from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_naive, ssd_step
+from mamba_cache.reference.conv import causal_conv1d, causal_conv1d_step, place_windows
+from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 # (tokens before this step, tokens of this step) of each sequence.
@@ -115,7 +115,7 @@ def test_packed_convolution_equals_conv1d_of_each_sequence(spans, conv_kernel, s
     normal, starts, dim = drawing(seed), starts_of(spans), 3
     inputs, windows = normal(int(starts[-1]), dim), normal(len(spans), dim, conv_kernel - 1)
     weight, bias = normal(dim, conv_kernel), normal(dim)
-    layout = ConvLayout.build(starts, len(inputs), conv_kernel)
+    layout = place_windows(starts, len(inputs), conv_kernel)
     outputs, final = causal_conv1d(inputs, weight, bias, windows, layout)
     for i in range(len(spans)):
         whole = torch.cat([windows[i], inputs[starts[i] : starts[i + 1]].T], dim=1)
@@ -131,7 +131,7 @@ def test_convolution_has_the_same_bits_however_a_sequence_is_cut(pieces, conv_ke
     weight, bias = normal(dim, conv_kernel), normal(dim)
 
     def convolve(part, window):
-        layout = ConvLayout.build(torch.tensor([0, len(part)]), len(part), conv_kernel)
+        layout = place_windows(torch.tensor([0, len(part)]), len(part), conv_kernel)
         return causal_conv1d(part, weight, bias, window, layout)
 
     expected, expected_window = convolve(inputs, window)

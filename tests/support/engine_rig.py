@@ -68,16 +68,8 @@ def cache_config(**changes):
     return CacheConfig(**(settings | changes))
 
 
-def make_engine(
-    model=MODEL, *, wait_for_prefix=True, max_wait_steps=64, drafter=NgramDrafter, **changes
-):
-    return Engine(
-        model,
-        cache_config(**changes),
-        wait_for_prefix=wait_for_prefix,
-        max_wait_steps=max_wait_steps,
-        drafter=drafter,
-    )
+def make_engine(model=MODEL, *, max_wait_steps=64, drafter=NgramDrafter, **changes):
+    return Engine(model, cache_config(**changes), max_wait_steps=max_wait_steps, drafter=drafter)
 
 
 def alone(prompt, sampling):

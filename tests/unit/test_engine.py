@@ -279,7 +279,7 @@ def test_a_request_that_outgrows_the_pool_fails_with_what_it_has(rng, max_tokens
 def test_a_request_that_fits_alone_does_not_fail(rng):
     """Found by search: it had a copy of a cached block of its own, and its next block was a child
     of the other copy, which could not be evicted therefore."""
-    engine = make_engine(num_kv_blocks=3, wait_for_prefix=False)
+    engine = make_engine(num_kv_blocks=3, max_wait_steps=0)
     prompt = draw_prompt(rng, BLOCK)
     engine.submit(prompt, greedy(1), request_id="short")
     engine.submit([*prompt, 7], greedy(BLOCK + 1), request_id="long")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
+from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step, ssd_naive
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
@@ -13,7 +13,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.attention import AttentionLayer
 from mamba_cache.reference.mamba import Mamba2Layer
-from mamba_cache.reference.ssd import SSDInputs, ssd_naive
+from mamba_cache.reference.ssd import SSDInputs
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",

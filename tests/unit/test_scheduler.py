@@ -1,7 +1,7 @@
 """The scheduler: shared prefixes, waiting, room for requests and chunks, forks, faults."""
 
 import pytest
-from engine_rig import BLOCK, MODEL, cache_config, draw_prompt, greedy, make_engine, step_checked
+from engine_rig import BLOCK, MODEL, draw_prompt, greedy, make_engine, step_checked
 
 from mamba_cache.context import Admission, Request, RequestStatus
 from mamba_cache.context.scheduler import (
@@ -12,19 +12,13 @@ from mamba_cache.context.scheduler import (
     is_worth_waiting,
 )
 from mamba_cache.errors import BlockCapacityError, UnknownRequestError
-from mamba_cache.reference.requests import EngineRequest
 
 
 @pytest.fixture
 def make():
     """Makes a request record whose digests belong to one context."""
-    context = make_engine().context
-
-    def make_request(prompt):
-        prepared = context.prepare(Request(request_id=object(), prompt_tokens=prompt))
-        return EngineRequest.make(prepared, greedy(4), cache_config(), None, 0.0)
-
-    return make_request
+    engine = make_engine()
+    return lambda prompt: engine._scheduler.find(engine.submit(prompt, greedy(4)))
 
 
 @pytest.mark.parametrize("common", range(0, 50, 7))
@@ -141,9 +135,8 @@ def test_waiting_ends_after_max_wait_steps(rng):
     assert num_running(engine) == 2
 
 
-@pytest.mark.parametrize("changes", [{"wait_for_prefix": False}, {"max_wait_steps": 0}])
-def test_waiting_can_be_switched_off(rng, changes):
-    engine = make_engine(max_tokens=128, **changes)
+def test_waiting_can_be_switched_off(rng):
+    engine = make_engine(max_tokens=128, max_wait_steps=0)
     submit_two(engine, rng)
     step_checked(engine)
     assert num_running(engine) == 2
