@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +36,12 @@ from mamba_cache.tiers.entry import (
     EntryMacs,
     Refusal,
 )
-from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.jobs import (
     Job,
     LoadJob,
     PutJob,
-    TierJobs,
+    QueuedTier,
     report_error,
 )
 from mamba_cache.tiers.protocols import Done
@@ -58,7 +57,7 @@ _FAILURES_TO_REST: Final = 2
 _REST_SECONDS: Final = 5.0
 
 
-class DiskTier:
+class DiskTier(QueuedTier):
     """Entries in two files of rows, one of states and one of KV blocks, of one identity.
 
     An entry can be found once it is on the disk to its end. Each read compares its header with what
@@ -120,10 +119,7 @@ class DiskTier:
             num_readers = max(8, min(16, os.cpu_count() or 1))
         num_readers = check_int("num_readers", num_readers, minimum=1, maximum=256)
         self._removals: deque[_Removal] = deque()
-        self._jobs = TierJobs(
-            write_on_use=write_on_use, max_queued=max_queued, queues=[self._removals]
-        )
-        self._lock = self._jobs.lock
+        super().__init__(write_on_use=write_on_use, max_queued=max_queued, queues=[self._removals])
         sizes = {EntryKind.STATE: state_bytes, EntryKind.KV: kv_bytes}
         for kind, size in sizes.items():
             check_int(f"{kind.name.lower()}_bytes", size, minimum=0)
@@ -153,113 +149,50 @@ class DiskTier:
         self._threads = _threads("row", [self._write_queued, *[self._read_queued] * num_readers])
 
     @property
-    def is_healthy(self) -> bool:
+    def _takes_calls(self) -> bool:
         """Whether it takes calls now: not after errors of the disk, for some seconds each time."""
-        if self._jobs.is_closing or self._jobs.is_forked:
-            return False
-        return not self._rests_until or time.monotonic() >= self._rests_until
+        is_resting = bool(self._rests_until) and time.monotonic() < self._rests_until
+        return not self._is_closing and not is_resting
 
-    @property
-    def num_queued(self) -> int:
-        """Loads and puts that are not over."""
-        return self._jobs.num_open
-
-    def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether it is likely to be there; ``load`` alone knows.
-
-        Those that are count as used, as one prefix from its start.
-
-        Args:
-            keys: Of entries of one request.
-        """
-        if not self.is_healthy:
-            return [False] * len(keys)
+    def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
         found = []
-        names: dict[EntryKind, list[bytes]] = {kind: [] for kind in self._files}
-        with self._lock:
-            for key in keys:
-                name = self._name_of(key)
-                if name is not None and self._files[key.kind].has(name):
-                    names[key.kind].append(name)
-                    found.append(True)
-                else:
-                    found.append(False)
-            for kind, its_names in names.items():
-                self._files[kind].rows.touch(its_names)
+        used: dict[EntryKind, list[bytes]] = {kind: [] for kind in self._files}
+        for key in keys:
+            name = self._name_of(key)
+            found.append(name is not None and self._files[key.kind].has(name))
+            if name is not None and found[-1]:
+                used[key.kind].append(name)
+        for kind, names in used.items():
+            self._files[kind].rows.touch(names)  # as one prefix, from its start
         return found
+
+    def _absence(self, key: EntryKey) -> Refusal | None:
+        name = self._name_of(key)
+        if name is None:
+            return Refusal.IDENTITY
+        return None if self._files[key.kind].has(name) else Refusal.MISSING
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
         """Queue an entry to be stored, as ``LowerTier`` says.
 
-        It is not taken either that is offered for the first time, where only the second counts, or
-        is on its way.
+        It is not taken either if it is on its way, or is offered for the first time where only the
+        second counts.
 
         Raises:
             InvalidArgumentError: It is of another identity, or of another size than the rows.
         """
         self._check_size(facts, payload)
-        name = self._name_of(facts.key)
-        if name is None:
+        if self._name_of(facts.key) is None:
             raise InvalidArgumentError(f"{facts.key} is of another identity than the disk cache's")
-        if not self.is_healthy:  # without the lock: a fork may have left it held for ever
-            return self._jobs.refuse_put("unhealthy")
-        with self._lock:
-            file = self._files[facts.key.kind]
-            if not file.has(name):
-                return self._jobs.add_put(PutJob(done, facts, payload))
-            file.rows.touch([name])
-            self._jobs.counts["known"] += 1
-        done(None)
-        return True
+        return super().put(facts, payload, done)
 
-    def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
-        """Queue an entry to be read and verified, as ``LowerTier`` says.
-
-        Raises:
-            InvalidArgumentError: It is of another size than the rows.
-        """
-        self._check_size(expected, into)
-        name = self._name_of(expected.key)
-        refusal = Refusal.IDENTITY if name is None else Refusal.MISSING
-        if not self.is_healthy:
-            return False
-        jobs = self._jobs
-        with self._lock:
-            if jobs.is_closing or len(jobs.loads) >= jobs.max_queued:
-                return False
-            if name is not None and self._files[expected.key.kind].has(name):
-                jobs.add(jobs.loads, LoadJob(done, expected, into))
-                return True
-            jobs.refused[refusal] += 1
-        done(refusal)
-        return True
-
-    def remove(self, key: EntryKey) -> None:
-        """Make an entry unfindable that is known to be wrong, for later processes too.
-
-        What is under way of it comes to nothing. It is erased soon, also of a disk that is left
-        alone: after ``flush`` it is.
-        """
+    def _remove_soon(self, key: EntryKey) -> None:
         name = self._name_of(key)
-        if name is None or self._jobs.is_forked:
-            return
-        with self._lock:
-            if self._jobs.is_closing:
-                return
-            self._jobs.revoke(key)
+        if name is not None:
             self._files[key.kind].wrong.add(name)
-            self._jobs.add(self._removals, _Removal(None, key))
+            self._add(self._removals, _Removal(None, key))
 
-    def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over and told, as ``LowerTier`` says."""
-        return self._jobs.flush(timeout_seconds)
-
-    def close(self) -> None:
-        """End its threads; what is queued is given up, and ``done`` called for each."""
-        if self._jobs.is_forked:
-            return  # the threads, and what they hold, are the parent's
-        # Each part may be done again: a call that was interrupted is followed by another.
-        self._jobs.close()
+    def _join(self) -> None:
         for thread in self._threads:
             thread.join()
         for _ in self._readers:  # now that nobody waits for parts
@@ -268,25 +201,20 @@ class DiskTier:
             reader.join()
         self._close_files()
 
-    def stats(self) -> TierStats:
-        """Return what it did so far and what it holds now."""
-        with self._lock:
-            files = {kind.name.lower(): file for kind, file in self._files.items()}
-            return TierStats(
-                name=self.name,
-                entries={name: len(file.rows) for name, file in files.items()},
-                rows={name: file.slab.max_rows for name, file in files.items()},
-                ready_rows={name: file.slab.num_rows for name, file in files.items()},
-                row_bytes={name: file.slab.row_bytes for name, file in files.items()},
-                disk_bytes=self._disk_bytes(),
-                is_direct=all(file.slab.is_direct for file in files.values()),
-                is_healthy=self.is_healthy,
-                recovered=self._jobs.counts["recovered"],
-                not_recovered={each.value: n for each, n in self._not_recovered.items()},
-                evicted=sum(file.rows.evicted_total for file in files.values()),
-                io_errors=self._jobs.counts["io_errors"],
-                **self._jobs.stats(),
-            )
+    def _own_stats(self) -> dict[str, Any]:
+        files = {kind.name.lower(): file for kind, file in self._files.items()}
+        return {
+            "entries": {name: len(file.rows) for name, file in files.items()},
+            "rows": {name: file.slab.max_rows for name, file in files.items()},
+            "ready_rows": {name: file.slab.num_rows for name, file in files.items()},
+            "row_bytes": {name: file.slab.row_bytes for name, file in files.items()},
+            "disk_bytes": self._disk_bytes(),
+            "is_direct": all(file.slab.is_direct for file in files.values()),
+            "recovered": self._counts["recovered"],
+            "not_recovered": {each.value: n for each, n in self._not_recovered.items()},
+            "evicted": sum(file.rows.evicted_total for file in files.values()),
+            "io_errors": self._counts["io_errors"],
+        }
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself.
@@ -295,9 +223,9 @@ class DiskTier:
             InvariantError: It does not.
         """
         with self._lock:
-            self._jobs.check_invariants()
+            super().check_invariants()
             leases = [lease for file in self._files.values() for lease in file.rows.leases]
-            if len(leases) > len(self._jobs.taken):
+            if len(leases) > len(self._taken):
                 raise InvariantError(f"rows are held for nobody, of {leases}")
             for file in self._files.values():
                 file.rows.check_invariants()
@@ -322,28 +250,26 @@ class DiskTier:
 
     def _write_queued(self) -> None:
         """Write what is queued, some entries at once, until the tier is closed."""
-        jobs = self._jobs
-        while puts := jobs.wait(jobs.put_came, lambda: jobs.take_puts(_WRITES_AT_ONCE)):
+        while puts := self._wait(self._put_came, lambda: self._take_puts(_WRITES_AT_ONCE)):
             self._write(puts)
             puts.clear()  # they hold the callers' buffers
         self._end_queued()
 
     def _read_queued(self) -> None:
         """Read what is queued, one entry at a time, until the tier is closed."""
-        jobs = self._jobs
-        while reads := jobs.wait(
-            jobs.load_came, lambda: jobs.take(self._removals) or jobs.take(jobs.loads)
+        while reads := self._wait(
+            self._load_came, lambda: self._take(self._removals) or self._take(self._loads)
         ):
             self._read(reads.pop())
         self._end_queued()
 
     def _end_queued(self) -> None:
         """End what is queued, for the tier is closed: only what is wrong is still removed."""
-        for job in self._jobs.take_queued():
+        for job in self._take_queued():
             if isinstance(job, _Removal):
                 self._read(job)
             else:
-                self._jobs.end(job, Refusal.ABORTED, "aborted")
+                self._end(job, Refusal.ABORTED, "aborted")
 
     def _write(self, puts: list[PutJob]) -> None:
         started = time.perf_counter()
@@ -352,7 +278,7 @@ class DiskTier:
         syncs = (self._try(self._files[kind].slab.sync) for kind in kinds)
         failure = next(filter(None, syncs), None)
         with self._lock:
-            self._jobs.write_seconds += time.perf_counter() - started
+            self._write_seconds += time.perf_counter() - started
             wrong = [each for each in written if each[0].is_revoked]
             for put, lease in written:
                 rows = self._files[put.facts.key.kind].rows
@@ -365,7 +291,7 @@ class DiskTier:
                 file.rows.cancel(lease)
         refusal = None if failure is None else Refusal.IO_ERROR
         for put, _ in written:
-            self._jobs.end(put, refusal, failure)
+            self._end(put, refusal, failure)
 
     def _write_one(self, put: PutJob) -> RowLease | None:
         """Write an entry to a row; None, with ``done`` called, if it could not be."""
@@ -378,7 +304,7 @@ class DiskTier:
                 file.rows.cancel(lease)
         else:
             return lease
-        self._jobs.end(put, Refusal.IO_ERROR, failure)
+        self._end(put, Refusal.IO_ERROR, failure)
         return None
 
     def _reserve(self, file: _File, name: bytes) -> RowLease | str:
@@ -432,7 +358,7 @@ class DiskTier:
             if isinstance(job, LoadJob):
                 refusal = self._refusal(file, job, lease)
                 with self._lock:
-                    self._jobs.read_seconds += time.perf_counter() - started
+                    self._read_seconds += time.perf_counter() - started
             if refusal is not None:
                 with self._lock:
                     file.rows.drop(lease)
@@ -444,7 +370,7 @@ class DiskTier:
         if isinstance(job, _Removal):
             with self._lock:
                 file.wrong.discard(_name(key))
-        self._jobs.end(job, refusal)
+        self._end(job, refusal)
 
     def _submit(self, call: Callable[[], int]) -> Future[int]:
         """Have one of the readers make a call."""
@@ -482,7 +408,7 @@ class DiskTier:
                 names.add(name)
                 entries[row] = header
         file.rows.adopt(file.slab.num_rows, entries)
-        self._jobs.counts["recovered"] += len(entries)
+        self._counts["recovered"] += len(entries)
 
     def _header_of(self, file: _File, row: int) -> EntryHeader | Refusal | None:
         """Read a row's header; None if nothing was written to the row."""
@@ -522,7 +448,7 @@ class DiskTier:
             self._full_until = time.monotonic() + _REST_SECONDS  # what is there can still be read
             return "disk_full"
         with self._lock:
-            self._jobs.counts["io_errors"] += 1
+            self._counts["io_errors"] += 1
             self._failures += 1
             if self._failures >= _FAILURES_TO_REST:
                 self._rests_until = time.monotonic() + _REST_SECONDS

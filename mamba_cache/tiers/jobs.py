@@ -1,12 +1,7 @@
-"""The jobs of a tier below host memory: what it was asked to do, from the call to the answer.
+"""What the disk tier and the store tier share: jobs, from a caller's call to the answer.
 
-The disk tier and the store tier have this in common; how a job is done is each tier's own. A caller
-*queues* a job, a thread of the tier *takes* it, and when it is *over*, it is counted and who waits
-for it is told. ``flush`` waits for all of that.
-
-A caller's thread may be interrupted at any line (Ctrl-C), those of a tier never are. So a caller
-changes nothing but by one statement, which puts a whole job into a queue; threads of the tier do
-the rest, and end what is still queued when it is closed. What can be summed over jobs is not kept.
+A caller *queues* a job, a thread of the tier *takes* it, and when it is *over*, it is counted and
+its ``done`` is called. ``flush`` waits for all of that. How a job is done is each tier's own.
 """
 
 from __future__ import annotations
@@ -14,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,20 +19,20 @@ from typing import Any, Final, TypeVar
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvariantError
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal
+from mamba_cache.tiers.host import TierStats
+from mamba_cache.tiers.protocols import Done
 
-__all__ = ["Job", "LoadJob", "PutJob", "TierJobs", "report_error"]
+__all__ = ["Job", "LoadJob", "PutJob", "QueuedTier", "report_error"]
 
 _MAX_FIRST_USES: Final = 2**16
-_LOOK_SECONDS: Final = 1.0
-"""After which an idle thread looks by itself: an interrupt in ``notify`` may lose the next one."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Something that a thread of a tier is to do."""
+    """Something that a thread of a tier is to do, for an entry that may turn out to be wrong."""
 
     done: Callable[[Any], object] | None
-    is_revoked: bool = field(default=False, kw_only=True)
+    is_revoked: bool = field(default=False, kw_only=True)  # the entry is wrong: the job aborts
 
     def answer(self, refusal: Refusal | None) -> object:
         """Return what ``done`` is called with."""
@@ -62,8 +58,14 @@ class PutJob(Job):
 _Some = TypeVar("_Some", bound=Job)
 
 
-class TierJobs:
-    """All jobs of one tier that are not over, and what came of those that are."""
+class QueuedTier(ABC):
+    """A ``LowerTier`` whose threads do what callers queue.
+
+    Subclasses say which entries they have (``_absence``), and have threads that ``_wait`` for jobs
+    and ``_end`` each. The lock is held by whoever reads or changes anything of the tier.
+    """
+
+    name: str
 
     def __init__(
         self,
@@ -74,82 +76,226 @@ class TierJobs:
         queues: Sequence[deque[Any]] = (),
     ) -> None:
         self._write_on_use = check_int("write_on_use", write_on_use, minimum=1, maximum=2)
-        self.max_queued = check_int("max_queued", max_queued, minimum=1)
-        self.lock = threading.RLock()
-        self.load_came = threading.Condition(self.lock)
-        self.put_came = self.load_came if threads_are_alike else threading.Condition(self.lock)
-        self._one_told = threading.Condition(self.lock)
-        self.loads: deque[Any] = deque()
-        # Plain dicts, in order as well: an interrupt in a key's hash, which ``OrderedDict`` calls
-        # twice, would leave that one broken.
-        self.puts: dict[EntryKey, PutJob] = {}
-        self._queues = queues
-        self.taken: set[Job] = set()
+        self._max_queued = check_int("max_queued", max_queued, minimum=1)
+        self._lock = threading.RLock()
+        self._load_came = threading.Condition(self._lock)
+        self._put_came = self._load_came if threads_are_alike else threading.Condition(self._lock)
+        self._one_told = threading.Condition(self._lock)
+        self._loads: deque[Any] = deque()
+        self._puts: dict[EntryKey, PutJob] = {}  # by key: an entry is stored once at a time
+        self._queues = (*queues, self._loads)
+        self._taken: set[Job] = set()
         self._num_telling = 0
         self._first_uses: dict[EntryKey, None] = {}
-        self.counts: Counter[str] = Counter()
-        self.refused: Counter[Refusal] = Counter()
-        self.not_written: Counter[str] = Counter()
-        self.read_seconds = self.write_seconds = 0.0
-        self.is_closing = False
+        self._counts: Counter[str] = Counter()
+        self._refused: Counter[Refusal] = Counter()  # loads that brought nothing
+        self._not_written: Counter[str] = Counter()  # puts that stored nothing
+        self._read_seconds = self._write_seconds = 0.0
+        self._is_closing = False
         self._pid = os.getpid()
 
     @property
-    def is_forked(self) -> bool:
+    def _is_forked(self) -> bool:
         """Whether this is a forked process: without threads, and with a lock that may be held."""
         return os.getpid() != self._pid
 
     @property
-    def num_open(self) -> int:
-        """Jobs that are queued, taken, or of which somebody is being told."""
-        if self.is_forked:
-            return 0
-        with self.lock:
-            return len(self._queued()) + len(self.taken) + self._num_telling
+    def is_healthy(self) -> bool:
+        """Whether it takes calls now: not for some seconds after failures, nor once closed."""
+        return not self._is_forked and self._takes_calls
 
-    def open_jobs(self, kind: type[_Some]) -> list[_Some]:
-        """Return the jobs of a kind that are queued or taken."""
-        return [job for job in (*self._queued(), *self.taken) if isinstance(job, kind)]
+    @property
+    def num_queued(self) -> int:
+        """Jobs that are queued, taken, or whose ``done`` runs."""
+        if self._is_forked:
+            return 0
+        with self._lock:
+            return len(self._queued()) + len(self._taken) + self._num_telling
+
+    def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
+        """Say of each key whether it is likely to be there; ``load`` alone knows.
+
+        Args:
+            keys: Of entries of one request.
+        """
+        if not self.is_healthy:
+            return [False] * len(keys)
+        with self._lock:
+            return self._find(keys)
+
+    def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
+        """Queue an entry to be stored, as ``LowerTier`` says.
+
+        It is not taken either if it is on its way, or is offered for the first time where only the
+        second counts.
+
+        Raises:
+            InvalidArgumentError: It is of another size or another identity than the tier's.
+        """
+        self._check_size(facts, payload)
+        if self._is_forked:  # without the lock, which a fork may have left held
+            return self._refuse_put("unhealthy")
+        with self._lock:
+            if not self._takes_calls:
+                return self._refuse_put("unhealthy")
+            if not all(self._find([facts.key])):
+                return self._add_put(PutJob(done, facts, payload))
+            self._counts["known"] += 1
+        done(None)
+        return True
+
+    def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
+        """Queue an entry to be read and verified, as ``LowerTier`` says.
+
+        Raises:
+            InvalidArgumentError: It is of another size than the tier's.
+        """
+        self._check_size(expected, into)
+        if self._is_forked:
+            return False
+        with self._lock:
+            if not self._takes_calls or len(self._loads) >= self._max_queued:
+                return False
+            refusal = self._absence(expected.key)
+            if refusal is None:
+                self._add(self._loads, LoadJob(done, expected, into))
+                return True
+            self._refused[refusal] += 1
+        done(refusal)
+        return True
+
+    def remove(self, key: EntryKey) -> None:
+        """Make an entry unfindable that is known to be wrong, for other processes too.
+
+        What is under way of it comes to nothing. It is gone after ``flush``.
+        """
+        if self._is_forked:
+            return
+        with self._lock:
+            if self._is_closing:
+                return
+            for load in self._open_jobs(LoadJob):
+                load.is_revoked |= load.expected.key == key
+            for put in self._open_jobs(PutJob):
+                put.is_revoked |= put.facts.key == key
+            self._remove_soon(key)
+
+    def flush(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until what was queued so far is over and told, as ``LowerTier`` says."""
+        if self._is_forked:
+            return True
+        with self._lock:
+            return self._one_told.wait_for(lambda: not self.num_queued, timeout_seconds)
+
+    def close(self) -> None:
+        """End its threads; what is queued is given up, and ``done`` called for each."""
+        if self._is_forked:
+            return  # the threads, and what they hold, are the parent's
+        with self._lock:
+            self._is_closing = True
+            self._load_came.notify_all()
+            self._put_came.notify_all()
+        self._join()
+
+    def stats(self) -> TierStats:
+        """Return what it did so far and what it holds now."""
+        with self._lock:
+            counts, dropped = self._counts, dict(self._not_written)
+            stored = counts["known"] + counts["written"] + counts["found_stored"]
+            return TierStats(
+                name=self.name,
+                is_healthy=self.is_healthy,
+                loads=counts["hits"] + self._refused.total() + len(self._open_jobs(LoadJob)),
+                restored=counts["hits"],
+                refused={each.value: count for each, count in self._refused.items()},
+                puts=stored + sum(dropped.values()) + len(self._open_jobs(PutJob)),
+                stored=counts["written"],
+                found_stored=counts["found_stored"],
+                dropped=dropped,
+                read_bytes=counts["read_bytes"],
+                written_bytes=counts["written_bytes"],
+                read_seconds=self._read_seconds,
+                write_seconds=self._write_seconds,
+                **self._own_stats(),
+            )
+
+    def check_invariants(self) -> None:
+        """Prove that the bookkeeping agrees with itself.
+
+        Raises:
+            InvariantError: It does not.
+        """
+        with self._lock:
+            jobs = [*self._queued(), *self._taken]
+            keys = [job.facts.key for job in jobs if isinstance(job, PutJob)]
+            if len(set(jobs)) < len(jobs) or len(set(keys)) < len(keys) or self._num_telling < 0:
+                raise InvariantError(f"a job is there twice: {jobs}")
+
+    # What each tier says of itself. The lock is held, but for ``_check_size`` and ``_join``.
+
+    @property
+    def _takes_calls(self) -> bool:
+        """Whether jobs are queued now."""
+        return not self._is_closing
+
+    @abstractmethod
+    def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
+        """Say of each key whether it is there; those that are count as used."""
+
+    @abstractmethod
+    def _absence(self, key: EntryKey) -> Refusal | None:
+        """Say why an entry cannot be loaded; None: a thread must look."""
+
+    @abstractmethod
+    def _remove_soon(self, key: EntryKey) -> None:
+        """Queue the removal of an entry that is wrong."""
+
+    @abstractmethod
+    def _check_size(self, facts: EntryFacts, payload: memoryview) -> None:
+        """Check that facts and buffer have the size of an entry here."""
+
+    @abstractmethod
+    def _own_stats(self) -> dict[str, Any]:
+        """Return the fields of ``TierStats`` that only this tier has."""
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Wait until the threads have ended, and give back what they used."""
+
+    # What callers do; the lock is held.
 
     def _queued(self) -> list[Job]:
-        return [job for queue in (*self._queues, self.loads, self.puts.values()) for job in queue]
+        return [job for queue in (*self._queues, self._puts.values()) for job in queue]
 
-    # What callers do.
+    def _open_jobs(self, kind: type[_Some]) -> list[_Some]:
+        """Return the jobs of a kind that are queued or taken."""
+        return [job for job in (*self._queued(), *self._taken) if isinstance(job, kind)]
 
-    def add(self, queue: deque[Any], job: Job) -> None:
+    def _add(self, queue: deque[Any], job: Job) -> None:
         """Queue a job that is no put."""
-        self.load_came.notify()  # first: interrupted in between, it wakes a thread in vain
+        self._load_came.notify()
         queue.append(job)
 
-    def add_put(self, put: PutJob) -> bool:
+    def _add_put(self, put: PutJob) -> bool:
         """Queue an entry that is not there to be stored; False, counted, if it is not taken."""
         key = put.facts.key
         reason = self._reason_against(key)
         if reason is not None:
-            return self.refuse_put(reason)
-        self.put_came.notify()
-        self.puts[key] = put
+            return self._refuse_put(reason)
+        self._put_came.notify()
+        self._puts[key] = put
         self._first_uses.pop(key, None)
         return True
 
-    def revoke(self, key: EntryKey) -> None:
-        """Have what is under way of an entry that is wrong come to nothing; the lock is held."""
-        for load in self.open_jobs(LoadJob):
-            load.is_revoked |= load.expected.key == key
-        for put in self.open_jobs(PutJob):
-            put.is_revoked |= put.facts.key == key
-
-    def refuse_put(self, reason: str) -> bool:
+    def _refuse_put(self, reason: str) -> bool:
         """Count an entry that is not taken; return False."""
-        self.not_written[reason] += 1
+        self._not_written[reason] += 1
         return False
 
     def _reason_against(self, key: EntryKey) -> str | None:
         """Say why an entry that is not there is not written now."""
-        if self.is_closing:
-            return "aborted"
-        taken = (job.facts.key for job in self.taken if isinstance(job, PutJob))
-        if key in self.puts or key in taken:
+        taken = (job.facts.key for job in self._taken if isinstance(job, PutJob))
+        if key in self._puts or key in taken:
             return "in_flight"
         if self._write_on_use > 1 and key not in self._first_uses:
             self._first_uses[key] = None
@@ -157,117 +303,76 @@ class TierJobs:
                 kept = islice(self._first_uses, _MAX_FIRST_USES // 2, None)
                 self._first_uses = dict.fromkeys(kept)
             return "first_use"
-        return "queue_full" if len(self.puts) >= self.max_queued else None
+        return "queue_full" if len(self._puts) >= self._max_queued else None
 
-    def flush(self, timeout_seconds: float | None) -> bool:
-        """Wait until all is over, and told; say whether it is."""
-        if self.is_forked:
-            return True
-        with self.lock:
-            return self._one_told.wait_for(lambda: not self.num_open, timeout_seconds)
+    # What threads do.
 
-    def close(self) -> None:
-        """Have nothing more taken, and wake the threads: they take what is queued, and end it."""
-        with self.lock:
-            self.load_came.notify_all()
-            self.put_came.notify_all()
-            self.is_closing = True  # last, as in ``add``
-
-    # What threads of the tier do.
-
-    def wait(self, came: threading.Condition, take: Callable[[], list[Any]]) -> list[Any]:
+    def _wait(self, came: threading.Condition, take: Callable[[], list[Any]]) -> list[Any]:
         """Wait until ``take``, called with the lock held, returns jobs; none: it is closed."""
-        with self.lock:
-            while not self.is_closing:
+        with self._lock:
+            while not self._is_closing:
                 if jobs := take():
                     return jobs
-                came.wait(_LOOK_SECONDS)
+                came.wait()
             return []
 
-    def take(self, queue: deque[Any], count: int = 1) -> list[Any]:
+    def _take(self, queue: deque[Any], count: int = 1) -> list[Any]:
         """Take the oldest jobs of a queue."""
         jobs = [queue.popleft() for _ in range(min(count, len(queue)))]
-        self.taken.update(jobs)
+        self._taken.update(jobs)
         return jobs
 
-    def take_puts(self, count: int) -> list[PutJob]:
+    def _take_puts(self, count: int) -> list[PutJob]:
         """Take the oldest puts."""
-        puts = [self.puts.pop(key) for key in [*islice(self.puts, count)]]
-        self.taken.update(puts)
+        puts = [self._puts.pop(key) for key in [*islice(self._puts, count)]]
+        self._taken.update(puts)
         return puts
 
-    def take_queued(self) -> list[Job]:
+    def _take_queued(self) -> list[Job]:
         """Take all that is queued: nobody does it any more."""
-        with self.lock:
+        with self._lock:
             jobs = self._queued()
-            self.taken.update(jobs)
-            self.puts.clear()
-            for queue in (*self._queues, self.loads):
+            self._taken.update(jobs)
+            self._puts.clear()
+            for queue in self._queues:
                 queue.clear()
             return jobs
 
-    def end(self, job: Job, refusal: Refusal | None = None, reason: str | None = None) -> None:
-        """Count what came of a job that was taken, and tell who waits for it."""
-        with self.lock:
-            self.taken.remove(job)
+    def _end(self, job: Job, refusal: Refusal | None = None, reason: str | None = None) -> None:
+        """Count what came of a job that was taken, and call its ``done``.
+
+        ``refusal`` says why it brought nothing, ``reason`` what a put is counted as.
+        """
+        with self._lock:
+            self._taken.remove(job)
             self._num_telling += 1
             if job.is_revoked:
                 refusal, reason = Refusal.ABORTED, "aborted"
             if isinstance(job, LoadJob):
                 if refusal is None:
-                    self.counts["hits"] += 1
-                    self.counts["read_bytes"] += len(job.into)
+                    self._counts["hits"] += 1
+                    self._counts["read_bytes"] += len(job.into)
                 else:
-                    self.refused[refusal] += 1
+                    self._refused[refusal] += 1
             elif isinstance(job, PutJob):
                 if refusal is not None:
-                    self.not_written[str(reason)] += 1
+                    self._not_written[str(reason)] += 1
                 else:
-                    self.counts[reason or "written"] += 1
-                    self.counts["written_bytes"] += 0 if reason else len(job.payload)
+                    self._counts[reason or "written"] += 1
+                    self._counts["written_bytes"] += 0 if reason else len(job.payload)
         if job.done is not None:
             try:
                 job.done(job.answer(refusal))
             except Exception:  # the caller's; it must not end the thread that others wait for
                 report_error()
-        with self.lock:
+        with self._lock:
             self._num_telling -= 1
             self._one_told.notify_all()
 
-    def end_all(self, jobs: Iterable[Job], refusal: Refusal, reason: str) -> None:
+    def _end_all(self, jobs: Iterable[Job], refusal: Refusal, reason: str) -> None:
         """End jobs that nobody does."""
         for job in jobs:
-            self.end(job, refusal, reason)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the fields of ``TierStats`` that are counted here; the lock is held."""
-        counts, dropped = self.counts, dict(self.not_written)
-        stored = counts["known"] + counts["written"] + counts["found_stored"]
-        return {
-            "loads": counts["hits"] + self.refused.total() + len(self.open_jobs(LoadJob)),
-            "restored": counts["hits"],
-            "refused": {each.value: count for each, count in self.refused.items()},
-            "puts": stored + sum(dropped.values()) + len(self.open_jobs(PutJob)),
-            "stored": counts["written"],
-            "found_stored": counts["found_stored"],
-            "dropped": dropped,
-            "read_bytes": counts["read_bytes"],
-            "written_bytes": counts["written_bytes"],
-            "read_seconds": self.read_seconds,
-            "write_seconds": self.write_seconds,
-        }
-
-    def check_invariants(self) -> None:
-        """Prove that no job is there twice.
-
-        Raises:
-            InvariantError: One is.
-        """
-        with self.lock:
-            jobs = [*self._queued(), *self.taken]
-            keys = [job.facts.key for job in jobs if isinstance(job, PutJob)]
-            if len(set(jobs)) < len(jobs) or len(set(keys)) < len(keys) or self._num_telling < 0:
-                raise InvariantError(f"a job is there twice: {jobs}")
+            self._end(job, refusal, reason)
 
 
 def report_error() -> None:

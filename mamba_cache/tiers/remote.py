@@ -24,16 +24,15 @@ from mamba_cache._checks import check_int, check_number
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryMacs, PayloadMac, Refusal
-from mamba_cache.tiers.host import TierStats
 from mamba_cache.tiers.jobs import (
     Job,
     LoadJob,
     PutJob,
-    TierJobs,
+    QueuedTier,
     report_error,
 )
 from mamba_cache.tiers.manifest import chunk_slices, manifest_bytes, read_manifest, write_manifest
-from mamba_cache.tiers.protocols import Done, Found
+from mamba_cache.tiers.protocols import Found
 
 __all__ = ["RemoteTier"]
 
@@ -113,7 +112,7 @@ class _GivenUp(BaseException):
     """A call returned after its deadline: nobody waits for it, and its buffers are free again."""
 
 
-class RemoteTier:
+class RemoteTier(QueuedTier):
     """Entries in a store.
 
     Nobody who calls waits for the store: threads of this object do, each call with a deadline. A
@@ -167,7 +166,7 @@ class RemoteTier:
         self._removals: deque[_Removal] = deque()
         # So that no request waits until the store has connected.
         self._connecting = deque([_Probe(None)])
-        self._jobs = TierJobs(
+        super().__init__(
             write_on_use=write_on_use,
             max_queued=max_queued,
             threads_are_alike=True,
@@ -186,9 +185,9 @@ class RemoteTier:
         self.store = store
         self._macs = EntryMacs(secret)
         self._owns_store, self._verifies = owns_store, verifies
-        self._lock, self._work_came = self._jobs.lock, self._jobs.load_came
+        self._work_came = self._load_came
         self._call_began = threading.Condition(self._lock)
-        self._counts, self._faults = self._jobs.counts, Counter[str]()
+        self._faults: Counter[str] = Counter()
         # What the store had, with when that was known, and what in it was bad.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
         self._bad: OrderedDict[EntryKey, None] = OrderedDict()
@@ -206,16 +205,6 @@ class RemoteTier:
                 self._add_worker()
         self._watcher.start()
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether it takes calls now: not while the store is left alone after failures."""
-        return not self._jobs.is_forked and self._takes_calls
-
-    @property
-    def num_queued(self) -> int:
-        """Questions, loads and puts that are not over."""
-        return self._jobs.num_open
-
     def silence(self) -> float:
         """Return for how many seconds the store has owed an answer to somebody who reads.
 
@@ -229,109 +218,52 @@ class RemoteTier:
             calls = [each.reads_since for each in self._workers if each.reads_since is not None]
             return max(0.0, time.monotonic() - min([heard_at, *calls]))
 
-    def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether this process knows that the store has it, without asking."""
-        if not self.is_healthy:
-            return [False] * len(keys)
-        now = time.monotonic()
-        with self._lock:
-            return [_is_recent(self._stored, key, now) for key in keys]
-
     def ask(self, keys: Sequence[EntryKey], found: Found) -> bool:
         """Queue a question which entries the store has, as ``AskedTier`` says."""
         if not self.is_healthy:
             return False
         with self._lock:
-            if not self._takes_reads(self._asks):
+            if not self._takes_calls or len(self._asks) >= self._max_queued:
                 return False
             self._counts["asks"] += 1
-            self._add_read(self._asks, _Ask(found, keys))
+            self._add(self._asks, _Ask(found, keys))
         return True
 
-    def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored, as ``LowerTier`` says: it is when the store confirms it.
+    def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
+        """Say of each key whether this process knows that the store has it, without asking."""
+        now = time.monotonic()
+        return [_is_recent(self._stored, key, now) for key in keys]
 
-        It is not taken either that is offered for the first time, where only the second counts, or
-        is on its way.
+    def _absence(self, key: EntryKey) -> Refusal | None:
+        return Refusal.MISSING if key in self._bad else None
 
-        Raises:
-            InvalidArgumentError: The payload has another size than the facts say.
-        """
-        _check_size(facts, payload)
-        if not self.is_healthy:  # without the lock: a fork may have left it held for ever
-            return self._jobs.refuse_put("unhealthy")
-        with self._lock:
-            if not _is_recent(self._stored, facts.key, time.monotonic()):
-                if not self._takes_calls:
-                    return self._jobs.refuse_put("unhealthy")
-                return self._jobs.add_put(PutJob(done, facts, payload))
-            self._counts["known"] += 1
-        done(None)
-        return True
+    def _remove_soon(self, key: EntryKey) -> None:
+        """Have a manifest removed; its chunks go when the entry is written anew or evicted."""
+        self._stored.pop(key, None)
+        _remember(self._bad, key, None)
+        if self._takes_calls:
+            self._add(self._removals, _Removal(None, [str(key)]))
 
-    def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
-        """Queue an entry to be read and verified, as ``LowerTier`` says.
+    def _check_size(self, facts: EntryFacts, payload: memoryview) -> None:
+        if len(payload) != facts.payload_bytes:
+            raise InvalidArgumentError(
+                f"{facts.key} has {facts.payload_bytes} bytes, got a buffer of {len(payload)}"
+            )
 
-        Raises:
-            InvalidArgumentError: The buffer has another size than the facts say.
-        """
-        _check_size(expected, into)
-        if not self.is_healthy:
-            return False
-        with self._lock:
-            if not self._takes_reads(self._jobs.loads):
-                return False
-            if expected.key not in self._bad:
-                self._add_read(self._jobs.loads, LoadJob(done, expected, into))
-                return True
-            self._jobs.refused[Refusal.MISSING] += 1
-        done(Refusal.MISSING)
-        return True
-
-    def remove(self, key: EntryKey) -> None:
-        """Have an entry that is known to be wrong not found again: its manifest goes.
-
-        Its chunks go before it is written anew, or when the store needs room. What is under way of
-        it comes to nothing.
-        """
-        if self._jobs.is_forked:
-            return
-        with self._lock:
-            self._jobs.revoke(key)
-            self._stored.pop(key, None)
-            _remember(self._bad, key, None)
-            if self._takes_calls:
-                self._jobs.add(self._removals, _Removal(None, [str(key)]))
-
-    def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over and told, as ``LowerTier`` says."""
-        return self._jobs.flush(timeout_seconds)
-
-    def close(self) -> None:
-        """End its threads; what is queued is given up, and ``done`` called for each.
-
-        It waits for calls that are under way, but not longer than until their deadlines.
-        """
-        if self._jobs.is_forked:
-            return  # the threads, and what they hold, are the parent's
+    def _join(self) -> None:
+        """Wait for calls that are under way, but not longer than until their deadlines."""
         with self._lock:
             self._call_began.notify_all()
-            self._jobs.close()
-        self._watcher.join()  # which ends the others, where no interrupt reaches it
+        self._watcher.join()  # which ends the others
 
-    def stats(self) -> TierStats:
-        """Return what it did so far; it has no rows of its own."""
-        with self._lock:
-            return TierStats(
-                name=self.name,
-                is_healthy=self.is_healthy,
-                asks=self._counts["asks"],
-                faults=dict(self._faults),
-                given_up=self._counts["given_up"],
-                hung=len(self._hung),
-                opened=self._counts["opened"],
-                **self._jobs.stats(),
-            )
+    def _own_stats(self) -> dict[str, Any]:
+        return {
+            "asks": self._counts["asks"],
+            "faults": dict(self._faults),
+            "given_up": self._counts["given_up"],
+            "hung": len(self._hung),
+            "opened": self._counts["opened"],
+        }
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself.
@@ -340,13 +272,13 @@ class RemoteTier:
             InvariantError: It does not.
         """
         with self._lock:
-            self._jobs.check_invariants()
+            super().check_invariants()
             busy = [job for worker in self._workers for job in worker.jobs]
             statements = {
                 "each job is one thread's": len(set(busy)) == len(busy),
-                "what a thread does was taken": self._jobs.taken.issuperset(busy),
+                "what a thread does was taken": self._taken.issuperset(busy),
                 "a call that was given up has no jobs": not any(each.jobs for each in self._hung),
-                "threads are lost to nothing but calls": self._jobs.is_closing
+                "threads are lost to nothing but calls": self._is_closing
                 or bool(self._hung)
                 or len(self._workers) == self._num_threads,
             }
@@ -359,20 +291,17 @@ class RemoteTier:
     @property
     def _takes_calls(self) -> bool:
         is_left_alone = self._failures >= _FAILURES_TO_OPEN
-        return not self._jobs.is_closing and not is_left_alone and bool(self._workers)
+        return not self._is_closing and not is_left_alone and bool(self._workers)
 
-    def _takes_reads(self, queue: deque[Any]) -> bool:
-        return self._takes_calls and len(queue) < self._jobs.max_queued
-
-    def _add_read(self, queue: deque[Any], job: _Ask | LoadJob) -> None:
-        if not self._owes_reads():
+    def _add(self, queue: deque[Any], job: Job) -> None:
+        if isinstance(job, (_Ask, LoadJob)) and not self._owes_reads():
             self._reads_since = time.monotonic()
-        self._jobs.add(queue, job)
+        super()._add(queue, job)
 
     def _owes_reads(self) -> bool:
         """Say whether somebody waits for what the store says or brings."""
-        is_queued = self._asks or self._jobs.loads
-        return bool(is_queued) or any(isinstance(j, (_Ask, LoadJob)) for j in self._jobs.taken)
+        is_queued = self._asks or self._loads
+        return bool(is_queued) or any(isinstance(j, (_Ask, LoadJob)) for j in self._taken)
 
     def _add_worker(self) -> None:
         worker = _Worker()
@@ -390,7 +319,7 @@ class RemoteTier:
         self._hung.add(worker)
         self._counts["given_up"] += 1
         # Hung threads keep their memory, so they are not replaced without end.
-        if not self._jobs.is_closing and len(self._hung) <= self._num_threads:
+        if not self._is_closing and len(self._hung) <= self._num_threads:
             self._add_worker()
         return jobs
 
@@ -404,7 +333,7 @@ class RemoteTier:
     def _work_once(self, worker: _Worker) -> bool:
         """Do some of it; return whether to go on."""
         try:
-            jobs = self._jobs.wait(self._work_came, partial(self._take, worker))
+            jobs = self._wait(self._work_came, partial(self._take_some, worker))
             if jobs:
                 self._do(worker, jobs)
             return bool(jobs)
@@ -416,14 +345,14 @@ class RemoteTier:
                 self._faults["error"] += 1
                 jobs, worker.jobs = worker.jobs, []
                 self._count_failure()
-            self._jobs.end_all(jobs, Refusal.IO_ERROR, "error")
+            self._end_all(jobs, Refusal.IO_ERROR, "error")
             return True
 
     def _come_back(self, worker: _Worker) -> bool:
         """Take a thread back whose call returned too late; return whether it is needed."""
         with self._lock:
             self._hung.discard(worker)
-            if not self._jobs.is_closing and len(self._workers) < self._num_threads:
+            if not self._is_closing and len(self._workers) < self._num_threads:
                 worker.is_given_up = worker.is_writing = False
                 self._workers.add(worker)
                 return True
@@ -431,7 +360,7 @@ class RemoteTier:
             self.store.unregister(worker.memory.data)
         return False
 
-    def _take(self, worker: _Worker) -> list[Any]:
+    def _take_some(self, worker: _Worker) -> list[Any]:
         """Have a worker take jobs of one kind, questions and loads first."""
         worker.is_loading = worker.is_writing = False
         jobs: list[Any] = []
@@ -440,14 +369,14 @@ class RemoteTier:
                 self._probe_is_due = False
                 return [_Probe(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
-            jobs = self._jobs.take(self._connecting) or self._jobs.take(self._asks)
-        elif self._jobs.loads and self._has_room(sum(each.is_loading for each in self._workers)):
+            jobs = self._take(self._connecting) or self._take(self._asks)
+        elif self._loads and self._has_room(sum(each.is_loading for each in self._workers)):
             jobs = self._take_loads()
             worker.is_loading = True
         elif self._removals:
-            jobs = self._jobs.take(self._removals)
+            jobs = self._take(self._removals)
         elif self._has_room(sum(each.is_writing for each in self._workers)):
-            jobs = self._jobs.take_puts(_ENTRIES_AT_ONCE)
+            jobs = self._take_puts(_ENTRIES_AT_ONCE)
             worker.is_writing = bool(jobs)
         worker.jobs = list(jobs)
         return jobs
@@ -458,12 +387,12 @@ class RemoteTier:
 
     def _take_loads(self) -> list[Any]:
         """Take a thread's share of the loads: of different entries, for a call names each once."""
-        loads = self._jobs.loads
+        loads = self._loads
         share = min(-(-len(loads) // (self._num_threads - 1)), _ENTRIES_AT_ONCE)
         keys: set[EntryKey] = set()
         while len(keys) < share and loads[len(keys)].expected.key not in keys:
             keys.add(loads[len(keys)].expected.key)
-        return self._jobs.take(loads, len(keys))
+        return self._take(loads, len(keys))
 
     def _do(self, worker: _Worker, jobs: Sequence[Job]) -> None:
         started = time.perf_counter()
@@ -478,13 +407,13 @@ class RemoteTier:
         elif isinstance(first, LoadJob):
             self._load_all(worker, [job for job in jobs if isinstance(job, LoadJob)])
             with self._lock:
-                self._jobs.read_seconds += time.perf_counter() - started
+                self._read_seconds += time.perf_counter() - started
                 worker.is_loading = False
                 self._work_came.notify()  # one less reads
         else:
             self._put_all(worker, [job for job in jobs if isinstance(job, PutJob)])
             with self._lock:
-                self._jobs.write_seconds += time.perf_counter() - started
+                self._write_seconds += time.perf_counter() - started
                 worker.is_writing = False
                 self._work_came.notify()  # one less writes
 
@@ -534,20 +463,20 @@ class RemoteTier:
     ) -> None:
         with self._lock:
             worker.jobs.remove(job)
-        self._jobs.end(job, refusal, reason)
+        self._end(job, refusal, reason)
 
     def _watch(self) -> None:
         """Give up calls that do not return, and have a store that failed asked again."""
         while True:
             jobs: list[Job] = []
             with self._lock:
-                if self._jobs.is_closing:
+                if self._is_closing:
                     break
                 now = time.monotonic()
                 for worker in [each for each in self._workers if (each.deadline or now + 1) <= now]:
                     jobs += self._give_up(worker)
                     self._count_failure()
-                dropped = [] if self._takes_calls else self._jobs.take_queued()
+                dropped = [] if self._takes_calls else self._take_queued()
                 if self._probes_at is not None and now >= self._probes_at:
                     self._probes_at, self._probe_is_due = None, True
                     self._work_came.notify_all()
@@ -556,13 +485,13 @@ class RemoteTier:
                     moments += [] if self._probes_at is None else [self._probes_at]
                     self._looks_at = min(moments, default=math.inf)
                     self._call_began.wait(self._looks_at - now if moments else None)
-            self._jobs.end_all(jobs, Refusal.TIMEOUT, "timed_out")
-            self._jobs.end_all(dropped, Refusal.IO_ERROR, "unhealthy")
+            self._end_all(jobs, Refusal.TIMEOUT, "timed_out")
+            self._end_all(dropped, Refusal.IO_ERROR, "unhealthy")
         self._end_threads()
 
     def _end_threads(self) -> None:
         """End what is queued, and wait for calls that are under way until their deadlines."""
-        self._jobs.end_all(self._jobs.take_queued(), Refusal.ABORTED, "aborted")
+        self._end_all(self._take_queued(), Refusal.ABORTED, "aborted")
         with self._lock:
             workers = list(self._workers)
         for worker in workers:
@@ -570,7 +499,7 @@ class RemoteTier:
         with self._lock:
             late = [worker for worker in workers if worker.thread.is_alive()]
             jobs = [job for worker in late for job in self._give_up(worker)]
-        self._jobs.end_all(jobs, Refusal.ABORTED, "aborted")
+        self._end_all(jobs, Refusal.ABORTED, "aborted")
         for worker in workers:
             if worker not in late and len(worker.memory):
                 self.store.unregister(worker.memory.data)
@@ -688,7 +617,7 @@ class RemoteTier:
                 _remember(self._bad, key, None)
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
             if is_bad or (has_manifest and refusal is Refusal.MISSING):
-                self._jobs.add(self._removals, _Removal(None, self._names(load.expected)))
+                self._add(self._removals, _Removal(None, self._names(load.expected)))
         self._finish(worker, load, refusal)
 
     def _remove(self, worker: _Worker, names: list[str]) -> bool:
@@ -853,11 +782,3 @@ def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -
     known.move_to_end(key)
     if len(known) > _MAX_REMEMBERED:
         known.popitem(last=False)
-
-
-def _check_size(facts: EntryFacts, payload: memoryview) -> None:
-    """Check that a buffer has the size that the facts say."""
-    if len(payload) != facts.payload_bytes:
-        raise InvalidArgumentError(
-            f"{facts.key} has {facts.payload_bytes} bytes, got a buffer of {len(payload)}"
-        )

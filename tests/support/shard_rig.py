@@ -6,6 +6,7 @@ exactly: what a rank computes for its heads and channels is what one process com
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -390,6 +391,17 @@ def run_stored(rank, world_size, folder, seed, num_requests, backend):
         store.inject(call, Trouble.FAIL, probability=0.1, fault=fault)
     run_over(rank, world_size, folder, seed, num_requests, backend, store=store,
              write_on_use=1)  # fmt: skip
+
+
+def run_tiered_and_stored(rank, world_size, folder, *arguments):
+    """One rank, once over a disk and once over a store: a process takes long to start."""
+    reports = []
+    for work in (run_tiered, run_stored):
+        own = Path(folder, work.__name__)
+        own.mkdir(exist_ok=True)
+        work(rank, world_size, str(own), *arguments)
+        reports.append(torch.load(own / f"{rank}.pt"))
+    torch.save(reports, f"{folder}/{rank}.pt")
 
 
 def run_over(rank, world_size, folder, seed, num_requests, backend, **settings):

@@ -1069,15 +1069,6 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     open_tier(tmp_path).close()
 
 
-def test_a_call_that_comes_just_as_it_closes_is_not_taken(tmp_path, monkeypatch) -> None:
-    tier = open_tier(tmp_path)
-    tier.close()
-    monkeypatch.setattr(disks.DiskTier, "is_healthy", True)
-    assert put(tier, 1) is False
-    assert load(tier, 1) is False
-    assert tier.stats().dropped == {"aborted": 1}
-
-
 def test_an_error_of_the_callers_is_shown_and_ends_nothing(tier, monkeypatch) -> None:
     shown = []
     monkeypatch.setattr(threading, "excepthook", shown.append)

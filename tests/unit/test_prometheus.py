@@ -156,10 +156,10 @@ def test_disks_and_stores_have_the_same_metrics_as_host_memory(kind, tmp_path):
     )  # fmt: skip
     for tier in tiers:
         tier.flush()
-    tiers[0]._jobs.refused[Refusal.PAYLOAD_DIGEST] += 3
-    tiers[1]._jobs.refused[Refusal.MISSING] += 4
-    tiers[0]._jobs.not_written["disk_full"] += 5
-    tiers[1]._jobs.not_written["unconfirmed"] += 6
+    tiers[0]._refused[Refusal.PAYLOAD_DIGEST] += 3
+    tiers[1]._refused[Refusal.MISSING] += 4
+    tiers[0]._not_written["disk_full"] += 5
+    tiers[1]._not_written["unconfirmed"] += 6
     samples, stats = tier_samples(cache), cache.tier_stats()
     assert [each.name for each in stats] == ["host", "disk", "store"]
     for tier in stats:

@@ -265,7 +265,7 @@ def test_a_forked_process_removes_nothing(bench, monkeypatch) -> None:
     """Locks and threads are its parent's."""
     assert bench.put(1) is None
     with monkeypatch.context() as forked:
-        forked.setattr(type(bench.tier._jobs), "is_forked", True)
+        forked.setattr(type(bench.tier), "_is_forked", True)
         bench.tier.remove(facts_of(1).key)
     assert bench.tier.flush(PATIENCE)
     assert bench.load(1) == payload_of(1)
@@ -715,7 +715,7 @@ def test_of_many_puts_a_thread_takes_some(bench, monkeypatch) -> None:
     answers = [Answer() for _ in range(9)]
     with bench.tier._lock:
         for number, answer in enumerate(answers):
-            bench.tier._jobs.add_put(PutJob(answer, facts_of(number), payload_of(number)))
+            bench.tier._add_put(PutJob(answer, facts_of(number), payload_of(number)))
     wait_until(lambda: sum(each.is_writing for each in bench.tier._workers) == 3)
     assert [len(each.jobs) for each in bench.tier._workers if each.is_writing] == [2, 2, 2]
     bench.faulty.heal()

@@ -462,7 +462,7 @@ def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(stor
 
 def test_a_full_queue_of_questions_lets_requests_go_on(store) -> None:
     context = make(store)
-    context.store_tier._jobs.max_queued = 0
+    context.store_tier._max_queued = 0
     assert ask(context).state is PrefetchState.NOTHING
     context.close()
 

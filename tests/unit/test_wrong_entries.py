@@ -47,7 +47,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
         payload = payload_of(1 if facts is WRONG else 2)
         assert disk.put(facts, payload, answer)
         wait_until(lambda: gate.num_done == 1)
-        assert len(disk._jobs.puts) == number - 1
+        assert len(disk._puts) == number - 1
     disk.remove(WRONG.key)
     gate.open()
     assert answers.pop(WRONG).get() is Refusal.ABORTED
