@@ -718,7 +718,7 @@ class AdaptiveSlotPolicy:
         tree.check_invariants()
         named = Counter(node for node in self._candidates.tolist() if node >= 0)
         stray = set(np.flatnonzero(self._candidates >= 0).tolist()) - set(slots_taken)
-        kept = {n: count for n, count in enumerate(tree.num_kept_at.tolist()) if n and count}
+        kept = {n: tree.num_kept_at[n] for n in np.flatnonzero(tree.num_kept_at).tolist() if n}
         if stray or named != kept:
             raise InvariantError(f"{dict(named)} have slots, {kept} are kept, {stray} are stray")
 
