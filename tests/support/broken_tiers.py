@@ -1,6 +1,7 @@
 """Tiers that are wrong on purpose, one fault each: what the machine of all tiers must notice."""
 
 import sys
+from contextlib import suppress
 from unittest import mock
 
 from fresh_examples import only_drawn
@@ -132,27 +133,108 @@ def _failure_is_success(end_lower):
     return lambda self, lease, refusal: end_lower(self, lease, None)
 
 
+PROMPTS = [(24, 0), (32, 1), (40, 0)]
+OTHERS = [(24, 1), (40, 1), (32, 1)]
+ROWS = [(kind, number) for kind in (EntryKind.STATE, EntryKind.KV) for number in range(6)]
+
+
+def _rows_damaged(machine):
+    """In host memory, where requests come back to them."""
+    for kind, number in ROWS:
+        machine.turn_a_bit(kind, number, 77 + number, False)
+    machine.ask_all(PROMPTS, 9)
+
+
+def _headers_damaged(machine):
+    machine.traffic(PROMPTS, 9, None)
+    for number in range(4):  # each row once
+        machine.turn_a_bit(EntryKind.STATE, number, 900, True)
+    machine.ask_all(PROMPTS, 9)
+
+
+def _disk_damaged(machine):
+    machine.round_trip(PROMPTS, [(*row, "a bit", 999 * row[1]) for row in ROWS], None, "restart", 9)
+
+
+def _restarted(machine):
+    machine.round_trip(PROMPTS, [], None, "restart", 9)
+
+
+def _load_fails(machine):
+    machine.traffic(PROMPTS, 9, None)
+    machine.next_copy_fails("load")
+    machine.ask_all(PROMPTS, 9)
+
+
+def _deregistered(machine):
+    """While what it held is on its way to host memory; others get its place."""
+    context, kv_blocks = machine.context, machine.context.kv_block_allocator
+    machine.reset("everything")
+    context.host_tier.clear()
+    machine.device_gets_on(0)
+    machine.ask_all(PROMPTS[2:], 0)
+    is_unused = (kv_blocks.block_hashes >= 0) & (kv_blocks.block_ref_counts == 0)
+    kv_blocks.deregister_blocks(is_unused.nonzero().flatten().tolist())
+    machine.exact = machine.keeps_all = False
+    machine.ask_all(OTHERS, 0)
+    machine.copies.run(99)
+    context._tiering.poll()
+    machine.ask_all(PROMPTS[2:] + OTHERS, 9)
+
+
+def _store_exchanged(machine):
+    """Entries have changed places in the store when another process looks for them."""
+    machine.ask_all(PROMPTS, 9)
+    machine.copies.run(99)
+    machine.context._tiering.poll()
+    for number in range(15):
+        machine.exchange(number, number + 1)
+    machine.round_trip(PROMPTS, "clear", 1)
+    machine.leave()
+    machine.context = machine.open_context()
+    machine.round_trip(PROMPTS, "clear", 1)
+
+
 def _patches():
+    """Each fault: whose method is replaced by what, and calls that show it."""
     return {
-        "bytes from host memory are not verified": (PlainTransfers, "load", _bytes_unseen),
-        "headers in host memory are not verified": (HostTier, "_refusal", _headers_unseen),
-        "rows of the disk are not verified": (disk, "_read_row", _disk_believed),
-        "rows of host memory are exchanged on their way": (PlainTransfers, "load", _another_row),
-        "another row of the disk is read": (SlabFile, "read", _another_row_of_the_disk),
-        "a load that is given up keeps its rows": (Tiering, "cancel", _lease_kept),
+        "bytes from host memory are not verified": (
+            PlainTransfers, "load", _bytes_unseen, _rows_damaged,
+        ),
+        "headers in host memory are not verified": (
+            HostTier, "_refusal", _headers_unseen, _headers_damaged,
+        ),
+        "rows of the disk are not verified": (disk, "_read_row", _disk_believed, _disk_damaged),
+        "rows of host memory are exchanged on their way": (
+            PlainTransfers, "load", _another_row, _restarted,
+        ),
+        "another row of the disk is read": (
+            SlabFile, "read", _another_row_of_the_disk, _restarted,
+        ),
+        "a load that is given up keeps its rows": (Tiering, "cancel", _lease_kept, _load_fails),
         "what was written to the disk keeps its row": (
-            HostTier, "_end_lower", _lower_lease_kept,
+            HostTier, "_end_lower", _lower_lease_kept, _restarted,
         ),
-        "a damaged row of the disk stays held": (RowPool, "release", _disk_lease_kept),
+        "a damaged row of the disk stays held": (
+            RowPool, "release", _disk_lease_kept, _disk_damaged,
+        ),
         "the boundary is off by one: the state is the block's before": (
-            Tiering, "read", _a_block_early,
+            Tiering, "read", _a_block_early, _restarted,
         ),
-        "keys and values are loaded without their state": (PlainTransfers, "load", _kv_alone),
-        "a state is loaded without keys and values": (PlainTransfers, "load", _state_alone),
-        "what was given up while it was copied counts": (Tiering, "_is_there", _gone_counts),
-        "a row is findable before it is filled": (HostTier, "reserve", _published_at_once),
+        "keys and values are loaded without their state": (
+            PlainTransfers, "load", _kv_alone, _restarted,
+        ),
+        "a state is loaded without keys and values": (
+            PlainTransfers, "load", _state_alone, _restarted,
+        ),
+        "what was given up while it was copied counts": (
+            Tiering, "_is_there", _gone_counts, _deregistered,
+        ),
+        "a row is findable before it is filled": (
+            HostTier, "reserve", _published_at_once, _disk_damaged,
+        ),
         "what the disk could not bring is findable": (
-            HostTier, "_end_lower", _failure_is_success,
+            HostTier, "_end_lower", _failure_is_success, _disk_damaged,
         ),
     }  # fmt: skip
 
@@ -166,34 +248,44 @@ def _store_believed(init):
 
 _FAULTS = _patches()
 STORE_FAULT = "entries of the store are not verified"
-_STORE_FAULTS = {STORE_FAULT: (RemoteTier, "__init__", _store_believed)}
+_STORE_FAULTS = {STORE_FAULT: (RemoteTier, "__init__", _store_believed, _store_exchanged)}
 """What a machine over a store must notice."""
 
 FAULTS = tuple(_FAULTS)
-FOUND_SOON = (
-    "bytes from host memory are not verified",
-    "rows of the disk are not verified",
-    "rows of host memory are exchanged on their way",
-    "a load that is given up keeps its rows",
-    "what was written to the disk keeps its row",
-    "a damaged row of the disk stays held",
-    "the boundary is off by one: the state is the block's before",
-    "keys and values are loaded without their state",
-    "a state is loaded without keys and values",
-    "what was given up while it was copied counts",
-    "what the disk could not bring is findable",
-)
-"""Those that the first few examples find."""
 
 
 def broken(fault):
     """Makes all tiers wrong for as long as it is entered."""
-    owner, name, make = (_FAULTS | _STORE_FAULTS)[fault]
+    owner, name, make, _ = (_FAULTS | _STORE_FAULTS)[fault]
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 FOUND = AssertionError, MambaCacheError
 """What the machine raises: an assertion of its own, or a contradiction in the books."""
+
+
+def show(fault):
+    """Makes the calls that show a fault, with all that the machine checks after each."""
+    calls = (_FAULTS | _STORE_FAULTS)[fault][-1]
+    machine = StoreMachine() if fault in _STORE_FAULTS else DiskMachine()
+    try:
+        machine.start(
+            policy="lru",
+            save_decode_states=False,
+            max_checkpoints=None,
+            longest=128,
+            placement=None,
+            slot_policy=None,
+            prompts=PROMPTS,
+        )
+        calls(machine)
+        for invariant in machine.invariants:
+            invariant.function(machine)
+    except FOUND:
+        with suppress(*FOUND):
+            machine.teardown()
+        raise
+    machine.teardown()
 
 
 def found_by_example(fault, most=100):
