@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from transformers.models.nemotron_h import modeling_nemotron_h
-from transformers_rig import BLOCK, FAMILIES, make_cache, make_model, text
+from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model, text
 
 from mamba_cache.integrations.transformers import capture as capture_module
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -27,24 +27,10 @@ CUTS = (2, 3 * BLOCK, 4 * BLOCK)
 LENGTH = 6 * BLOCK - 3
 
 
-def in_double(function):
-    """Models of float64 cast to float32 here and there, where a last bit becomes a visible one."""
-
-    def cast(*args, **kwargs):
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {n: torch.float64 if x is torch.float32 else x for n, x in kwargs.items()}
-        return function(*args, **kwargs)
-
-    return cast
-
-
 @pytest.fixture(params=[name for name in FAMILIES if name not in INSEPARABLE])
 def setting(request, monkeypatch):
     if request.param not in IN_FLOAT32:
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        monkeypatch.setattr(torch.Tensor, "to", in_double(torch.Tensor.to))
-        for owner in (torch, torch.nn.functional):
-            monkeypatch.setattr(owner, "softmax", in_double(torch.nn.functional.softmax))
+        compute_in_double(monkeypatch)
     model = make_model(request.param)
     if request.param not in IN_FLOAT32:
         model.double()
@@ -153,12 +139,12 @@ def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
     runner = ModelRunner(make_model("nemotron_h"))
     layout = probe(runner, BLOCK).layout
     assert probe_capture(runner, layout) is not None
-    original = capture_module._Run
+    original = capture_module.ScanRun
 
-    def shifted(num_rows, num_tokens, cuts, num_written):
-        return original(num_rows, num_tokens, tuple(cut + wrong for cut in cuts), num_written)
+    def shifted(num_rows, num_tokens, cuts, **others):
+        return original(num_rows, num_tokens, tuple(cut + wrong for cut in cuts), **others)
 
-    monkeypatch.setattr(capture_module, "_Run", shifted)
+    monkeypatch.setattr(capture_module, "ScanRun", shifted)
     assert probe_capture(runner, layout) is None
 
 

@@ -56,6 +56,19 @@ def test_only_the_tokens_of_the_step_are_written(
     assert torch.equal(pool, expected)
 
 
+@pytest.mark.parametrize("is_projected", [True, False])
+def test_several_tokens_of_each_row_are_written(kernels, device, generator, is_projected):
+    """Whether the axis of tokens comes before that of heads or behind it."""
+    pool = torch.zeros(2, 20, 3, 4, device=device)
+    slots = torch.randperm(20, generator=generator)[:10].to(device)
+    new = torch.rand(2, 2, 5, 3, 4, generator=generator).to(device)
+    states = new.transpose(2, 3)
+    kernels.write_tokens(pool, slots, *(states if is_projected else states.contiguous()).unbind())
+    expected = torch.zeros_like(pool)
+    expected[:, slots] = new.flatten(1, 2)
+    assert torch.equal(pool, expected)
+
+
 def test_heads_that_do_not_lie_together(kernels, device, generator):
     pool = torch.zeros(2, 9, 3, 4, device=device)
     keys = torch.rand(2, 3, 1, 8, generator=generator).to(device)[..., ::2]

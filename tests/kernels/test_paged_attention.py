@@ -1,4 +1,4 @@
-"""The attention of decoding requests to their KV blocks: the kernels and their twin."""
+"""The attention of requests to their KV blocks: the kernels and their twins."""
 
 import math
 
@@ -104,3 +104,89 @@ def test_what_lies_behind_a_request_is_not_read(attend, device, generator):
         is_its[table[0, position // shape["block"]].long(), position % shape["block"]] = True
     keys[~is_its], values[~is_its] = math.inf, 1e30
     torch.testing.assert_close(attend(*given, 1.0), wanted.float(), rtol=0, atol=2e-6)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def attend_chunks(request):
+    kernels = {"torch": paged_attention_torch, "triton": paged_attention}
+    return kernels[request.param].chunk_attention
+
+
+STARTS, COUNTS, PLACES = [0, 13, 40, 2], [20, 7, 33, 1], [2, 0, 1, 3]
+
+
+def make_chunks(generator, device, dtype, *, num_tokens, **shape):
+    """Random chunks of several lengths, each after what its request has, padded behind."""
+    lengths = [0] * len(PLACES)
+    for place, start, count in zip(PLACES, STARTS, COUNTS, strict=True):
+        lengths[place] = start + count
+    _, keys, values, table, places, _ = make(
+        generator, device, lengths, PLACES, dtype=dtype, **shape
+    )
+    size = len(PLACES), num_tokens, shape["heads"], shape["head_dim"]
+    query = torch.randn(size, generator=generator).to(device, dtype).transpose(1, 2)
+    ends = (torch.tensor(x, device=device) for x in (STARTS, COUNTS))
+    return query, keys, values, table, places, *ends
+
+
+def expected_of_chunks(query, keys, values, table, places, starts, counts, scale):
+    """Token by token: each sees what its request has up to itself."""
+    output = torch.zeros_like(query.transpose(1, 2), dtype=torch.float64)
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        for token in range(count):
+            output[row, token] = expected(
+                query[row : row + 1, :, token], keys, values, table, places[row : row + 1],
+                torch.full((len(table),), start + token + 1), scale,
+            )[0]  # fmt: skip
+    return output
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_token_of_a_chunk_sees_what_is_before_it(
+    attend_chunks, device, generator, monkeypatch, shape
+):
+    """Chunks and keys of more than one tile; padding attends to nothing, whatever is in it."""
+    monkeypatch.setattr(paged_attention, "_TILE", 16)
+    monkeypatch.setattr(paged_attention, "_QUERIES", 32)
+    given = make_chunks(generator, device, torch.float32, num_tokens=35, **shape)
+    wanted = expected_of_chunks(*given, 0.3)
+    for row, count in enumerate(COUNTS):
+        given[0][row, :, count:] = math.nan
+    pools = [given[1].clone(), given[2].clone()]
+    found = attend_chunks(*given, 0.3)
+    torch.testing.assert_close(found, wanted.float(), rtol=0, atol=2e-6)
+    assert torch.equal(given[1], pools[0])
+    assert torch.equal(given[2], pools[1])
+    # Rows do not know of each other: alone, without padding, each is the same to the bit.
+    for row, count in enumerate(COUNTS):
+        one = slice(row, row + 1)
+        query, keys, values, table, *rest = given
+        own = attend_chunks(
+            query[one, :, :count], keys, values, table, *(x[one] for x in rest), 0.3
+        )
+        assert torch.equal(own[0], found[row, :count])
+
+
+def test_chunks_in_half_precision(attend_chunks, device, generator):
+    """Triton's interpreter multiplies no bfloat16."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    shape = SHAPES["grouped queries"]
+    given = make_chunks(generator, device, dtype, num_tokens=33, **shape)
+    found = attend_chunks(*given, 0.25)
+    assert found.dtype is dtype
+    wanted = expected_of_chunks(*given, 0.25)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.03)
+
+
+def test_what_lies_behind_a_chunk_is_not_read(attend_chunks, device, generator):
+    shape = SHAPES["grouped queries"]
+    given = make_chunks(generator, device, torch.float32, num_tokens=33, **shape)
+    _, keys, values, table, *_ = given
+    wanted = attend_chunks(*given, 1.0)
+    is_its = torch.zeros(keys.shape[:2], dtype=torch.bool, device=device)
+    for place, start, count in zip(PLACES, STARTS, COUNTS, strict=True):
+        for position in range(start + count):
+            block = table[place, position // shape["block"]].long()
+            is_its[block, position % shape["block"]] = True
+    keys[~is_its], values[~is_its] = math.inf, math.nan
+    assert torch.equal(attend_chunks(*given, 1.0), wanted)

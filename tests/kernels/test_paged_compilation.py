@@ -42,6 +42,23 @@ def attend(dtype, group, head_dim, block):
     ptx = made.asm["ptx"]
     return ["mma" in ptx, made.metadata.shared, len(re.findall(r"st[.]local", ptx))]
 
+def attend_chunk(dtype, group, head_dim, block):
+    types = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
+    types |= {"tables": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("places", "starts", "lengths"), "*i64")
+    strides = ("row_stride", "head_stride", "query_stride", "table_stride", "token_stride")
+    types |= dict.fromkeys((*strides, "num_tokens"), "i32")
+    head_pad = triton.next_power_of_2(max(head_dim, 16))
+    constants = {
+        "KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_PAD": head_pad,
+        "BLOCK": block, "QUERIES": module._QUERIES, "TILE": module._TILE,
+    }
+    aligned = ("query", "keys", "values", "output", "row_stride", "head_stride", "query_stride")
+    warps = module._num_warps(head_pad)
+    made = compiled(module._chunk_kernel, types, constants, (*aligned, "token_stride"), warps)
+    ptx = made.asm["ptx"]
+    return ["mma" in ptx, made.metadata.shared, len(re.findall(r"st[.]local", ptx))]
+
 combine = compiled(
     module._combine_kernel,
     {"sums": "*fp32", "peaks": "*fp32", "totals": "*fp32", "output": "*bf16"},
@@ -64,6 +81,8 @@ write = compiled(
     {"SIZE": 1024, "TILE": decode_inputs._TILE}, ("keys", "values", "pool"), 4,
 )
 print(json.dumps([
+    attend_chunk("bf16", 4, 128, 256), attend_chunk("bf16", 4, 64, 256),
+    attend_chunk("bf16", 8, 256, 256), attend_chunk("fp32", 4, 80, 48),
     attend("bf16", 4, 128, 256), attend("bf16", 4, 64, 256), attend("bf16", 8, 256, 256),
     attend("fp32", 4, 80, 48), bool(combine.asm["ptx"]),
     bool(write.asm["ptx"]),
@@ -87,6 +106,7 @@ def test_the_kernels_compile_for_a_gpu():
     assert combines
     assert writes
     assert spilled_when_sorted == 0
-    assert [uses_matrix_units for uses_matrix_units, _, _ in kernels[:3]] == [True] * 3
     assert max(shared for _, shared, _ in kernels) < MOST_SHARED_BYTES
-    assert [spilled for _, _, spilled in kernels[:3]] == [0] * 3
+    for in_half_precision in (kernels[:3], kernels[4:7]):
+        assert [uses_matrix_units for uses_matrix_units, _, _ in in_half_precision] == [True] * 3
+        assert [spilled for _, _, spilled in in_half_precision] == [0] * 3

@@ -171,6 +171,23 @@ def make_model(name: str, seed: int = 0, **settings: object) -> transformers.Pre
     ).eval()
 
 
+def compute_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo the casts to float32 that models of float64 make, by which a last bit is visible."""
+
+    def in_double(function):
+        def cast(*args, **kwargs):
+            args = [torch.float64 if x is torch.float32 else x for x in args]
+            kwargs = {n: torch.float64 if x is torch.float32 else x for n, x in kwargs.items()}
+            return function(*args, **kwargs)
+
+        return cast
+
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch.Tensor, "to", in_double(torch.Tensor.to))
+    for owner in (torch, torch.nn.functional):
+        monkeypatch.setattr(owner, "softmax", in_double(torch.nn.functional.softmax))
+
+
 COMPOSITE = {"qwen3_5": "qwen3_5", "qwen3_5 with experts": "qwen3_5_moe"}
 """Families that are released with a vision tower, and the type of those checkpoints."""
 

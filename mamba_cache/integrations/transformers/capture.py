@@ -7,30 +7,110 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 from mamba_cache.integrations.transformers.replacement import replaced
 
-__all__ = ["StateCapture"]
+__all__ = ["ScanRun", "StateCapture", "state_index"]
 
 _INITIAL = frozenset({"initial_state", "initial_states"})
 _RETURNS_FINAL = frozenset({"output_final_state", "return_final_states"})
 
 
 @dataclass(slots=True)
-class _Run:
-    """One forward whose states are captured."""
+class ScanRun:
+    """How the scans of one forward over a rectangle of tokens are computed."""
 
     num_rows: int  # sequences that it computes
-    num_tokens: int  # of each
-    cuts: tuple[int, ...]  # of the scans, in tokens from the first computed one, ascending
-    num_written: list[int]  # by cut, tensors that were captured
-    pieces: Sequence[torch.Tensor] | None = None  # the last scan's states, until a layer took them
+    num_tokens: int  # of each, padding behind them included
+    cuts: tuple[int, ...] = ()  # where a scan is divided into calls, ascending, in ``columns``
+    # [rows, n] int64: the tokens that these calls compute, call after call; None: all in order.
+    columns: torch.Tensor | None = None
+    padding: torch.Tensor | None = None  # [rows, n] bool: which of these are padding; None: none
+    order: torch.Tensor | None = None  # [rows, num_tokens] int64: each token's place among them
+    is_kernel: bool = False  # whether the scans are kernels, which compute step sizes in float32
+    pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until taken
+    num_written: list[int] = field(default_factory=list)  # by cut, tensors that were captured
+
+    def compute(
+        self, scan: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], initial: str
+    ) -> Any:
+        """Compute a scan of the forward; ``initial`` is what its argument of a state is called."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        sequences = {key for key, x in given.items() if key != initial and self._is_sequence(x)}
+        if not sequences:
+            return scan(*args, **kwargs)
+        self.pieces = []
+        if not self.cuts and self.padding is None:
+            return scan(*args, **kwargs)
+        fills = {} if self.padding is None else self._stop_steps(scan, given, len(args))
+        for key in sequences:
+            given[key] = self._take(given[key], fills.get(key, 0.0))
+        width = self.num_tokens if self.columns is None else self.columns.shape[1]
+        state, outputs, pieces = given[initial], [], []
+        for begin, end in zip((0, *self.cuts), (*self.cuts, width), strict=True):
+            part = {key: x[:, begin:end] if key in sequences else x for key, x in given.items()}
+            part[initial] = state
+            output, state = scan(
+                *(part[number] for number in range(len(args))), **{key: part[key] for key in kwargs}
+            )
+            outputs.append(output)
+            pieces.append(state)
+        self.pieces = pieces[:-1]
+        whole = torch.cat(outputs, dim=1) if self.cuts else outputs[0]
+        return (whole if self.order is None else _columns_of(whole, self.order)), state
+
+    def _is_sequence(self, value: Any) -> bool:
+        size = self.num_rows, self.num_tokens
+        return torch.is_tensor(value) and value.dim() > 2 and tuple(value.shape[:2]) == size
+
+    def _take(self, values: torch.Tensor, fill: float) -> torch.Tensor:
+        """Return the tokens that are computed of one input, padding masked."""
+        if self.columns is not None:
+            values = _columns_of(values, self.columns)
+        if self.padding is None:
+            return values
+        shape = *self.padding.shape, *(1,) * (values.dim() - 2)
+        return values.masked_fill(self.padding.view(shape), fill)
+
+    def _stop_steps(
+        self, scan: Callable[..., Any], given: dict[Any, Any], num_args: int
+    ) -> dict[Any, float]:
+        """Have padding take no step in time: return what its step sizes, if any, are to be.
+
+        Of all other inputs zeros are neutral. A step size of minus infinity is one of zero once the
+        scan has taken its softplus; where it has a lower limit, the steps are computed here.
+        """
+        names = list(inspect.signature(scan).parameters)
+        key = "dt" if "dt" in given else names.index("dt") if "dt" in names[:num_args] else None
+        if key is None:
+            return {}
+        low, high = given.get("dt_limit", (0.0, float("inf")))
+        if given.get("dt_softplus") and low <= 0:
+            return {key: float("-inf")}
+        steps, bias = given[key], given.get("dt_bias")
+        if self.is_kernel:
+            steps = steps.float()
+        if bias is not None:
+            steps = steps + bias.to(steps.dtype)
+        if given.get("dt_softplus"):
+            steps = functional.softplus(steps)
+        given[key] = steps.clamp(low, high)
+        neutral = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+        given.update({name: x for name, x in neutral.items() if name in given})
+        return {}
+
+
+def _columns_of(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return of each row of [rows, tokens, ...] the tokens in [rows, n]."""
+    rows = torch.arange(len(columns), device=columns.device)
+    return values[rows[:, None], columns]
 
 
 _current = threading.local()
@@ -66,19 +146,16 @@ class StateCapture:
         start: int,
         num_tokens: int,
         rooms: Mapping[int, SequenceMemory],
-        *,
-        num_rows: int = 1,
     ) -> Iterator[set[int]]:
         """Capture the states of the forward that runs inside.
 
         Args:
             cache: The transformers cache that the forward is given.
             start: Tokens in the cache before the forward.
-            num_tokens: Tokens that the forward computes of each sequence.
+            num_tokens: Tokens that the forward computes of the sequence.
             rooms: By position, a number of tokens of the sequence that lies inside the forward:
-                where the state at it goes, a row for each sequence; windows are of their full
-                width, and what the position leaves of it is zeroed at the end.
-            num_rows: Sequences that the forward computes, all from ``start`` on.
+                where the state at it goes; windows are of their full width, and what the position
+                leaves of it is zeroed at the end.
 
         Yields:
             A set into which, when the forward has ended, the positions are put whose states were
@@ -86,14 +163,11 @@ class StateCapture:
         """
         positions = sorted(rooms)
         cuts = tuple(position - start for position in positions)
-        run = _Run(num_rows, num_tokens, cuts, [0] * len(cuts))
+        run = ScanRun(1, num_tokens, cuts, num_written=[0] * len(cuts))
         captured: set[int] = set()
         with ExitStack() as undo:
-            for owner, name in self._scans:
-                undo.enter_context(replaced(self, owner, name, _in_pieces))
+            undo.enter_context(self.scanning(run))
             self._tap_layers(undo, cache, run, [rooms[position] for position in positions])
-            _current.run = run
-            undo.callback(setattr, _current, "run", None)
             yield captured
         captured.update(
             position
@@ -101,8 +175,18 @@ class StateCapture:
             if count == self._num_tensors
         )
 
+    @contextmanager
+    def scanning(self, run: ScanRun) -> Iterator[None]:
+        """Have ``run`` compute the scans of the thread's forward while the body runs."""
+        with ExitStack() as undo:
+            for owner, name in self._scans:
+                undo.enter_context(replaced(self, owner, name, _computed_by_runs))
+            _current.run = run
+            undo.callback(setattr, _current, "run", None)
+            yield
+
     def _tap_layers(
-        self, undo: ExitStack, cache: Any, run: _Run, rooms: Sequence[SequenceMemory]
+        self, undo: ExitStack, cache: Any, run: ScanRun, rooms: Sequence[SequenceMemory]
     ) -> None:
         """Have the layers of the cache hand over what passes through them."""
         states = [iter(room.states) for room in rooms]
@@ -140,16 +224,17 @@ def _tapped(layer: Any, name: str, tap: _Tap) -> Iterator[None]:
         delattr(layer, name)  # uncovers the method of the class
 
 
-def _state_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    index: int = args[1] if len(args) > 1 else kwargs.get("state_idx", 0)
+def state_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return which of a layer's states an update is of, by its arguments after the state."""
+    index: int = args[0] if args else kwargs.get("state_idx", 0)
     return index
 
 
-def _conv_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
+def _conv_tap(run: ScanRun, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
     """The window before each cut is a slice of what enters the convolution."""
 
     def tap(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = _state_index(args, kwargs)
+        index = state_index(args[1:], kwargs)
         new = args[0] if args else kwargs["conv_states"]
         if index not in rooms or new.shape[0] != run.num_rows or new.shape[-1] != run.num_tokens:
             return
@@ -176,12 +261,12 @@ def _previous_window(layer: Any, index: int, new: torch.Tensor, width: int) -> t
     return new.new_zeros(*new.shape[:-1], width)
 
 
-def _recurrent_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
+def _recurrent_tap(run: ScanRun, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
     """The layer that keeps a scan's last state is the one whose pieces these were."""
 
     def tap(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pieces, run.pieces = run.pieces, None
-        index = _state_index(args, kwargs)
+        index = state_index(args[1:], kwargs)
         if pieces is None or index not in rooms:
             return
         for number, (room, state) in enumerate(zip(rooms[index], pieces, strict=True)):
@@ -193,7 +278,9 @@ def _recurrent_tap(run: _Run, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _T
     return tap
 
 
-def _window_tap(run: _Run, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], layer: Any) -> _Tap:
+def _window_tap(
+    run: ScanRun, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], layer: Any
+) -> _Tap:
     """The window before each cut is the end of what the layer kept and of what comes."""
     before = [layer.keys, layer.values]
 
@@ -251,35 +338,16 @@ def _is_scan(function: Callable[..., Any]) -> bool:
     return bool(parameters & _INITIAL) and bool(parameters & _RETURNS_FINAL)
 
 
-def _in_pieces(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a scan compute the sequences of the thread's run in pieces that end at its cuts."""
+def _computed_by_runs(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a scan one that the thread's run computes, if it has one."""
 
     @wraps(scan)
-    def in_pieces(*args: Any, **kwargs: Any) -> Any:
-        run: _Run | None = getattr(_current, "run", None)
+    def computed_by_run(*args: Any, **kwargs: Any) -> Any:
+        run: ScanRun | None = getattr(_current, "run", None)
         initial = next(iter(_INITIAL & kwargs.keys()), None)
         wants_state = any(kwargs.get(name) for name in _RETURNS_FINAL)
-        sequences = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value)]
-        if run is None or not run.cuts or initial is None or not wants_state or not sequences:
+        if run is None or initial is None or not wants_state:
             return scan(*args, **kwargs)
-        size = (run.num_rows, run.num_tokens)
-        if tuple(sequences[0].shape[:2]) != size:
-            return scan(*args, **kwargs)
+        return run.compute(scan, args, kwargs, initial)
 
-        def is_sequence(value: Any) -> bool:
-            return torch.is_tensor(value) and value.dim() > 2 and tuple(value.shape[:2]) == size
-
-        state, outputs, pieces = kwargs[initial], [], []
-        for begin, end in zip((0, *run.cuts), (*run.cuts, run.num_tokens), strict=True):
-            part = [x[:, begin:end] if is_sequence(x) else x for x in args]
-            named = {
-                name: x[:, begin:end] if name != initial and is_sequence(x) else x
-                for name, x in kwargs.items()
-            }
-            output, state = scan(*part, **{**named, initial: state})
-            outputs.append(output)
-            pieces.append(state)
-        run.pieces = pieces[:-1]
-        return torch.cat(outputs, dim=1), state
-
-    return in_pieces
+    return computed_by_run

@@ -32,19 +32,17 @@ from mamba_cache.integrations.transformers.batching.decode import DecodeStep, pa
 from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
-from mamba_cache.integrations.transformers.batching.prefill import ComputedChunks, PrefillStep
+from mamba_cache.integrations.transformers.batching.rectangles import ComputedChunks, PrefillStep
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
+from mamba_cache.integrations.transformers.tensors import ints_to_device
 from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 
 __all__ = ["BatchStats", "Batcher", "BatcherSettings"]
-
-_COPIED_BYTES = 2**31
-"""Of keys and values before the chunks of one forward, which are copied for it."""
 
 _LONGEST = 2**17
 """Tokens of a sequence, for models that do not say: block tables are as wide."""
@@ -82,6 +80,7 @@ class BatchStats:
         prefill_forwards: Forwards over chunks of prompts.
         prefill_tokens: Tokens that these computed.
         rectangles: Those of them that took several requests.
+        padding_tokens: Tokens of padding that these computed besides.
         moves: Requests that were put into other rows, so that a smaller batch does for all.
         captures: CUDA graphs captured.
         graph_sizes: Sizes of decode batches that have one now.
@@ -97,6 +96,7 @@ class BatchStats:
     prefill_forwards: int = 0
     prefill_tokens: int = 0
     rectangles: int = 0
+    padding_tokens: int = 0
     moves: int = 0
     captures: int = 0
     graph_sizes: tuple[int, ...] = ()
@@ -186,15 +186,14 @@ class Batcher:
         assert self.context.kv_cache is not None
         self._attention = PagedAttention(runner.model, self.context.kv_cache)
         self._decode = DecodeStep(runner, self.context, self._layout, filler, self._attention)
-        kv = self._layout.kv_spec
-        token_bytes = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * kv.dtype.itemsize
         self._prefill = PrefillStep(
             runner,
             self.context,
             self._layout,
             filler,
-            capture,
-            rectangle_tokens=max(_COPIED_BYTES // max(token_bytes, 2**13), settings.chunk_tokens),
+            self._attention,
+            capture=capture,
+            fewest_tokens=settings.fewest_tokens,
         )
         self.counts: Counter[str] = Counter()
         self._graphs = DecodeGraphs(
@@ -357,10 +356,9 @@ class Batcher:
         if step is None:
             return over
         try:
-            computed = self._prefill.compute(step) if step.prefills else []
+            most = self._scheduler.max_chunk_tokens
+            computed = self._prefill.compute(step, most) if step.prefills else []
             logits = self._compute_decodes(step)
-            if computed:
-                self._prefill.write_states(computed)
             tokens, firsts = self._choose(step, logits, computed)
             # By now all is enqueued: the comparison of the weights was done beside it.
             self._runner.fingerprint.confirm()
@@ -438,22 +436,22 @@ class Batcher:
         else:
             decoding.ids = ids
         idle = self._idle_rows(decoding.size)
-        kept = self._prefill.read_states(idle) if idle else None
+        live = self.context.live_states.tensors
+        at = ints_to_device(idle, self.context.device)
+        kept = {name: x.index_select(1, at) for name, x in live.items()} if idle else {}
         logits = self._graphs.run(decoding.size, is_eager=self._is_eager)
-        if kept is not None:
-            for name, states in kept[1].items():
-                self.context.live_states[name].index_copy_(1, kept[0], states)
+        for name, states in kept.items():
+            live[name].index_copy_(1, at, states)
         self.counts["decode_steps"] += 1
         return logits
 
     def _idle_rows(self, bound: int) -> list[int]:
-        """Return the rows below ``bound`` of prompts that no chunk of is computed in the step."""
+        """Return the rows below ``bound`` of requests that do not decode in the step."""
         if self._scheduler.is_steady:
             return []
         table = self.context.request_table
-        in_step = table.decoding_rows | table.scheduled_rows.keys()
         rows = range(min(bound, len(table.num_blocks)))
-        return [row for row in rows if row not in in_step and table.num_blocks.item(row)]
+        return [r for r in rows if r not in table.decoding_rows and table.num_blocks.item(r)]
 
     def _read_decoding(self, ids: tuple[Hashable, ...], rows: npt.NDArray[np.int64]) -> _Decoding:
         size = self._size_for(int(rows.max()) + 1)
@@ -558,6 +556,7 @@ class Batcher:
         self.counts["steps"] += 1
         self.counts["prefill_forwards"] += len(computed)
         self.counts["rectangles"] += sum(len(chunks.requests) > 1 for chunks in computed)
+        self.counts["padding_tokens"] += sum(chunks.num_padded for chunks in computed)
         self.counts["decoded_tokens"] += num_decodes
         self.counts["prefill_tokens"] += sum(part.num_tokens for _, part in chunks)
         sampled = decoded + [request for request, part in chunks if part.samples]
@@ -640,7 +639,7 @@ class Batcher:
             for one in prepared:
                 self.context.add_request(one)
             step = self.context.begin_step()
-            self._prefill.write_states(self._prefill.compute(step))
+            self._prefill.compute(step, self.context.config.max_tokens)
             self.context.commit_step([tokens[-1] for tokens in sequences])
             rows = self.context.begin_step().decode_rows.tolist()
             logits = self._decode.compute(self._size_for(max(rows) + 1))
@@ -666,12 +665,14 @@ class Batcher:
     def drop(self) -> None:
         """Ends all requests, and a step in flight; what is cached stays."""
         self._attention.put_back()
+        self._prefill.put_back()
         self._clear()
         self.context.reset(preserve_prefix_cache=True)
 
     def reset(self) -> None:
         """Forgets all, the store's prefixes and counts and the graphs of the model as it was."""
         self._attention.put_back()
+        self._prefill.put_back()
         self._clear()
         self._graphs.forget()
         self._graphs.warm_up_seconds, self._graphs.eager_reason = 0.0, ""

@@ -89,7 +89,7 @@ def _make_mask(**arguments: Any) -> Any:
 
 
 class PagedAttention:
-    """The attention layers of one decode step: they write and read a context's KV blocks.
+    """The attention layers of one forward: they write and read a context's KV blocks.
 
     Args:
         model: The model.
@@ -116,6 +116,7 @@ class PagedAttention:
         ]
         self._layer = -1
         self._slots = self._places = self._lengths = self._tables = torch.empty(0)
+        self._starts: torch.Tensor | None = None
 
     @contextmanager
     def during(
@@ -124,16 +125,20 @@ class PagedAttention:
         places: torch.Tensor,
         lengths: torch.Tensor,
         tables: torch.Tensor,
+        starts: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """Have the model's attention go to the KV blocks, in this thread, while the body runs.
 
         Args:
-            slots: [rows] int64 where each row's key and value go, in tokens of the pool.
-            places: [rows] int64 as for ``paged_attention``.
-            lengths: [places] int32 likewise.
+            slots: [rows * n] int64 where the keys and values of each row's n tokens go, in tokens
+                of the pool.
+            places: [rows] int64 as for ``paged_attention`` or ``chunk_attention``.
+            lengths: Likewise.
             tables: [places, max_blocks] int32 likewise.
+            starts: As for ``chunk_attention``; None: each row decodes one token.
         """
         self._slots, self._places, self._lengths, self._tables = slots, places, lengths, tables
+        self._starts = starts
         with ExitStack() as undo:
             for config in self._configs:
                 undo.enter_context(replaced(self, config, _FIELD, _substitute_for(config)))
@@ -148,10 +153,10 @@ class PagedAttention:
     def update(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token's keys and values of each row; stands in for a cache layer's ``update``.
+        """Write the keys and values of new tokens; stands in for a cache layer's ``update``.
 
         They are those of an attention layer, whose attention is called next:
-        [rows, kv_heads, 1, head_dim] each, and returned as given.
+        [rows, kv_heads, n, head_dim] each, and returned as given.
         """
         self._layer = layer
         self._writes.write_tokens(self._flat[layer], self._slots, keys, values)
@@ -160,28 +165,32 @@ class PagedAttention:
     def attend(self, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Attend to the keys and values of the layer that was updated last.
 
-        Of a query [rows, heads, 1, head_dim] the result is [rows, 1, heads, head_dim]; options are
+        Of a query [rows, heads, n, head_dim] the result is [rows, n, heads, head_dim]; options are
         those that the model's layer passes to its attention function.
 
         Raises:
             InvalidArgumentError: The model asks for what is not served here.
         """
         asked = [name for name in _UNSERVED if options.get(name) is not None]
-        if query.shape[2:] != (1, self._kv_cache.shape[-1]):
+        num_tokens = len(self._slots) // len(self._places)
+        if query.shape[2:] != (num_tokens, self._kv_cache.shape[-1]):
             asked.append(f"queries [tokens, size of a head] {[*query.shape[2:]]}")
         if asked:
             raise InvalidArgumentError(
                 f"generate_batch cannot serve this model: its attention asks for {asked}, and the "
                 "one that reads KV blocks has no such thing; generate serves it"
             )
-        scale = options.get("scaling")
-        output: torch.Tensor = self._kernels.paged_attention(
-            query[:, :, 0],
-            *self._kv_cache[self._layer],
-            self._tables,
-            self._places,
-            self._lengths,
-            query.shape[-1] ** -0.5 if scale is None else float(scale),
+        scaling = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        keys, values = self._kv_cache[self._layer]
+        output: torch.Tensor
+        if self._starts is not None:
+            output = self._kernels.chunk_attention(
+                query, keys, values, self._tables, self._places, self._starts, self._lengths, scale
+            )
+            return output
+        output = self._kernels.paged_attention(
+            query[:, :, 0], keys, values, self._tables, self._places, self._lengths, scale
         )
         return output[:, None]
 

@@ -61,7 +61,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Write a part of the keys, or of the values, of one row."""
+    """Write a part of the keys and of the values of one token."""
     row = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + row).to(tl.int64)
@@ -98,8 +98,8 @@ def write_tokens(
 ) -> None:
     """Do what the twin does, in one launch."""
     size = pool.shape[2] * pool.shape[3]
-    # Of one token a row's heads lie together, whatever the axis of tokens is next to.
-    keys, values = (new[:, :, 0].contiguous() for new in (keys, values))
+    # A token's heads lie together already where a model projects them together.
+    keys, values = (x.transpose(1, 2).reshape(-1, size).contiguous() for x in (keys, values))
     _write_kernel[(len(keys), triton.cdiv(size, _TILE))](
         keys, values, pool, slots, keys.stride(0), values.stride(0), pool.stride(0),
         SIZE=size, TILE=min(_TILE, triton.next_power_of_2(size)), num_warps=4,

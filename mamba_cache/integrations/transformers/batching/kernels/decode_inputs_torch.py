@@ -47,13 +47,14 @@ def sort_by_row(
 def write_tokens(
     pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Write one token's keys and values of each row.
+    """Write the keys and values of some tokens of each row.
 
     Args:
         pool: [2, tokens, kv_heads, head_dim] keys and values of one layer, contiguous.
-        slots: [rows] int64 where each row's go; of rows that go to the same place any is kept.
-        keys: [rows, kv_heads, 1, head_dim] of the pool's dtype.
+        slots: [rows * n] int64 where each token's go, row by row; of tokens that go to the same
+            place any is kept.
+        keys: [rows, kv_heads, n, head_dim] of the pool's dtype.
         values: Likewise.
     """
     for half, new in zip(pool, (keys, values), strict=True):
-        half.index_copy_(0, slots, new[:, :, 0])
+        half.index_copy_(0, slots, new.transpose(1, 2).flatten(0, 1))

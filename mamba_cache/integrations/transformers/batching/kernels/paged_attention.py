@@ -1,4 +1,4 @@
-"""The attention of decoding requests to their KV blocks, as two Triton kernels."""
+"""The attention of requests to their KV blocks: of one token each, and of chunks, in Triton."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, N803, PLR0917
@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["paged_attention"]
+__all__ = ["chunk_attention", "paged_attention"]
 
 _TILE = 64
+_QUERIES = 64
 _PROGRAMS = 1024
 _MOST_SPLITS = 32
 _LOWEST = tl.constexpr(-3.0e38)
@@ -119,6 +120,82 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _chunk_kernel(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    tables,
+    places,
+    starts,
+    lengths,
+    output,
+    scale,
+    row_stride,
+    head_stride,
+    query_stride,
+    table_stride,
+    token_stride,
+    num_tokens,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Attend from some tokens of one row, the queries of one KV head, to all that they see."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    place = tl.load(places + row).to(tl.int64)
+    start = tl.load(starts + row).to(tl.int32)
+    length = tl.load(lengths + row).to(tl.int32)
+    # The queries of a KV head's group lie side by side: its keys are read once for all of them.
+    number = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    token, member = number // GROUP, number % GROUP
+    first = tl.program_id(2) * QUERIES // GROUP
+    last = tl.minimum(((tl.program_id(2) + 1) * QUERIES - 1) // GROUP, length - 1)
+    end = tl.where(first < length, start + last + 1, 0)
+
+    dims = tl.arange(0, HEAD_PAD)
+    is_query = (token < length)[:, None] & (dims < HEAD_DIM)[None, :]
+    own = row * row_stride + (head * GROUP + member).to(tl.int64) * head_stride
+    own = own + token.to(tl.int64) * query_stride
+    q = tl.load(query + own[:, None] + dims[None, :], mask=is_query, other=0.0)
+
+    peak = tl.full([QUERIES], _LOWEST, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
+    for begin in range(0, end, TILE):
+        tokens = begin + tl.arange(0, TILE)
+        is_token = tokens < end
+        block = tl.load(tables + place * table_stride + tokens // BLOCK, mask=is_token, other=0)
+        slot = block.to(tl.int64) * BLOCK + tokens % BLOCK
+        at = (slot * token_stride + head * HEAD_DIM)[:, None] + dims[None, :]
+        is_kept = is_token[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + at, mask=is_kept, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        is_seen = is_token[None, :] & (tokens[None, :] <= (start + token)[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp(scores - new_peak[:, None])
+        decay = tl.exp(peak - new_peak)
+        v = tl.load(values + at, mask=is_kept, other=0.0)
+        total = total * decay + tl.sum(weights, 1)
+        part = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        summed = summed * decay[:, None] + part
+        peak = new_peak
+
+    result = summed / tl.where(total > 0, total, 1.0)[:, None]
+    result = tl.where(is_query, result, 0.0)
+    heads = KV_HEADS * GROUP
+    to = ((row * num_tokens + token) * heads + head * GROUP + member) * HEAD_DIM
+    is_inside = (token < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+    to = output + to[:, None] + dims[None, :]
+    tl.store(to, result.to(output.dtype.element_ty), mask=is_inside)
+
+
 def paged_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -150,5 +227,37 @@ def paged_attention(
         sums, peaks, totals, output,
         GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLITS=splits,
         SPLITS_PAD=triton.next_power_of_2(splits), num_warps=1,
+    )  # fmt: skip
+    return output
+
+
+def _num_warps(head_pad: int) -> int:
+    """Return how many warps hold the sums of a tile of chunks' queries in their registers."""
+    return 8 if head_pad > 128 else 4
+
+
+def chunk_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    places: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Do what the twin does, in one launch whose grid depends on shapes alone."""
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    rows, num_heads, num_tokens, head_dim = query.shape
+    block_size, kv_heads = keys.shape[1], keys.shape[2]
+    group = num_heads // kv_heads
+    output = query.new_empty((rows, num_tokens, num_heads, head_dim))
+    head_pad = triton.next_power_of_2(max(head_dim, 16))
+    _chunk_kernel[(rows, kv_heads, triton.cdiv(num_tokens * group, _QUERIES))](
+        query, keys, values, block_tables, places, starts, lengths, output,
+        scale, *query.stride()[:3], block_tables.stride(0), keys.stride(1), num_tokens,
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK=block_size,
+        QUERIES=_QUERIES, TILE=_TILE, num_warps=_num_warps(head_pad),
     )  # fmt: skip
     return output

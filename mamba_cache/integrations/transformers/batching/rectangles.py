@@ -1,0 +1,469 @@
+"""Prefills of a step: chunks of any length, from any position, padded behind to rectangles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from mamba_cache._to_device import to_device
+from mamba_cache.context import (
+    CapturedExtractions,
+    DynamicInferenceContext,
+    ScheduledRequest,
+    Step,
+)
+from mamba_cache.errors import ModelChangedError
+from mamba_cache.integrations.transformers.batching.layout import BatchLayout
+from mamba_cache.integrations.transformers.batching.paged import PagedAttention
+from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture, state_index
+from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
+from mamba_cache.integrations.transformers.replacement import put_back, replaced
+from mamba_cache.integrations.transformers.runner import ModelRunner
+
+__all__ = ["ComputedChunks", "PrefillStep", "RectangleShape", "split_rows"]
+
+_FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
+"""By device, in tokens computed: what a forward costs at least, and what it costs beside its own.
+
+On a GPU launches alone take as long as some 2,000 tokens (H200, eager: 43 ms for Nemotron-H-8B's
+shape, 93 ms for a Granite-4-like one); on a CPU a forward costs little more than its tokens.
+"""
+
+_current = threading.local()
+"""The thread's ``last_tokens``: the rows and columns whose logits are needed, if not all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedChunks:
+    """What a forward over chunks of prompts left."""
+
+    requests: tuple[ScheduledRequest, ...]  # the chunks, in the order of the rows
+    logits: torch.Tensor  # [rows or more, vocabulary] after the last token of each
+    num_padded: int  # tokens of padding that were computed beside the chunks
+
+
+@dataclass(frozen=True, slots=True)
+class RectangleShape:
+    """All of a rectangle that no tensor holds."""
+
+    num_rows: int
+    num_tokens: int  # of each row, padding included
+    # Tokens of each call of a scan, padding included: before the first checkpoint of each row,
+    # between that and its next one, and so on; one more than there are checkpoints in a row.
+    widths: tuple[int, ...]
+    # Rows differ in their lengths or checkpoints; if not, the calls' tokens are just those.
+    is_ragged: bool
+    is_fresh: bool = False  # no row has a state before, and the model is given none
+
+    @property
+    def num_checkpoints(self) -> int:
+        """The most that a row has."""
+        return len(self.widths) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A chunk and where it lies in the step: its place among the requests, and its first token."""
+
+    request: ScheduledRequest
+    place: int
+    first_token: int
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Its checkpoints, in tokens from its first one."""
+        return tuple(position - self.request.start for position, _ in self.request.checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rooms:
+    """Where a rectangle's states at checkpoints go, and where its rows are cut and end."""
+
+    saved: list[dict[str, torch.Tensor]]  # of each checkpoint, by name
+    ends: list[Any]  # of each checkpoint, in tokens of the rows: [rows] int64, or an int for all
+    own_end: torch.Tensor | None  # [rows] int64 tokens of each row; None: all of the rectangle
+
+
+class PrefillStep:
+    """Computes the chunks of a step in rectangles [rows, longest].
+
+    A rectangle reads what it needs of the step's metadata, by a few numbers for each row. It goes
+    on from copies of its rows' live states, puts those at their ends back, and writes keys, values
+    and checkpoints where they belong. Padding is computed and changes nothing: scans are given
+    zeros, windows are taken at each row's own end, keys and values go to the dummy block.
+
+    Where a model's states are not what functions return, and ``capture`` is None, the rows of a
+    rectangle have one length.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        context: DynamicInferenceContext,
+        layout: BatchLayout,
+        filler: CacheFiller,
+        attention: PagedAttention,
+        *,
+        capture: StateCapture | None,
+        fewest_tokens: int,
+    ) -> None:
+        self._runner = runner
+        self._context = context
+        self._layout = layout
+        self._filler = filler
+        self._attention = attention
+        self._capture = capture
+        self._has_kernels = capture is not None and capture.has_kernels
+        self._fewest_tokens = fewest_tokens
+        self._metadata = context.step_buffers.tensors
+        self._head = runner.model.get_output_embeddings()
+        allocator = context.kv_block_allocator
+        self._dummy_slot = allocator.dummy_block_id * context.config.block_size_tokens
+        parts = layout.layout.layers
+        self._num_states = sum(len(one.convs) + len(one.recurrents) for one in parts)
+
+    def compute(self, step: Step, max_tokens: int) -> list[ComputedChunks]:
+        """Compute all chunks of a step, each forward of at most ``max_tokens``, padding included.
+
+        A chunk that is longer is a forward of its own.
+        """
+        computed, is_captured = [], True
+        for group in self._split(self._place(step), max_tokens):
+            shape, rows = self._describe(group)
+            inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
+            logits, has_all = self.forward(shape, inputs)
+            is_captured &= has_all
+            requests = tuple(chunk.request for chunk in group)
+            num_tokens = sum(request.num_tokens for request in requests)
+            num_padded = shape.num_rows * shape.num_tokens - num_tokens
+            computed.append(ComputedChunks(requests, logits, num_padded))
+        metadata = step.metadata
+        if metadata.num_checkpoints and is_captured:
+            lengths = metadata.num_chunks, metadata.num_prefill_tokens
+            layers = range(self._layout.num_state_layers)
+            self._context.count_extractions(CapturedExtractions(dict.fromkeys(layers, lengths)))
+        return computed
+
+    def put_back(self) -> None:
+        """Undo what a forward that broke off has replaced."""
+        put_back(self)
+
+    def _place(self, step: Step) -> list[_Placed]:
+        metadata, first = step.metadata, step.metadata.num_decode_tokens
+        placed = []
+        for place in range(metadata.num_decodes, metadata.num_requests):
+            request = step.prefills[place - metadata.num_decodes]
+            placed.append(_Placed(request, place, first))
+            first += request.num_tokens
+        return placed
+
+    def _split(self, chunks: Sequence[_Placed], max_tokens: int) -> Iterator[Sequence[_Placed]]:
+        """Put chunks together so that padding costs less than the forwards it saves."""
+        alike: dict[object, list[_Placed]] = {}
+        for chunk in chunks:
+            size = chunk.request.num_tokens
+            key = None if self._capture is not None else (size, chunk.request.start == 0)
+            alike.setdefault(key, []).append(chunk)
+        least, extra = _FORWARD_TOKENS.get(self._context.device.type, (0, 0))
+        for group in alike.values():
+            group.sort(key=lambda chunk: -chunk.request.num_tokens)
+            sizes = [chunk.request.num_tokens for chunk in group]
+            bounds = split_rows(sizes, max_tokens, least=least, extra=extra)
+            for begin, end in pairwise(bounds):
+                yield sorted(group[begin:end], key=lambda chunk: chunk.place)
+
+    def _describe(self, group: Sequence[_Placed]) -> tuple[RectangleShape, list[list[int]]]:
+        """Return a rectangle's shape, and the numbers of its rows as ``forward`` takes them."""
+        lengths = [chunk.request.num_tokens for chunk in group]
+        count = max(len(chunk.cuts) for chunk in group)
+        # Calls for which a row has no tokens left are all padding to it.
+        bounds = [
+            [0, *chunk.cuts, *[length] * (count + 1 - len(chunk.cuts))]
+            for chunk, length in zip(group, lengths, strict=True)
+        ]
+        widths = tuple(
+            max(end - begin for begin, end in zip(*pair, strict=True))
+            for pair in pairwise(zip(*bounds, strict=True))
+        )
+        size = max(lengths)
+        # A single token takes the model's way of decoding, which is not exact for every model.
+        least = self._fewest_tokens if self._capture is not None else 1
+        is_alike = all(own == bounds[0] for own in bounds)
+        shape = RectangleShape(
+            len(group),
+            max(size, least),
+            widths if size >= least else (least,),
+            is_ragged=not is_alike or size < least,
+            is_fresh=self._capture is None and not group[0].request.start,
+        )
+        rows = [
+            [chunk.place, chunk.first_token, own[-1], *own[1:-1]]
+            for chunk, own in zip(group, bounds, strict=True)
+        ]
+        for number in range(count):
+            # Rows without this checkpoint write that of another row, once more the same.
+            owners = [row for row, chunk in enumerate(group) if len(chunk.cuts) > number]
+            for row, numbers in enumerate(rows):
+                owner = row if row in owners else owners[0]
+                numbers += [owner, group[owner].request.checkpoints[number][1]]
+        return shape, rows
+
+    def forward(self, shape: RectangleShape, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Compute a rectangle whose step's metadata are on the device.
+
+        All that differs between rectangles of one shape is in tensors, and nothing waits for the
+        device.
+
+        Args:
+            shape: Its shape.
+            inputs: [rows, 3 + 3 * checkpoints] int64: each row's place in the step, its first
+                token there, how many it has; where it is cut, in tokens; and for each cut the row
+                whose state is saved, and the slot.
+
+        Returns:
+            [rows, vocabulary] logits after each row's last token; and whether all checkpoints were
+            saved whole.
+
+        Raises:
+            ModelChangedError: The model no longer computes scans as it did.
+        """
+        metadata, count = self._metadata, shape.num_checkpoints
+        places, first, lengths = inputs[:, 0], inputs[:, 1], inputs[:, 2]
+        columns = torch.arange(shape.num_tokens, device=inputs.device)
+        # Padding repeats a row's last token, at its position: no number of it is out of range.
+        at = first[:, None] + torch.minimum(columns, lengths[:, None] - 1)
+        slots = metadata["kv_slot_mapping"][at]
+        is_written = (slots >= 0) & (columns < lengths[:, None])
+        slots = torch.where(is_written, slots, self._dummy_slot).flatten()
+        positions = metadata["positions"][at]
+        live_rows = metadata["state_rows"][places].long()
+        live = self._context.live_states.tensors
+        states = {name: tensor.index_select(1, live_rows) for name, tensor in live.items()}
+        saved = [self._layout.empty_states(shape.num_rows, inputs.device) for _ in range(count)]
+        ends = inputs[:, 3 : 3 + count]
+        if shape.is_ragged:
+            rooms = _Rooms(saved, list(ends.unbind(1)), lengths)
+        else:
+            rooms = _Rooms(saved, list(accumulate(shape.widths[:-1])), None)
+        run = _make_run(shape, lengths, ends)
+        run.is_kernel = self._has_kernels
+        run.num_written = [0]
+        with ExitStack() as during:
+            during.enter_context(
+                self._attention.during(
+                    slots,
+                    places,
+                    lengths,
+                    metadata["block_tables"],
+                    positions[:, 0],
+                )
+            )
+            cache = self._make_cache(shape, states)
+            if self._capture is not None and shape.num_tokens > 1:
+                during.enter_context(self._capture.scanning(run))
+                self._tap(during, cache, run, rooms)
+            last = None
+            if shape.is_ragged:
+                last = torch.arange(shape.num_rows, device=inputs.device), lengths - 1
+                during.enter_context(self._needing(last, shape.num_tokens))
+            ids, needed = metadata["token_ids"][at], 0 if last else 1
+            logits = self._runner.forward_rows(ids, positions, cache, logits_to_keep=needed)
+        # A model that makes its logits otherwise than by its head makes all of them.
+        logits = logits[last] if last and logits.shape[1] > 1 else logits[:, -1]
+        has_all = run.num_written == [self._num_states]
+        if shape.is_ragged and not has_all:
+            raise ModelChangedError(
+                "the model's layers no longer hand over their states as when the prefix cache was "
+                "made: make a new prefix cache"
+            )
+        self._keep(cache, states)
+        for name, tensor in live.items():
+            tensor.index_copy_(1, live_rows, states[name])
+        pools = self._context.slot_allocator.states.tensors
+        for number, kept in enumerate(saved if has_all else []):
+            owners, to = inputs[:, 3 + count + 2 * number : 5 + count + 2 * number].unbind(1)
+            for name, tensor in kept.items():
+                pools[name].index_copy_(1, to, tensor.index_select(1, owners))
+        return logits, has_all or not count
+
+    def _make_cache(self, shape: RectangleShape, states: dict[str, torch.Tensor]) -> Any:
+        """Return a cache of the model that begins with ``states`` and reads KV blocks."""
+        spec = self._layout.kv_spec
+        nothing = torch.empty(
+            (spec.num_layers, 2, shape.num_rows, spec.num_kv_heads, 0, spec.head_dim),
+            dtype=spec.dtype,
+            device=self._context.device,
+        )
+        cache = self._runner.new_cache()
+        if not shape.is_fresh:
+            memory = self._layout.memory(self._layout.views(states), nothing, 1)
+            self._filler.fill(cache, memory)
+        number = 0
+        for layer, parts in zip(cache.layers, self._layout.layout.layers, strict=True):
+            if parts.has_tokens:
+                layer.keys, layer.values = nothing[number]
+                layer.update = partial(self._attention.update, number)
+                number += 1
+        return cache
+
+    def _tap(self, undo: ExitStack, cache: Any, run: ScanRun, rooms: _Rooms) -> None:
+        """Take each row's states at its end and its checkpoints from what layers are handed."""
+        views = [iter(self._layout.views(room)) for room in rooms.saved]
+        for layer, parts in zip(cache.layers, self._layout.layout.layers, strict=True):
+            convs = {i: [next(of_room) for of_room in views] for i in parts.convs}
+            recurrents = {i: [next(of_room) for of_room in views] for i in parts.recurrents}
+            if convs:
+                tap = partial(_keep_windows, layer.update_conv_state, layer, run, rooms, convs)
+                layer.update_conv_state = tap
+                undo.callback(delattr, layer, "update_conv_state")  # which refers to the layer
+            if recurrents:
+                tap = partial(_keep_states, layer.update_recurrent_state, run, recurrents)
+                layer.update_recurrent_state = tap
+                undo.callback(delattr, layer, "update_recurrent_state")
+
+    @contextmanager
+    def _needing(self, last: tuple[torch.Tensor, ...], num_tokens: int) -> Iterator[None]:
+        """Have the thread's model compute logits of each row's last token alone."""
+        if self._head is None:
+            yield
+            return
+        _current.last_tokens = last, num_tokens
+        try:
+            with replaced(self, self._head, "forward", _at_last_tokens):
+                yield
+        finally:
+            _current.last_tokens = None
+
+    def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
+        """Bring what layers replaced, where they could have written to it, into ``states``."""
+        left = read_layers(cache, self._layout.layout.layers, 1)
+        for view, now in zip(self._layout.views(states), left.states, strict=True):
+            if now.data_ptr() != view.data_ptr():
+                view.copy_(now)
+
+
+def split_rows(sizes: Sequence[int], max_tokens: int, *, least: int, extra: int) -> list[int]:
+    """Divide rows into rectangles that take the least time together.
+
+    Args:
+        sizes: Tokens of each row, descending.
+        max_tokens: Tokens of a rectangle, padding included, unless it has one row.
+        least: Tokens that a forward's fixed work takes as long as, which its own hide.
+        extra: Tokens that what nothing hides takes as long as.
+
+    Returns:
+        The row with which each rectangle begins, ascending, and the number of rows.
+    """
+    costs, begins = [0], [0]  # of the first rows, and where the last rectangle of them begins
+    for end in range(1, len(sizes) + 1):
+        best, begin_of_best = -1, end - 1
+        for begin in range(end - 1, -1, -1):
+            tokens = sizes[begin] * (end - begin)
+            if tokens > max_tokens and begin < end - 1:
+                break  # more rows before it are longer still
+            cost = costs[begin] + max(tokens, least) + extra
+            if best < 0 or cost <= best:
+                best, begin_of_best = cost, begin
+        costs.append(best)
+        begins.append(begin_of_best)
+    bounds = [len(sizes)]
+    while bounds[-1]:
+        bounds.append(begins[bounds[-1]])
+    return bounds[::-1]
+
+
+def _make_run(shape: RectangleShape, lengths: torch.Tensor, ends: torch.Tensor) -> ScanRun:
+    """Say how the scans of a rectangle are computed, each row cut at its own ``ends``."""
+    offsets = list(accumulate(shape.widths, initial=0))
+    run = ScanRun(shape.num_rows, shape.num_tokens, tuple(offsets[1:-1]))
+    if not shape.is_ragged:
+        return run
+    tokens = torch.arange(shape.num_tokens, device=lengths.device)
+    if not shape.num_checkpoints:
+        return replace(run, padding=tokens >= lengths[:, None])
+    bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
+    columns, padding, order = [], [], tokens.expand(shape.num_rows, -1)
+    for number, width in enumerate(shape.widths):
+        begin, end = bounds[:, number, None], bounds[:, number + 1, None]
+        own = begin + torch.arange(width, device=lengths.device)
+        columns.append(own.clamp(max=shape.num_tokens - 1))
+        padding.append(own >= end)
+        order = torch.where(tokens >= begin, tokens - begin + offsets[number], order)
+    return replace(
+        run,
+        columns=torch.cat(columns, dim=1),
+        padding=torch.cat(padding, dim=1),
+        order=order.clamp(max=offsets[-1] - 1),
+    )
+
+
+def _keep_windows(
+    update: Callable[..., torch.Tensor],
+    layer: Any,
+    run: ScanRun,
+    rooms: _Rooms,
+    convs: dict[int, list[torch.Tensor]],
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Do what a layer's ``update_conv_state`` does; its windows are those at the rows' own ends."""
+    full = update(*args, **options)
+    index, kept = state_index(args[1:], options), layer.conv_states
+    window = kept[index] if isinstance(kept, dict) else kept
+    width = window.shape[-1]
+    # What is not the whole of a rectangle's inputs has no row's end in it.
+    if full.shape[0] == run.num_rows and full.shape[-1] == width + run.num_tokens:
+        for room, end in zip(convs[index], rooms.ends, strict=True):
+            room.copy_(_window_before(full, end, width))
+        if rooms.own_end is not None:
+            window.copy_(_window_before(full, rooms.own_end, width))
+        run.num_written[0] += 1
+    return full
+
+
+def _window_before(full: torch.Tensor, end: Any, width: int) -> torch.Tensor:
+    """Return the last inputs of a convolution before token ``end`` of each row.
+
+    ``full`` has those before the rectangle first: [rows, channels, width + tokens].
+    """
+    if not torch.is_tensor(end):
+        return full[..., end : end + width]
+    at = end[:, None, None] + torch.arange(width, device=full.device)
+    return full.gather(-1, at.expand(-1, full.shape[1], -1))
+
+
+def _keep_states(
+    update: Callable[..., torch.Tensor],
+    run: ScanRun,
+    recurrents: dict[int, list[torch.Tensor]],
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Do what a layer's ``update_recurrent_state`` does, and keep the states at checkpoints."""
+    pieces, run.pieces = run.pieces, None
+    rooms = recurrents[state_index(args[1:], options)]
+    if pieces is not None and len(pieces) == len(rooms):
+        for room, state in zip(rooms, pieces, strict=True):
+            room.copy_(state)
+        run.num_written[0] += 1
+    return update(*args, **options)
+
+
+def _at_last_tokens(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make the model's head one that takes the tokens that the thread needs, if it says so."""
+
+    @wraps(forward)
+    def at_last_tokens(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        needed = getattr(_current, "last_tokens", None)
+        if needed is not None and hidden.dim() == 3 and hidden.shape[1] == needed[1]:
+            hidden = hidden[needed[0]][:, None]
+        return forward(hidden, *args, **options)
+
+    return at_last_tokens

@@ -1,0 +1,356 @@
+"""Chunks of any length, position and checkpoints in one forward: each row is computed as alone."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from batch_rig import batch, subject, tokens
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.models.nemotron_h import modeling_nemotron_h
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model
+
+from mamba_cache import Request
+from mamba_cache.integrations.transformers.batching import rectangles
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep, split_rows
+from mamba_cache.integrations.transformers.capture import ScanRun
+from mamba_cache.integrations.transformers.layers import read_layers
+
+REFUSED = ("inkling", "kimi_linear", "bailing_hybrid")
+"""Families that batches do not serve."""
+
+SERVED = [name for name in FAMILIES if name not in REFUSED]
+ONE_LENGTH = ("zaya",)
+"""Families whose states are not what functions return: their rectangles have no padding."""
+
+IN_FLOAT32 = ("nemotron_h with experts",)
+"""Families whose routers cast to float32 in ways that are not undone here: these stay in it."""
+
+WITH_EXPERTS = ("granite 4", "qwen3_next")
+
+
+class Rows:
+    """Requests that run through a context in steps of any chunks, and what each is alone."""
+
+    def __init__(self, name, monkeypatch):
+        if name not in IN_FLOAT32:
+            compute_in_double(monkeypatch)
+        # All rows of a step in one rectangle, however much padding that takes.
+        monkeypatch.setitem(rectangles._FORWARD_TOKENS, "cpu", (10**6, 0))
+        model = make_model(name)
+        if name not in IN_FLOAT32:
+            model.double()
+        model.set_experts_implementation("eager")  # the default knows no float64
+        cache = make_cache(model, max_requests=8, segment_tokens=32 * BLOCK)
+        self.bound = 1e-4 if name in IN_FLOAT32 else 1e-9
+        self.batcher = Batcher(
+            cache._runner, cache._store, cache._filler, cache._capture, cache._batcher_settings
+        )
+        self.runner, self.context = cache._runner, self.batcher.context
+        self.layers, self.layout = cache._store.layout.layers, self.batcher._layout
+        self.steps = []  # what was computed in each
+        self._alone = {}
+
+    def run(self, prompts, generator):
+        """Compute prompts in chunks of random lengths, with random checkpoints."""
+
+        def drawn(most):
+            return int(torch.randint(1, most + 1, (), generator=generator))
+
+        left = {}
+        for number, prompt in enumerate(prompts):
+            named = [drawn(len(prompt)) for _ in range(drawn(4) - 1)]
+            left[number] = len(prompt)
+            request = Request(request_id=number, prompt_tokens=prompt, checkpoint_positions=named)
+            self._begin(left, number, partial(self.context.add_request, request), drawn)
+        while left:
+            step = self.context.begin_step()
+            self.steps.append((step.prefills, self.batcher._prefill.compute(step, 10**6)))
+            firsts = [0] * sum(part.samples for part in step.prefills)
+            self.context.commit_step(firsts)
+            yield
+            for part in step.prefills:
+                if part.samples:
+                    self.context.finish(part.request_id)
+            for number in list(left):
+                self._begin(left, number, partial(self.context.schedule_prefill, number), drawn)
+
+    @staticmethod
+    def _begin(left, number, schedule, drawn):
+        if not left[number]:
+            del left[number]
+            return
+        size = min(drawn(3 * BLOCK), left[number])
+        schedule(chunk_tokens=size)
+        left[number] -= size
+
+    def alone(self, tokens, end):
+        """The model's cache after the first ``end`` tokens, in one forward, and its logits."""
+        key = (*tokens[:end],)
+        if key not in self._alone:
+            cache = self.runner.new_cache()
+            logits = self.runner.forward(tokens[:end], cache, 0)[0, -1]
+            self._alone[key] = read_layers(cache, self.layers, end), logits
+        return self._alone[key]
+
+    def errors(self, prompts):
+        """How far logits, live states, saved states, keys and values of the last step are off."""
+        parts, computed = self.steps[-1]
+        tensors = self.context.live_states.tensors
+        saved = self.context.slot_allocator.states.tensors
+        places = {part.request_id: place for place, part in enumerate(parts)}
+        tables = self.context.step_buffers.tensors["block_tables"]
+        found = []
+        for chunks in computed:
+            for row, part in enumerate(chunks.requests):
+                prompt, end = prompts[part.request_id], part.start + part.num_tokens
+                memory, logits = self.alone(prompt, end)
+                found.append(off(chunks.logits[row], logits))
+                live = self.layout.views(
+                    {n: t[:, part.row : part.row + 1] for n, t in tensors.items()}
+                )
+                found += [off(a, b) for a, b in zip(live, memory.states, strict=True)]
+                for position, slot in part.checkpoints:
+                    kept = self.layout.views({n: t[:, slot : slot + 1] for n, t in saved.items()})
+                    wanted = self.alone(prompt, position)[0].states
+                    found += [off(a, b) for a, b in zip(kept, wanted, strict=True)]
+                if memory.tokens:
+                    blocks = tables[places[part.request_id], : -(-end // BLOCK)].long()
+                    kv = self.context.kv_cache[:, :, blocks].flatten(0, 1).flatten(1, 2)[:, :end]
+                    found += [
+                        off(a.transpose(0, 1), b[0]) for a, b in zip(kv, memory.tokens, strict=True)
+                    ]
+        return max(found)
+
+
+def off(actual, expected):
+    error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+    return math.inf if math.isnan(error) else error
+
+
+def prompts_of(generator, *lengths):
+    return [tokens(generator, length) for length in lengths]
+
+
+LENGTHS = (61, 3, 40, 77, 17)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_each_row_of_a_rectangle_is_computed_as_alone(name, monkeypatch, generator):
+    rows, prompts = Rows(name, monkeypatch), prompts_of(generator, *LENGTHS)
+    for _ in rows.run(prompts, generator):
+        assert rows.errors(prompts) < rows.bound
+    shapes = [[len(one.requests) for one in computed] for _, computed in rows.steps]
+    checkpoints = [part.checkpoints for parts, _ in rows.steps for part in parts]
+    assert len(shapes) >= 3
+    if name not in ONE_LENGTH:
+        assert {len(shape) for shape in shapes} == {1}
+        assert any(checkpoints)
+    assert any(one.num_padded for _, computed in rows.steps for one in computed) is (
+        name not in ONE_LENGTH
+    )
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("fault", ["padding that is not neutral", "windows at the end", "steps"])
+def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator):
+    """The controls: the comparison fails where padding is computed as tokens are."""
+    if fault == "steps" and name == "qwen3_5":
+        pytest.skip("it has no step sizes: zeros are all that padding needs")
+    rows, prompts = Rows(name, monkeypatch), prompts_of(generator, *LENGTHS)
+    if fault == "windows at the end":
+        right = rectangles._window_before
+        monkeypatch.setattr(
+            rectangles,
+            "_window_before",
+            lambda full, end, width: right(full, full.shape[-1] - width, width),
+        )
+    elif fault == "steps":
+        monkeypatch.setattr(ScanRun, "_stop_steps", lambda *_: {})
+    else:
+        take = ScanRun._take
+
+        def unmasked(self, values, fill):
+            padding, self.padding = self.padding, None
+            try:
+                return take(self, values, fill)
+            finally:
+                self.padding = padding
+
+        monkeypatch.setattr(ScanRun, "_take", unmasked)
+    next(rows.run(prompts, generator))
+    assert rows.errors(prompts) > 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in ONE_LENGTH])
+def test_padding_of_no_numbers_changes_nothing(name, monkeypatch, generator):
+    """What the model makes of padding may be anything at all."""
+    prompts, results = prompts_of(generator, *LENGTHS), []
+    state = generator.get_state()
+    for is_spoilt in (False, True):
+        generator.set_state(state)
+        with monkeypatch.context() as patch:
+            rows = Rows(name, patch)
+            forward, lengths = PrefillStep.forward, []
+
+            def noted(self, shape, inputs, forward=forward, lengths=lengths):
+                lengths[:] = inputs[:, 2].tolist()
+                return forward(self, shape, inputs)
+
+            def spoil(_module, _arguments, output, lengths=lengths):
+                output = output.clone()
+                for row, length in zip(output, lengths, strict=True):
+                    row[length:] = math.nan
+                return output
+
+            patch.setattr(PrefillStep, "forward", noted)
+            if is_spoilt:
+                rows.runner.model.get_input_embeddings().register_forward_hook(spoil)
+            for _ in rows.run(prompts, generator):
+                kv = rows.context.kv_cache
+                kept = [kv.flatten(0, 1)[:, :-1]]  # all but the dummy block
+                kept += rows.context.live_states.tensors.values()
+                kept += rows.context.slot_allocator.states.tensors.values()
+                kept += [one.logits for one in rows.steps[-1][1]]
+                results.append([tensor.clone() for tensor in kept])
+    half = len(results) // 2
+    # Experts compute all tokens that chose them in one product, padding among them.
+    bound = rows.bound if "experts" in name or name in WITH_EXPERTS else 0.0
+    for clean, spoilt in zip(results[:half], results[half:], strict=True):
+        assert max(off(a, b) for a, b in zip(clean, spoilt, strict=True)) <= bound
+
+
+SSD = {"x": (4, 16), "dt": (4,), "B": (2, 8), "C": (2, 8)}
+DELTA = {"query": (2, 16), "key": (2, 16), "value": (4, 8), "g": (4,), "beta": (4,)}
+
+
+def ssd(low):
+    """Mamba-2's scan, whose steps in time are at least ``low``."""
+    steps = {"dt_bias": torch.linspace(-1, 1, 4), "dt_softplus": True, "dt_limit": (low, math.inf)}
+    options = {"chunk_size": BLOCK, "D": torch.linspace(0, 2, 4), "return_final_states": True}
+    a = -torch.linspace(0.5, 4, 4)
+
+    def call(x, dt, B, C, states):
+        return (x, dt, a, B, C), {**options, **steps, "initial_states": states}
+
+    return SSD, modeling_nemotron_h.mamba2_chunk_scan, call
+
+
+def delta(scan, **others):
+    """A gated delta rule."""
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, **others}
+
+    def call(query, key, value, g, beta, states):
+        own = {"g": -g.exp(), "beta": beta.sigmoid(), "initial_state": states}
+        return (query, key, value), {**options, **own}
+
+    return DELTA, scan, call
+
+
+SCANS = {
+    "mamba2": lambda: ssd(0.0),
+    "mamba2 with least steps": lambda: ssd(0.1),
+    "qwen3_5": lambda: delta(modeling_qwen3_5.torch_chunk_gated_delta_rule, chunk_size=BLOCK),
+    "olmo_hybrid": lambda: delta(modeling_olmo_hybrid.torch_chunk_gated_delta_rule, chunk_size=16),
+    "token by token": lambda: delta(modeling_qwen3_5.torch_recurrent_gated_delta_rule),
+}
+SIZES, ENDS = [21, 40, 8, 33], [[5, 9], [16, 24], [8, 8], [11, 33]]
+
+
+def compute(scan, call, given, states, *, is_cut):
+    """What a run makes of a rectangle: outputs, states at the cuts, and the last ones."""
+    lengths, ends = torch.tensor(SIZES), torch.tensor(ENDS)[:, : 2 if is_cut else 0]
+    bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], 1)
+    widths = tuple((bounds[:, 1:] - bounds[:, :-1]).max(0).values.tolist())
+    shape = rectangles.RectangleShape(len(SIZES), max(SIZES), widths, is_ragged=True)
+    run = rectangles._make_run(shape, lengths, ends)
+    args, kwargs = call(**given, states=states)
+    initial = next(name for name in kwargs if name.startswith("initial_state"))
+    output, final = run.compute(scan, args, kwargs, initial)
+    return output, [*run.pieces, final]
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_scan_computes_each_row_as_alone(name, is_cut, monkeypatch, generator):
+    """What is in the padding changes no bit; products of other shapes round otherwise."""
+    shapes, scan, call = SCANS[name]()
+    compute_in_double(monkeypatch)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    given = {n: draw(len(SIZES), max(SIZES), *s) for n, s in shapes.items()}
+    states = draw(len(SIZES), 4, 16, 8)
+    spoilt = {n: x.clone() for n, x in given.items()}
+    for row, size in enumerate(SIZES):
+        for x in spoilt.values():
+            x[row, size:] = math.nan
+    output, found = compute(scan, call, spoilt, states, is_cut=is_cut)
+    assert output.isfinite().all()
+    clean, others = compute(scan, call, given, states, is_cut=is_cut)
+    assert torch.equal(output, clean)
+    assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+    for row, (size, own) in enumerate(zip(SIZES, ENDS, strict=True)):
+        one = slice(row, row + 1)
+        state, outputs, wanted = states[one], [], []
+        for begin, end in itertools.pairwise([0, *(own if is_cut else []), size]):
+            if begin < end:
+                args, kwargs = call(
+                    **{n: x[one, begin:end] for n, x in given.items()}, states=state
+                )
+                part, state = scan(*args, **kwargs)
+                outputs.append(part)
+            wanted.append(state)
+        assert off(output[one, :size], torch.cat(outputs, 1)) < 1e-12
+        assert max(off(a[one], b) for a, b in zip(found, wanted, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_divided_so_that_they_take_the_least(seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 9, (), generator=generator))
+    sizes = sorted(torch.randint(1, 60, (count,), generator=generator).tolist(), reverse=True)
+    least, extra, most = torch.randint(0, 70, (3,), generator=generator).tolist()
+
+    def cost(bounds):
+        total = 0
+        for begin, end in itertools.pairwise(bounds):
+            area = sizes[begin] * (end - begin)
+            if area > most and end - begin > 1:
+                return math.inf
+            total += max(area, least) + extra
+        return total
+
+    found = split_rows(sizes, most, least=least, extra=extra)
+    everything = [
+        [0, *cuts, count]
+        for number in range(count)
+        for cuts in itertools.combinations(range(1, count), number)
+    ]
+    assert cost(found) == min(map(cost, everything))
+
+
+def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
+    one, shapes, forward = subject("nemotron_h"), [], PrefillStep.forward
+
+    def noted(self, shape, inputs):
+        shapes.append(shape)
+        return forward(self, shape, inputs)
+
+    monkeypatch.setattr(PrefillStep, "forward", noted)
+    monkeypatch.setitem(rectangles._FORWARD_TOKENS, "cpu", (10**6, 0))
+    cache, prompts = one.cache(), prompts_of(generator, 5, 30, 9, 14, 21, 2)
+    cache.prepare_batches()
+    shapes.clear()
+    config = ContinuousBatchingConfig(max_batch_tokens=24)
+    outputs = batch(cache, prompts, continuous_batching_config=config)
+    assert [x.generated_tokens for x in outputs] == [one.answer(p, 6) for p in prompts]
+    assert max(shape.num_rows * shape.num_tokens for shape in shapes) <= 24
+    assert max(shape.num_rows for shape in shapes) > 1
+    stats, computed = cache.batch_stats(), sum(one.num_rows * one.num_tokens for one in shapes)
+    assert 0 < stats.padding_tokens == computed - stats.prefill_tokens
