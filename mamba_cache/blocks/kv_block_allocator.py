@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,19 +20,12 @@ from mamba_cache._checks import (
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
-from mamba_cache.blocks.prefix_tree import (
-    NO_HASH,
-    Blocks,
-    PrefixTree,
-    as_blocks,
-    ids_of,
-    values_at,
-)
+from mamba_cache.blocks.prefix_tree import PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
+from mamba_cache.cache import NONE, RowIds, Rows, as_rows, ids_of, values_at
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
-    DoubleFreeError,
     HashConflictError,
     InvalidArgumentError,
     InvariantError,
@@ -58,8 +50,6 @@ class _Registration(NamedTuple):
 _MOST_REFERENCES = 1 << 20
 """Given in one call: counts are int32."""
 
-_ONE = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower with another
-
 
 class KVBlockAllocator:
     """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
@@ -77,7 +67,7 @@ class KVBlockAllocator:
     ``PoisonedError`` until ``reset``: that of the context, if the blocks are a part of one.
 
     Args:
-        pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
+        pool_size: RowIds in the pool, >= 2. The last one is the dummy block, which padding refers
             to: it is never handed out and cannot be given back.
         eviction_policy: LRU keeps cached blocks; REF_ZERO forgets a block when its last
             reference goes.
@@ -97,7 +87,7 @@ class KVBlockAllocator:
         before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
             or None.
         evicted_blocks_total: Cached blocks given up to make room.
-        hash_collisions_total: Blocks not registered because their id belongs to another digest.
+        hash_collisions_total: RowIds not registered because their id belongs to another digest.
 
     Raises:
         InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
@@ -130,21 +120,20 @@ class KVBlockAllocator:
         self._guard = guard
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
-        self._ref_counts = np.empty(self.pool_size, dtype=np.int32)
         self._timestamps = np.empty(self.pool_size, dtype=np.int64)
         self._tree = PrefixTree(self.pool_size)
         self._hashes = self._tree.hashes
-        # Single elements are read and written several times faster through memoryviews.
-        self._refs_at, self._used_at = self._ref_counts.data, self._timestamps.data
-        self.block_ref_counts = as_tensor(self._ref_counts)
+        self._rows = Rows("block", self.dummy_block_id, self._hashes)
+        self._refs_at, self._used_at = self._rows.ref_at, self._timestamps.data
+        self.block_ref_counts = as_tensor(self._rows.refs)
         self.block_timestamps = as_tensor(self._timestamps)
         self.block_hashes = as_tensor(self._hashes)
 
     def _clear(self) -> None:
-        self._ref_counts.fill(0)
         self._timestamps.fill(0)
         self._tree.clear()
-        self._free = deque(range(self.dummy_block_id))
+        self._rows.clear()
+        self._rows.free[:] = np.arange(self.dummy_block_id)[::-1]  # the lower ids first
         self._leaves.clear()
         self._num_cached = 0
         self._clock = 0
@@ -163,7 +152,7 @@ class KVBlockAllocator:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that are neither used nor cached."""
-        return len(self._free)
+        return self._rows.num_free
 
     @property
     def num_cached_blocks(self) -> int:
@@ -196,8 +185,10 @@ class KVBlockAllocator:
             BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
-        block_ids = self._take(num_blocks)
-        self._refer_to(as_blocks(block_ids), 1)
+        self._make_room(num_blocks)
+        self._guard.is_changing = True
+        block_ids = self._rows.take(num_blocks)[::-1]
+        self._touch(as_rows(block_ids))
         return block_ids
 
     @guarded(nests=True)
@@ -214,21 +205,15 @@ class KVBlockAllocator:
         """
         count = check_int("num_references", num_references, minimum=1, maximum=_MOST_REFERENCES)
         ids = self._checked_ids(block_ids)
-        blocks = as_blocks(ids)
-        unused = self._held_or_cached(ids, blocks)
+        blocks = as_rows(ids)
         self._guard.is_changing = True
-        reused = list(dict.fromkeys(unused))
-        if len(reused) == len(ids):
-            self._refer_to(blocks, count)
-        else:
-            self._clock += 1
-            self._timestamps[blocks] = self._clock
-            np.add.at(self._ref_counts, blocks, _ONE * count)
-        if reused:  # they were cached
+        reused = self._rows.hold(ids, blocks, count)
+        self._touch(blocks)
+        if reused:
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
-            blocks = blocks if len(reused) == len(ids) else as_blocks(reused)
-            self._offer_for_eviction(as_blocks(self._tree.count_cached(blocks, -1)))
+            blocks = blocks if len(reused) == len(ids) else as_rows(reused)
+            self._offer_for_eviction(as_rows(self._tree.count_cached(blocks, -1)))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -241,40 +226,26 @@ class KVBlockAllocator:
             DoubleFreeError: A block has fewer references than are given back; nothing is changed.
         """
         ids = self._checked_ids(block_ids)
-        blocks = as_blocks(ids)
-        ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
-        left: list[int] = []
-        if len(set(ids)) < len(ids) or ref_counts.count(1) < len(ids):
-            given = Counter(ids)
-            ids = list(given)
-            blocks = as_blocks(ids)
-            ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
-            left = [refs - given[block_id] for block_id, refs in zip(ids, ref_counts, strict=True)]
-            if min(left) < 0:
-                block_id = ids[left.index(min(left))]
-                raise DoubleFreeError(
-                    f"block {block_id} has {self._ref_counts[block_id]} references, "
-                    f"but {given[block_id]} are given back"
-                )
+        blocks = as_rows(ids)
         self._guard.is_changing = True
-        self._refer_to(blocks, 0)
-        if any(left):
-            self._ref_counts[blocks] = left
-            ids = [block_id for block_id, refs in zip(ids, left, strict=True) if not refs]
-            blocks = as_blocks(ids)
-        cached = self._free_or_cache(ids, blocks)
-        if len(cached) and self.eviction_policy is EvictionPolicy.REF_ZERO:
-            self._deregister(cached, cached)
+        cached = self._rows.release(ids, blocks)
+        self._touch(blocks)
+        if not cached:
+            return
+        blocks = as_rows(cached)
+        self._num_cached += len(cached)
+        self._leaves.discard(self._tree.count_cached(blocks, 1))
+        self._offer_for_eviction(blocks)
+        if self.eviction_policy is EvictionPolicy.REF_ZERO:
+            self._deregister(blocks, blocks)
 
-    def _refer_to(self, blocks: Blocks, num_references: int) -> None:
-        """Set how many references each block has, as of now."""
+    def _touch(self, blocks: RowIds) -> None:
+        """Note that blocks are used now."""
         self._clock += 1
         if isinstance(blocks, list):
             for block_id in blocks:
-                self._refs_at[block_id] = num_references
                 self._used_at[block_id] = self._clock
         else:
-            self._ref_counts[blocks] = num_references
             self._timestamps[blocks] = self._clock
 
     @guarded(nests=True)
@@ -292,7 +263,7 @@ class KVBlockAllocator:
         Call it once what fills the blocks has been enqueued. Doing so again changes nothing.
 
         Args:
-            block_ids: Blocks that are used, or cached under the very same hash.
+            block_ids: RowIds that are used, or cached under the very same hash.
             block_hashes: One hash id each, from 1 to 2**63 - 1; a ``BlockHashes`` brings its
                 digests along.
             digests: One full digest each. A block registered without one is never found by one.
@@ -312,8 +283,8 @@ class KVBlockAllocator:
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
-        blocks = as_blocks(ids)
-        self._held_or_cached(ids, blocks)
+        blocks = as_rows(ids)
+        self._rows.without_references(ids, blocks)
         plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
         own = values_at(self._tree.hash_at, self._hashes, blocks)
         are_new = _check_carried_hashes(ids, own, plan.hash_ids)
@@ -390,18 +361,6 @@ class KVBlockAllocator:
         """Read block ids; the dummy block, which is the last one, is none of them."""
         return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
 
-    def _held_or_cached(self, ids: list[int], blocks: Blocks) -> list[int]:
-        """Check that each block is used or cached, and return those without references."""
-        ref_counts = values_at(self._refs_at, self._ref_counts, blocks)
-        if 0 not in ref_counts:
-            return []
-        hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
-        if NO_HASH in hash_ids:
-            for block_id, refs, hash_id in zip(ids, ref_counts, hash_ids, strict=True):
-                if not refs and hash_id == NO_HASH:
-                    raise UnknownBlockError(f"block {block_id} is free: allocate it first")
-        return [block_id for block_id, refs in zip(ids, ref_counts, strict=True) if not refs]
-
     def _plan_registration(
         self,
         block_ids: list[int],
@@ -443,7 +402,7 @@ class KVBlockAllocator:
         holders: list[int | None] = []
         new: list[int] = []
         for index, block_id in enumerate(block_ids):
-            is_new = self._tree.hash_at[block_id] == NO_HASH
+            is_new = self._tree.hash_at[block_id] == NONE
             entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
@@ -493,31 +452,14 @@ class KVBlockAllocator:
             return None
         return holder
 
-    def _free_or_cache(self, ids: list[int], blocks: Blocks) -> Blocks:
-        """Free blocks without references, or cache them if they are registered; return these."""
-        hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
-        if NO_HASH in hash_ids:
-            pairs = list(zip(ids, hash_ids, strict=True))
-            self._free.extend(block_id for block_id, hash_id in pairs if hash_id == NO_HASH)
-            ids = [block_id for block_id, hash_id in pairs if hash_id != NO_HASH]
-            blocks = as_blocks(ids)
-        if ids:
-            self._num_cached += len(ids)
-            self._leaves.discard(self._tree.count_cached(blocks, 1))
-            self._offer_for_eviction(blocks)
-        return blocks
-
-    def _take(self, num_blocks: int) -> list[int]:
-        """Take blocks off the free ones, evicting cached ones where those do not suffice."""
-        if num_blocks > len(self._free):
-            victims = self._choose_victims(num_blocks)
+    def _make_room(self, num_blocks: int) -> None:
+        """Evict cached blocks where the free ones do not suffice."""
+        if num_blocks > self._rows.num_free:
+            victims = as_rows(self._choose_victims(num_blocks))
             self._guard.is_changing = True
             self.evicted_blocks_total += len(victims)
             # If a listener raises, the victims are free and nothing was taken: no block leaks.
-            blocks = as_blocks(victims)
-            self._deregister(blocks, blocks)
-        self._guard.is_changing = True
-        return [self._free.popleft() for _ in range(num_blocks)]
+            self._deregister(victims, victims)
 
     def _choose_victims(self, num_blocks: int) -> list[int]:
         """Take from the queue the blocks to evict so that ``num_blocks`` are free, in order.
@@ -531,11 +473,11 @@ class KVBlockAllocator:
         leaves.look()
         parent_of, num_cached_children = tree.parent_of, tree.cached_children_at
         new_leaf: tuple[int, int] | None = None
-        num_wanted = num_blocks - len(self._free)
+        num_wanted = num_blocks - self._rows.num_free
         while len(victims) < num_wanted:
             if new_leaf is None and not leaves:
-                self._offer_for_eviction(as_blocks(victims))
-                raise BlockCapacityError(num_blocks, len(self._free) + len(victims))
+                self._offer_for_eviction(as_rows(victims))
+                raise BlockCapacityError(num_blocks, self._rows.num_free + len(victims))
             block_id = leaves.push_pop(*new_leaf) if new_leaf else leaves.pop()
             victims.append(block_id)
             new_leaf, parent = None, parent_of(block_id)
@@ -562,13 +504,13 @@ class KVBlockAllocator:
         delay = LAST_RESORT if tree.children_at[block_id] > num_cached else 0
         return block_id, self._used_at[block_id] + delay
 
-    def _offer_for_eviction(self, blocks: Blocks) -> None:
+    def _offer_for_eviction(self, blocks: RowIds) -> None:
         """Queue those of some blocks that are cached, and none of whose children are."""
         if not isinstance(blocks, list):
-            is_leaf = (self._ref_counts[blocks] | self._tree.num_cached_children[blocks]) == 0
+            is_leaf = (self._rows.refs[blocks] | self._tree.num_cached_children[blocks]) == 0
             blocks = blocks[is_leaf].tolist()
         for block_id in blocks:
-            if self._tree.hash_at[block_id] != NO_HASH:
+            if self._tree.hash_at[block_id] != NONE:
                 self._offer(block_id)
 
     def _offer(self, block_id: int) -> None:
@@ -583,20 +525,20 @@ class KVBlockAllocator:
         if parent is not None:
             self._offer(parent)
 
-    def _registered(self, ids: Iterable[int]) -> tuple[Blocks, Blocks]:
+    def _registered(self, ids: Iterable[int]) -> tuple[RowIds, RowIds]:
         """Return those blocks that are registered, and those of them that are cached."""
-        registered = [block_id for block_id in ids if self._tree.hash_at[block_id] != NO_HASH]
+        registered = [block_id for block_id in ids if self._tree.hash_at[block_id] != NONE]
         cached = [block_id for block_id in registered if not self._refs_at[block_id]]
-        return as_blocks(registered), as_blocks(cached)
+        return as_rows(registered), as_rows(cached)
 
-    def _deregister(self, blocks: Blocks, cached: Blocks) -> None:
+    def _deregister(self, blocks: RowIds, cached: RowIds) -> None:
         """Make registered blocks unfindable, free the cached ones of them, and tell listeners."""
         self._guard.is_changing = True
         self._forget(blocks, cached)
-        self._free.extend(ids_of(cached))
+        self._rows.push(ids_of(cached)[::-1])  # so that they are taken in this order
         self.listeners.tell()
 
-    def _forget(self, blocks: Blocks, cached: Blocks) -> None:
+    def _forget(self, blocks: RowIds, cached: RowIds) -> None:
         """Make registered blocks unfindable; the cached ones of them are the caller's now."""
         block_ids = ids_of(blocks)
         if not block_ids:
@@ -617,25 +559,19 @@ class KVBlockAllocator:
         Raises:
             InvariantError: Something contradicts something else: a bug in this package.
         """
-        refs, tree = self._ref_counts, self._tree
-        used = set(np.flatnonzero(refs).tolist())
-        cached = set(tree.blocks()) - used
+        tree = self._tree
+        cached = {block_id for block_id in tree.blocks() if not self._refs_at[block_id]}
         evictable = {b for b in cached if not tree.num_cached_children[b]}
-        free = set(self._free)
         statements = {
-            "no reference count is negative": bool((refs >= 0).all()),
             "block_hashes and the registered blocks agree": tree.agrees_with_hashes(),
             "children are counted by what their parents say": tree.counts_children_right(cached),
-            "no block is free twice": len(free) == len(self._free),
-            "free + used + cached is every block but the dummy": (
-                sorted([*free, *used, *cached]) == list(range(self.dummy_block_id))
-            ),
             "cached blocks are counted right": self._num_cached == len(cached),
             "the queue holds exactly the cached blocks without cached children": (
                 len(self._leaves) == len(evictable) and all(b in self._leaves for b in evictable)
             ),
         }
         breaches = [statement for statement, holds in statements.items() if not holds]
+        breaches += self._rows.breaches()
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
 
@@ -652,12 +588,12 @@ def _runs_of(indices: list[int]) -> list[slice]:
 
 def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:
     """Check that no block would get a second hash beside its ``own``."""
-    if own.count(NO_HASH) == len(own) == len(set(block_ids)):
+    if own.count(NONE) == len(own) == len(set(block_ids)):
         return True
     carried: dict[int, int] = {}
     for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
         before = carried.setdefault(block_id, own_hash)
-        if before not in (NO_HASH, hash_id):
+        if before not in (NONE, hash_id):
             raise HashConflictError(
                 f"block {block_id} carries hash {before}, and cannot be registered as {hash_id}"
             )

@@ -4,45 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mamba_cache.blocks.hashing import BlockHashes
+from mamba_cache.cache import NONE, RowIds, as_rows
 from mamba_cache.errors import InvalidArgumentError
 
-__all__ = ["FEW", "NO_HASH", "Blocks", "PrefixTree", "as_blocks", "ids_of", "values_at"]
-
-Blocks: TypeAlias = "list[int] | npt.NDArray[np.intp]"
-"""[n] block ids: a list of few, which are looked at one by one, or an array to index with."""
-
-NO_HASH: Final = -1
-"""What stands in ``hashes`` for a block that is not registered, and for a parent that is none."""
-
-FEW: Final = 8
-"""Up to so many blocks, a loop over them costs less than operations on whole arrays."""
+__all__ = ["PrefixTree"]
 
 # Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
 _STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
-
-
-def as_blocks(ids: list[int]) -> Blocks:
-    """Return block ids as what costs the least to look them up by."""
-    return ids if len(ids) <= FEW else np.array(ids, np.intp)
-
-
-def ids_of(blocks: Blocks) -> list[int]:
-    """Return block ids as plain ints."""
-    return blocks if isinstance(blocks, list) else blocks.tolist()
-
-
-def values_at(view: memoryview, array: npt.NDArray[Any], blocks: Blocks) -> list[int]:
-    """Return an array's values at blocks; ``view`` is of the same memory, and quicker for few."""
-    if isinstance(blocks, list):
-        return [view[block_id] for block_id in blocks]
-    values: list[int] = array[blocks].tolist()
-    return values
 
 
 class PrefixTree:
@@ -75,7 +49,7 @@ class PrefixTree:
 
     def __init__(self, pool_size: int) -> None:
         self._no_block = pool_size - 1
-        self.hashes = np.empty(pool_size, np.int64)  # of each block, or NO_HASH
+        self.hashes = np.empty(pool_size, np.int64)  # of each block, or NONE
         self._parents = np.empty(pool_size, np.int64)
         self._parent_blocks = np.empty(pool_size, np.intp)
         self.num_children = np.zeros(pool_size, np.int32)
@@ -89,8 +63,8 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Deregister every block."""
-        self.hashes.fill(NO_HASH)
-        self._parents.fill(NO_HASH)
+        self.hashes.fill(NONE)
+        self._parents.fill(NONE)
         self._parent_blocks.fill(self._no_block)
         self._block_of: dict[int, int] = {}
         self._digests.fill(None)
@@ -127,7 +101,7 @@ class PrefixTree:
         digest: bytes | None = self._digests[block_id]
         return digest
 
-    def digests_of(self, blocks: Blocks) -> list[bytes | None]:
+    def digests_of(self, blocks: RowIds) -> list[bytes | None]:
         """Return the same of many blocks."""
         digests: list[bytes | None] = self._digests[blocks].tolist()
         return digests
@@ -149,16 +123,16 @@ class PrefixTree:
         """Register consecutive blocks of one sequence if their hash ids are all new."""
         # One look at each id tells whose it is, and makes it the block's where it is nobody's.
         holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
-        parent_block = self._block_of.get(NO_HASH if parent is None else parent)
-        is_own_parent = parent_block is not None and self.hash_at[parent_block] == NO_HASH
+        parent_block = self._block_of.get(NONE if parent is None else parent)
+        is_own_parent = parent_block is not None and self.hash_at[parent_block] == NONE
         if holders != block_ids or is_own_parent or not self._orphans.keys().isdisjoint(hash_ids):
             for hash_id, holder, block_id in zip(hash_ids, holders, block_ids, strict=True):
                 if holder == block_id:
                     del self._block_of[hash_id]
             return False
-        blocks = as_blocks(block_ids)
+        blocks = as_rows(block_ids)
         if isinstance(blocks, list):
-            last, last_hash = self._no_block, NO_HASH
+            last, last_hash = self._no_block, NONE
             for block_id, hash_id, digest in zip(block_ids, hash_ids, digests, strict=True):
                 self.hash_at[block_id], self._digests[block_id] = hash_id, digest
                 self._parent_at[block_id], self._parent_block_at[block_id] = last_hash, last
@@ -188,7 +162,7 @@ class PrefixTree:
         """Make a block the child of the one with a hash id."""
         parent_block = self._no_block
         if parent is None:
-            parent = NO_HASH
+            parent = NONE
         elif parent in self._block_of:
             parent_block = self._block_of[parent]
             self.children_at[parent_block] += 1
@@ -196,26 +170,26 @@ class PrefixTree:
             self._orphans.setdefault(parent, [0, 0])[0] += 1
         self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
 
-    def remove(self, blocks: Blocks, cached: Blocks) -> list[int]:
+    def remove(self, blocks: RowIds, cached: RowIds) -> list[int]:
         """Deregister blocks, of which some are cached; return their parents that still are."""
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
         hash_ids = self.hashes[blocks].tolist()
-        self.hashes[blocks], self._digests[blocks] = NO_HASH, None
+        self.hashes[blocks], self._digests[blocks] = NONE, None
         for hash_id in hash_ids:
             del self._block_of[hash_id]
         for index in self.num_children[blocks].nonzero()[0].tolist():
             block_id = int(blocks[index])
             children = [self.children_at[block_id], self.cached_children_at[block_id]]
             self._orphans[hash_ids[index]] = children
-        return [parent for parent in parents if self.hash_at[parent] != NO_HASH]
+        return [parent for parent in parents if self.hash_at[parent] != NONE]
 
-    def count_cached(self, blocks: Blocks, step: int) -> list[int]:
+    def count_cached(self, blocks: RowIds, step: int) -> list[int]:
         """Count registered blocks as cached from now on, or with ``step`` -1 no longer."""
         return self._count(self.num_cached_children, 1, blocks, step)
 
     def _count(
-        self, counts: npt.NDArray[np.int32], kind: int, blocks: Blocks, step: int
+        self, counts: npt.NDArray[np.int32], kind: int, blocks: RowIds, step: int
     ) -> list[int]:
         """Change a count at the parents of blocks; ``kind`` is its place among those of orphans."""
         if isinstance(blocks, list):
@@ -261,8 +235,8 @@ class PrefixTree:
     def _parent_hash(self, hash_id: int) -> int | None:
         """Return the hash id of a block's parent; None if it has none, or is not registered."""
         block_id = self.find(hash_id)
-        parent = NO_HASH if block_id is None else self._parent_at[block_id]
-        return None if parent == NO_HASH else parent
+        parent = NONE if block_id is None else self._parent_at[block_id]
+        return None if parent == NONE else parent
 
     def check_ancestry(self, hash_ids: Sequence[int], parents: Sequence[int | None]) -> None:
         """Refuse ids without digests whose parents lead back to them, as made-up ones can.
@@ -289,7 +263,7 @@ class PrefixTree:
 
     def counts_children_right(self, cached: Collection[int]) -> bool:
         """Say whether the counts of children are what the blocks' parents add up to."""
-        parents = {b: p for b in self.blocks() if (p := self._parent_at[b]) != NO_HASH}
+        parents = {b: p for b in self.blocks() if (p := self._parent_at[b]) != NONE}
         children = Counter(parents.values())
         cached_children = Counter(parents[b] for b in parents if b in cached)
         orphans = {p: [n, cached_children[p]] for p, n in children.items() if self.find(p) is None}
@@ -301,6 +275,6 @@ class PrefixTree:
 
     def agrees_with_hashes(self) -> bool:
         """Say whether both directions, from hash to block and from block to hash, say the same."""
-        with_hash = np.flatnonzero(self.hashes != NO_HASH)
+        with_hash = np.flatnonzero(self.hashes != NONE)
         by_block = zip(self.hashes[with_hash].tolist(), with_hash.tolist(), strict=True)
         return self._block_of == dict(by_block) and len(self._block_of) == len(with_hash)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, outside, query
+from mamba_cache.cache import Rows, as_rows
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -85,10 +86,10 @@ class SlotPool:
             any. What is written into the tables from outside is not told.
         policy: As given.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
-        free_count: Free slots: the height of that stack.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
         slot_to_block: [max_slots] int32, CPU. The block that each slot caches, -1 for none.
-        pin_counts: [max_slots] int32. Readers of each cached slot.
+        pin_counts: [max_slots] int32. References to each slot: 1 while it is reserved, and once it
+            is cached its readers.
         generations: [max_slots] int64. Which of its states each slot holds: another number whenever
             it is taken from a block.
         epoch: The generation that the last reset gave to all slots. Who reserves slots keeps it,
@@ -130,16 +131,16 @@ class SlotPool:
         self._evicts_held = evicts_held
         self._ref_counts, self._block_hashes = HostView(), HostView()
         self._guard = CallGuard(self)
-        self._free_slots = np.empty(self.max_slots, np.int32)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
         self._slot_to_block = np.empty(self.max_slots, np.int32)
         # Single elements are read and written several times faster through memoryviews.
         self._slot_at, self._block_at = self._block_to_slot.data, self._slot_to_block.data
+        self._rows = Rows("slot", self.max_slots, self._slot_to_block)
         as_tensor = as_tensor or (lambda array: array)
-        self.free_slots = as_tensor(self._free_slots)
+        self.free_slots = as_tensor(self._rows.free)
         self.block_to_slot = as_tensor(self._block_to_slot)
         self.slot_to_block = as_tensor(self._slot_to_block)
-        self.pin_counts = np.empty(self.max_slots, np.int32)
+        self.pin_counts = self._rows.refs
         self.generations = np.zeros(self.max_slots, np.int64)
         self.epoch = 0
         self.reserved: dict[int, int] = {}
@@ -161,11 +162,9 @@ class SlotPool:
         self._guard = guard
 
     def _clear(self) -> None:
-        self._free_slots[:] = np.arange(self.max_slots)
-        self.free_count = self.max_slots
+        self._rows.clear()
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
-        self.pin_counts.fill(0)
         self.reserved.clear()
         self._awaited.clear()
         self.hash_to_block_id.clear()
@@ -179,6 +178,15 @@ class SlotPool:
     def pool(self) -> SlotPool:
         """This pool itself: an allocator is its own."""
         return self
+
+    @property
+    def free_count(self) -> int:
+        """Free slots: the height of the stack ``free_slots``."""
+        return self._rows.num_free
+
+    @free_count.setter
+    def free_count(self, value: int) -> None:
+        self._rows.num_free = value
 
     @property
     def num_cached_slots(self) -> int:
@@ -307,6 +315,7 @@ class SlotPool:
             for slot, block_id in zip(taken, new, strict=True):
                 self._assign(slot, block_id)
                 slots[block_id] = slot
+            self._rows.release(taken, as_rows(taken))
             self.policy.on_stored(taken, [1] * len(taken))
             try:
                 self._tell()
@@ -451,7 +460,7 @@ class SlotPool:
         self._guard.is_changing = True
         for slot in taken:
             self._awaited.discard(self.reserved.pop(slot))
-        self._push(taken)
+        self._rows.release(taken, as_rows(taken))
         self._release(taken)
 
     @guarded(nests=True)
@@ -495,8 +504,7 @@ class SlotPool:
         if empty:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
         self._guard.is_changing = True
-        for slot in read:
-            self.pin_counts[slot] += 1
+        self._rows.hold(read, as_rows(read))
         return [
             SlotLease(slot, self._slot_to_block.item(slot), self.generations.item(slot))
             for slot in read
@@ -511,15 +519,8 @@ class SlotPool:
             InvalidArgumentError: One is no lease, or its slot is outside the pool.
         """
         current = [x.slot for x in as_items("leases", leases, "leases") if self.is_current(x)]
-        for slot in set(current):
-            if current.count(slot) > self.pin_counts[slot]:
-                raise DoubleFreeError(
-                    f"slot {slot} has {self.pin_counts[slot]} pins, "
-                    f"but {current.count(slot)} were given back"
-                )
         self._guard.is_changing = True
-        for slot in current:
-            self.pin_counts[slot] -= 1
+        self._rows.release(current, as_rows(current))
 
     @guarded(nests=True)
     def note_consumed(self, slots: Sequence[int]) -> None:
@@ -614,7 +615,7 @@ class SlotPool:
         try:
             self._tell()
         except BaseException:
-            self._push(victims)
+            self._rows.push(victims)
             raise
         return victims
 
@@ -661,23 +662,13 @@ class SlotPool:
         Raises:
             InvariantError: Something contradicts something else; the message says what.
         """
-        self._check_conservation()
+        breaches = self._rows.breaches()
+        _require(not breaches, f"does not hold: {'; '.join(breaches)}")
         self._check_ties()
         self._check_hashes()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
         if self._prefix_policy is not None:
             self._prefix_policy.check_invariants([*cached, *self.reserved])
-
-    def _check_conservation(self) -> None:
-        _require(0 <= self.free_count <= self.max_slots, f"free_count is {self.free_count}")
-        free = self._free_slots[: self.free_count].tolist()
-        cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        together = sorted([*free, *self.reserved, *cached])
-        _require(
-            together == list(range(self.max_slots)),
-            f"{len(free)} free, {len(self.reserved)} reserved and {len(cached)} cached slots are "
-            f"not each of {self.max_slots} slots once",
-        )
 
     def _check_ties(self) -> None:
         cached = np.flatnonzero(self._slot_to_block >= 0)
@@ -691,9 +682,11 @@ class SlotPool:
             self._awaited == set(blocks),
             "the blocks awaited are not those of reserved slots",
         )
-        _require(bool((self.pin_counts >= 0).all()), "a slot has a negative number of readers")
-        pinned = self.pin_counts[self._slot_to_block < 0]
-        _require(not pinned.any(), "a slot that holds no state has readers")
+        held = np.flatnonzero((self._slot_to_block < 0) & (self.pin_counts != 0)).tolist()
+        _require(
+            held == sorted(self.reserved) and bool((self.pin_counts[held] == 1).all()),
+            "slots without a state have other references than one for each that is reserved",
+        )
 
     def _check_hashes(self) -> None:
         for hash_id, block_id in self.hash_to_block_id.items():
@@ -762,25 +755,22 @@ class SlotPool:
 
     def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
         """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
-        short = max(num_slots - self.free_count, 0)
+        short = max(num_slots - self._rows.num_free, 0)
         has_victims = victims or short
         if has_victims:
-            self._evict(victims, short)
             # If a listener raises, the victims are free and nothing was taken: no slot leaks.
-            self._push(victims)
+            self._rows.push(self._evict(victims, short))
             self._tell()
         self._guard.is_changing = True
-        start = self.free_count - num_slots
-        slots: list[int] = self._free_slots[start : self.free_count].tolist()
-        self.free_count = start
-        return slots
+        return self._rows.take(num_slots)
 
-    def _evict(self, victims: Sequence[int], num_wanted: int) -> None:
+    def _evict(self, victims: Sequence[int], num_wanted: int) -> list[int]:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""
         slots = self._check_evictable(victims, num_wanted)
         self._guard.is_changing = True
         self._unassign(slots)
         self.evicted_slots_total += len(slots)
+        return slots
 
     def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
         """Check that slots are different, cached and not pinned, and as many as are wanted."""
@@ -812,7 +802,7 @@ class SlotPool:
             if hashes is not None:
                 self._unlink(block_id, hashes.item(block_id))
             self._slot_at[block_id] = self._block_at[slot] = -1
-            self.pin_counts[slot] = 0
+            self._rows.ref_at[slot] = 0
             self._last_generation += 1
             self.generations[slot] = self._last_generation
         self._release(slots)
@@ -822,12 +812,7 @@ class SlotPool:
         slots = [slot for slot in dict.fromkeys(self._slots_of(block_ids)) if slot >= 0]
         if slots:
             self._unassign(slots)
-            self._push(slots)
-
-    def _push(self, slots: Sequence[int]) -> None:
-        end = self.free_count + len(slots)
-        self._free_slots[self.free_count : end] = slots
-        self.free_count = end
+            self._rows.push(slots)
 
     def _publish(
         self, slots: list[int], block_ids: list[int], hash_ids: list[int], saved_tokens: list[int]
@@ -838,11 +823,11 @@ class SlotPool:
             slots, block_ids, hash_ids, saved_tokens, strict=True
         ):
             if self._slot_at[block_id] >= 0:
-                self._push([slot])
                 self._release([slot])
             else:
                 self._assign(slot, block_id)
                 stored[slot], hash_of[slot] = tokens, hash_id
+        self._rows.release(slots, as_rows(slots))  # those without a block become free
         self._register(block_ids, hash_ids)
         if stored and self._prefix_policy is not None:
             named = list(hash_of.values())

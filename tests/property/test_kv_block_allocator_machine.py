@@ -12,8 +12,8 @@ from mamba_cache.blocks import (
     BlockHashes,
     KVBlockAllocator,
     compute_block_hashes,
-    prefix_tree,
 )
+from mamba_cache.cache import rows
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -79,11 +79,11 @@ class Model:
 
 class AllocatorMachine(RuleBasedStateMachine):
     policy = EvictionPolicy.LRU
-    few = prefix_tree.FEW
+    few = rows.FEW
 
     @initialize()
     def start(self):
-        prefix_tree.FEW = self.few
+        rows.FEW = self.few
         self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
         self.model = Model()
         self.requests = []
@@ -143,7 +143,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         taken = self.pool.allocate_memory_blocks(num_blocks)
         evicted = victims[: max(num_blocks - len(free), 0)]
         assert set(taken) <= set(free) | set(evicted)
-        assert taken[len(taken) - len(evicted) :] == evicted
+        assert [block for block in taken if block in evicted] == evicted
         assert len(set(taken)) == len(taken) == num_blocks
         self.forget(evicted)
         self.evicted += len(evicted)
@@ -249,7 +249,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         used = sum(refs > 0 for refs in model.refs)
         cached = POOL_SIZE - 1 - used - len(model.free())
         assert pool.num_free_blocks == len(model.free())
-        assert sorted(pool._free) == model.free()
+        assert sorted(pool._rows.free[: pool.num_free_blocks].tolist()) == model.free()
         assert self.index == {
             self.hashes(prefix).digests[-1]: block for prefix, block in model.block_of.items()
         }
@@ -257,7 +257,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert (pool.evicted_blocks_total, pool.hash_collisions_total) == (self.evicted, 0)
 
     def teardown(self):
-        prefix_tree.FEW = AllocatorMachine.few
+        rows.FEW = AllocatorMachine.few
 
 
 class RefZeroMachine(AllocatorMachine):

@@ -30,7 +30,7 @@ def parts_of_slots(slots):
         slots._slot_to_block,
         slots._block_to_slot.take(slots._slot_to_block[cached]),
         slots.pin_counts[cached],
-        slots._free_slots[: slots.free_count],
+        slots._rows.free[: slots.free_count],
         sorted(slots.reserved.items()),
         sorted(slots.hash_to_block_id.items()),
         list(digest_of(slots.policy)),

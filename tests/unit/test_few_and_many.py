@@ -121,7 +121,7 @@ def blocks_of_many(seed):
 def test_blocks_are_kept_and_evicted(monkeypatch, seed):
     found = []
     for few in COUNTS:
-        monkeypatch.setattr("mamba_cache.blocks.prefix_tree.FEW", few)
+        monkeypatch.setattr("mamba_cache.cache.rows.FEW", few)
         found.append(blocks_of_many(seed))
     assert found[0] == found[1]
 

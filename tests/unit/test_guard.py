@@ -23,6 +23,7 @@ from tier_rig import KV, make_tiered
 
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import Rows
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import (
     ConcurrentUseError,
@@ -284,12 +285,18 @@ def test_blocks_whose_change_breaks_off(monkeypatch, name, error):
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-@pytest.mark.parametrize("name", ["_assign", "_unassign", "_push", "_register"])
-def test_slots_whose_change_breaks_off(monkeypatch, name, error):
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((SlotPool, name) for name in ("_assign", "_unassign", "_register")),
+        *((Rows, name) for name in ("take", "push", "release")),
+    ],
+)
+def test_slots_whose_change_breaks_off(monkeypatch, owner, name, error):
     pool = SlotPool(2, KVBlockAllocator(9))
     pool.allocate_slots_batch([0, 1])
     with monkeypatch.context() as patch:
-        strike(patch, pool, name, error)
+        strike(patch, owner, name, error)
         with pytest.raises(error):
             change_slots(pool)
     for call in (lambda: pool.reserve_slots([3]), lambda: pool.get_slot(0)):

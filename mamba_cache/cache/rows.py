@@ -1,0 +1,156 @@
+"""The life cycle of a pool's rows: free, held by references, or cached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_cache.errors import DoubleFreeError, UnknownBlockError
+
+__all__ = ["FEW", "NONE", "RowIds", "Rows", "as_rows", "ids_of", "values_at"]
+
+RowIds: TypeAlias = "list[int] | npt.NDArray[np.intp]"
+"""[n] rows: a list of few, which are looked at one by one, or an array to index with."""
+
+NONE: Final = -1
+"""What stands in ``Rows.names`` for a row without a name."""
+
+FEW: Final = 8
+"""Up to so many rows, a loop over them costs less than operations on whole arrays."""
+
+_ONE = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower with another
+
+
+def as_rows(ids: list[int]) -> RowIds:
+    """Return rows as what costs the least to look them up by."""
+    return ids if len(ids) <= FEW else np.array(ids, np.intp)
+
+
+def ids_of(rows: RowIds) -> list[int]:
+    """Return rows as plain ints."""
+    return rows if isinstance(rows, list) else rows.tolist()
+
+
+def values_at(view: memoryview, array: npt.NDArray[Any], rows: RowIds) -> list[int]:
+    """Return an array's values at rows; ``view`` is of the same memory, and quicker for few."""
+    if isinstance(rows, list):
+        return [view[row] for row in rows]
+    values: list[int] = array[rows].tolist()
+    return values
+
+
+class Rows:
+    """Rows of one kind: KV blocks, or slots.
+
+    A row with references is *held*. Without, it is *cached* if it has a name, which its content is
+    found by, and else *free*: then it is on the stack of free rows. Embedders write these tables by
+    index, so nothing that they say is kept twice. Who calls has checked that rows are in range.
+    """
+
+    __slots__ = ("_name_at", "_what", "free", "names", "num_free", "num_rows", "ref_at", "refs")
+
+    def __init__(self, what: str, num_rows: int, names: npt.NDArray[Any]) -> None:
+        self._what = what
+        self.num_rows = num_rows
+        self.names = names  # [num_rows or more] what each row is found by, or NONE
+        self.refs = np.zeros(len(names), np.int32)
+        self.free = np.empty(num_rows, np.int32)  # a stack: entries below ``num_free`` are free
+        # Single elements are read and written several times faster through memoryviews.
+        self._name_at, self.ref_at = names.data, self.refs.data
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every row free; names are the caller's."""
+        self.refs.fill(0)
+        self.free[:] = np.arange(self.num_rows)
+        self.num_free = self.num_rows
+
+    def take(self, num_rows: int) -> list[int]:
+        """Take free rows, of which there are enough, with one reference to each."""
+        end = self.num_free
+        ids: list[int] = self.free[end - num_rows : end].tolist()
+        self.num_free = end - num_rows
+        self._set(as_rows(ids), 1)
+        return ids
+
+    def push(self, ids: list[int]) -> None:
+        """Put rows without references and names on the stack of free ones."""
+        end = self.num_free + len(ids)
+        self.free[self.num_free : end] = ids
+        self.num_free = end
+
+    def without_references(self, ids: list[int], rows: RowIds) -> list[int]:
+        """Return the cached ones of rows that are held or cached; raise if one is free."""
+        refs = values_at(self.ref_at, self.refs, rows)
+        if 0 not in refs:
+            return []
+        cached = [row for row, count in zip(ids, refs, strict=True) if not count]
+        for row in cached:
+            if self._name_at[row] == NONE:
+                raise UnknownBlockError(f"{self._what} {row} is free: allocate it first")
+        return cached
+
+    def hold(self, ids: list[int], rows: RowIds, num_references: int = 1) -> list[int]:
+        """Add references to rows that are held or cached; return those that were cached."""
+        cached = list(dict.fromkeys(self.without_references(ids, rows)))
+        if len(cached) == len(ids):
+            self._set(rows, num_references)
+        else:
+            np.add.at(self.refs, rows, _ONE * num_references)
+        return cached
+
+    def release(self, ids: list[int], rows: RowIds) -> list[int]:
+        """Give back a reference to each row; free or return those that have none left."""
+        refs = values_at(self.ref_at, self.refs, rows)
+        left: list[int] = []
+        if len(set(ids)) < len(ids) or refs.count(1) < len(ids):
+            given = Counter(ids)
+            ids = list(given)
+            rows = as_rows(ids)
+            refs = values_at(self.ref_at, self.refs, rows)
+            left = [count - given[row] for row, count in zip(ids, refs, strict=True)]
+            if min(left) < 0:
+                row = ids[left.index(min(left))]
+                raise DoubleFreeError(
+                    f"{self._what} {row} has {self.refs[row]} references, "
+                    f"but {given[row]} are given back"
+                )
+        self._set(rows, 0)
+        if any(left):
+            self.refs[rows] = left
+            ids = [row for row, count in zip(ids, left, strict=True) if not count]
+            rows = as_rows(ids)
+        names = values_at(self._name_at, self.names, rows)
+        if NONE in names:
+            pairs = list(zip(ids, names, strict=True))
+            self.push([row for row, name in pairs if name == NONE])
+            ids = [row for row, name in pairs if name != NONE]
+        return ids
+
+    def _set(self, rows: RowIds, num_references: int) -> None:
+        if isinstance(rows, list):
+            for row in rows:
+                self.ref_at[row] = num_references
+        else:
+            self.refs[rows] = num_references
+
+    def breaches(self) -> list[str]:
+        """Return what contradicts that each row is free, held or cached, and just one of them."""
+        free = self.free[: max(self.num_free, 0)].tolist()
+        held = self.refs[: self.num_rows] != 0
+        cached = (self.names[: self.num_rows] != NONE) & ~held
+        together = sorted([*free, *held.nonzero()[0].tolist(), *cached.nonzero()[0].tolist()])
+        statements = {
+            f"there are 0 to {self.num_rows} free {self._what}s": (
+                0 <= self.num_free <= self.num_rows
+            ),
+            "no reference count is negative": bool((self.refs >= 0).all()),
+            f"no {self._what} is free twice": len(free) == len(set(free)),
+            f"free + held + cached is every {self._what}": (
+                together == list(range(self.num_rows)) and not self.refs[self.num_rows :].any()
+            ),
+        }
+        return [statement for statement, holds in statements.items() if not holds]
