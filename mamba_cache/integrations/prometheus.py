@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mamba_cache._extras import install_hint
-from mamba_cache.context import CacheStats, MissReason, VerificationStats
+from mamba_cache.context import CacheStats, MissReason
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.tiers import TierStats
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Histogram
@@ -30,6 +29,15 @@ __all__ = [
     "CallDurations",
     "StatsSource",
 ]
+
+_Row = tuple[str, str, str, str | Callable[[Any], Any]]
+"""A metric: its name, what it says, its label ("" for none), and a field of the statistics or what
+returns figures by the label's value."""
+
+_GAUGES = frozenset(
+    ("blocks", "slots", "tier_entries", "tier_rows", "tier_bytes", "verification_waiting_hits")
+)
+"""Metrics that can fall; all others are counters."""
 
 _COUNTERS = {
     "requests": "Requests that began to run; a resumed one counts again",
@@ -52,34 +60,50 @@ _COUNTERS = {
 }
 """Fields of ``CacheStats`` that are metrics as they are, and what they say."""
 
-_KINDS = {
-    "blocks": ("KV blocks, by what they hold", ("free", "cached", "used")),
-    "slots": ("Slots, by what they hold", ("free", "reserved", "cached")),
-}
-"""Fields of ``CacheStats`` such as "free_blocks": one metric each, with a label ``kind``."""
 
-_OF_TIERS = {
-    "stored": "Entries that arrived in a tier",
-    "restored": "Entries that a hit brought back, verified",
-    "evicted": "Entries of a tier given up for others",
-}
-_OF_TIERS_BY_REASON = {
-    "dropped": "Entries that were not stored in a tier, by reason",
-    "refused": "Entries that were looked for in a tier and not restored, by reason",
-}
-_OF_TIERS_BY_KIND = {
-    "entries": "Entries that can be found in a tier, by kind",
-    "rows": "Entries that a tier can hold, by kind",
-}
-_VERIFIED = {
-    "verified_hits": ("Hits that were computed again and compared", "verified"),
-    "verification_sampled_hits": ("Hits that were chosen for it", "sampled"),
-    "verification_skipped_hits": ("Chosen hits that were not computed again", "skipped"),
-}
-"""Names of metrics, what they say, and the field of ``VerificationStats`` that each is."""
+def _of_kinds(unit: str, *kinds: str) -> Callable[[Any], dict[str, float]]:
+    return lambda stats: {kind: getattr(stats, f"{kind}_{unit}") for kind in kinds}
 
-_TIER_LABELS = {label: ["cache", "tier", label] for label in ("kind", "reason")}
-"""Fields of ``TierStats``: one metric each."""
+
+_OF_CACHES: Sequence[_Row] = [
+    *((field, text, "", field) for field, text in _COUNTERS.items()),
+    ("restored_bytes", "Bytes of states restored from slots", "",
+     lambda stats: stats.hits * stats.bytes_per_slot),
+    ("saved_bytes", "Bytes of states saved to slots and findable", "",
+     lambda stats: stats.saved_states * stats.bytes_per_slot),
+    # Every reason has its series from the start, so that its first rise is seen as one.
+    ("misses", "Requests that skipped no tokens, by reason", "reason",
+     lambda stats: {each.value: stats.misses.get(each.value, 0) for each in MissReason}),
+    ("bypasses", "Calls of a PrefixCache that neither used the cache nor filled it, by reason",
+     "reason", "bypasses"),
+    ("blocks", "KV blocks, by what they hold", "kind",
+     _of_kinds("blocks", "free", "cached", "used")),
+    ("slots", "Slots, by what they hold", "kind",
+     _of_kinds("slots", "free", "reserved", "cached")),
+]  # fmt: skip
+
+_OF_VERIFICATION: Sequence[_Row] = [
+    ("verified_hits", "Hits that were computed again and compared", "", "verified"),
+    ("verification_sampled_hits", "Hits that were chosen for it", "", "sampled"),
+    ("verification_skipped_hits", "Chosen hits that were not computed again", "", "skipped"),
+    ("verification_differences",
+     "Entries that were not what the model computes, by kind; each was removed", "kind",
+     "differences"),
+    ("verification_waiting_hits", "Hits that wait for it", "", "waiting"),
+]  # fmt: skip
+
+_OF_TIERS: Sequence[_Row] = [
+    ("tier_entries", "Entries that can be found in a tier, by kind", "kind", "entries"),
+    ("tier_rows", "Entries that a tier can hold, by kind", "kind", "rows"),
+    ("tier_bytes", "Bytes of these entries, by kind", "kind",
+     lambda tier: {kind: n * tier.row_bytes[kind] for kind, n in tier.entries.items()}),
+    ("tier_stored", "Entries that arrived in a tier", "", "stored"),
+    ("tier_restored", "Entries that a hit brought back, verified", "", "restored"),
+    ("tier_evicted", "Entries of a tier given up for others", "", "evicted"),
+    ("tier_dropped", "Entries that were not stored in a tier, by reason", "reason", "dropped"),
+    ("tier_refused", "Entries that were looked for in a tier and not restored, by reason",
+     "reason", "refused"),
+]  # fmt: skip
 
 DURATION_BUCKETS = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3),
@@ -122,34 +146,21 @@ class CacheCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, with one sample or more for each cache."""
-        stats = {name: cache.stats() for name, cache in self._caches.items()}
-        for field, text in _COUNTERS.items():
-            yield _counter(field, text, {name: getattr(one, field) for name, one in stats.items()})
-        restored = {name: one.hits * one.bytes_per_slot for name, one in stats.items()}
-        yield _counter("restored_bytes", "Bytes of states restored from slots", restored)
-        saved = {name: one.saved_states * one.bytes_per_slot for name, one in stats.items()}
-        yield _counter("saved_bytes", "Bytes of states saved to slots and findable", saved)
-        yield _misses(stats)
-        yield _bypasses(stats)
-        for unit, (text, kinds) in _KINDS.items():
-            gauge = GaugeMetricFamily(f"mamba_cache_{unit}", text, labels=["cache", "kind"])
-            for name, one in stats.items():
-                for kind in kinds:
-                    gauge.add_metric([name, kind], getattr(one, f"{kind}_{unit}"))
-            yield gauge
-        verified = {
-            name: cache.verification_stats()
-            for name, cache in self._caches.items()
+        caches = self._caches.items()
+        yield from _families(_OF_CACHES, [((name,), cache.stats()) for name, cache in caches])
+        verified = [
+            ((name,), cache.verification_stats())
+            for name, cache in caches
             if hasattr(cache, "verification_stats")
-        }
-        yield from _of_verification({n: one for n, one in verified.items() if one.differences})
-        yield from _of_tiers(
-            [
-                (name, tier)
-                for name, cache in self._caches.items()
-                for tier in getattr(cache, "tier_stats", tuple)()
-            ]
-        )
+        ]
+        verified = [each for each in verified if each[1].differences]  # it is asked for
+        yield from _families(_OF_VERIFICATION, verified)
+        tiers = [
+            ((name, tier.name), tier)
+            for name, cache in caches
+            for tier in getattr(cache, "tier_stats", tuple)()
+        ]
+        yield from _families(_OF_TIERS, tiers)
 
 
 class CallDurations:
@@ -203,84 +214,21 @@ class CallDurations:
             setattr(context, call, _timed(getattr(context, call), observe))
 
 
-def _counter(field: str, text: str, values: Mapping[str, float]) -> CounterMetricFamily:
-    counter = CounterMetricFamily(f"mamba_cache_{field}", text, labels=["cache"])
-    for name, value in values.items():
-        counter.add_metric([name], value)
-    return counter
-
-
-def _of_tiers(tiers: Sequence[tuple[str, TierStats]]) -> Iterator[Metric]:
-    """Yield the metrics of caches' tiers; none if no cache has any."""
-    if not tiers:
+def _families(
+    table: Sequence[_Row], sources: Sequence[tuple[tuple[str, ...], Any]]
+) -> Iterator[Metric]:
+    """Yield a table's metrics of statistics, each with its labels; none if there are none."""
+    if not sources:
         return
-    for field, text in _OF_TIERS_BY_KIND.items():
-        gauge = GaugeMetricFamily(f"mamba_cache_tier_{field}", text, labels=_TIER_LABELS["kind"])
-        for name, tier in tiers:
-            for kind, value in getattr(tier, field).items():
-                gauge.add_metric([name, tier.name, kind], value)
-        yield gauge
-    held = GaugeMetricFamily(
-        "mamba_cache_tier_bytes", "Bytes of these entries, by kind", labels=_TIER_LABELS["kind"]
-    )
-    for name, tier in tiers:
-        for kind, value in tier.entries.items():
-            held.add_metric([name, tier.name, kind], value * tier.row_bytes[kind])
-    yield held
-    for field, text in _OF_TIERS.items():
-        counter = CounterMetricFamily(f"mamba_cache_tier_{field}", text, labels=["cache", "tier"])
-        for name, tier in tiers:
-            counter.add_metric([name, tier.name], getattr(tier, field))
-        yield counter
-    for field, text in _OF_TIERS_BY_REASON.items():
-        counter = CounterMetricFamily(
-            f"mamba_cache_tier_{field}", text, labels=_TIER_LABELS["reason"]
-        )
-        for name, tier in tiers:
-            for reason, value in getattr(tier, field).items():
-                counter.add_metric([name, tier.name, reason], value)
-        yield counter
-
-
-def _of_verification(stats: Mapping[str, VerificationStats]) -> Iterator[Metric]:
-    """Yield what came of hits that were verified; nothing where none ever was to be."""
-    if not stats:
-        return
-    for name, (text, field) in _VERIFIED.items():
-        yield _counter(name, text, {cache: getattr(one, field) for cache, one in stats.items()})
-    text = "Entries that were not what the model computes, by kind; each was removed"
-    counter = CounterMetricFamily(
-        "mamba_cache_verification_differences", text, labels=["cache", "kind"]
-    )
-    for cache, one in stats.items():
-        for kind, count in one.differences.items():
-            counter.add_metric([cache, kind], count)
-    yield counter
-    gauge = GaugeMetricFamily(
-        "mamba_cache_verification_waiting_hits", "Hits that wait for it", labels=["cache"]
-    )
-    for cache, one in stats.items():
-        gauge.add_metric([cache], one.waiting)
-    yield gauge
-
-
-def _misses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:
-    """Every reason has its series from the start, so that its first rise is seen as one."""
-    text = "Requests that skipped no tokens, by reason"
-    counter = CounterMetricFamily("mamba_cache_misses", text, labels=["cache", "reason"])
-    for name, one in stats.items():
-        for reason in MissReason:
-            counter.add_metric([name, reason.value], one.misses.get(reason.value, 0))
-    return counter
-
-
-def _bypasses(stats: Mapping[str, CacheStats]) -> CounterMetricFamily:
-    text = "Calls of a PrefixCache that neither used the cache nor filled it, by reason"
-    counter = CounterMetricFamily("mamba_cache_bypasses", text, labels=["cache", "reason"])
-    for name, one in stats.items():
-        for reason, count in one.bypasses.items():
-            counter.add_metric([name, reason], count)
-    return counter
+    names = ["cache", "tier"][: len(sources[0][0])]
+    for name, text, label, figures in table:
+        make = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+        family = make(f"mamba_cache_{name}", text, labels=[*names, *([label] if label else [])])
+        for labels, stats in sources:
+            found = getattr(stats, figures) if isinstance(figures, str) else figures(stats)
+            for value, figure in (found if label else {"": found}).items():
+                family.add_metric([*labels, *([value] if label else [])], figure)
+        yield family
 
 
 def _timed(call: Callable[..., Any], observe: Callable[[float], None]) -> Callable[..., Any]:
