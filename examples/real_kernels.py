@@ -126,8 +126,8 @@ def sdpa_attention(queries: Tensor, kv_cache: Tensor, batch: PackedBatch) -> Ten
     tables = _tables(kv_cache, batch).long()
     positions, outputs = metadata.positions[: metadata.num_tokens], []
     if n:
-        tiles, at = batch.decodes.split(queries), batch.decodes.split(positions)
-        outputs.append(batch.decodes.join(attend(tiles, kv_cache, tables[:n], at)))
+        tiles, at = batch.split_decodes(queries), batch.split_decodes(positions)
+        outputs.append(batch.join_decodes(attend(tiles, kv_cache, tables[:n], at)))
     if metadata.num_prefills:  # chunk by chunk: a tile of queries of one request
         tiles = batch.chunks.split(queries[metadata.num_decode_tokens :])
         at = batch.chunks.split(positions[metadata.num_decode_tokens :])

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mamba_cache._extras import install_hint
-from mamba_cache.context import CacheStats, MissReason
+from mamba_cache.context import MissReason
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 
 try:
@@ -27,7 +27,6 @@ __all__ = [
     "TIMED_CALLS",
     "CacheCollector",
     "CallDurations",
-    "StatsSource",
 ]
 
 _Row = tuple[str, str, str, str | Callable[[Any], Any]]
@@ -115,14 +114,6 @@ TIMED_CALLS = ("add_request", "begin_step", "commit_step")
 """The calls of a step that ``CallDurations`` measures."""
 
 
-class StatsSource(Protocol):
-    """Whatever keeps ``CacheStats``: a context, or a ``PrefixCache`` of transformers."""
-
-    def stats(self) -> CacheStats:
-        """Return what the cache did so far and what it holds now, to any thread."""
-        ...
-
-
 class CacheCollector(Collector):
     """Gives a registry the ``stats()`` of caches, read at each scrape.
 
@@ -132,14 +123,14 @@ class CacheCollector(Collector):
         start_http_server(9000)
 
     Args:
-        caches: The caches by name; the name becomes the label ``cache``.
+        caches: Contexts or ``PrefixCache`` objects by name; the name becomes the label ``cache``.
 
     Raises:
         InvalidArgumentError: There is no cache.
         MissingExtraError: On import, if prometheus_client is not installed.
     """
 
-    def __init__(self, caches: Mapping[str, StatsSource]) -> None:
+    def __init__(self, caches: Mapping[str, Any]) -> None:
         if not caches:
             raise InvalidArgumentError("caches must name at least one cache, got none")
         self._caches = dict(caches)

@@ -52,9 +52,9 @@ class AttentionLayer:
         positions, num_decodes = metadata.positions[: metadata.num_tokens], metadata.num_decodes
         outputs = []
         if num_decodes:
-            tiles, at = batch.decodes.split(queries), batch.decodes.split(positions)
+            tiles, at = batch.split_decodes(queries), batch.split_decodes(positions)
             attended = attend(tiles, kv_cache, tables[:num_decodes], at)
-            outputs.append(batch.decodes.join(attended))
+            outputs.append(batch.join_decodes(attended))
         if metadata.num_prefills:
             prefill = slice(metadata.num_decode_tokens, None)
             queries, positions, tables = queries[prefill], positions[prefill], tables[num_decodes:]

@@ -76,12 +76,12 @@ class Mamba2Layer:
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
     ) -> Tensor:
         conv_live, ssm_live = self._live(caches)
-        before, *after = batch.decodes.state_rows.unbind(1)
+        before, *after = batch.decode_rows.unbind(1)
         windows, states = conv_live[before], ssm_live[before]
         outputs = []
         # One token of every request at a time; the states go on from token to token in local
         # tensors, because with speculation the rows read and those written differ.
-        for tokens, rows in zip(batch.decodes.tokens.unbind(1), after, strict=True):
+        for tokens, rows in zip(batch.decode_tokens.unbind(1), after, strict=True):
             mixed, windows = causal_conv1d_step(
                 conv_input[tokens], self.conv_weight, self.conv_bias, windows
             )
@@ -89,7 +89,7 @@ class Mamba2Layer:
             y, states = ssd_step(inputs, states)
             conv_live[rows], ssm_live[rows] = windows, states
             outputs.append((y + self.d[:, None] * inputs.x).flatten(1))
-        return batch.decodes.join(torch.stack(outputs, dim=1))
+        return batch.join_decodes(torch.stack(outputs, dim=1))
 
     def _prefill(
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext

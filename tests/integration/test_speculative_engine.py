@@ -126,9 +126,12 @@ def test_an_answer_that_repeats_itself_is_drafted_from_the_prompt(rng):
     One in some tens of them never comes back to what it said: of eight, some do.
     """
     prompts = [draw_prompt(rng, 5) for _ in range(8)]
-    engine = make_engine(num_speculative_tokens=3, max_sequence_length=256)
-    longer = [[*prompt, *alone(prompt, greedy(40))] for prompt in prompts]
-    completions = [run_together(engine, [prompt], greedy(60))[0] for prompt in longer]
+    plain = make_engine(enable_prefix_caching=False)
+    answers = plain.generate(prompts, greedy(40))
+    longer = [[*p, *answer.tokens] for p, answer in zip(prompts, answers, strict=True)]
+    completions = make_engine(num_speculative_tokens=3).generate(longer, greedy(60))
+    wanted = plain.generate(longer, greedy(60))
+    assert [one.tokens for one in completions] == [one.tokens for one in wanted]
     decoding = [completion.decoding for completion in completions]
     assert sum(one.accepted_tokens for one in decoding) > 0
     assert max(one.tokens_per_step for one in decoding) > 1

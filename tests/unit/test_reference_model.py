@@ -139,17 +139,6 @@ def test_follows_the_papers_formulas(generator):
         torch.testing.assert_close(decoded[0], expected[position], rtol=0, atol=1e-9)
 
 
-def test_last_logits_depend_on_the_first_token(generator):
-    model = HybridModel(CONFIG, dtype=torch.float64)
-    tokens = draw_tokens(generator, 60)
-    changed = [(tokens[0] + 1) % 256, *tokens[1:]]
-    caches = make_caches()
-    works = [Work(start(caches, each, row), 60) for row, each in enumerate([tokens, changed])]
-    logits = run_step(model, caches, [], works)
-    assert (logits[0] - logits[1]).abs().max() > 1e-6
-    assert 0.3 < logits.std() < 3
-
-
 @pytest.mark.parametrize("pattern", ["M-", "*-", "MM"])
 def test_needs_no_layer_of_any_kind(pattern, generator):
     config = dataclasses.replace(CONFIG, layer_pattern=pattern)
@@ -256,35 +245,6 @@ def test_shared_blocks_are_read_but_not_written(generator):
     assert torch.equal(bits(caches.kv_cache[:, :, :BLOCKS_PER_SEQUENCE]), before)
     expected = logits_by_the_formulas(model, tokens)[-1]
     torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-9)
-
-
-def test_checkpoints_count_chunks_over_the_packed_batch(generator):
-    """Chunk indices counted per request saved another request's state elsewhere."""
-    model = HybridModel(CONFIG, dtype=torch.float64)
-    prompts = [draw_tokens(generator, 19) for _ in range(3)]
-    packed = make_caches()
-    works = [Work(start(packed, prompt, row), 19, {8: row}) for row, prompt in enumerate(prompts)]
-    run_step(model, packed, [], works)
-    for row, prompt in enumerate(prompts):
-        alone = make_caches()
-        run_step(model, alone, [], [Work(start(alone, prompt, 0), 8)])
-        for name in ("conv", "ssm"):
-            saved, live = packed.slots[name][:, row], alone.live_states[name][:, 0]
-            torch.testing.assert_close(saved, live, rtol=0, atol=1e-12)
-
-
-def test_checkpoint_of_a_resumed_chunk_looks_back_into_the_live_window(generator):
-    """A checkpoint two tokens into a step needs inputs that only the old conv state has."""
-    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
-    tokens = draw_tokens(generator, 12)
-    sequence = start(caches, tokens, row=1)
-    run_step(model, caches, [], [Work(sequence, 6)])
-    run_step(model, caches, [], [Work(sequence, 6, {8: 2})])
-    alone = make_caches()
-    run_step(model, alone, [], [Work(start(alone, tokens, 0), 8)])
-    for name in ("conv", "ssm"):
-        saved, live = caches.slots[name][:, 2], alone.live_states[name][:, 0]
-        torch.testing.assert_close(saved, live, rtol=0, atol=1e-12)
 
 
 def test_checkpoint_at_the_end_of_a_step_has_the_bits_of_the_live_state(generator):
