@@ -4,9 +4,9 @@
     python tests/benchmarks/bench_serve.py --tiny
 
 Each baseline is set up as its users set it up, on the same model and in the same run:
-``model.generate`` called one by one; ``model.generate`` over padded batches, at the best of several
-sizes; ``PrefixCache.generate`` called one by one. All prompts of a workload have the same length,
-so that static batches lose nothing to padding.
+``model.generate`` called one by one; ``model.generate`` over batches padded on the left, at the
+best of several sizes; ``PrefixCache.generate`` called one by one. Prompts have equal lengths in
+some workloads, where static batches lose nothing to padding, and mixed ones in others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,9 @@ WAYS = {
 WORKLOADS = {
     "shared": "requests of a shared prefix",
     "lengths": "the same, answers of mixed lengths",
+    "mixed": "requests of a shared prefix, prompts of mixed lengths",
     "rollouts": "prompts with many samples each",
+    "trainer": "prompts of mixed lengths, nothing shared, each in the list once for each sample",
 }
 """The workloads, and what each is."""
 
@@ -59,21 +61,38 @@ _SECONDS_ON_A_GPU = 400
 class _Scale:
     """How large workloads are."""
 
-    requests: int  # of the first two workloads
+    requests: int  # of the workloads with a shared prefix
     shared: int  # tokens that their prompts begin with
-    own: int  # tokens of each prompt's own
+    own: int  # tokens of each prompt's own; of mixed ones in the mean
+    own_range: tuple[int, int]  # of mixed ones the fewest and the most
     new: int  # tokens of each answer of the first
     fewest: int  # tokens of an answer of mixed length
     most: int  # likewise, and of a rollout
     prompts: int  # of the rollouts
     samples: int  # of each
+    trained: tuple[int, int, int]  # prompts of a trainer, the fewest and the most tokens of each
+    trained_samples: int  # of each of these
     static_rows: tuple[int, ...]  # sizes of static batches to try
     decode_rows: tuple[int, ...]  # sizes of batches whose decode steps are timed
     steps: int  # how many of these
+    # Requests whose first tokens are timed, and the fewest and the most tokens of each one's own.
+    firsts: tuple[tuple[int, int, int], ...]
 
 
-_FULL = _Scale(64, 2048, 256, 128, 16, 512, 8, 16, (32, 64, 128), (1, 8, 64), 64)
-_TINY = _Scale(6, 256, 16, 6, 2, 10, 2, 3, (3, 6), (1, 3), 8)
+_FULL = _Scale(
+    requests=64, shared=2048, own=256, own_range=(64, 1024), new=128, fewest=16, most=512,
+    prompts=8, samples=16, trained=(64, 256, 1024), trained_samples=8,
+    static_rows=(32, 64, 128, 256, 512), decode_rows=(1, 8, 64), steps=64,
+    firsts=((64, 256, 256), (64, 64, 1024), (32, 256, 256), (32, 128, 384)),
+)  # fmt: skip
+_TINY = _Scale(
+    requests=6, shared=256, own=16, own_range=(4, 48), new=6, fewest=2, most=10,
+    prompts=2, samples=3, trained=(3, 16, 64), trained_samples=2,
+    static_rows=(3, 6), decode_rows=(1, 3), steps=8,
+    firsts=((4, 16, 16), (4, 4, 48)),
+)  # fmt: skip
+_FIRST_ROUNDS = 4
+"""How often first tokens are timed; the first round warms up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +101,10 @@ class Workload:
 
     name: str  # one of ``WORKLOADS``
     title: str  # what figures call it
-    prompts: list[list[int]]  # the tokens of each, all equally many
+    prompts: list[list[int]]  # the tokens of each
     new_tokens: list[int]  # the most that each prompt's answers have
     samples: int = 1  # answers to each prompt; if more than one, they are drawn
+    is_repeated: bool = False  # a prompt is in a batch once for each sample, as trainers have it
     # Tokens that end an answer. None: each has as many as it may.
     end_tokens: list[int] = field(default_factory=list)
 
@@ -92,6 +112,11 @@ class Workload:
     def num_answers(self) -> int:
         """Answers to all prompts."""
         return len(self.prompts) * self.samples
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
 
     def options(self, prompt: int) -> dict[str, Any]:
         """Return how ``generate`` makes an answer to a prompt."""
@@ -119,6 +144,22 @@ class Workload:
         return [everyone[i] for i in middles]
 
 
+def mixed_lengths(
+    drawn: random.Random, count: int, fewest: int, most: int, *, mean: int
+) -> list[int]:
+    """Draw lengths from a log-normal distribution, cut at both ends, whose mean is given."""
+    lengths = [
+        min(max(round(mean * drawn.lognormvariate(-0.32, 0.8)), fewest), most) for _ in range(count)
+    ]
+    left = mean * count - sum(lengths)
+    while left:  # so that as many tokens are computed as of equal lengths
+        place, step = drawn.randrange(count), 1 if left > 0 else -1
+        if fewest <= lengths[place] + step <= most:
+            lengths[place] += step
+            left -= step
+    return lengths
+
+
 def make_workloads(
     names: Sequence[str], scale: _Scale, vocabulary: int, seed: int = 0
 ) -> list[Workload]:
@@ -138,11 +179,22 @@ def make_workloads(
             ends = drawn.sample(range(3, vocabulary), 2 * vocabulary // scale.most)
             lengths = [scale.most] * scale.prompts
             workload = Workload(name, title, prompts, lengths, scale.samples, ends)
+        elif name == "trainer":
+            count, fewest, most = scale.trained
+            title = f"{count} prompts of {fewest} to {most} x {scale.trained_samples} samples"
+            prompts = [tokens(drawn.randint(fewest, most)) for _ in range(count)]
+            lengths = [scale.new] * count
+            workload = Workload(name, title, prompts, lengths, scale.trained_samples)
+            workload = replace(workload, is_repeated=True)
         else:
             shared = tokens(scale.shared)
-            prompts = [shared + tokens(scale.own) for _ in range(scale.requests)]
-            lengths = [scale.new] * scale.requests
+            own = [scale.own] * scale.requests
             title = f"{scale.requests} requests, {scale.new} new"
+            if name == "mixed":
+                own = mixed_lengths(drawn, scale.requests, *scale.own_range, mean=scale.own)
+                title = f"{scale.requests} requests of {min(own)} to {max(own)}, {scale.new} new"
+            prompts = [shared + tokens(number) for number in own]
+            lengths = [scale.new] * scale.requests
             if name == "lengths":
                 lengths = [drawn.randint(scale.fewest, scale.most) for _ in prompts]
                 title = f"{scale.requests} requests, {scale.fewest} to {scale.most} new"
@@ -186,6 +238,7 @@ class Outcome:
             "seconds": round(self.seconds, 6),
             "tokens_per_second": round(self.tokens_per_second, 2),
             "first_token_ms": _spread_ms(self.first_seconds),
+            "all_first_tokens_ms": round(1e3 * max(self.first_seconds, default=0.0), 3),
             "step_ms": _spread_ms(self.step_seconds),
         }
 
@@ -266,11 +319,13 @@ def _answer_in_batches(
 def _answer_batched(subject: Subject, cache: PrefixCache, workload: Workload) -> Outcome:
     """Call ``generate_batch`` of a prefix cache for all requests."""
     outcome = Outcome(rows=0)
-    configs = [_config(workload, i) for i in range(len(workload.prompts))]
+    times = workload.samples if workload.is_repeated else 1
+    order = [i for i in range(len(workload.prompts)) for _ in range(times)]
+    configs = [_config(workload, i) for i in order]
     subject.synchronize()
     start = time.perf_counter()
     found = cache.generate_batch(
-        workload.prompts, generation_config=configs, record_timestamps=True
+        [workload.prompts[i] for i in order], generation_config=configs, record_timestamps=True
     )
     subject.synchronize()
     outcome.seconds = time.perf_counter() - start
@@ -300,7 +355,9 @@ def _time_decode_steps(subject: Subject, cache: PrefixCache, rows: int, steps: i
 
 
 def _config(workload: Workload, prompt: int) -> Any:
-    options = workload.options(prompt) | {"num_return_sequences": workload.samples}
+    options = workload.options(prompt)
+    if not workload.is_repeated:
+        options["num_return_sequences"] = workload.samples
     return transformers().GenerationConfig(pad_token_id=0, **options)
 
 
@@ -347,10 +404,12 @@ class _Report:
     seconds: float | None
     static_rows: Sequence[int]
     decode_rows: Sequence[int]
-    steps: int
+    max_requests: int
+    scale: _Scale
     figures: list[Measurement] = field(default_factory=list)
     outcomes: dict[str, dict[str, list[Outcome]]] = field(default_factory=lambda: defaultdict(dict))
     failed: dict[str, str] = field(default_factory=dict)
+    equal_seconds: dict[int, float] = field(default_factory=dict)
     is_lost: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     start: float = 0.0
@@ -364,7 +423,7 @@ class _Report:
             "workloads": {
                 one.name: {
                     "prompts": len(one.prompts),
-                    "prompt_tokens": len(one.prompts[0]),
+                    "prompt_tokens": [min(map(len, one.prompts)), one.longest],
                     "samples": one.samples,
                     "new_tokens": [min(one.new_tokens), max(one.new_tokens)],
                     "ways": {
@@ -435,6 +494,14 @@ class _Report:
 
     def _run_batch(self) -> None:
         with self._make_cache() as cache:
+            seconds = self.subject.time(cache.prepare_batches)
+            self.figures.append(Measurement("prepare_batches", 1e3 * seconds, "ms"))
+            for number, first in enumerate(self.scale.firsts):
+                count, fewest, most = first
+                own = f"{fewest:,}" + (f" to {most:,}" if most > fewest else "")
+                title = f"all first tokens, {count} x ({self.scale.shared:,} cached + {own})"
+                run = partial(self._add_first_tokens, title, cache, first, is_first=not number)
+                self._attempt(title, run)
             seconds = self.subject.time(lambda: self._warm_up_batches(cache))
             self.figures.append(
                 Measurement("generate_batch: warm-up, CUDA graphs included", 1e3 * seconds, "ms")
@@ -449,7 +516,7 @@ class _Report:
                 self.extra["batch"] = json.loads(json.dumps(asdict(stats), default=str))
 
     def _add_decode_steps(self, title: str, cache: PrefixCache, rows: int) -> None:
-        seconds = _time_decode_steps(self.subject, cache, rows, self.steps)
+        seconds = _time_decode_steps(self.subject, cache, rows, self.scale.steps)
         spread = _spread_ms(seconds)
         self.figures.append(
             Measurement(
@@ -462,17 +529,53 @@ class _Report:
         )
         self.extra.setdefault("decode_step_ms", {})[str(rows)] = spread
 
+    def _add_first_tokens(
+        self, title: str, cache: PrefixCache, first: tuple[int, int, int], *, is_first: bool
+    ) -> None:
+        """Time until all requests have their first token; each round has new own tokens."""
+        subject, scale, (count, fewest, most) = self.subject, self.scale, first
+        lengths = mixed_lengths(random.Random(0), count, fewest, most, mean=scale.own)
+        [shared] = subject.random(scale.shared).tolist()
+        subject.generate(cache, torch.tensor([shared], device=subject.model.device))
+        seconds = []
+        for _ in range(_FIRST_ROUNDS):
+            prompts = [shared + subject.random(length)[0].tolist() for length in lengths]
+            call = partial(cache.generate_batch, prompts, max_new_tokens=1, do_sample=False)
+            seconds.append(subject.time(call))
+        if is_first:
+            name, ratio = "generate_batch: first batch over the third", seconds[0] / seconds[2]
+            self.figures.append(Measurement(name, ratio, "x"))
+        median = statistics.median(seconds[1:])
+        runs, detail = len(seconds) - 1, f"{sum(lengths):,} new tokens"
+        self.figures.append(Measurement(title, 1e3 * median, "ms", runs=runs, detail=detail))
+        in_ms = [round(1e3 * one, 3) for one in seconds]
+        self.extra.setdefault("all_first_tokens_ms", {})[title] = in_ms
+        if fewest == most:
+            self.equal_seconds[count] = median
+            self._compare_with_a_forward(title, median, count)
+        elif count in self.equal_seconds:
+            ratio = median / self.equal_seconds[count]  # of as many tokens
+            self.figures.append(Measurement(f"{title}, over equal lengths", ratio, "x"))
+
+    def _compare_with_a_forward(self, title: str, seconds: float, rows: int) -> None:
+        """Time one plain forward of as many new tokens, from nothing, warm."""
+        subject = self.subject
+        ids = torch.cat([subject.random(self.scale.own) for _ in range(rows)])
+        times = [subject.time(lambda: subject.forward(ids, subject.new_cache())) for _ in range(3)]
+        ratio = seconds / statistics.median(times[1:])
+        self.figures.append(Measurement(f"{title}, over one plain forward", ratio, "x"))
+
     def _make_cache(self) -> PrefixCache:
         """Make a prefix cache that gives nothing up that a workload needs."""
         self._empty()
         tokens = max(
-            len(one.prompts[0]) * len(one.prompts) + max(one.new_tokens) * one.num_answers
+            sum(map(len, one.prompts)) + max(one.new_tokens) * one.num_answers
             for one in self.workloads
         )
         return self.subject.prefix_cache(
             num_tokens=2 * tokens,
             num_calls=max(len(one.prompts) for one in self.workloads) + 8,
-            max_requests=max([*self.decode_rows, *(one.num_answers for one in self.workloads)]),
+            max_requests=self.max_requests,
         )
 
     def _compare(self, workload: Workload) -> Iterator[Measurement]:
@@ -494,6 +597,11 @@ class _Report:
             ratio = best["cached"].tokens_per_second / best["generate"].tokens_per_second
             name = f"{WAYS['cached']}, over {WAYS['generate']}, {workload.title}"
             yield Measurement(name, ratio, "x")
+            steps = [one.step_seconds for one in (best["generate"], best["cached"])]
+            if all(steps):
+                plain, cached = map(statistics.median, steps)
+                name = f"{WAYS['cached']}: from token to token, faster than {WAYS['generate']}"
+                yield Measurement(f"{name}, {workload.title}", plain / cached, "x")
         if workload.samples == 1:
             yield from self._equality(workload, found)
 
@@ -559,7 +667,7 @@ class _Report:
 
     def _fresh(self, rows: int) -> torch.Tensor:
         """Return prompts of nobody, as long as the longest: [rows, length]."""
-        length = max(len(one.prompts[0]) for one in self.workloads)
+        length = max(one.longest for one in self.workloads)
         return torch.cat([self.subject.random(length) for _ in range(rows)])
 
     def _empty(self) -> None:
@@ -614,6 +722,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add("--static-rows", type=int, nargs="+", metavar="N", help="sizes of static batches to try")
     about = "sizes of batches whose decode steps are timed"
     add("--decode-rows", type=int, nargs="+", metavar="N", help=about)
+    about = "requests that generate_batch runs at once; default: 128"
+    add("--max-requests", type=int, default=128, metavar="N", help=about)
     about = "compile the model's norms, MLPs and experts in place, for all ways alike"
     add("--compile", action="store_true", help=about)
     options = parser.parse_args(arguments)
@@ -631,7 +741,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         seconds=options.seconds if options.seconds or scale is _TINY else _SECONDS_ON_A_GPU,
         static_rows=sorted(options.static_rows or scale.static_rows),
         decode_rows=sorted(options.decode_rows or scale.decode_rows),
-        steps=scale.steps,
+        max_requests=options.max_requests,
+        scale=scale,
     )
     found.run()
     more = describe_subject(subject) | {"compiled": compiled} | found.result()

@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_ttft.py --prefix 1024 4096 16128 --chat --json ttft.json
 
 Prompts are random and fresh in each round, so that a miss is a miss, and a round times each way
-once, so that all of them see the same machine.
+once, so that all of them see the same machine. The first rounds are not timed: kernels are compiled
+and tuned in them, and shapes are captured as CUDA graphs at their second use.
 """
 
 from __future__ import annotations
@@ -32,24 +33,31 @@ from models import (
     make_subject,
 )
 
+from mamba_cache.errors import MambaCacheError
 from mamba_cache.integrations.transformers import PrefixCache
 
 _DEFAULT_PREFIX = 4096
 _ANSWER_TOKENS = 8
 _HITS_A_ROUND = 4
-_CALLS_A_ROUND = _HITS_A_ROUND + 5
+_CALLS_A_ROUND = _HITS_A_ROUND + 6
 _CHATS = 3
+_WARM_UPS = 2
+"""Rounds that are not timed: in the second one each shape comes for the second time."""
 
 _PLAIN = "plain transformers"
 _FIRST = "first prompt of an empty cache"
 _MISS = "miss"
 _SECOND = "second sighting"
 _HIT = "hit"
+_BATCHED = "hit, through generate_batch"
 _IDENTICAL = "identical prompt"
 _TURN = "next turn"
 _BARE = "the new tokens alone"
 _FILLED = "the new tokens alone, through generate"
-_WAYS = (_PLAIN, _FIRST, _MISS, _SECOND, _HIT, _IDENTICAL, _TURN, _BARE, _FILLED)
+_GRAPH = "the new tokens alone, one CUDA graph"
+_WAYS = (
+    _PLAIN, _FIRST, _MISS, _SECOND, _HIT, _BATCHED, _IDENTICAL, _TURN, _BARE, _FILLED, _GRAPH,
+)  # fmt: skip
 
 
 def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
@@ -76,7 +84,7 @@ def break_even(gains: dict[int, float]) -> tuple[float | None, str]:
 
 
 class PrefixTimes:
-    """Times each way to get the first token of prompts that share a prefix, after a warm-up round.
+    """Times each way to get the first token of prompts that share a prefix, after a warm-up.
 
     Attributes:
         seconds: The times until the first token, by way.
@@ -92,6 +100,8 @@ class PrefixTimes:
         self._lengths = prefix, suffix
         self._rounds = rounds
         self._has_plain = True
+        self._has_batches = False
+        self._replay: Callable[[], object] | None = None
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.call_seconds: dict[str, list[float]] = defaultdict(list)
         self.skipped: dict[str, list[int]] = defaultdict(list)
@@ -102,18 +112,24 @@ class PrefixTimes:
     def run(self) -> None:
         """Time all rounds."""
         prefix, suffix = self._lengths
-        num_rounds = self._rounds + 1
+        num_rounds = self._rounds + _WARM_UPS
         filled = self._subject.fill(self._subject.random(prefix))
+        self._replay = self._subject.capture(self._subject.random(suffix), filled)
         tokens_a_round = prefix + (_CALLS_A_ROUND + 1) * (suffix + _ANSWER_TOKENS)
         cache = self._subject.prefix_cache(
             num_tokens=num_rounds * tokens_a_round, num_calls=num_rounds * _CALLS_A_ROUND
         )
         with cache:
+            try:
+                cache.prepare_batches()
+                self._has_batches = True
+            except MambaCacheError as error:
+                progress(f"no batches: {error}")
             for number in range(num_rounds):
-                progress(f"{prefix:,} + {suffix:,} tokens: round {number} of {self._rounds}")
+                progress(f"{prefix:,} + {suffix:,} tokens: round {number + 1} of {num_rounds}")
                 with _no_collections():
                     self._time_round(cache, filled, plain_first=number % 2 == 0)
-                if not number:
+                if number < _WARM_UPS:
                     self._forget()
             self.stats = _counts(cache)
             progress(f"{prefix:,} + {suffix:,} tokens: first prompts of an empty cache")
@@ -126,7 +142,7 @@ class PrefixTimes:
         subject, (prefix, suffix) = self._subject, self._lengths
         shared = subject.random(prefix)
         prompts = [
-            torch.cat([shared, subject.random(suffix)], dim=1) for _ in range(_HITS_A_ROUND + 3)
+            torch.cat([shared, subject.random(suffix)], dim=1) for _ in range(_HITS_A_ROUND + 4)
         ]
         if plain_first:
             self._time_plain()
@@ -134,10 +150,14 @@ class PrefixTimes:
         if not plain_first:
             self._time_plain()
         self._time_cached(_SECOND, cache, prompts[1])
-        for prompt in prompts[2:-1]:
+        for prompt in prompts[2:-2]:
             self._time_cached(_HIT, cache, prompt)
             self._time_bare(prompt, filled)
-        self._time_cached(_IDENTICAL, cache, prompts[-2])
+        if self._has_batches:
+            given = prompts[-2].tolist()
+            call = partial(cache.generate_batch, given, max_new_tokens=1, do_sample=False)
+            self.seconds[_BATCHED].append(subject.time(call))
+        self._time_cached(_IDENTICAL, cache, prompts[-3])
         answered = subject.generate(cache, prompts[-1], max_new_tokens=_ANSWER_TOKENS)
         turn = torch.cat([answered, subject.random(suffix)], dim=1)
         self._time_cached(_TURN, cache, turn)
@@ -149,6 +169,8 @@ class PrefixTimes:
             self.seconds[_BARE].append(self._subject.time(lambda: self._subject.forward(new, past)))
         past = copy_of(filled)
         self._time(_FILLED, lambda: self._subject.first_token_filled(prompt, past))
+        if self._replay is not None:
+            self.seconds[_GRAPH].append(self._subject.time(self._replay))
 
     def _time_first(self, cache: PrefixCache) -> None:
         self._time_plain()
@@ -197,7 +219,7 @@ class PrefixTimes:
             self.peak_bytes[way] = max(self.peak_bytes[way], taken)
 
     def _forget(self) -> None:
-        """Forget the times of the round that warmed up: kernels were compiled and tuned in it."""
+        """Forget the times of a round that warmed up."""
         self.seconds.clear()
         self.call_seconds.clear()
         self.skipped.clear()
@@ -282,6 +304,10 @@ class _Report:
         for way in (_HIT, _TURN):
             name = f"{way} beyond the new tokens alone, {title}"
             yield Measurement(name, beyond[way], "ms")
+        for way in (_HIT, _BATCHED):
+            if way in times.seconds and _GRAPH in times.seconds:
+                ratio = _median_ms(times, way) / _median_ms(times, _GRAPH)
+                yield Measurement(f"{way}, over {_GRAPH}, {title}", ratio, "x")
         if plain is not None:
             name = f"hit, faster than plain, {title}"
             yield Measurement(name, plain / hit, "x")

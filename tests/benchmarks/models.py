@@ -226,6 +226,39 @@ class Subject:
 
     def forward(self, tokens: torch.Tensor, past: Any) -> int:
         """Compute tokens over a cache and return the one that follows, and nothing else."""
+        return int(self.logits(tokens, past)[0, -1].argmax())
+
+    def capture(self, tokens: torch.Tensor, filled: Any) -> Callable[[], object] | None:
+        """Return what replays one CUDA graph of ``tokens`` over a filled cache.
+
+        None without a GPU, and of a model that cannot be captured.
+        """
+        if not self.is_cuda:
+            return None
+        try:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self.logits(tokens, copy_of(filled))
+            torch.cuda.synchronize()
+            past, graph = copy_of(filled), torch.cuda.CUDAGraph()
+            read = [
+                dict(vars(layer)) for layer in past.layers
+            ]  # the forward replaces keys and values
+            with torch.cuda.graph(graph):
+                written = self.logits(tokens, past)
+        except RuntimeError as error:
+            progress(f"the new tokens' forward cannot be captured: {error}")
+            return None
+
+        def replay(_: object = (tokens, read, past, written)) -> None:
+            graph.replay()
+
+        return replay
+
+    def logits(self, tokens: torch.Tensor, past: Any) -> torch.Tensor:
+        """Compute tokens over a cache; return the logits of the last one, or of all."""
         start = past.get_seq_length()
         options: dict[str, Any] = {self._cache_name: past, "use_cache": True}
         if self._takes_positions:
@@ -234,8 +267,8 @@ class Subject:
         if self._takes_logits_to_keep:
             options["logits_to_keep"] = 1
         with torch.no_grad():
-            logits = self.model(input_ids=tokens, **options).logits
-        return int(logits[0, -1].argmax())
+            logits: torch.Tensor = self.model(input_ids=tokens, **options).logits
+        return logits
 
     def fill(self, tokens: torch.Tensor, past: Any = None) -> Any:
         """Return a cache that tokens [1, length] have gone through, after those of ``past``."""

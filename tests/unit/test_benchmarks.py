@@ -1,6 +1,7 @@
 """Each benchmark runs, at a tiny size: what it measures is looked at by people."""
 
 import json
+import random
 
 import bench_control
 import bench_copy
@@ -79,14 +80,31 @@ def test_ttft(keep):
     bench_ttft.main(["--family", "tiny", *size, *options])
     result = read()
     assert result["failed"] == {}
-    assert "hit, 128 + 16 tokens" in [one["name"] for one in result["measurements"]]
+    names = [one["name"] for one in result["measurements"]]
+    assert "hit, 128 + 16 tokens" in names
+    assert "hit, through generate_batch, 128 + 16 tokens" in names
 
 
 def test_serve(keep):
     pytest.importorskip("transformers", reason="needs the extra transformers")
     options, read = keep
-    bench_serve.main(["--tiny", "--workload", "shared", "--decode-rows", "2", *options])
+    workloads = ["--workload", "mixed", "trainer", "--decode-rows", "2"]
+    bench_serve.main(["--tiny", *workloads, "--max-requests", "6", *options])
     result = read()
     assert result["failed"] == {}
     equal = [one for one in result["measurements"] if "answers equal" in one["name"]]
-    assert [one["value"] for one in equal] == [100.0, 100.0, 100.0]
+    assert [one["value"] for one in equal] == [100.0] * 3
+    names = [one["name"] for one in result["measurements"]]
+    assert "generate_batch: first batch over the third" in names
+    assert "all first tokens, 4 x (256 cached + 4 to 48), over equal lengths" in names
+    fewest, most = result["workloads"]["mixed"]["prompt_tokens"]
+    assert 256 < fewest < most
+    [found] = result["workloads"]["trainer"]["ways"]["batch"]
+    assert found["answers"] == found["of"] == 6
+
+
+def test_mixed_lengths_are_as_many_tokens_as_equal_ones():
+    lengths = bench_serve.mixed_lengths(random.Random(1), 64, 64, 1024, mean=256)
+    assert sum(lengths) == 64 * 256
+    assert 64 <= min(lengths) < 256 < max(lengths) <= 1024
+    assert bench_serve.mixed_lengths(random.Random(1), 5, 16, 16, mean=16) == [16] * 5
