@@ -7,6 +7,7 @@ Triton decides when a kernel is defined whether it runs in the interpreter, so t
 variable is set here, before any test imports the package.
 """
 
+import gc
 import os
 import random
 import sys
@@ -24,6 +25,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: what is imported stays, and is not gone through again
 
 MAX_PROCESSES = 16  # each takes half a GiB of memory, and seconds to import torch
 
@@ -85,10 +87,13 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Let the package's clocks jump, as they do on a machine that is busy: no test may mind.
+    """Collect garbage of tests alone, and let the package's clocks jump: no test may mind.
 
-    On a GPU, what is waited for is the device.
+    Clocks do so on a machine that is busy. On a GPU, what is waited for is the device.
     """
+    gc.enable()
+    gc.collect()
+    gc.freeze()
     if torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
