@@ -2,7 +2,7 @@
 
 import ast
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +35,9 @@ class Source:
         return ast.parse("\n".join(self.lines), filename=self.name)
 
 
+@cache
 def sources(*folders: str) -> list[Source]:
-    """Every Python file in the given folders of the project."""
+    """Every Python file in the given folders of the project, each parsed once for all tests."""
     return [Source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -130,7 +130,8 @@ def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch, piece_byt
 def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
     rig = Rig(device, piece_bytes)
     rig.transfers.spill(rig.jobs)
-    for index, job in enumerate(rig.jobs):
+    for index in (0, 11, 15):  # a block, and the first and the last state
+        job = rig.jobs[index]
         layout, row = rig.layouts[job.kind], rig.host.memory[job.kind].row(job.row)
         for byte in (
             0,
