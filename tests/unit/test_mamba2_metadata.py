@@ -1,4 +1,8 @@
-"""Metadata of Mamba2 layers from an engine's batch, against loops over its sequences."""
+"""Metadata of Mamba2 layers from an engine's batch.
+
+Chunks are those of ``compute_chunk_metadata``, which tests/property/test_chunk_metadata.py compares
+with loops.
+"""
 
 from dataclasses import fields
 from types import SimpleNamespace
@@ -8,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from work import lines_executed
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm import (
@@ -17,6 +20,7 @@ from mamba_cache.integrations.vllm import (
     Mamba2AttentionMetadataBuilder,
     MambaSpec,
 )
+from mamba_cache.metadata import compute_chunk_metadata
 
 CHUNK, COLUMN, NUM_COLUMNS = 8, 6, 20
 
@@ -50,17 +54,9 @@ def make_batch(computed, lengths, rng):
 
 
 def cut(computed, lengths, chunk_size):
-    """Chunks of each sequence in turn, token by token."""
-    starts, sequences, last = [], [], []
-    position = 0
-    for sequence, (first, length) in enumerate(zip(computed, lengths, strict=True)):
-        for token in range(first, first + length):
-            if token == first or token % chunk_size == 0:
-                starts.append(position)
-                sequences.append(sequence)
-            position += 1
-        last.append(len(starts) - 1 if length else -1)
-    return [*starts, position], sequences, last
+    starts = np.array([0, *np.cumsum(lengths)], dtype=np.int64)
+    parts = compute_chunk_metadata(starts, np.array(computed, dtype=np.int64), chunk_size)
+    return tuple(part.tolist() for part in parts)
 
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -68,19 +64,15 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size
 
 @given(SEQUENCES, st.integers(1, 9))
 def test_chunks_of_resumed_and_empty_sequences(sequences, chunk_size):
+    """An engine's buffers have room for more prefills; what lies behind is of no batch."""
     computed, lengths = [[s[i] for s in sequences] for i in (0, 1)]
     got = make_builder(chunk_size)._compute_chunk_metadata(
-        len(sequences), torch.tensor(computed).int(), torch.tensor([0, *np.cumsum(lengths)]).int()
+        len(sequences),
+        torch.tensor([*computed, -7]).int(),
+        torch.tensor([0, *np.cumsum(lengths), 5]).int(),
     )
     assert all(type(values) is list for values in got)
     assert got == cut(computed, lengths, chunk_size)
-
-
-def test_the_tensors_of_a_batch_may_be_longer():
-    """An engine's buffers have room for more prefills; what lies behind is of no batch."""
-    computed, starts = torch.tensor([3, 0, -7]), torch.tensor([0, 7, 12, 5])
-    got = make_builder(4)._compute_chunk_metadata(2, computed.int(), starts.int())
-    assert got == cut([3, 0], [7, 5], 4)
 
 
 @given(
@@ -100,18 +92,19 @@ def test_prefills_come_after_decodes(decodes, prefills, seed):
     assert metadata.num_prefills == len(prefills)
     assert metadata.num_prefill_tokens == sum(length for _, length in prefills)
     assert metadata.prep_initial_states == any(first for first, _ in prefills)
+    assert metadata.chunk_size == CHUNK
     assert torch.equal(metadata.state_indices_tensor, batch.block_table_tensor[:, 0])
     if not prefills:
         assert metadata.query_start_loc_p is metadata.cu_chunk_seqlen_p is None
         return
     of_prefills = computed[len(decodes) :], lengths[len(decodes) :]
-    chunks = cut(*of_prefills, CHUNK)
+    cu_chunk_seqlen, seq_idx, last_chunk_indices = cut(*of_prefills, CHUNK)
     for tensor, want in (
         (metadata.query_start_loc_p, [0, *np.cumsum(of_prefills[1])]),
         (metadata.num_computed_tokens_p, of_prefills[0]),
-        (metadata.cu_chunk_seqlen_p, chunks[0]),
-        (metadata.seq_idx_p, chunks[1]),
-        (metadata.last_chunk_indices_p, chunks[2]),
+        (metadata.cu_chunk_seqlen_p, cu_chunk_seqlen),
+        (metadata.seq_idx_p, seq_idx),
+        (metadata.last_chunk_indices_p, last_chunk_indices),
     ):
         assert tensor.dtype == torch.int32
         assert tensor.tolist() == list(want)
@@ -122,15 +115,6 @@ def test_prefills_come_after_decodes(decodes, prefills, seed):
 def mixed_batch(rng):
     """A decode, a fresh prefill, one resumed at a column's end, and one inside a column."""
     return make_batch([13, 0, 2 * COLUMN, 3 * COLUMN + 2], [1, 5, COLUMN, 2 * COLUMN], rng)
-
-
-def test_prefills_say_which_of_them_resume(mixed_batch, rng):
-    metadata = make_builder().build(0, mixed_batch)
-    assert metadata.has_initial_states_p.tolist() == [False, True, True]
-    for computed in (0, 1):
-        metadata = make_builder().build(0, make_batch([computed], [5], rng))
-        assert metadata.prep_initial_states == bool(computed)
-        assert metadata.chunk_size == CHUNK
 
 
 def test_a_builder_knows_its_layers():
@@ -177,20 +161,13 @@ def test_running_columns_in_align_mode(mixed_batch, num_drafts):
     assert metadata.block_idx_last_scheduled_token is None
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7])
-def test_the_running_column_holds_the_last_token(rng, length):
-    for column in (1, 2, 3):
-        batch = make_batch([length - 1], [1], rng)
-        metadata = make_builder(mode="align", column=column).build(0, batch)
-        running = (length - 1) // column
-        assert metadata.state_indices_tensor.tolist() == [batch.block_table_tensor[0, running]]
-
-
-def test_a_decode_with_its_drafts_is_no_prefill(rng):
-    batch = make_batch([9, 9, 0], [3, 1, 4], rng)
-    metadata = make_builder(num_drafts=2).build(0, batch)
-    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 4)
-    assert metadata.query_start_loc_p.tolist() == [0, 4]
+@pytest.mark.parametrize("column", [1, 2, 3])
+def test_the_running_column_holds_the_last_token(rng, column):
+    lengths = np.array([1, 2, 3, 7])
+    batch = make_batch(lengths - 1, [1] * 4, rng)
+    found = make_builder(mode="align", column=column).build(0, batch).state_indices_tensor
+    running = (lengths - 1) // column
+    assert found.tolist() == batch.block_table_tensor[range(4), running].tolist()
 
 
 def test_computed_tokens_may_be_given_by_lengths(mixed_batch):
@@ -209,39 +186,29 @@ def test_a_model_without_a_chunk_size_is_refused(chunk_size):
         make_builder(chunk_size)
 
 
-def test_a_thousand_long_sequences_take_no_more_steps_than_two_short_ones():
-    builder = make_builder(256)
-
-    def build(count, length):
-        starts = torch.arange(count + 1, dtype=torch.int32) * length
-        computed = torch.arange(count, dtype=torch.int32) * 7
-        return lines_executed(lambda: builder._compute_chunk_metadata(count, computed, starts))
-
-    # Few sequences are cut one by one, in which they take more.
-    assert 0 < build(64, 300) == build(1024, 32_768) <= build(2, 300)
-
-
-def test_a_first_token_is_no_decode(rng):
-    """vLLM 32118: a decode reads its state, which was that of the block's last request."""
-    batch = make_batch([9, 0, 9, 0], [1, 1, 1, 5], rng)
-    metadata = make_builder().build(0, batch)
-    assert (metadata.num_decodes, metadata.num_prefills) == (1, 3)
-    assert metadata.has_initial_states_p.tolist() == [False, True, False]
-    assert metadata.cu_chunk_seqlen_p.tolist() == [0, 1, 2, 7]
-
-
-def test_rows_of_padding_are_no_prefills(rng):
-    batch = make_batch([9, 9, 0, 0], [1, 1, 0, 0], rng)
-    assert make_builder().build(0, batch).num_prefills == 0
-    batch.is_prefilling = torch.tensor([False, False, True, True])  # of who was there before
-    assert make_builder().build(0, batch).num_prefills == 0
-
-
-def test_the_end_of_a_prompt_is_no_set_of_drafts(rng):
-    """Of 3 tokens the state after the first was read next, as if drafts had been refused."""
-    batch = make_batch([9, 9, 9, 0], [3, 1, 3, 1], rng)
-    batch.is_prefilling = torch.tensor([False, True, True, True])
-    metadata = make_builder(num_drafts=2).build(0, batch)
-    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
-    batch.is_prefilling[:] = False  # a batch of nothing, as a capture of graphs computes
-    assert make_builder(num_drafts=2).build(0, batch).num_decodes == 4
+@pytest.mark.parametrize(
+    ("computed", "lengths", "is_prefilling", "num_drafts", "num_decodes"),
+    [
+        # A decode has its drafts.
+        ([9, 9, 0], [3, 1, 4], None, 2, 2),
+        # vLLM 32118: a decode reads its state, which was that of the block's last request.
+        ([9, 0, 9, 0], [1, 1, 1, 5], None, 0, 1),
+        # Rows of padding, also where those that were there before prefilled.
+        ([9, 9, 0, 0], [1, 1, 0, 0], None, 0, 4),
+        ([9, 9, 0, 0], [1, 1, 0, 0], [False, False, True, True], 0, 4),
+        # Of 3 tokens of a prompt the state after the first was read next, as if they were drafts.
+        ([9, 9, 9, 0], [3, 1, 3, 1], [False, True, True, True], 2, 2),
+        # A batch of nothing, as a capture of graphs computes.
+        ([9, 9, 9, 0], [3, 1, 3, 1], [False] * 4, 2, 4),
+    ],
+)
+def test_decodes_and_prefills(rng, computed, lengths, is_prefilling, num_drafts, num_decodes):
+    batch = make_batch(computed, lengths, rng)
+    if is_prefilling:
+        batch.is_prefilling = torch.tensor(is_prefilling)
+    metadata = make_builder(num_drafts=num_drafts).build(0, batch)
+    assert (metadata.num_decodes, metadata.num_prefills) == (
+        num_decodes,
+        len(lengths) - num_decodes,
+    )
+    assert metadata.num_decode_tokens == sum(lengths[:num_decodes])
