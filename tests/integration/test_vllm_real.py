@@ -5,6 +5,7 @@ tests/engines/vllm.sh makes an environment for it.
 
 import importlib
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from mamba_cache.integrations.vllm.kernels import plain, run_plan
 # Of vLLM's own code, and what it brings.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+LAYERS = "vllm.model_executor.layers.mamba.mamba_utils"
 HITS = [("hit", 0), ("branch", 0), ("mixed", 0), ("mixed", 3)]
 """Requests that skip tokens: later ones may find them evicted."""
 
@@ -94,14 +96,6 @@ def test_drafts_without_copies_say_other_things(drafting, monkeypatch):
         assert serve_drafts(engine).tokens != uncached.tokens
 
 
-def test_drafts_with_prefix_caching_crash_in_vllms_own(drafting):
-    """The decision after a step exists as a Triton kernel only."""
-    make, _ = drafting
-    crash = pytest.raises(TypeError, match=r"not subscriptable|not callable")
-    with make() as engine, crash:
-        serve_drafts(engine)
-
-
 @pytest.fixture(scope="module")
 def interpreted(utils):
     """vLLM's module once more, whose kernels Triton interprets."""
@@ -126,9 +120,12 @@ class Copies:
 
     SLOTS = 6
 
-    def __init__(self, make_context, utils, model, funcs, seed):
+    def __init__(self, make_context, utils, model, seed):
         rng = np.random.default_rng(seed)
         self.states = States(model, rng)
+        layers = importlib.import_module(LAYERS)
+        kind = utils.MambaSpec.__dataclass_fields__["mamba_type"].default
+        self.by_kind = {kind: (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)}
         groups = []
         for number, group in enumerate(model.groups):
             names = [f"mamba.{number}.{layer}" for layer in range(group.num_layers)]
@@ -143,20 +140,22 @@ class Copies:
                 specs = dict.fromkeys(names, spec)
                 spec = utils.UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
             groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=spec))
-        config = SimpleNamespace(kv_cache_groups=groups)
-        kind = utils.MambaSpec.__dataclass_fields__["mamba_type"].default
-        by_kind = {kind: funcs}
+        self.config = SimpleNamespace(kv_cache_groups=groups)
         self.context = make_context(
-            self.SLOTS, config, by_kind, torch.device("cpu"),
-            lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device="cpu"),
+            self.SLOTS, self.config, self.by_kind, torch.device("cpu"),
+            partial(CpuGpuBuffer, device="cpu"),
         )  # fmt: skip
         shape = len(model.groups), self.SLOTS, 10
         blocks = 1 + rng.permuted(np.tile(np.arange(60), (shape[0], 1)), axis=1).reshape(shape)
         self.tables = list(torch.from_numpy(blocks).int())
         self.by_row = [table.flip(0).contiguous() for table in self.tables]  # vLLM has the address
         self.context.initialize_from_forward_context(
-            config, self.states.forward_context(), by_kind, self.tables, self.by_row
+            self.config, self.states.forward_context(), self.by_kind, self.tables, self.by_row
         )
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("is_ds", [False, True], ids=["SD", "DS"])
@@ -166,31 +165,20 @@ def test_kernels_leave_what_vllms_kernels_leave(
     utils, interpreted, monkeypatch, is_ds, gap, backend, seed
 ):
     """Tables by request slot, rows to skip, gaps between blocks, and counts written in place."""
-    layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
-    for module in (layers, interpreted):
+    for module in (importlib.import_module(LAYERS), interpreted):
         monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: is_ds)
     model = Model(4, 3, 4, is_ds, (Group(1, gap=gap), Group(1, 5, ssm_shape=(7,))), max_requests=6)
-    funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
-
-    def create(*args):
-        return MambaSpecDecodeGPUContext.create(*args, backend=backend)
-
-    worlds = [
-        Copies(make, utils, model, funcs, seed)
-        for make in (interpreted.MambaSpecDecodeGPUContext.create, create)
-    ]
+    create = partial(MambaSpecDecodeGPUContext.create, backend=backend)
+    makers = interpreted.MambaSpecDecodeGPUContext.create, create
+    worlds = [Copies(make, utils, model, seed) for make in makers]
     rng = np.random.default_rng(seed)
-
-    def tensor(values):
-        return torch.tensor(values, dtype=torch.int32)
-
     for _ in range(3):
-        mapping = tensor(np.where(rng.random(6) < 0.3, -1, rng.permutation(6)))
-        columns = tensor(rng.integers(0, 6, 6)), tensor(rng.integers(-1, 6, 6))
-        bias, accepted = tensor(rng.integers(0, 4, 6)), tensor(rng.integers(1, 5, 6))
-        computed = tensor(rng.integers(4, 24, 6))
+        mapping = ints(np.where(rng.random(6) < 0.3, -1, rng.permutation(6)))
+        columns = ints(rng.integers(0, 6, 6)), ints(rng.integers(-1, 6, 6))
+        bias, accepted = ints(rng.integers(0, 4, 6)), ints(rng.integers(1, 5, 6))
+        computed = ints(rng.integers(4, 24, 6))
         running = (computed - accepted) // 4
-        rows = tensor(rng.integers(0, 2, 6)), tensor(rng.integers(4, 20, 6)), tensor([0] * 6)
+        rows = ints(rng.integers(0, 2, 6)), ints(rng.integers(4, 20, 6)), ints([0] * 6)
         left = []
         for world in worlds:
             counts = accepted.clone()
@@ -203,7 +191,7 @@ def test_kernels_leave_what_vllms_kernels_leave(
         for theirs, own in zip(*left, strict=True):
             assert torch.equal(theirs, own)
 
-    seq_lens = tensor(rng.integers(0, 24, 6))
+    seq_lens = ints(rng.integers(0, 24, 6))
     theirs, own = (world.context for world in worlds)
     interpreted.get_aligned_state_indices_multi_group_kernel[(1,)](
         theirs.aligned_index_block_table_ptrs, seq_lens, theirs.aligned_state_indices,
@@ -219,26 +207,21 @@ def test_kernels_leave_what_vllms_kernels_leave(
 def test_resident_plans_move_as_vllms_functions_one_after_the_other(utils, interpreted, seed):
     """The plans of ``MambaHybridModelState`` beside vLLM's kernels."""
     model = Model(4, 3, 4, False, (Group(1), Group(1, 5)), max_requests=6)
-    layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
-    funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
     makers = interpreted.MambaSpecDecodeGPUContext.create, MambaSpecDecodeGPUContext.create
-    theirs, own = (Copies(make, utils, model, funcs, seed) for make in makers)
+    theirs, own = (Copies(make, utils, model, seed) for make in makers)
     rng = np.random.default_rng(seed)
 
-    def tensor(values):
-        return torch.tensor(values, dtype=torch.int32)
-
-    accepted, columns = tensor([1] * 6), tensor([0] * 6)
-    sources, biases = tensor([-1] * 6), tensor([0] * 6)
+    accepted, columns = ints([1] * 6), ints([0] * 6)
+    sources, biases = ints([-1] * 6), ints([0] * 6)
     by_slot = [each.clone() for each in (accepted, columns, sources, biases)]
-    computed = tensor([1] * 6)
+    computed = ints([1] * 6)
 
     def run_own(plan, *inputs):
         run_plan(plan, "auto", own.context.table, 4, slots, *inputs)
 
     for _ in range(5):
-        slots = tensor(rng.permutation(6)[:4])
-        lengths = tensor([0, *np.cumsum(rng.integers(1, 4, 4))])
+        slots = ints(rng.permutation(6)[:4])
+        lengths = ints([0, *np.cumsum(rng.integers(1, 4, 4))])
         accepted_own, columns_own, *sources_own = by_slot
         run_own("plan_precopy", columns_own, *sources_own, lengths, computed, accepted_own)
         interpreted.preprocess_mamba_align_fused_kernel[(1,)](
@@ -260,28 +243,19 @@ def test_resident_plans_move_as_vllms_functions_one_after_the_other(utils, inter
 
 def test_the_resident_state_binds_tables_by_slot(utils, seed):
     hybrid = importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid")
-    layers = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
     model = Model(4, 3, 4, False, (Group(1),), max_requests=6)
-    funcs = (layers.get_conv_copy_spec, layers.get_temporal_copy_spec)
-    world = Copies(MambaSpecDecodeGPUContext.create, utils, model, funcs, seed)
-    kind = utils.MambaSpec.__dataclass_fields__["mamba_type"].default
-    spec = utils.MambaSpec(
-        block_size=4, shapes=(model.conv_shape(model.groups[0]), model.groups[0].ssm_shape),
-        dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align", num_speculative_blocks=3,
-    )  # fmt: skip
-    group = SimpleNamespace(layer_names=["mamba.0.0"], kv_cache_spec=spec)
+    world = Copies(MambaSpecDecodeGPUContext.create, utils, model, seed)
     state = object.__new__(hybrid.MambaHybridModelState)
     state._align_mode, state._mamba_spec, state._mamba_state_copy_funcs = True, None, None
     state.max_num_reqs, state.device = 6, torch.device("cpu")
-    state.model = SimpleNamespace(get_mamba_state_copy_funcs=lambda kinds: {kind: funcs})
+    state.model = SimpleNamespace(get_mamba_state_copy_funcs=lambda kinds: world.by_kind)
     context = SimpleNamespace(static_forward_context=world.states.forward_context())
     state.vllm_config = SimpleNamespace(compilation_config=context)
     tables = SimpleNamespace(
-        block_tables=[SimpleNamespace(gpu=world.tables[0])],
-        input_block_tables=[world.tables[0].flip(0).contiguous()],
+        block_tables=[SimpleNamespace(gpu=world.tables[0])], input_block_tables=world.by_row
     )
     with patched():
-        state.initialize_kv_cache(SimpleNamespace(kv_cache_groups=[group]), tables)
+        state.initialize_kv_cache(world.config, tables)
     bound = state._mamba_ctx
     assert isinstance(bound, MambaSpecDecodeGPUContext)
     assert bound.table.is_by_slot

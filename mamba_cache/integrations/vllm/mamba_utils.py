@@ -112,7 +112,7 @@ class MambaCopyBuffers:
 
     Attributes:
         copies: The list of copies, int32, pinned and on the device.
-        table: Where the states lie, as last listed.
+        table: Where the states lay at the last copy.
         mamba_group_ids: The Mamba groups.
         mamba_spec: How their states are scheduled.
         backend: What copies.
@@ -123,7 +123,7 @@ class MambaCopyBuffers:
     mamba_group_ids: list[int]
     mamba_spec: MambaSpec
     backend: CopyBackend = "auto"
-    _addresses: list[int] = field(default_factory=list)
+    _found: list[tuple[Any, ...]] = field(default_factory=list)
 
     @classmethod
     @outside_inference_mode
@@ -168,11 +168,12 @@ class MambaCopyBuffers:
             )
         groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in self.mamba_group_ids]
         layers = [forward_context[name] for group in groups for name in group.layer_names]
-        addresses = [state.data_ptr() for layer in layers for state in layer.kv_cache]
-        if addresses != self._addresses:
+        tensors = [state for layer in layers for state in layer.kv_cache]
+        found = [(state.data_ptr(), state.shape, state.stride()) for state in tensors]
+        if found != self._found:
             states = kv_cache_config, self.mamba_group_ids, forward_context, copy_funcs
             self.table.bind_states(describe_states(*states))
-            self._addresses = addresses
+            self._found = found
         return self.table.list_copies(
             moves,
             lambda row, group: requests[row][1].block_ids[self.mamba_group_ids[group]],
