@@ -18,16 +18,15 @@ from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import (
     AskedTier,
-    Drop,
     EntryFacts,
     EntryKey,
     EntryKind,
-    HostLease,
     HostTier,
     LoadPlanner,
     LowerTier,
     Rates,
     Refusal,
+    RowLease,
     quickest,
 )
 
@@ -792,10 +791,10 @@ class LowerTierLink:
 
         if not tier.load(facts, self._host.buffer(lease), done):
             del self._flights[facts.key]
-            self._host.cancel(lease, Drop.QUEUE_FULL)
+            self._host.cancel(lease, "queue_full")
             prefetch.end_one(Refusal.ABORTED)
 
-    def _ending(self, lease: HostLease) -> Callable[[Refusal | None], None]:
+    def _ending(self, lease: RowLease) -> Callable[[Refusal | None], None]:
         host = self._host
 
         def end(refusal: Refusal | None) -> None:

@@ -23,7 +23,7 @@ from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease
-from mamba_cache.tiers import HostLease, Ticket
+from mamba_cache.tiers import RowLease, Ticket
 
 if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
     from mamba_cache.context.request_table import RequestTable
@@ -238,7 +238,7 @@ class Checkpoint(NamedTuple):
 class PlannedLoad:
     """What a request's first chunk is loaded from the host tier for."""
 
-    leases: list[HostLease]  # rows that it reads: of KV blocks in order, then of the state
+    leases: list[RowLease]  # rows that it reads: of KV blocks in order, then of the state
     first_block: int  # which of the request's blocks the first of them is
     checkpoint: Checkpoint | None = None
     ticket: Ticket | None = None  # the copies, once they are enqueued

@@ -26,16 +26,15 @@ from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateP
 from mamba_cache.tiers import (
     CacheIdentity,
     CopyJob,
-    Drop,
     EntryFacts,
     EntryKey,
     EntryKind,
-    HostLease,
     HostTier,
     LoadPlanner,
     Mark,
     Refusal,
     Resumption,
+    RowLease,
     Ticket,
     Transfers,
     tenant_digest,
@@ -54,7 +53,7 @@ class _Offer:
     generation: int = 0  # of its slot: which of the slot's states it is
     proposal: StateProposal | None = None
     pin: SlotLease | None = None  # keeps its slot from eviction while it is copied
-    lease: HostLease | None = None  # the row that it is copied to, once it has one
+    lease: RowLease | None = None  # the row that it is copied to, once it has one
     is_gone: bool = False  # whether its KV block was given up since
 
 
@@ -114,7 +113,7 @@ class Tiering:
         self._passes_all = lower is not None and config.write_on_use == 1
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
-        self._retiring: list[tuple[Ticket, list[HostLease]]] = []
+        self._retiring: list[tuple[Ticket, list[RowLease]]] = []
         # Offers of KV blocks by block, as long as they count.
         self._watched: dict[int, _Offer] = {}
         self._begun: tuple[Mark, int] | None = None
@@ -185,7 +184,7 @@ class Tiering:
 
     def _read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
         blocks = match.state_matched_blocks
-        leases: list[HostLease] = []
+        leases: list[RowLease] = []
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
         wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
         facts_of = self._facts(active)
@@ -268,7 +267,7 @@ class Tiering:
             load = active.current_load
             load.first_job = len(jobs)
             blocks = active.blocks_between(load.first_block, load.first_block + load.num_blocks)
-            rows = [lease.lease.row for lease in load.leases]
+            rows = [lease.row for lease in load.leases]
             pairs = zip(blocks, rows[:-1], strict=True)
             jobs += [CopyJob(EntryKind.KV, *pair) for pair in pairs]
             jobs.append(CopyJob(EntryKind.STATE, load.current_checkpoint.slot, rows[-1]))
@@ -278,7 +277,7 @@ class Tiering:
         except Exception:
             # Some may be under way: nothing that they write or read may change hands.
             self.transfers.wait()
-            self.host.refused[Drop.COPY_FAILED] += len(jobs)
+            self.host.refused["copy_failed"] += len(jobs)
         for active in loading:
             active.current_load.ticket = ticket
         [is_given_up] = self._on_any_rank([ticket is None])
@@ -417,7 +416,7 @@ class Tiering:
             kind = offer.facts.key.kind
             lease = None
             if room <= 0:
-                self.host.dropped[Drop.QUEUE_FULL] += 1
+                self.host.dropped["queue_full"] += 1
             else:
                 lease = self.host.reserve(offer.facts, proposal=offer.proposal)
             if lease is None:
@@ -427,7 +426,7 @@ class Tiering:
             if offer.proposal is not None and self._is_there(offer):
                 self._pin(offer)
             taken.append(offer)
-            jobs.append(CopyJob(kind, offer.place, lease.lease.row))
+            jobs.append(CopyJob(kind, offer.place, lease.row))
             room -= 1
         self._offers = []
         if not jobs:
@@ -437,7 +436,7 @@ class Tiering:
         except Exception:
             self.transfers.wait()
             for offer in taken:
-                self._give_up(offer, Drop.COPY_FAILED)
+                self._give_up(offer, "copy_failed")
             return
         self._spills.append((ticket, taken))
         self.poll()
@@ -487,7 +486,7 @@ class Tiering:
         held += [lease for _, leases in self._retiring for lease in leases]
         held += [o.lease for _, offers in self._spills for o in offers if o.lease is not None]
         for kind, leases in self.host.leases.items():
-            mine = {each.lease.number for each in held if each.facts.key.kind is kind}
+            mine = {each.number for each in held if each.facts.key.kind is kind}
             if mine != {lease.number for lease in leases}:
                 raise InvariantError(f"rows of {kind} are held for nobody")
         watched = {id(offer) for offer in self._watched.values()}
@@ -528,7 +527,7 @@ class Tiering:
         lease = offer.lease
         self._unpin(offer)
         if not self._is_there(offer):
-            self._give_up(offer, Drop.GONE)
+            self._give_up(offer, "gone")
             return
         self._forget(offer)
         is_kept = self.host.complete(lease)

@@ -24,7 +24,7 @@ from mamba_cache.tiers.entry import (
     Refusal,
     payload_digest,
 )
-from mamba_cache.tiers.host import Drop, HostLease, HostTier, RowFormat, TierStats
+from mamba_cache.tiers.host import HostTier, RowFormat, TierStats
 from mamba_cache.tiers.identity import (
     CacheIdentity,
     ModelIdentity,
@@ -36,7 +36,7 @@ from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption, quickest
 from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
 from mamba_cache.tiers.remote import RemoteTier
-from mamba_cache.tiers.rows import PrefixRowPolicy, RowLease, RowPolicy, RowPool
+from mamba_cache.tiers.rows import RowLease, RowPool
 from mamba_cache.tiers.transfers import (
     CopyJob,
     Mark,
@@ -55,14 +55,12 @@ __all__ = [
     "CudaTransfers",
     "DiskTier",
     "Done",
-    "Drop",
     "EntryFacts",
     "EntryHeader",
     "EntryKey",
     "EntryKind",
     "EntryMacs",
     "Found",
-    "HostLease",
     "HostTier",
     "LoadPlanner",
     "LowerTier",
@@ -73,7 +71,6 @@ __all__ = [
     "PayloadMac",
     "Pinner",
     "PlainTransfers",
-    "PrefixRowPolicy",
     "Rates",
     "Refusal",
     "RemoteTier",
@@ -82,7 +79,6 @@ __all__ = [
     "RowLayout",
     "RowLease",
     "RowMemory",
-    "RowPolicy",
     "RowPool",
     "Ticket",
     "TierStats",

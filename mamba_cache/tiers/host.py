@@ -24,28 +24,9 @@ from mamba_cache.tiers.entry import (
     payload_digest,
 )
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
-from mamba_cache.tiers.rows import RowLease, RowPolicy, RowPool
+from mamba_cache.tiers.rows import RowLease, RowPool
 
-__all__ = ["Drop", "HostLease", "HostTier", "RowFormat", "TierStats"]
-
-
-class Drop:
-    """Why an entry was not stored. Each is counted."""
-
-    QUEUE_FULL = "queue_full"
-    """More copies were under way than may be."""
-
-    NO_ROW = "no_row"
-    """Every row was being read or written, or none was there yet."""
-
-    REFUSED = "refused"
-    """Every row holds a state that the policy finds worth more."""
-
-    GONE = "gone"
-    """It was given up on the GPU before its copy was over."""
-
-    COPY_FAILED = "copy_failed"
-    """The copy raised."""
+__all__ = ["HostTier", "RowFormat", "TierStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +42,6 @@ class RowFormat:
     row_bytes: int
     checksums: slice
     num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class HostLease:
-    """A claim on a row of the tier: of who writes it, or of who reads it.
-
-    Attributes:
-        facts: What the row holds, or will hold.
-        lease: The claim.
-        is_lower: Whether a lower tier has it, whose copies end when it says so.
-    """
-
-    facts: EntryFacts
-    lease: RowLease
-    is_lower: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +63,10 @@ class TierStats:
         puts: Entries offered.
         stored: Entries that were written to their end.
         found_stored: Entries offered that another process had stored before.
-        dropped: Entries that were not stored, by reason. Disk and store have "first_use",
+        dropped: Entries that were not stored, by reason. The host tier has "queue_full" (too many
+            copies were under way), "no_row" (each was being read or written), "refused" (the policy
+            finds the others worth more), "gone" (it left the GPU before its copy was over) and
+            "copy_failed" (the copy raised). Disk and store have "first_use",
             "in_flight", "queue_full", "unhealthy" and "aborted"; the disk also "no_row",
             "disk_full" and "io_error"; the store also "unconfirmed", "not_removed", "timed_out",
             "error" and the values of ``StoreFault``.
@@ -155,7 +124,7 @@ _NAMES = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 class _Entries:
     """The rows of one kind: bookkeeping, bytes and headers."""
 
-    def __init__(self, rows: RowFormat, policy: RowPolicy | None) -> None:
+    def __init__(self, rows: RowFormat, policy: Any) -> None:
         self.format = rows
         self.pool = RowPool(rows.num_rows, policy=policy)
         self.memory = RowMemory(rows.row_bytes, rows.num_rows)
@@ -181,7 +150,7 @@ class HostTier:
     Args:
         kv: Rows of KV blocks.
         states: Rows of states.
-        state_policy: Which states go first. Default: the least recently used.
+        state_policy: Which states go first: a policy of slots. Default: the least recently used.
         pinner: Makes the memory, in the background. Default: memory that is not pinned, at once.
         hash_id_of: Gives the hash id of a digest, for a policy that knows prompts. Default: such
             a policy does not learn which prompt a state is of unless it was proposed.
@@ -199,7 +168,7 @@ class HostTier:
         kv: RowFormat,
         states: RowFormat,
         *,
-        state_policy: RowPolicy | None = None,
+        state_policy: Any = None,
         pinner: Pinner | None = None,
         hash_id_of: Callable[[bytes], int] | None = None,
     ) -> None:
@@ -210,8 +179,8 @@ class HostTier:
             EntryKind.KV: _Entries(kv, None),
             EntryKind.STATE: _Entries(states, state_policy),
         }
-        self._inbox: deque[tuple[HostLease, Refusal | None]] = deque()
-        self._lower: dict[tuple[EntryKind, int], HostLease] = {}
+        self._inbox: deque[tuple[RowLease, Refusal | None]] = deque()
+        self._lower: dict[tuple[EntryKind, int], RowLease] = {}
         self._clear_counts()
         self._begin_memory()
 
@@ -293,10 +262,10 @@ class HostTier:
         entries.slabs_to_come.popleft()
         entries.pool.add_rows(count)
 
-    def _end_lower(self, lease: HostLease, refusal: Refusal | None) -> None:
+    def _end_lower(self, lease: RowLease, refusal: Refusal | None) -> None:
         if self._lower.pop(_name_of(lease), None) is None:
             return  # reset since: nobody waits for it
-        if not lease.lease.writes:
+        if not lease.writes:
             self.release(lease)
         elif refusal is None:
             self.complete(lease)
@@ -329,7 +298,7 @@ class HostTier:
     @guarded(nests=True, changes=True)
     def reserve(
         self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
-    ) -> HostLease | None:
+    ) -> RowLease | None:
         """Take a row for an entry that is to be written.
 
         Args:
@@ -343,17 +312,17 @@ class HostTier:
         """
         pool = self._entries[facts.key.kind].pool
         digest, num_refused = facts.key.digest, pool.refused_total
-        lease = pool.reserve(digest, proposal)
+        lease = pool.reserve(digest, proposal, facts)
         if lease is None:
             if pool.refused_total > num_refused:
-                self.dropped[Drop.REFUSED] += 1
+                self.dropped["refused"] += 1
             elif digest not in pool and not pool.is_awaited(digest):
-                self.dropped[Drop.NO_ROW] += 1
+                self.dropped["no_row"] += 1
             return None
-        return self._lend(facts, lease, for_lower=for_lower)
+        return self._lend(lease, for_lower=for_lower)
 
     @guarded(nests=True, changes=True)
-    def complete(self, lease: HostLease) -> bool:
+    def complete(self, lease: RowLease) -> bool:
         """Make an entry findable whose bytes, and the checksums behind them, are in its row.
 
         Returns:
@@ -362,12 +331,12 @@ class HostTier:
         Raises:
             DoubleFreeError: The lease was ended before.
         """
-        entries, row = self._entries[lease.facts.key.kind], lease.lease.row
-        header = header_bytes(lease.facts, entries.digest_of_checksums(row), lease.lease.generation)
+        entries, row = self._entries[lease.facts.key.kind], lease.row
+        header = header_bytes(lease.facts, entries.digest_of_checksums(row), lease.generation)
         entries.headers[row] = np.frombuffer(header, np.uint8)
         digest = lease.facts.key.digest
         is_kept = entries.pool.complete(
-            lease.lease,
+            lease,
             hash_id=0 if self._hash_id_of is None else self._hash_id_of(digest),
             saved_tokens=lease.facts.prefix_tokens,
         )
@@ -375,7 +344,7 @@ class HostTier:
         return is_kept
 
     @guarded(nests=True, changes=True)
-    def cancel(self, lease: HostLease, reason: str | None = None) -> None:
+    def cancel(self, lease: RowLease, reason: str | None = None) -> None:
         """Give a row back whose entry will not come, once nothing writes it.
 
         Args:
@@ -386,12 +355,12 @@ class HostTier:
             DoubleFreeError: The lease was ended before.
         """
         self._lower.pop(_name_of(lease), None)
-        self._entries[lease.facts.key.kind].pool.cancel(lease.lease)
+        self._entries[lease.facts.key.kind].pool.cancel(lease)
         if reason is not None:
             self.dropped[reason] += 1
 
     @guarded(nests=True, changes=True)
-    def read(self, facts: EntryFacts, *, for_lower: bool = False) -> HostLease | Refusal:
+    def read(self, facts: EntryFacts, *, for_lower: bool = False) -> RowLease | Refusal:
         """Find an entry and keep its row until ``release``.
 
         Its header, and the checksums behind its bytes, are compared with what the request derived.
@@ -406,16 +375,16 @@ class HostTier:
             What ``release`` takes; or why there is none, which is counted.
         """
         entries = self._entries[facts.key.kind]
-        lease = entries.pool.read(facts.key.digest)
+        lease = entries.pool.read(facts.key.digest, facts)
         if lease is None:
             self.refused[Refusal.MISSING.value] += 1
             return Refusal.MISSING
-        read = self._lend(facts, lease, for_lower=for_lower)
+        self._lend(lease, for_lower=for_lower)
         refusal = self._refusal(entries, facts, lease)
         if refusal is not None:
-            self.refuse(read, refusal)
+            self.refuse(lease, refusal)
             return refusal
-        return read
+        return lease
 
     def _refusal(self, entries: _Entries, facts: EntryFacts, lease: RowLease) -> Refusal | None:
         """Say what of a row is not what it should be, but for its bytes."""
@@ -433,23 +402,23 @@ class HostTier:
         return Refusal.PAYLOAD_DIGEST
 
     @guarded(nests=True, changes=True)
-    def release(self, lease: HostLease) -> None:
+    def release(self, lease: RowLease) -> None:
         """End a reader's lease.
 
         Raises:
             DoubleFreeError: It was ended before.
         """
         self._lower.pop(_name_of(lease), None)
-        self._entries[lease.facts.key.kind].pool.release(lease.lease)
+        self._entries[lease.facts.key.kind].pool.release(lease)
 
     @guarded(nests=True, changes=True)
-    def refuse(self, lease: HostLease, refusal: Refusal) -> None:
+    def refuse(self, lease: RowLease, refusal: Refusal) -> None:
         """End the lease of a reader who found other bytes than there should be; drop the entry.
 
         Raises:
             DoubleFreeError: It was ended before.
         """
-        self._entries[lease.facts.key.kind].pool.drop(lease.lease)
+        self._entries[lease.facts.key.kind].pool.drop(lease)
         self.refused[refusal.value] += 1
         self.release(lease)
 
@@ -469,19 +438,19 @@ class HostTier:
         return True
 
     @guarded(nests=True, changes=True)
-    def use(self, leases: Sequence[HostLease]) -> None:
+    def use(self, leases: Sequence[RowLease]) -> None:
         """Record that a hit uses entries that it reads: those of one prefix, from its start."""
         for kind, entries in self._entries.items():
-            entries.pool.use([each.lease for each in leases if each.facts.key.kind is kind])
+            entries.pool.use([each for each in leases if each.facts.key.kind is kind])
 
     @guarded(nests=True, changes=True)
     def count_restored(self, count: int) -> None:
         """Count entries that were copied to the GPU and verified there."""
         self.restored_total += count
 
-    def buffer(self, lease: HostLease) -> memoryview:
+    def buffer(self, lease: RowLease) -> memoryview:
         """Return the bytes of a row, checksums included, for the lease's holder."""
-        return self._entries[lease.facts.key.kind].memory.buffer(lease.lease.row)
+        return self._entries[lease.facts.key.kind].memory.buffer(lease.row)
 
     def row_bytes(self, kind: EntryKind) -> int:
         """Return the bytes of one row: ``payload_bytes`` of its entries' facts."""
@@ -496,12 +465,12 @@ class HostTier:
         """End all leases of lower tiers, which have done what they were handed."""
         self.poll()
         for lease in list(self._lower.values()):
-            if lease.lease.writes:
+            if lease.writes:
                 self.cancel(lease)
             else:
                 self.release(lease)
 
-    def end_later(self, lease: HostLease, refusal: Refusal | None) -> None:
+    def end_later(self, lease: RowLease, refusal: Refusal | None) -> None:
         """End a lower tier's copy at the next ``poll``. Any thread may call it.
 
         Args:
@@ -560,18 +529,17 @@ class HostTier:
             if entries.pool.num_ready != entries.memory.num_ready:
                 raise InvariantError(f"rows of {kind} are lost")
         for lease in self._lower.values():
-            if not self._entries[lease.facts.key.kind].pool.is_held(lease.lease):
+            if not self._entries[lease.facts.key.kind].pool.is_held(lease):
                 raise InvariantError(f"a lower tier has {lease}, which was ended")
 
-    def _lend(self, facts: EntryFacts, lease: RowLease, *, for_lower: bool) -> HostLease:
-        lent = HostLease(facts, lease, for_lower)
+    def _lend(self, lease: RowLease, *, for_lower: bool) -> RowLease:
         if for_lower:
-            self._lower[_name_of(lent)] = lent
-        return lent
+            self._lower[_name_of(lease)] = lease
+        return lease
 
     def _lower_leases(self, kind: EntryKind) -> list[RowLease]:
-        return [each.lease for each in self._lower.values() if each.facts.key.kind is kind]
+        return [each for each in self._lower.values() if each.facts.key.kind is kind]
 
 
-def _name_of(lease: HostLease) -> tuple[EntryKind, int]:
-    return lease.facts.key.kind, lease.lease.number
+def _name_of(lease: RowLease) -> tuple[EntryKind, int]:
+    return lease.facts.key.kind, lease.number

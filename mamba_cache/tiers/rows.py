@@ -5,82 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache.errors import DoubleFreeError, InvariantError
-from mamba_cache.protocols import KVBlockView
 
-__all__ = ["PrefixRowPolicy", "RowLease", "RowPolicy", "RowPool"]
-
-
-class RowPolicy(Protocol):
-    """Which rows are given up first: what ``slots.SlotEvictionPolicy`` says of slots.
-
-    A row is slot and block at once here; its timestamp is that of its last use.
-    """
-
-    def choose(
-        self,
-        num_slots: int,
-        slots: npt.NDArray[np.int64],
-        blocks: npt.NDArray[np.int32],
-        kv_blocks: KVBlockView,
-    ) -> list[int]:
-        """Return the rows to evict, the first to go first."""
-        ...
-
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Record that an entry was put into each of the rows."""
-        ...
-
-    def on_consumed(self, slots: Sequence[int]) -> None:
-        """Record that the entries in the rows were used by a hit."""
-        ...
-
-    def reset(self, max_slots: int) -> None:
-        """Forget everything."""
-        ...
-
-
-@runtime_checkable
-class PrefixRowPolicy(RowPolicy, Protocol):
-    """A policy that knows prompts: what ``slots.PrefixSlotPolicy`` says of slots."""
-
-    def on_request(self, facts: Any) -> Any:
-        """Record a request; return what stands for its prompt in proposals."""
-        ...
-
-    def admit(
-        self, proposals: Sequence[Any], num_free: int, slots: npt.NDArray[np.int64]
-    ) -> tuple[list[bool], list[int]]:
-        """Say which of some states are worth a row, and which rows are given up for them."""
-        ...
-
-    def on_reserved(self, slots: Sequence[int | None]) -> None:
-        """Record the row of each accepted state, None for those that got none."""
-        ...
-
-    def withdraw(self) -> None:
-        """Take back what the last ``admit`` decided."""
-        ...
-
-    def on_published(
-        self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
-    ) -> None:
-        """Record that states became findable, in place of ``on_stored``."""
-        ...
-
-    def on_removed(self, slots: Sequence[int]) -> None:
-        """Record that rows hold or await no state any more."""
-        ...
-
-    def check_invariants(self, slots_taken: Sequence[int]) -> None:
-        """Check the bookkeeping against the rows that hold or await states."""
-        ...
+__all__ = ["RowLease", "RowPool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +25,15 @@ class RowLease:
         generation: Which of the row's entries it is for.
         number: Which lease of the pool it is; no two have the same.
         writes: Whether its holder writes the row, or reads it.
+        facts: What the row holds or will hold, as the holder has said: the host tier's
+            ``EntryFacts``.
     """
 
     row: int
     generation: int
     number: int
     writes: bool
+    facts: Any = None
 
 
 class RowPool:
@@ -109,8 +45,10 @@ class RowPool:
 
     Args:
         num_rows: Rows that there will be; they can be used as soon as ``add_rows`` says so.
-        policy: Which go first. Default: the least recently used, and of those used in one call the
-            last one named first, so that the end of a prefix goes before its beginning.
+        policy: Which go first: a ``slots.SlotEvictionPolicy``, for which a row is slot and block at
+            once, or a ``slots.PrefixSlotPolicy``, which knows prompts. Default: the least recently
+            used, and of those used in one call the last one named first, so that the end of a
+            prefix goes before its beginning.
 
     Attributes:
         num_rows: As given.
@@ -126,10 +64,10 @@ class RowPool:
         block_hashes: [num_rows] int64, all -1, likewise.
     """
 
-    def __init__(self, num_rows: int, *, policy: RowPolicy | None = None) -> None:
+    def __init__(self, num_rows: int, *, policy: Any = None) -> None:
         self.num_rows = self.pool_size = num_rows
         self._policy = policy
-        self._prefix_policy = policy if isinstance(policy, PrefixRowPolicy) else None
+        self._prefix_policy: Any = policy if hasattr(policy, "on_published") else None
         self.readers: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
@@ -204,17 +142,19 @@ class RowPool:
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
         """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
         assert self._prefix_policy is not None, "the caller has looked"
+        accepted: list[bool]
         accepted, _ = self._prefix_policy.admit(proposals, len(self._free), self._evictable())
         self._prefix_policy.withdraw()
         return accepted
 
-    def reserve(self, digest: bytes, proposal: Any = None) -> RowLease | None:
+    def reserve(self, digest: bytes, proposal: Any = None, facts: Any = None) -> RowLease | None:
         """Take a row for an entry: a free one, or one that is given up for it.
 
         Args:
             digest: Of the entry.
             proposal: What it is, for a policy that knows prompts, which may refuse it. None, or
                 with another policy: it is not refused.
+            facts: Of the lease.
 
         Returns:
             What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, every
@@ -235,7 +175,7 @@ class RowPool:
         self.generations[row] += 1
         self._arriving[row] = digest
         self._awaited[digest] = row
-        return self._lease(row, writes=True)
+        return self._lease(row, facts, writes=True)
 
     def complete(self, lease: RowLease, *, hash_id: int = 0, saved_tokens: int = 1) -> bool:
         """Make an entry findable that is written to its end.
@@ -283,14 +223,14 @@ class RowPool:
         self._free.append(row)
         self._release_from_policy(row)
 
-    def read(self, digest: bytes) -> RowLease | None:
+    def read(self, digest: bytes, facts: Any = None) -> RowLease | None:
         """Find an entry and keep it until ``release``; None if it cannot be found."""
         row = self._row_of.get(digest)
         if row is None:
             return None
         self._queue.discard([row])
         self.readers[row] += 1
-        return self._lease(row, writes=False)
+        return self._lease(row, facts, writes=False)
 
     def release(self, lease: RowLease) -> None:
         """End a reader's lease.
@@ -390,8 +330,8 @@ class RowPool:
         if self._prefix_policy is not None:
             self._prefix_policy.check_invariants([*cached, *self._arriving])
 
-    def _lease(self, row: int, *, writes: bool) -> RowLease:
-        lease = RowLease(row, self.generations.item(row), self.next_number, writes)
+    def _lease(self, row: int, facts: Any, *, writes: bool) -> RowLease:
+        lease = RowLease(row, self.generations.item(row), self.next_number, writes, facts)
         self.next_number += 1
         self._leases[lease.number] = lease
         return lease
@@ -423,8 +363,9 @@ class RowPool:
             self._queue.discard([row])
         self._give_up(row)
 
-    def _admit(self, policy: PrefixRowPolicy, proposal: Any) -> bool:
+    def _admit(self, policy: Any, proposal: Any) -> bool:
         """Ask a policy whether a state gets a row, and free one for it."""
+        is_accepted: bool
         [is_accepted], victims = policy.admit([proposal], len(self._free), self._evictable())
         for row in victims:
             self._queue.discard([row])

@@ -61,7 +61,7 @@ def _lease_kept(_):
 
 def _lower_lease_kept(end_lower):
     def broken(self, lease, refusal):
-        if lease.lease.writes:
+        if lease.writes:
             end_lower(self, lease, refusal)
 
     return broken
@@ -121,8 +121,8 @@ def _published_at_once(reserve):
         lease = reserve(self, facts, for_lower=for_lower, **options)
         if lease is not None and for_lower:
             pool, digest = self._entries[facts.key.kind].pool, facts.key.digest
-            pool._row_of[digest] = lease.lease.row
-            pool._digests[lease.lease.row] = digest
+            pool._row_of[digest] = lease.row
+            pool._digests[lease.row] = digest
         return lease
 
     return broken

@@ -106,7 +106,7 @@ class RanksMachine(DiskMachine):
         if load is None:
             return
         leases = load.leases
-        read = {(e.facts.key.kind, e.lease.row, e.lease.generation) for e in leases}
+        read = {(e.facts.key.kind, e.row, e.generation) for e in leases}
         assert not read & {each[:3] for each in bad_headers}
         own = range(load.first_job, load.first_job + len(leases))
         bad = set(load.ticket._run().damaged()) & set(own)

@@ -121,7 +121,7 @@ class Rig:
         lease = self.host.reserve(facts)
         if lease is not None:
             tensor[:, FROM] = content_of(number, kind, tensor[:, FROM].shape)
-            self.transfers.spill([CopyJob(kind, FROM, lease.lease.row)])
+            self.transfers.spill([CopyJob(kind, FROM, lease.row)])
             self.host.complete(lease)
         return self.host.has(kind, facts.key.digest)
 
@@ -168,7 +168,7 @@ class Rig:
         if isinstance(lease, Refusal):
             return lease.value
         tensor[:, TO] = torch.nan
-        damaged = self.transfers.load([CopyJob(kind, TO, lease.lease.row)]).damaged()
+        damaged = self.transfers.load([CopyJob(kind, TO, lease.row)]).damaged()
         if damaged:
             self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
             return Refusal.PAYLOAD_DIGEST.value

@@ -199,8 +199,7 @@ class TieredMachine(ContextMachine):
                 load = active.chunk.load
                 if load is not None:
                     read = {
-                        (each.facts.key.kind, each.lease.row, each.lease.generation)
-                        for each in load.leases
+                        (each.facts.key.kind, each.row, each.generation) for each in load.leases
                     }
                     assert not read & {each[:3] for each in self.bad_headers}
                     own = range(load.first_job, load.first_job + len(load.leases))

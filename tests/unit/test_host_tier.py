@@ -333,14 +333,14 @@ def test_every_bit_of_a_header_and_of_the_checksums_counts():
     host.release(lease)
     for bit in range(8 * 256):
         flip_header(context, STATE, row, bit)
-        assert host._refusal(entries, facts, lease.lease) is not None, bit
+        assert host._refusal(entries, facts, lease) is not None, bit
         flip_header(context, STATE, row, bit)
     checksums = entries.format.checksums
     for bit in range(8 * checksums.start, 8 * checksums.stop):
         flip(context, STATE, row, bit)
-        assert host._refusal(entries, facts, lease.lease) is Refusal.PAYLOAD_DIGEST
+        assert host._refusal(entries, facts, lease) is Refusal.PAYLOAD_DIGEST
         flip(context, STATE, row, bit)
-    assert host._refusal(entries, facts, lease.lease) is None
+    assert host._refusal(entries, facts, lease) is None
 
 
 def _row(context, kind, blocks):
@@ -363,13 +363,13 @@ def test_a_header_of_another_entry_is_not_believed():
     host = context.host_tier
     entries, facts = host._entries[STATE], _facts(context, 3)
     lease = host.read(facts)
-    row = lease.lease.row
+    row = lease.row
     other = _row(context, STATE, 2)
     kept = entries.headers.copy()
     entries.headers[row] = kept[other]
-    assert host._refusal(entries, facts, lease.lease) is Refusal.DIGEST
+    assert host._refusal(entries, facts, lease) is Refusal.DIGEST
     entries.headers[row] = kept[row]
-    stale = dataclasses.replace(lease.lease, generation=lease.lease.generation + 1)
+    stale = dataclasses.replace(lease, generation=lease.generation + 1)
     assert host._refusal(entries, facts, stale) is Refusal.GENERATION
     host.release(lease)
 
@@ -682,11 +682,8 @@ def test_an_engine_brings_damaged_requests_on_again():
 
 
 def test_an_identity_enters_the_keys():
-    class Mine:
-        digest, rank = b"\7" * 32, 3
-
     context = make_tiered(num_kv_blocks=100, hash_secret=b"s")
-    context._tiering._identity = Mine()
+    context._tiering._identity, context._tiering._rank = b"\7" * 32, 3
     first(context)
     key = _facts(context, 3).key
     assert (key.identity, key.rank) == (b"\7" * 32, 3)

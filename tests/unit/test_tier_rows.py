@@ -268,7 +268,7 @@ def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
     tier = make_tier(state_policy=Telling(), hash_id_of=lambda digest: 100 + digest[0])
     lease = tier.reserve(facts(7, STATE))
     assert tier.complete(lease)
-    assert told == [([lease.lease.row], [107], [8])]
+    assert told == [([lease.row], [107], [8])]
 
 
 def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
@@ -462,7 +462,7 @@ def test_a_lower_tier_that_ended_its_lease_is_noticed():
     tier.reserve(facts(2), for_lower=True)
     lease = tier.reserve(facts(1), for_lower=True)
     tier.check_invariants()
-    tier._entries[KV].pool.cancel(lease.lease)
+    tier._entries[KV].pool.cancel(lease)
     with pytest.raises(InvariantError, match="which was ended"):
         tier.check_invariants()
     other = make_tier()

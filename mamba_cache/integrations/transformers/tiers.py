@@ -40,7 +40,6 @@ from mamba_cache.tiers import (
     EntryFacts,
     EntryKey,
     EntryKind,
-    HostLease,
     HostTier,
     LoadPlanner,
     Mark,
@@ -51,6 +50,7 @@ from mamba_cache.tiers import (
     RemoteTier,
     RowFormat,
     RowLayout,
+    RowLease,
     TierStats,
     Transfers,
     pinner_for,
@@ -257,7 +257,7 @@ class PrefixTiers:
         ]
         if not leases:
             return
-        jobs = [CopyJob(each.facts.key.kind, each.place, row.lease.row) for each, row in leases]
+        jobs = [CopyJob(each.facts.key.kind, each.place, row.row) for each, row in leases]
         self._copies.spill(jobs).wait()
         for offer, lease in leases:
             self._host.complete(lease)
@@ -382,7 +382,7 @@ class PrefixTiers:
     ) -> bool:
         """Copy entries of the host tier to blocks and a slot, and make them findable if whole."""
         store, host = self._store, self._host
-        leases: list[HostLease] = []
+        leases: list[RowLease] = []
         if store.slots.has_state(last_block):
             return False
         [slot] = store.slots.reserve_slots([last_block])
@@ -397,7 +397,7 @@ class PrefixTiers:
                 leases.append(lease)
             places = [slot, *(blocks if self._has_kv else ())]
             jobs = [
-                CopyJob(lease.facts.key.kind, place, lease.lease.row)
+                CopyJob(lease.facts.key.kind, place, lease.row)
                 for lease, place in zip(leases, places, strict=True)
             ]
             ticket = self._copies.load(jobs)
