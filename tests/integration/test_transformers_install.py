@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -21,6 +22,7 @@ from mamba_cache.errors import (
     StepOrderError,
 )
 from mamba_cache.events import Removed, Stored
+from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs
 
 ANSWER = 6
 CONFIG = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1)
@@ -107,6 +109,21 @@ def test_prefixes_of_earlier_weights_are_gone(model, prompts):
         assert cache.stats().hits == 2  # of the second call alone
         installed_answers(model, prompts)
         assert cache.stats().hits == 6  # weights that stay the same keep their prefixes
+
+
+def test_graphs_outlive_an_optimizers_step(model, prompts):
+    # They read the weights where they lie. Capturing them anew in each step of a training is slow.
+    with make_cache(model) as cache, cache.install():
+        installed_answers(model, prompts)
+        with mock.patch.object(DecodeGraphs, "forget", autospec=True) as forget:
+            change_weights(model)
+            installed_answers(model, prompts)
+            assert forget.call_count == 0
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+            installed_answers(model, prompts)
+            assert forget.call_count == 1  # of other addresses
+            cache.reset()
+            assert forget.call_count == 2
 
 
 def test_modes_are_as_they_were(model, prompts):

@@ -546,7 +546,7 @@ class PrefixCache:
             fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
             fingerprint.confirm()
         except ModelChangedError:
-            self._make_new()
+            self._make_new(keeps_graphs=True)
 
     @guarded(waits=True)
     def prepare_batches(self) -> int:
@@ -853,11 +853,11 @@ class PrefixCache:
         self._make_new()
         self._store.counters.self_resets = num_before + 1
 
-    def _make_new(self) -> None:
+    def _make_new(self, *, keeps_graphs: bool = False) -> None:
         with self._guard.ending(renews=True):
             self._remove_hooks()
             if self._batcher is not None:  # its requests hold what is the store's
-                self._batcher.reset()
+                self._batcher.reset(keeps_graphs=keeps_graphs)
             self._store.reset()
             self._bypasses.clear()
             self._runner.fingerprint.forget()

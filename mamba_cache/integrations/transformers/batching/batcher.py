@@ -669,13 +669,17 @@ class Batcher:
         self._clear()
         self.context.reset(preserve_prefix_cache=True)
 
-    def reset(self) -> None:
-        """Forgets all, the store's prefixes and counts and the graphs of the model as it was."""
+    def reset(self, *, keeps_graphs: bool = False) -> None:
+        """Forget all: the store's prefixes, counts, and unless kept the graphs.
+
+        Graphs may be kept when only values of weights have changed: they read the same memory.
+        """
         self._attention.put_back()
         self._prefill.put_back()
         self._clear()
-        self._graphs.forget()
-        self._graphs.warm_up_seconds, self._graphs.eager_reason = 0.0, ""
+        if not keeps_graphs:
+            self._graphs.forget()
+            self._graphs.warm_up_seconds, self._graphs.eager_reason = 0.0, ""
         self.counts.clear()
         self.context.reset()
 
