@@ -128,20 +128,6 @@ def test_skipped_rows_and_padded_columns_are_left_alone(device, backend, seed):
     setup.check()
 
 
-@pytest.mark.parametrize("is_by_slot", [False, True], ids=["by row", "by slot"])
-def test_a_row_is_not_its_slot(is_by_slot, device, backend, seed):
-    """vLLM 53919: what belongs to a request moved with its row of the batch.
-
-    Block tables have rows of the batch in engines before vLLM 0.32, and request slots since.
-    """
-    setup = Setup(device, backend, seed, ODD)
-    setup.context.table.is_by_slot = is_by_slot
-    setup.precopy((1, 2, 0), (3, 4, 2), rows=[1, 0])
-    setup.expect(1 if is_by_slot else 0, 3, 4, 2)
-    setup.expect(0 if is_by_slot else 1, 1, 2, 0)
-    setup.check()
-
-
 def test_saves_by_slot_write_the_counts_that_they_read(device, backend, seed):
     """vLLM 0.32's ``run_fused_postprocess_align``: slots 1 and 0 of a batch of three rows."""
     setup = Setup(device, backend, seed, WIDE, ODD)

@@ -3,6 +3,7 @@
 The oracle is the plainest world: it follows the rules by loops over requests, groups and layers.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,7 +83,7 @@ class HostWorld:
             model.max_requests,
             self.config,
             self.copy_funcs,
-            lambda n, dtype: CpuGpuBuffer(n, dtype=dtype, device=device),
+            partial(CpuGpuBuffer, device=device),
             device,
             decides_on_device,
         )

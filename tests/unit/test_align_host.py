@@ -125,13 +125,6 @@ def test_columns_of_requests_that_left_are_forgotten(preempted):
     assert columns == kept
 
 
-def test_an_empty_batch_still_forgets(worker):
-    worker.state_idx.update(a=7)
-    worker.batch([], [])
-    worker.preprocess(scheduled({}, finished=["a"]))
-    assert worker.state_idx == {}
-
-
 def test_prefix_caching_is_required(worker):
     worker.cache_config.enable_prefix_caching = False
     worker.batch("a", [1])

@@ -13,7 +13,6 @@ from mamba_cache.integrations.vllm import (
     MambaSpecDecodeGPUContext,
     get_conv_copy_spec,
     get_conv_copy_spec_ds,
-    get_mamba_group_ids,
     get_mamba_groups,
     get_temporal_copy_spec,
 )
@@ -64,9 +63,7 @@ def test_groups_by_spec_as_in_vllm_0_32():
     mixed = SimpleNamespace(block_size=8, kv_cache_specs={"a": one, "b": other, "c": one})
     config = make_config(SimpleNamespace(block_size=24), one, mixed, other)
     config.kv_cache_groups[2].layer_names = ["a", "b", "c"]
-    groups = get_mamba_groups(config)
-    assert groups == {one: [1, 2], other: [2, 3]}
-    assert get_mamba_group_ids(groups) == [1, 2, 3]
+    assert get_mamba_groups(config) == {one: [1, 2], other: [2, 3]}
 
 
 def test_layers_of_several_kinds_in_one_group():

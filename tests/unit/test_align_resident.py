@@ -70,83 +70,42 @@ class World(ResidentWorld):
         return list(zip(*(field.tolist() for field in fields), strict=True))
 
 
-@pytest.fixture(params=["auto", "triton"])
-def world(request, rng):
-    return World(MODEL, rng, backend=request.param)
-
-
 @pytest.fixture
-def plain(rng):
+def world(rng):
     return World(MODEL, rng)
 
 
 @pytest.mark.parametrize(
     ("num_computed", "column"), [(0, -1), (1, 0), (B, 0), (B + 1, 1), (3 * B, 2)]
 )
-def test_columns_are_seeded_in_tokens_of_the_mamba_block(plain, num_computed, column):
+def test_columns_are_seeded_in_tokens_of_the_mamba_block(world, num_computed, column):
     """vLLM 53142, 55507: seeded by the attention block's size, three times as large here."""
-    assert plain.fields == [(0, -1, 0, 1)] * 4
-    plain.add(2, num_computed)
-    assert plain.fields[2] == (column, -1, 0, 1)
+    assert world.fields == [(0, -1, 0, 1)] * 4
+    world.add(2, num_computed)
+    assert world.fields[2] == (column, -1, 0, 1)
 
 
-def test_a_recycled_slot_knows_nothing_of_its_last_tenant(plain):
-    plain.add(2, 2 * B)
-    plain.begin([2], [3], [0, 0, 2 * B, 0])
-    plain.end([3], [0, 0, 2 * B + 3, 0])
-    assert plain.fields[2] == (2, 1, 0, 3)
-    plain.add(2, 0)
-    assert plain.fields[2] == (-1, -1, 0, 1)
-
-
-def test_the_reset_at_a_boundary_is_seen_by_the_forward(world):
-    world.add(1, B - 3)
-    world.begin([1], [3], [0, B - 3, 0, 0])
-    world.end([2], [0, B - 1, 0, 0])
-    wanted = world.column(1, 1)
-    world.begin([1], [3], [0, B - 1, 0, 0])
-    assert world.fields[1] == (1, 0, 1, 1)
-    assert world.told([2]).num_accepted_tokens.tolist() == [1]
-    assert torch.equal(world.column(1, 1), wanted)
-
-
-def test_counts_follow_the_slot_when_the_batch_is_reordered(world):
-    """vLLM 53919: condensing the batch moved counts before their copy had arrived."""
-    for slot in (0, 3):
-        world.add(slot, 1)
-    world.begin([3, 0], [3, 3], [1, 0, 0, 1])
-    world.end([3, 1], [2, 0, 0, 4])
-    world.begin([0], [1], [2, 0, 0, 4])
-    assert world.fields[0][2:] == (0, 1)
-    world.begin([0, 3], [1, 3], [2, 0, 0, 4])
-    assert world.fields[3][2:] == (2, 3)
-    assert world.told([0, 2]).num_accepted_tokens.tolist() == [1, 3]
-
-
-def test_filtered_rows_are_skipped_everywhere(world):
-    before = [storage.clone() for storage in world.states.storage]
-    world.add(0, B)
-    world.begin([-1, -1], [3, 9], [500] * 4)
-    world.end([3, 2], [500] * 4)
-    world.state.postprocess_state(world.batch.idx_mapping, 2)
+def test_a_recycled_slot_knows_nothing_of_its_last_tenant(world):
+    world.add(2, 2 * B)
+    world.begin([2], [3], [0, 0, 2 * B, 0])
+    world.end([3], [0, 0, 2 * B + 3, 0])
+    assert world.fields[2] == (2, 1, 0, 3)
+    world.add(2, 0)
+    assert world.fields[2] == (-1, -1, 0, 1)
     world.begin([], [], [7] * 4)
     world.end([], [7] * 4)
-    assert world.fields == [(0, -1, 0, 1)] * 4
-    world.begin([-1, 0], [3, 1], [0] * 4)
-    assert world.told([2, 0]).num_accepted_tokens.tolist() == [1, 1]
-    for got, want in zip(world.states.storage, before, strict=True):
-        assert torch.equal(got, want)
+    assert world.fields == [(0, -1, 0, 1), (0, -1, 0, 1), (-1, -1, 0, 1), (0, -1, 0, 1)]
 
 
-def test_block_tables_may_move(plain):
+def test_block_tables_may_move(world):
     """Raw addresses of tables that were gathered anew each step pointed to freed memory."""
-    plain.add(0, B)
-    plain.begin([0], [1], [B] * 4)
-    plain.tables = [table.clone() for table in plain.tables]
-    plain.add(3, 2 * B)
-    wanted = plain.column(3, 1)
-    plain.begin([3], [1], [0, 0, 0, 2 * B])
-    assert torch.equal(plain.column(3, 2), wanted)
+    world.add(0, B)
+    world.begin([0], [1], [B] * 4)
+    world.tables = [table.clone() for table in world.tables]
+    world.add(3, 2 * B)
+    wanted = world.column(3, 1)
+    world.begin([3], [1], [0, 0, 0, 2 * B])
+    assert torch.equal(world.column(3, 2), wanted)
 
 
 def test_without_align_mode_only_counts_are_kept():
@@ -177,52 +136,52 @@ def test_the_tokens_of_a_column_must_be_known():
     assert state._mamba_state_idx_gpu[0] == 1
 
 
-def test_groups_must_have_the_columns_that_requests_were_added_by(plain):
-    plain.config = Model(2 * B).kv_cache_config()
+def test_groups_must_have_the_columns_that_requests_were_added_by(world):
+    world.config = Model(2 * B).kv_cache_config()
     with pytest.raises(InvalidArgumentError, match=f"columns of {B} tokens.*got {2 * B}"):
-        plain.begin([0], [1], [0] * 4)
+        world.begin([0], [1], [0] * 4)
     with pytest.raises(InvalidArgumentError, match=f"columns of {B} tokens.*got {2 * B}"):
-        plain.state.initialize_kv_cache(plain.config, None)
+        world.state.initialize_kv_cache(world.config, None)
 
 
 @pytest.mark.parametrize("slot", [-1, 4])
-def test_slots_out_of_range(plain, slot):
+def test_slots_out_of_range(world, slot):
     with pytest.raises(InvalidArgumentError, match=rf"in \[0, 4\), got {slot}"):
-        plain.add(slot, 0)
+        world.add(slot, 0)
 
 
-def test_columns_out_of_range_change_nothing(plain):
-    plain.add(0, B)
-    plain.begin([0], [1], [B] * 4)
-    before = plain.fields
+def test_columns_out_of_range_change_nothing(world):
+    world.add(0, B)
+    world.begin([0], [1], [B] * 4)
+    before = world.fields
     with pytest.raises(InvalidArgumentError, match="row 0 has 10 columns"):
-        plain.end([1], [11 * B] * 4)
+        world.end([1], [11 * B] * 4)
     with pytest.raises(InvalidArgumentError, match="row 0 has 10 columns"):
-        plain.begin([0], [1], [11 * B] * 4)
-    assert plain.fields == before
+        world.begin([0], [1], [11 * B] * 4)
+    assert world.fields == before
 
 
 Mode = Enum("Mode", ["NONE", "FULL"])
 
 
-def test_layers_are_told_of_rows_and_padding(plain):
-    plain.batch = SimpleNamespace(num_reqs=3, idx_mapping=plain.on_device([2, -1, 0]))
-    plain.state.postprocess_state(plain.on_device([2]), 3)
-    told = plain.told([2, 1, 0], Mode.FULL, padding=2)
+def test_layers_are_told_of_rows_and_padding(world):
+    world.batch = SimpleNamespace(num_reqs=3, idx_mapping=world.on_device([2, -1, 0]))
+    world.state.postprocess_state(world.on_device([2]), 3)
+    told = world.told([2, 1, 0], Mode.FULL, padding=2)
     assert (told.num_reqs, told.num_tokens, told.max_query_len, told.max_seq_len) == (5, 9, 3, 24)
     assert told.num_accepted_tokens.tolist() == [3, 1, 1, 1, 1]
     assert told.num_accepted_tokens.dtype == torch.int32
     assert told.num_decode_draft_tokens_cpu.tolist() == [2, -1, -1, -1, -1]
     assert told.is_prefilling.tolist() == [False, True, False, False, False]
-    told = plain.told([2, 1, 0], Mode.NONE, padding=2)
+    told = world.told([2, 1, 0], Mode.NONE, padding=2)
     assert (told.num_reqs, told.num_tokens, told.max_seq_len) == (3, 7, 22)
     assert len(told.num_accepted_tokens) == 3
 
 
-def test_graphs_are_for_the_longest_sequence_and_without_speculation_nobody_drafts(plain):
-    plain.batch = SimpleNamespace(num_reqs=1, idx_mapping=plain.on_device([0]))
-    told = plain.told(None, "FULL", for_capture=True)
+def test_graphs_are_for_the_longest_sequence_and_without_speculation_nobody_drafts(world):
+    world.batch = SimpleNamespace(num_reqs=1, idx_mapping=world.on_device([0]))
+    told = world.told(None, "FULL", for_capture=True)
     assert told.max_seq_len == MODEL.max_tokens
     assert told.num_decode_draft_tokens_cpu.tolist() == [-1]
-    plain.state._config.num_speculative_tokens = 0
-    assert plain.told(None).num_decode_draft_tokens_cpu is None
+    world.state._config.num_speculative_tokens = 0
+    assert world.told(None).num_decode_draft_tokens_cpu is None

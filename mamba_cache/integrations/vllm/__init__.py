@@ -15,7 +15,6 @@ from mamba_cache.integrations.vllm.mamba_spec import (
     MambaSpec,
     get_conv_copy_spec,
     get_conv_copy_spec_ds,
-    get_mamba_group_ids,
     get_mamba_groups,
     get_temporal_copy_spec,
 )
@@ -50,7 +49,6 @@ __all__ = [
     "cleanup_mamba_state_idx",
     "get_conv_copy_spec",
     "get_conv_copy_spec_ds",
-    "get_mamba_group_ids",
     "get_mamba_groups",
     "get_temporal_copy_spec",
     "postprocess_mamba",

@@ -70,10 +70,7 @@ def running_columns(num_tokens: IntArray, block_size: int) -> IntArray:
 def plan_migration(previous: IntArray, current: IntArray, num_accepted: IntArray) -> Moves:
     """Return how states get to the columns that the step will read.
 
-    Args:
-        previous: Running columns of the last step, negative if there is none.
-        current: Running columns of this step.
-        num_accepted: Tokens accepted of the last step.
+    ``previous`` are the running columns of the last step, negative if there is none.
     """
     (rows,) = ((previous >= 0) & (previous != current)).nonzero()
     return Moves(rows, previous[rows], current[rows], np.maximum(num_accepted[rows] - 1, 0))
@@ -84,11 +81,7 @@ def plan_alignment(
 ) -> Moves:
     """Return how states at block boundaries that were crossed are saved.
 
-    Args:
-        num_running: Tokens in the state of the running column: all but the step's drafts.
-        num_accepted: Tokens accepted of the step, the first one included.
-        columns: Running columns.
-        block_size: Tokens of one column.
+    ``num_running`` are the tokens in the state of the running column: all but the step's drafts.
     """
     aligned = (num_running + num_accepted - 1) // block_size * block_size
     (rows,) = ((aligned >= num_running) & (aligned > 0)).nonzero()
@@ -181,8 +174,7 @@ class StateTable:
     def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
         """Take the block tables to be used from now on, without waiting for the device.
 
-        Args:
-            block_tables: [rows, columns] int32 of each Mamba group. They must keep their storage.
+        They are [rows, columns] int32 of each Mamba group, and must keep their storage.
 
         Raises:
             InvalidArgumentError: As ``whole_tables``. Nothing was changed.

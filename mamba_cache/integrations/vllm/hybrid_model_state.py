@@ -66,11 +66,9 @@ class MambaHybridModelState:
     engines gave ``preprocess_state`` those of the batch, at each step.
 
     Args:
-        vllm_config: The engine's configuration: ``cache_config.mamba_cache_mode`` and, where no KV
-            cache config is given, ``cache_config.mamba_block_size``;
-            ``scheduler_config.max_num_seqs``; ``model_config.max_model_len``;
-            ``compilation_config.static_forward_context``, the layers by name;
-            ``num_speculative_tokens``.
+        vllm_config: Read are ``cache_config.mamba_cache_mode`` and, without a KV cache config,
+            ``mamba_block_size``; ``scheduler_config.max_num_seqs``; ``model_config.max_model_len``;
+            ``compilation_config.static_forward_context``; ``num_speculative_tokens``.
         model: Has ``get_mamba_state_copy_funcs(mamba_types)``, which returns the copy functions by
             kind of layer, or ``get_mamba_state_copy_func()`` as before vLLM 0.32.
         encoder_cache: Taken for the engine's sake and not read.

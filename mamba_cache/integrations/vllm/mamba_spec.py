@@ -22,7 +22,6 @@ __all__ = [
     "describe_states",
     "get_conv_copy_spec",
     "get_conv_copy_spec_ds",
-    "get_mamba_group_ids",
     "get_mamba_groups",
     "get_temporal_copy_spec",
     "shared_schedule",
@@ -89,11 +88,6 @@ def get_mamba_groups(kv_cache_config: KVCacheConfig) -> dict[Any, list[int]]:
     return groups
 
 
-def get_mamba_group_ids(mamba_groups: Mapping[Any, list[int]]) -> list[int]:
-    """Return the ids of all Mamba groups in order, each once."""
-    return sorted({group_id for group_ids in mamba_groups.values() for group_id in group_ids})
-
-
 def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpec]:
     """Return the ids of all Mamba groups, and a spec with the attributes that they share.
 
@@ -115,19 +109,19 @@ def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpe
     return list(dict.fromkeys(group_id for group_id, _ in specs)), cast(MambaSpec, specs[0][1])
 
 
-def _spec_of_layer(group: Any, layer_name: str | None) -> Any:
-    """Return the spec of a layer of a group, which may have one for each."""
+def _spec_of_layer(group: Any, layer_name: str | None = None) -> Any:
+    """Return the spec of a layer of a group, which may have one for each, or of any layer."""
     by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if by_layer is None:
         return group.kv_cache_spec
-    return _first_spec(group.kv_cache_spec) if layer_name is None else by_layer[layer_name]
+    return next(iter(by_layer.values()), None) if layer_name is None else by_layer[layer_name]
 
 
 def _mamba_specs(kv_cache_config: KVCacheConfig) -> list[tuple[int, Any]]:
     """Return the group and spec of each Mamba layer."""
     specs = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        if all(hasattr(_first_spec(group.kv_cache_spec), field) for field in _SPEC_FIELDS):
+        if all(hasattr(_spec_of_layer(group), field) for field in _SPEC_FIELDS):
             # A group may have no layer on this rank of a pipeline, and has a spec all the same.
             names = group.layer_names or [None]
             specs += [(group_id, _spec_of_layer(group, name)) for name in names]
@@ -137,11 +131,6 @@ def _mamba_specs(kv_cache_config: KVCacheConfig) -> list[tuple[int, Any]]:
             f"{[type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]}"
         )
     return specs
-
-
-def _first_spec(spec: Any) -> Any:
-    by_layer = getattr(spec, "kv_cache_specs", None)
-    return spec if by_layer is None else next(iter(by_layer.values()), None)
 
 
 CopyFuncs: TypeAlias = "Mapping[Any, Sequence[Callable[..., Any]]] | Sequence[Callable[..., Any]]"
@@ -202,15 +191,11 @@ class StateMemory:
 def get_conv_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Return what is read of a conv window in SD layout after ``num_accepted_tokens``.
+    """Return what is read of a conv window in SD layout: ``state`` is [blocks, W, dim].
 
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is such a window.
-
-    Args:
-        state: [blocks, W, dim].
-        block_ids: Physical block of each column.
-        cur_block_idx: The running column.
-        num_accepted_tokens: Accepted tokens, the first one included.
+    As an entry of ``mamba_state_copy_funcs`` it says that a state is such a window. The blocks are
+    those of all columns, ``cur_block_idx`` is the running one, and the accepted tokens count the
+    first one too.
     """
     return _read(get_conv_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 

@@ -82,15 +82,9 @@ class CpuGpuBuffer:
         self._sent = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Enqueue the copy of the first ``n`` elements, or of all.
+        """Enqueue the copy of the first ``n`` elements, or of all; return them on the device.
 
         The host side must not change before the copy is done: see ``wait``.
-
-        Args:
-            n: How many.
-
-        Returns:
-            The copied elements on the device.
         """
         copied = self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
         if self._sent:
@@ -309,9 +303,7 @@ class MambaSpecDecodeGPUContext:
     def compute_aligned_state_indices(self, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """Look up the blocks that the forward reads and writes.
 
-        Args:
-            seq_lens: [num_reqs or more] int on the device: tokens of each row after the step.
-            num_reqs: Rows of the batch.
+        ``seq_lens`` are [num_reqs or more] int on the device: tokens of each row after the step.
 
         Returns:
             [groups, num_reqs, 1 + drafts] int32: the blocks of each row's running column and of the
