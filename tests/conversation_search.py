@@ -3,9 +3,6 @@
 Run ``python tests/conversation_search.py --conversations 2000 --seed 0``: half an hour on one core.
 Conversation ``n`` of a search is the one of seed ``seed + n``, and of no other number: it is
 repeated with ``--seed`` alone. The exit status is 1 if anything was wrong.
-
-With ``--broken`` the cache is broken on purpose, in one way after the other, and the table says how
-many conversations it took to find each; the exit status is 1 if one was not found.
 """
 
 import argparse
@@ -18,27 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
 import torch
-from broken_caches import FAULTS, broken
 from conversations import SUBJECTS, Conversation, WrongAnswerError
-
-
-def find_faults(seed, most):
-    """Prints after how many conversations each fault is found; returns whether any was not."""
-    print("|what is broken|found after|it said|\n|---|--:|---|")
-    missed = 0
-    for fault in FAULTS:
-        with broken(fault):
-            for number in range(most):
-                try:
-                    Conversation(seed + number).run()
-                except WrongAnswerError as error:
-                    said = str(error).partition(": ")[2].splitlines()[0]
-                    print(f"|{fault}|{number + 1}|{said[:110]}|", flush=True)
-                    break
-            else:
-                missed += 1
-                print(f"|{fault}|not in {most}||", flush=True)
-    return bool(missed)
 
 
 def main():
@@ -47,11 +24,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--every", type=int, default=1, help="this share only: every N-th of them")
     parser.add_argument("--verbose", action="store_true", help="print what was asked")
-    parser.add_argument("--broken", action="store_true", help="break the cache: is it found?")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.broken:
-        return find_faults(options.seed, options.conversations)
     return search(range(options.seed, options.seed + options.conversations, options.every), options)
 
 

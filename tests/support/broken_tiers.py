@@ -1,12 +1,8 @@
 """Tiers that are wrong on purpose, one fault each: what the machine of all tiers must notice."""
 
-import sys
 from contextlib import suppress
 from unittest import mock
 
-from fresh_examples import only_drawn
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 from store_machine import StoreMachine
 from tiers_machine import DiskMachine
 
@@ -286,40 +282,3 @@ def show(fault):
             machine.teardown()
         raise
     machine.teardown()
-
-
-def found_by_example(fault, most=100):
-    """The number of the first example that notices a fault; None if none does."""
-    kind = StoreMachine if fault in _STORE_FAULTS else DiskMachine
-    num_examples, found = 0, []
-
-    class Counted(kind):
-        def __init__(self):
-            nonlocal num_examples
-            num_examples += 1
-            super().__init__()
-
-        def teardown(self):
-            try:
-                if isinstance(sys.exc_info()[1], FOUND):
-                    found.append(num_examples)
-                super().teardown()
-            except FOUND:
-                found.append(num_examples)
-                raise
-
-    once = settings(
-        max_examples=most,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=[*HealthCheck],
-    )
-    with broken(fault), only_drawn():
-        try:
-            run_state_machine_as_test(Counted, settings=once)
-        except FOUND:
-            return found[0]
-    return None
