@@ -6,8 +6,8 @@ rows has one ``CallGuard``; the parts of such an object share its guard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -109,40 +109,29 @@ class CallGuard:
             with suppress(Exception), self.ending():  # the error that is raised already counts
                 take_back()
 
-    def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> _Ending:
+    @contextmanager
+    def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> Iterator[None]:
         """Do the part of a call that nothing may break off, not even an error of the package."""
-        return _Ending(self, listeners, renews)
+        was_held = listeners is not None and listeners.hold(True)
+        try:
+            yield
+        except BaseException as error:
+            self.poison = self.poison or f"{self._call} broke off with {error!r}"
+            raise
+        finally:
+            if listeners is not None:
+                listeners.hold(was_held)
+        self.is_changing = False
+        if renews:
+            self.poison = ""
+        if listeners is not None:
+            listeners.tell()
 
     def _concurrent_use(self, name: str, where: str) -> ConcurrentUseError:
         return ConcurrentUseError(
             f"{name} was called {where} while {self._call or 'another call'} was running: one "
             "thread uses it at a time, and callbacks do not call it"
         )
-
-
-class _Ending:
-    """The context manager that ``CallGuard.ending`` returns."""
-
-    __slots__ = ("_guard", "_listeners", "_renews", "_was_held")
-
-    def __init__(self, guard: CallGuard, listeners: Listeners | None, renews: bool) -> None:
-        self._guard, self._listeners, self._renews = guard, listeners, renews
-
-    def __enter__(self) -> None:
-        self._was_held = self._listeners is not None and self._listeners.hold(True)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        guard, listeners = self._guard, self._listeners
-        if listeners is not None:
-            listeners.hold(self._was_held)
-        if error is not None:
-            guard.poison = guard.poison or f"{guard._call} broke off with {error!r}"
-            return
-        guard.is_changing = False
-        if self._renews:
-            guard.poison = ""
-        if listeners is not None:
-            listeners.tell()
 
 
 def guarded(

@@ -60,8 +60,8 @@ class SlotsOfBlocks(Protocol):
 class StatesOfBlocks(Protocol):
     """What KV blocks' owner asks of states before it evicts blocks that have some."""
 
-    def has_state(self, block_id: int) -> bool:
-        """Say whether a state is saved at a block, and worth keeping its block for."""
+    def holds_state(self, block_id: int) -> bool:
+        """Say whether a state is saved at a block; the block is one of the pool."""
 
     def have_states(self, blocks: Any) -> Any:
         """Say the same of each block of [n] int64; return [n] bool."""

@@ -74,7 +74,7 @@ class LeafQueue:
         states = self._find_states()
         while states is not None and self._queue:
             block_id, priority = self._queue.pop()
-            if states.has_state(block_id):
+            if states.holds_state(block_id):
                 self._aside[block_id] = int(priority)
             elif priority >= LAST_RESORT and self._aside:
                 self._queue.push(block_id, priority)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache.blocks.hashing import BlockHashes
-from mamba_cache.cache import NONE, RowIds, as_rows
+from mamba_cache.cache import NONE, RowIds, as_rows, values_at
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["PrefixTree"]
@@ -174,14 +174,17 @@ class PrefixTree:
         """Deregister blocks, of which some are cached; return their parents that still are."""
         self.count_cached(cached, -1)
         parents = self._count(self.num_children, 0, blocks, -1)
-        hash_ids = self.hashes[blocks].tolist()
-        self.hashes[blocks], self._digests[blocks] = NONE, None
-        for hash_id in hash_ids:
+        hash_ids = values_at(self.hash_at, self.hashes, blocks)
+        if isinstance(blocks, list):
+            for block_id in blocks:
+                self.hash_at[block_id], self._digests[block_id] = NONE, None
+        else:
+            self.hashes[blocks], self._digests[blocks] = NONE, None
+        counts = values_at(self.children_at, self.num_children, blocks)
+        for block_id, hash_id, num_children in zip(blocks, hash_ids, counts, strict=True):
             del self._block_of[hash_id]
-        for index in self.num_children[blocks].nonzero()[0].tolist():
-            block_id = int(blocks[index])
-            children = [self.children_at[block_id], self.cached_children_at[block_id]]
-            self._orphans[hash_ids[index]] = children
+            if num_children:
+                self._orphans[hash_id] = [num_children, self.cached_children_at[block_id]]
         return [parent for parent in parents if self.hash_at[parent] != NONE]
 
     def count_cached(self, blocks: RowIds, step: int) -> list[int]:

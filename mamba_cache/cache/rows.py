@@ -68,12 +68,13 @@ class Rows:
         self.free[:] = np.arange(self.num_rows)
         self.num_free = self.num_rows
 
-    def take(self, num_rows: int) -> list[int]:
-        """Take free rows, of which there are enough, with one reference to each."""
+    def take(self, num_rows: int, num_references: int = 1) -> list[int]:
+        """Take free rows, of which there are enough; those without references get names at once."""
         end = self.num_free
         ids: list[int] = self.free[end - num_rows : end].tolist()
         self.num_free = end - num_rows
-        self._set(as_rows(ids), 1)
+        if num_references:
+            self._set(as_rows(ids), num_references)
         return ids
 
     def push(self, ids: list[int]) -> None:

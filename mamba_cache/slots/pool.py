@@ -205,7 +205,8 @@ class SlotPool:
         Raises:
             UnknownBlockError: The id is outside the KV pool.
         """
-        return self.slots_of([block_id])[0]
+        [block_id] = self._block_ids([block_id])
+        return self._slot_at[block_id]
 
     @query
     def slots_of(self, block_ids: Iterable[int]) -> list[int]:
@@ -223,6 +224,10 @@ class SlotPool:
             UnknownBlockError: The id is outside the KV pool.
         """
         return self.get_slot(block_id) >= 0
+
+    def holds_state(self, block_id: int) -> bool:
+        """Say whether the state of a block of the pool is cached; for ``StatesOfBlocks``."""
+        return self._slot_at[block_id] >= 0
 
     def have_states(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Say of each block of [n] whether its state is cached; for ``StatesOfBlocks``."""
@@ -311,11 +316,10 @@ class SlotPool:
             victims = self._choose_victims(len(new) - self.free_count, protected=ids)
             if len(new) > self.free_count + len(victims):
                 raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
-            taken = self._take(len(new), victims)
+            taken = self._take(len(new), victims, num_references=0)
             for slot, block_id in zip(taken, new, strict=True):
                 self._assign(slot, block_id)
                 slots[block_id] = slot
-            self._rows.release(taken, as_rows(taken))
             self.policy.on_stored(taken, [1] * len(taken))
             try:
                 self._tell()
@@ -753,7 +757,7 @@ class SlotPool:
                 evictable[slot] = False
         return evictable.nonzero()[0]
 
-    def _take(self, num_slots: int, victims: Sequence[int]) -> list[int]:
+    def _take(self, num_slots: int, victims: Sequence[int], num_references: int = 1) -> list[int]:
         """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
         short = max(num_slots - self._rows.num_free, 0)
         has_victims = victims or short
@@ -762,7 +766,7 @@ class SlotPool:
             self._rows.push(self._evict(victims, short))
             self._tell()
         self._guard.is_changing = True
-        return self._rows.take(num_slots)
+        return self._rows.take(num_slots, num_references)
 
     def _evict(self, victims: Sequence[int], num_wanted: int) -> list[int]:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""

@@ -15,7 +15,7 @@ class States:
         self.blocks = list(blocks)
         self.asked = 0
 
-    def has_state(self, block_id):
+    def holds_state(self, block_id):
         self.asked += 1
         return block_id in self.blocks
 
