@@ -23,6 +23,7 @@ from transformers.cli.serving import model_manager  # noqa: E402
 from transformers_rig import make_multimodal_model  # noqa: E402
 
 from mamba_cache.integrations.transformers import serve  # noqa: E402
+from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
 
 IMAGE = "<|image_pad|>"
 TEMPLATE = (
@@ -74,6 +75,10 @@ def server(request, processor, model, tmp_path_factory):
     ):
         running = Server(continuous_batching=request.param)
         yield running, folder
+        [served] = installing._installed
+        # Text is batched, and images are not, where the server batches.
+        stats = served.find(running.timed(folder).model).cache.batch_stats()
+        assert (stats is not None and stats.decode_steps > 0) == request.param
         running.close()
 
 
@@ -131,3 +136,24 @@ def test_text_is_cached_and_images_go_past_it(server, model, processor, words, c
     answer = running.chat(folder, asked)
     assert answer.choices[0].message.content == own_answer(model, processor, asked)
     assert answer.usage.prompt_tokens_details.cached_tokens == hits[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_text"),
+    [
+        ({"prompt": "a"}, True),
+        ({"prompt": ["a"]}, False),
+        ({"input": "a"}, True),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, True),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, False),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, True),
+        ({"messages": [{"content": [{"type": "text"}, {"type": "text"}]}]}, False),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, False),
+        ({"messages": [{"content": ["a"]}]}, False),
+        ({"messages": ["a"]}, False),
+        ({"messages": 5}, False),
+        ({}, False),
+    ],
+)
+def test_what_counts_as_text(body, is_text):
+    assert installing._is_text(body) == is_text

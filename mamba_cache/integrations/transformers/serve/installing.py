@@ -43,6 +43,9 @@ _Make = Callable[[ServedModels, Any], Any]
 _Call = Callable[..., Awaitable[None]]
 """An ASGI application."""
 
+_TEXT = ("text", "input_text", "output_text")
+"""Types of the parts of a message that are text."""
+
 _originals: list[tuple[Any, str, Any]] = []
 """What is replaced now: whose it is, its name, and what was there."""
 
@@ -218,6 +221,41 @@ def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..
 def _reader(model: Any, processor: Any) -> AnswerSettingsReader:
     tokenizer = getattr(processor, "tokenizer", processor)
     return AnswerSettingsReader(model, tokenizer, {}, tries_processors=True)
+
+
+def _resolve_model(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What finds a request's model: text for a model of text and images needs its tokenizer alone.
+
+    The library batches what a tokenizer reads, and nothing that a processor of images reads.
+    """
+
+    @wraps(original)
+    def resolve_model(self: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
+        name, model, processor = original(self, body)
+        tokenizer = getattr(processor, "tokenizer", None)
+        is_batched = getattr(self.generation_state, "_continuous_batching", False)
+        if is_batched and getattr(tokenizer, "chat_template", None) and _is_text(body):
+            one = served.find(model)
+            if one is not None and one.batches() is not None:
+                return name, model, tokenizer
+        return name, model, processor
+
+    return resolve_model
+
+
+def _is_text(body: dict[str, Any]) -> bool:
+    """Return whether a request is text alone, in messages of one part each."""
+    asked = next((body[name] for name in ("messages", "input", "prompt") if name in body), None)
+    if not isinstance(asked, list):
+        return isinstance(asked, str)
+    return all(isinstance(one, dict) and _is_one_text(one.get("content")) for one in asked)
+
+
+def _is_one_text(content: Any) -> bool:
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    # Several parts are joined otherwise by a processor than for a tokenizer.
+    return len(content) == 1 and isinstance(content[0], dict) and content[0].get("type") in _TEXT
 
 
 def _use_batches(served: ServedModels, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -446,6 +484,7 @@ class _Entrance:
 _REPLACEMENTS: dict[str, _Make] = {
     "utils.GenerateManager.generate_streaming": _generate,
     "utils.GenerateManager.generate_non_streaming": _generate,
+    "utils.BaseHandler._resolve_model": _resolve_model,
     "utils.GenerationState.use_continuous_batching": _use_batches,
     "utils.CBGenerateManager.init_cb": _init_batches,
     "utils.CBGenerateManager.generate_streaming": _batched,
