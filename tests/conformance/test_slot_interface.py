@@ -151,6 +151,7 @@ def test_slots_are_given_in_order_and_kept_and_shared(allocator):
     assert len(set(slots)) == 3
     assert allocator.free_count == 3
     assert sorted([*allocator.free_slots[:3].tolist(), *set(slots)]) == list(range(6))
+    assert allocator.allocate_slots_batch([]) == []
 
 
 def test_free_slots_go_before_evicted_ones(full):
@@ -159,6 +160,7 @@ def test_free_slots_go_before_evicted_ones(full):
     assert cached(full) == [10, 11, 12, 13, 14, 30]
     full.allocate_slots_batch([31])
     assert cached(full) == [11, 12, 13, 14, 30, 31]
+    assert full.evicted_slots_total == 1
 
 
 def test_lru_reads_timestamps_as_they_are_at_the_call(full, context):

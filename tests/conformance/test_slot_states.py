@@ -75,6 +75,7 @@ def test_live_states_are_saved_and_restored_bit_by_bit(allocator, context):
     ]
     assert allocator.restore_to_live(2, 8) is True
     assert request_bits(context, 2) == saved[1]
+    assert all_bits(context, allocator)[1] == now_saved
     assert allocator.restore_to_live_batch([3, 1], [9, 8]) == [True, True]
     assert [request_bits(context, request) for request in (3, 1)] == saved
 

@@ -15,7 +15,6 @@ from slot_rig import (
     make_allocator,
     make_context,
     refer,
-    touch,
 )
 
 from mamba_cache.errors import (
@@ -174,18 +173,6 @@ def test_calls_for_conv_and_ssm_states_refuse_other_kinds():
         MambaSlotAllocator.from_spec(make_context(), 3, odd)
 
 
-def test_a_block_keeps_its_slot_and_duplicates_share_one():
-    allocator = make_allocator()
-    [slot] = allocator.allocate_slots_batch([5])
-    slots = allocator.allocate_slots_batch([7, 5, 7, 2])
-    assert slots[0] == slots[2]
-    assert slots[1] == slot
-    assert len(set(slots)) == 3
-    assert [allocator.get_slot(b) for b in (7, 5, 2)] == [slots[0], slot, slots[3]]
-    assert allocator.allocate_slots_batch([]) == []
-    allocator.check_invariants()
-
-
 @pytest.mark.parametrize("make", [list, set, tuple, np.array, torch.tensor])
 def test_block_ids_come_in_any_container(make):
     allocator = full()
@@ -210,33 +197,6 @@ def test_unknown_blocks_are_refused():
             with pytest.raises(UnknownBlockError, match=rf"\[0, 12\), got \[{block}\]"):
                 call(block)
     assert books(allocator.pool) == books(make_allocator().pool)
-
-
-def test_eviction_takes_the_least_recently_used_and_its_hash():
-    allocator = full()
-    slots = [allocator.get_slot(block) for block in range(4)]
-    touch(allocator, 0)
-    assert allocator.allocate_slots_batch([8, 9]) == [slots[1], slots[2]]
-    assert not allocator.has_state(1)
-    assert allocator.hash_to_block_id == {100: 0, 103: 3}
-    assert allocator.evicted_slots_total == 2
-    allocator.check_invariants()
-
-
-def test_free_slots_go_first():
-    allocator = full()
-    freed = allocator.get_slot(3)
-    allocator.invalidate_block(3)
-    oldest = allocator.get_slot(0)
-    assert allocator.allocate_slots_batch([8, 9]) == [freed, oldest]
-    assert allocator.evicted_slots_total == 1
-
-
-def test_referenced_blocks_keep_their_slots():
-    allocator = full()
-    refer(allocator, 0, 2)
-    allocator.allocate_slots_batch([8, 9])
-    assert [allocator.has_state(block) for block in range(4)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("policy", [None, RefZeroSlotPolicy(), ConsumedSlotPolicy()])
@@ -291,20 +251,6 @@ def test_kv_arrays_may_be_numpy():
     assert not allocator.has_state(1)
 
 
-def test_evicted_slots_are_handed_to_the_caller():
-    allocator = full()
-    slots = allocator._evict_lru_slots_batch(2)
-    assert allocator.free_count == 0
-    assert not allocator.has_state(0)
-    assert not allocator.has_state(1)
-    assert allocator.hash_to_block_id == {102: 2, 103: 3}
-    for slot in slots:
-        allocator.free_slots[allocator.free_count] = slot
-        allocator.free_count += 1
-    allocator.check_invariants()
-    assert allocator.allocate_slots_batch([9]) == [slots[-1]]
-
-
 def test_eviction_may_be_limited_to_candidates():
     allocator = full()
     slot = allocator.get_slot(2)
@@ -312,26 +258,6 @@ def test_eviction_may_be_limited_to_candidates():
     with pytest.raises(MambaSlotCapacityError):
         allocator._evict_lru_slots_batch(2, [3])
     assert allocator.has_state(3)
-
-
-def test_invalidating_frees_and_forgets_and_is_no_error_twice():
-    allocator = full()
-    slot = allocator.get_slot(2)
-    for _ in range(2):
-        allocator.invalidate_block(2)
-        assert (allocator.get_slot(2), allocator.free_count) == (-1, 1)
-        assert 102 not in allocator.hash_to_block_id
-    assert allocator.slot_to_block[slot] == -1
-    allocator._invalidate_blocks_batch([0, 1, 2, 0])
-    assert (allocator.free_count, allocator.hash_to_block_id) == (3, {103: 3})
-    allocator.check_invariants()
-
-
-def test_deregistration_frees_by_block_and_by_hash():
-    allocator = full()
-    allocator.on_kv_blocks_deregistered([0], [103, 999])
-    assert [allocator.has_state(block) for block in range(4)] == [False, True, True, False]
-    assert allocator.hash_to_block_id == {101: 1, 102: 2}
 
 
 @pytest.mark.parametrize("gone", [([], [700]), ([7], [700]), ([7], [])])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slot_rig import add_live_states, live_bits, make_allocator, make_context, randomize, slot_bits
+from slot_rig import add_live_states, make_allocator, make_context, randomize, slot_bits
 from slot_rig import state_bits as bits
 
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
@@ -63,35 +63,6 @@ def two_prefills(allocator, context):
     record(allocator, 3, 768)
     context.kv_block_allocator.block_hashes[:] = torch.arange(20) + 1000
     wrote(context, 2, 1)
-
-
-def test_offsets_are_recorded_in_the_requests_row(allocator):
-    record(allocator, 2, 1100, matched=2, skip=256)
-    assert allocator._has_intermediates is True
-    assert allocator._intermediate_counts_cpu.tolist() == [0, 0, 2, 0]
-    assert allocator._intermediate_offsets_cpu[2].tolist() == [256, 768, 0]
-    assert allocator._intermediate_block_ids_cpu[2].tolist() == [11, 13, -1]
-    assert allocator._eos_cache_block_id_cpu.tolist() == [-1] * 4
-
-
-def test_an_eos_checkpoint_alone_is_recorded_too(allocator):
-    record(allocator, 3, BLOCK)
-    assert allocator._has_intermediates is True
-    assert allocator._intermediate_counts_cpu[3] == 0
-    assert allocator._eos_cache_block_id_cpu.tolist() == [-1, -1, -1, 15]
-
-
-def test_nothing_to_record_leaves_the_flag_down(allocator):
-    record(allocator, 3, 100)
-    assert allocator._has_intermediates is False
-
-
-def test_recording_again_replaces_the_row(allocator):
-    record(allocator, 2, 1024, matched=1)
-    record(allocator, 2, 1100, finished=512)
-    assert allocator._intermediate_offsets_cpu[2].tolist() == [512, 0, 0]
-    assert allocator._intermediate_block_ids_cpu[2].tolist() == [13, -1, -1]
-    assert allocator._eos_cache_block_id_cpu[2] == -1
 
 
 @pytest.mark.parametrize("row", [-1, 4, "a", 10**30])
@@ -169,21 +140,6 @@ def test_uploaded_rows_keep_their_address(allocator):
     assert allocator.transfer_intermediate_to_gpu(2, 0) == (None, None)
 
 
-def test_a_commit_saves_scratch_and_live_states_and_publishes_them(allocator, context):
-    two_prefills(allocator, context)
-    scratch = [scratch_bits(allocator, i) for i in range(3)]
-    live = live_bits(context, 0)  # the row of request 3
-    allocator.commit_intermediate_states()
-    for block, expected in zip([10, 13, 16, 17], [*scratch, live], strict=True):
-        assert slot_bits(allocator, allocator.get_slot(block)) == expected, block
-    assert allocator.hash_to_block_id == {1010: 10, 1013: 13, 1016: 16, 1017: 17}
-    assert allocator.num_cached_slots == 4
-    assert allocator._has_intermediates is False
-    assert allocator._intermediate_counts_cpu.tolist() == [0] * 4
-    assert allocator._eos_cache_block_id_cpu.tolist() == [-1] * 4
-    allocator.check_invariants()
-
-
 def test_only_what_the_forward_wrote_is_saved(allocator, context):
     two_prefills(allocator, context)
     wrote(context, 0, 1)
@@ -215,41 +171,6 @@ def test_nothing_to_commit_only_clears(allocator, context):
     assert allocator.num_cached_slots == 0
     assert allocator._has_intermediates is False
     assert allocator._eos_cache_block_id_cpu[0] == 3
-
-
-def test_a_commit_calls_its_six_steps_in_order(allocator):
-    calls = []
-
-    def step(name, result=None):
-        def replaced(*args):
-            calls.append((name, args))
-            return result
-
-        setattr(allocator, name, replaced)
-
-    step("_collect_commit_data", ([4, 5], [0, 1], [6], [3], [40, 50, 60]))
-    step("allocate_slots_batch", [0, 1, 2])
-    step("_copy_intermediate_to_cache")
-    step("store_from_live_batch")
-    step("register_block_hashes_batch")
-    step("_clear_intermediate_state")
-    allocator.commit_intermediate_states()
-    assert calls == [
-        ("_collect_commit_data", ()),
-        ("allocate_slots_batch", ([4, 5, 6],)),
-        ("_copy_intermediate_to_cache", ([0, 1], [0, 1])),
-        ("store_from_live_batch", ([2], [3])),
-        ("register_block_hashes_batch", ([4, 5, 6], [40, 50, 60])),
-        ("_clear_intermediate_state", ()),
-    ]
-    calls.clear()
-    step("_collect_commit_data", ([], [], [6], [3], [60]))
-    step("allocate_slots_batch", [2])
-    allocator.commit_intermediate_states()
-    assert calls[2:4] == [
-        ("_copy_intermediate_to_cache", ([], [])),
-        ("store_from_live_batch", ([2], [3])),
-    ]
 
 
 def test_a_commit_keeps_what_there_is_room_for_in_order(allocator, context):

@@ -45,13 +45,6 @@ def all_live(context):
     return [live_bits(context, row) for row in range(context.max_requests)]
 
 
-def test_live_states_are_saved_by_request(allocator, context):
-    slots, live = all_slots(allocator), all_live(context)
-    allocator.store_from_live_batch([3, 0], [1, 3])  # whose rows are 2 and 0
-    assert all_slots(allocator) == [live[0], slots[1], slots[2], live[2]]
-    assert all_live(context) == live
-
-
 def test_of_two_states_for_one_slot_the_last_is_kept_whole(allocator, context):
     live = all_live(context)
     allocator.store_from_live_batch([3, 0, 3], [0, 1, 2])
@@ -81,19 +74,6 @@ def test_bad_saves_are_refused(allocator, context, slots, requests, message):
     with pytest.raises(InvalidArgumentError, match=message):
         allocator.store_from_live_batch(slots, requests)
     assert all_slots(allocator) == before
-
-
-def test_a_state_is_restored_bit_by_bit(allocator, context):
-    slots, live = all_slots(allocator), all_live(context)
-    assert allocator.restore_to_live(0, 5) is True
-    assert all_live(context) == [*live[:3], slots[3]]
-    assert all_slots(allocator) == slots
-
-
-def test_a_block_without_a_slot_leaves_the_live_state_alone(allocator, context):
-    live = all_live(context)
-    assert allocator.restore_to_live(0, 7) is False
-    assert all_live(context) == live
 
 
 def test_a_batch_restores_those_that_it_can(allocator, context):
@@ -190,17 +170,6 @@ def test_live_states_of_another_kind_are_refused(allocator, context):
     for _ in range(2):
         with pytest.raises(InvalidArgumentError, match="agree in dtype"):
             allocator.restore_to_live(0, 5)
-
-
-def test_one_layer_is_stored_from_tensors(allocator, generator):
-    conv, ssm = torch.empty(CONV, dtype=DTYPES[0]), torch.empty(SSM, dtype=DTYPES[1])
-    randomize(conv, generator)
-    randomize(ssm, generator)
-    before = [allocator.conv_states.clone(), allocator.ssm_states.clone()]
-    allocator.store_from_tensors(5, 1, ssm, conv)
-    before[0][1, 3], before[1][1, 3] = conv, ssm
-    assert torch.equal(allocator.conv_states, before[0])
-    assert torch.equal(allocator.ssm_states, before[1])
 
 
 @pytest.mark.parametrize(
