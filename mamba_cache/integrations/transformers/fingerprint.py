@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
-import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from itertools import chain
-from operator import attrgetter, getitem, is_, methodcaller
+from itertools import chain, count
+from operator import attrgetter, is_, methodcaller
 from pathlib import Path
+from types import MethodType, ModuleType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -40,10 +41,10 @@ __all__ = ["ModelFingerprint", "WeightsCheck", "check_variant", "global_settings
 WeightsCheck = Literal["full", "sample", "off"]
 """How much of a model's weights each call looks at."""
 
-_PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, Enum,
-    range,
-)  # fmt: skip
+_PLAIN = frozenset({
+    type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device,
+    torch.layout, torch.memory_format,
+})  # fmt: skip
 _NOT_READ = frozenset(
     {
         *vars(torch.nn.Module()).keys() - {"training"},
@@ -59,16 +60,13 @@ _NOT_READ = frozenset(
 _TENSORS_AND_CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OPAQUE = (
-    "torch._dynamo", "torch._inductor", "torch.distributed", "torch.optim", "torch.utils.data",
-    "torch.utils.hooks",
-    "logging", "threading", "_thread", "concurrent", "asyncio", "mamba_cache", "tokenizers",
-    "transformers.generation", "transformers.tokenization", "transformers.trainer",
+    "mamba_cache", "torch._dynamo", "torch.distributed", "torch.utils.hooks",
+    "transformers.generation", "logging",
 )  # fmt: skip
 """Objects of these packages count by their class: what is in them changes by itself."""
 
 # What layers take their kernels from, beside the libraries. Versions are part of the identity.
 _KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "flash_attn", "mamba_ssm", "triton"})
-_MAX_DEPTH = 8
 _SAMPLE_STRIDE = 16
 _MOST_NAMES = 3
 _ROOT = "model."
@@ -109,9 +107,7 @@ class ModelFingerprint:
             present it is a random one, so that nothing is found under it later.
         foreign: The foreign code that ``begin`` found last; None if there is none, or if a variant
             names it.
-
-    Raises:
-        InvalidArgumentError: ``weights_check`` is unknown.
+        foreign_attention: A foreign attention, mask or experts function that ``begin`` found.
     """
 
     def __init__(
@@ -134,47 +130,38 @@ class ModelFingerprint:
         self._num_handles = 0
         self.key = ""
         self.foreign: ForeignCode | None = None
-        self._foreign_attention: ForeignCode | None = None
+        self.foreign_attention: ForeignCode | None = None
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
-        """Run the model, and take for no setting and no weight what that rewrites.
-
-        Args:
-            run: Forwards of the model, which has run before, so that nothing is made only now.
-        """
+        """Call ``run``, forwards of the model; what they rewrite is neither setting nor weight."""
         before = self._read()  # it holds the tensors: a new one cannot get the address of an old
         weights = self._contents(before)
         run()
         after = self._read()
         other_weights = self._contents(after)
-        changed = {
+        pairs: tuple[tuple[Mapping[str, object], Mapping[str, object]], ...] = (
+            (before.values, after.values),
+            (before.unknown, after.unknown),
+            (weights, other_weights),
+        )
+        self._known.left_out |= {
             path
-            for one, other in ((before.values, after.values), (weights, other_weights))
+            for one, other in pairs
             for path in one.keys() | other.keys()
             if one.get(path) != other.get(path)
         }
-        self._known.left_out |= changed
         self._reading = _Reading(self._known)
 
     def begin(self, *, may_differ: bool = False, variant: str | None = None) -> None:
-        """Read the settings, and begin to compare the weights.
+        """Read the settings, and begin to compare the weights; ``confirm`` tells the result.
 
-        On a GPU that is enqueued, and ``confirm`` tells the result.
-
-        Args:
-            may_differ: Nothing is cached that was computed with other weights, so those that are
-                found are the right ones from then on.
-            variant: What names foreign code in this call. Default: the cache's.
-
-        Raises:
-            InvalidArgumentError: A module is in training mode, so that dropout would make each run
-                another.
-            ModelChangedError: The weights were found to be others already.
+        With ``may_differ`` nothing is cached, and the weights that are found become the right ones.
+        ``variant`` is that of the call.
         """
         self._variant = check_variant(variant) or self._default_variant
         self._num_handles = _num_handles()
         self._refresh()
-        self._foreign_attention = self._reading.foreign_by_kind.get("registered function")
+        self.foreign_attention = self._reading.foreign.get("registered function")
         self.foreign = self._foreign()
         if self.foreign is not None:
             self.key = f"bypass {secrets.token_hex(16)}"
@@ -192,42 +179,24 @@ class ModelFingerprint:
         self._is_unchecked = False
 
     def confirm(self) -> None:
-        """Wait for the comparison that ``begin`` began, if nobody has yet.
-
-        Raises:
-            ModelChangedError: The weights are not those of before.
-        """
+        """Wait for the comparison that ``begin`` began, if nobody has yet."""
         self._weights.confirm()
-
-    @property
-    def foreign_attention(self) -> ForeignCode | None:
-        """A foreign attention, mask or experts function that ``begin`` found."""
-        return self._foreign_attention
 
     def portable_key(self) -> str | None:
         """Return what stands for the settings in all processes; None if nothing can."""
-        if self.foreign is not None or (self._reading.unnamed and self._variant is None):
+        if self.foreign is not None or (self._unnamed_code() and self._variant is None):
             return None
         digest = hashlib.blake2b(digest_size=16)
-        for path, value in self._reading.portable.items():
+        for path, (value, _) in self._reading.values.items():
             digest.update(f"{path}={value}\n".encode())
         for name in sorted(self._reading.modules_of_code):
-            file = self._known.file_digest(name)
-            if file is None and self._variant is None:
-                return None
-            digest.update(f"{name} {file}\n".encode())
+            digest.update(f"{name} {self._known.file_digest(name)}\n".encode())
         return f"{digest.hexdigest()} {global_settings()} {self._variant!r}"
 
     def check_files(self) -> None:
-        """Check that the code of the model's classes can be named in other processes.
-
-        Raises:
-            InvalidArgumentError: A class was defined in no file, and there is no variant.
-        """
+        """Check that a file or a variant names the code of the model's classes."""
         self._refresh()
-        names = sorted(self._reading.modules_of_code)
-        missing = [name for name in names if self._known.file_digest(name) is None]
-        if missing and self._default_variant is None:
+        if (missing := self._unnamed_code()) and self._default_variant is None:
             raise InvalidArgumentError(
                 f"a disk cache or a store needs variant= here: the code in {', '.join(missing)} "
                 "lies in no file, so other processes cannot tell it from other code. Pass a "
@@ -235,10 +204,7 @@ class ModelFingerprint:
             )
 
     def weights_digest(self) -> str | None:
-        """Return a digest of what the weights hold, as ``begin`` found them.
-
-        None if it has not, or does not read them.
-        """
+        """Return a digest of the weights as ``begin`` found them; None if it read none."""
         if self._weights.kind == "off" or not self._weights.expected:
             return None
         digest = hashlib.sha256()
@@ -267,12 +233,16 @@ class ModelFingerprint:
         with suppress(Exception):
             self.begin()
 
+    def _unnamed_code(self) -> list[str]:
+        names = sorted(self._reading.modules_of_code)
+        return [name for name in names if self._known.file_digest(name) is None]
+
     def _foreign(self) -> ForeignCode | None:
-        found = self._reading.foreign_by_kind.values()
+        found = self._reading.foreign.values()
         return next(iter(found), None) if self._variant is None else None
 
     def _read(self) -> _Reading:
-        reading = _Reading(self._known, self._reading)
+        reading = _Reading(self._known)
         reading.read(self._model)
         return reading
 
@@ -298,11 +268,7 @@ class ModelFingerprint:
 
 
 def check_variant(variant: object) -> str | None:
-    """Check that a variant is a name or None.
-
-    Raises:
-        InvalidArgumentError: It is not.
-    """
+    """Check that a variant is a name or None."""
     if variant is not None and (not isinstance(variant, str) or not variant):
         raise InvalidArgumentError(f"variant must be a str that is not empty, got {variant!r}")
     return variant
@@ -318,20 +284,15 @@ class _Known:
 
     def __init__(self) -> None:
         self.left_out: set[str] = set()
-        self.classes: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
-        self.files: dict[str, dict[str, Any]] = {}
+        self.functions: WeakKeyDictionary[type | ModuleType, dict[str, Any]] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._digests: dict[str, str | None] = {}
-        self._count = 0
-
-    def new_number(self) -> int:
-        self._count += 1
-        return self._count
+        self._count = count(1)
 
     def number(self, code: Any) -> int:
         """Return a number for a function or class: the same while it lives, never another's."""
         if code not in self._numbers:
-            self._numbers[code] = self.new_number()
+            self._numbers[code] = next(self._count)
         return self._numbers[code]
 
     def file_digest(self, module_name: str) -> str | None:
@@ -347,331 +308,307 @@ class _Known:
         return self._digests[module_name]
 
 
+class _WithDict:
+    """A class whose objects keep everything in ``__dict__``."""
+
+
 class _Reading:
     """One walk through a model, and what tells cheaply whether another would find the same.
 
-    Attributes are read as far as they are plain values, containers, modules, functions or other
-    Python objects. What a call of a cache has replaced for its length counts as what was there
-    before. Hooks are only looked at for where they come from, and are not held.
+    Attributes count if they are plain values, tensors, modules, functions of the libraries, or
+    lists, tuples, dicts, sets and library objects of those. Anything else is foreign. What a call
+    of a cache has replaced for its length counts as what was there before. Hooks are only looked at
+    for where they come from, and are not held.
 
     Attributes:
-        values: What was read, by path.
-        portable: Likewise, without what is different in each process.
-        unnamed: Objects that count by which one they are, and their numbers, by path.
+        values: What was read, by path; beside it a number that holds in this process only.
         tensors: The tensors that were found, by path; one that is found twice has the first path.
         modules: The modules that were found, by path.
         modules_of_code: Names of the Python modules whose code is part of the model, libraries not
             counted.
-        foreign_by_kind: Foreign code that was found, the first of each kind.
+        foreign: Foreign code that was found, the first of each kind.
+        unknown: Identities of all that is foreign, by path.
         digest: Names all settings; empty before the walk.
     """
 
-    def __init__(self, known: _Known, before: _Reading | None = None) -> None:
+    def __init__(self, known: _Known) -> None:
         self._known = known
-        self._unnamed_before = {} if before is None else before.unnamed
-        self.values: dict[str, str] = {}
-        self.portable: dict[str, str] = {}
-        self.unnamed: dict[str, tuple[object, int]] = {}
+        self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
         self.modules_of_code: set[str] = set()
-        self.foreign_by_kind: dict[ForeignKind, ForeignCode] = {}
-        self._own = _KERNEL_PACKAGES
-        self._paths: dict[int, str] = {}
-        self._kept: list[object] = []  # so that no id is given to another object meanwhile
-        self._configs: list[Any] = []
-        self._dicts: list[Any] = []
-        self._keyed: list[Any] = []
-        self._lists: list[list[Any]] = []
-        self._sets: list[Any] = []
-        self._owners: list[Any] = []
-        self._names: list[Any] = []
-        self._hooks: list[Any] = []
-        self._mappings: list[dict[str, Any]] = []
-        self._selected: list[str] = []
-        self._objects: list[Any] = []
-        self._equals: list[Any] = []
+        self.foreign: dict[ForeignKind, ForeignCode] = {}
+        self.unknown: dict[str, int] = {}
         self.digest = ""
+        self._own = _KERNEL_PACKAGES
+        self._names: dict[int, str] = {}  # of all modules
+        self._paths: dict[int, str] = {}  # of all that was read
+        self._configs: list[Any] = []
+        # What ``is_current`` looks at: members of lists and sets, keys and values of dicts, and
+        # single entries of dicts.
+        self._members: list[Any] = []
+        self._keyed: list[Any] = []
+        self._dicts: list[Any] = []
+        self._owners: list[dict[Any, Any]] = []
+        self._keys: list[Any] = []
+        self._found: tuple[list[Any], list[Any]] = [], []
 
     def read(self, model: torch.nn.Module) -> None:
         """Walk through a model."""
+        self._names = {id(module): name for name, module in model.named_modules()}
         kinds = {type(module) for module in model.modules()}
         classes = sorted(
             {cls for kind in kinds for cls in kind.__mro__ if cls is not object},
             key=lambda cls: (cls.__module__, cls.__qualname__),
         )
-        self.modules_of_code = {c.__module__ for c in classes if not is_library(c.__module__)}
+        for kind in classes:
+            self._add_code(kind.__module__)
         self._own = _KERNEL_PACKAGES | self.modules_of_code
-        self._read("model", model, 0)
+        self._read("model", model)
         for name in _HOOKS:
             self._read_hooks(f"all modules.{name}", getattr(torch_modules, f"_global{name}"))
-        self._read_classes(classes)
-        self._read_selected(classes)
+        for kind in classes:
+            self._read_namespace(f"class {kind.__module__}.{kind.__qualname__}", kind)
+        files = _files_of(classes)
+        for file in files:
+            self._read_namespace(f"module {file.__name__}", file)
+        for kind in classes:
+            if kind.__module__ in self.modules_of_code & sys.modules.keys():
+                self._read_globals(kind, sys.modules[kind.__module__])
+        self._read_selected(files)
         lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
-        self._objects, self._equals = self._look()
-        self._paths, self._kept = {}, []
+        self._found = self._look()
+        self._paths, self._names = {}, {}
 
     def is_current(self) -> bool:
         """Compare what was read, in loops that Python runs in C."""
         if not self.digest:
             return False
         try:
-            objects, names = self._look()
-            same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
-            return same and names == self._equals
-        except Exception:  # whatever a comparison raises: another object is there
+            (objects, keys), (objects_before, keys_before) = self._look(), self._found
+            same = len(objects) == len(objects_before) and all(map(is_, objects, objects_before))
+            return same and keys == keys_before
+        except Exception:  # a dict that another thread writes to, or whatever a key raises
             return False
 
     def _look(self) -> tuple[list[Any], list[Any]]:
         """Return what must be the very same objects in the next look, and what must be equal."""
         objects = [
+            *chain.from_iterable(self._members),
             *chain.from_iterable(map(methodcaller("values"), self._dicts)),
-            *chain.from_iterable(self._lists),
-            *map(getitem, self._owners, self._names),
+            *map(dict.get, self._owners, self._keys),
             *map(type, self.modules.values()),
-            *map(dict.get, self._mappings, self._selected),
         ]
-        return objects, [*chain.from_iterable([*self._keyed, *self._hooks, *self._sets])]
+        return objects, [*chain.from_iterable(self._keyed)]
 
-    def _read(self, path: str, value: Any, depth: int) -> None:
+    def _read(self, path: str, value: Any) -> None:
+        kind = type(value)
         if path in self._known.left_out:
             return
-        if isinstance(value, _PLAIN):
-            self._say(path, f"{type(value).__name__} {value!r}")
-            return
-        known = self._paths.get(id(value))
-        if isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value):
-            self._say(path, f"{type(value).__name__} {value!r}")
-            self._watch_list(value)
-        elif known is not None:
-            self._say(path, f"as {known}")
+        if _is_plain(value):
+            self._say(path, f"{kind.__name__} {value!r}")
+        elif id(value) in self._paths:
+            self._say(path, f"as {self._paths[id(value)]}")
         elif isinstance(value, torch.Tensor):
-            self._read_tensor(path, value, depth)
-        elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            self._remember(path, value)
-            self._read_tensor(path, torch.from_numpy(value), depth)
+            self._read_tensor(path, value)
         elif isinstance(value, torch.nn.Module):
-            self._read_module(path, value, depth)
-        elif isinstance(value, (dict, list, tuple, set, frozenset)):
-            self._read_container(path, value, depth)
+            self._read_module(path, value)
+        elif kind in (set, frozenset) and all(map(_is_plain, value)):
+            self._members.append(value)
+            self._say(path, f"{kind.__name__} {sorted(map(repr, value))}")
+        elif kind in (list, tuple, dict, OrderedDict):
+            self._read_items(path, value)
         elif isinstance(value, FUNCTION_TYPES):
-            self._read_function(path, value, self._own)
+            self._read_function(path, value, "foreign attribute", self._own)
         else:
-            self._read_object(path, value, depth)
+            self._read_object(path, value)
 
-    def _read_tensor(self, path: str, tensor: torch.Tensor, depth: int) -> None:
-        self._remember(path, tensor)
+    def _read_tensor(self, path: str, tensor: torch.Tensor) -> None:
+        self._paths[id(tensor)] = path
         self.tensors[path] = tensor
         self._say(path, f"tensor {tensor.dtype} {tuple(tensor.shape)}")
-        if tensor.is_mkldnn:  # nothing can read its values
-            self._count_as_one(path, tensor)
+        if tensor.numel() and tensor.device.type != "meta" and not _parts(tensor):
+            self._find("foreign attribute", path, "a tensor that cannot be read", tensor)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            self._read_function(f"{path}.__class__", type(tensor), self._own)
-            for name, value in sorted(getattr(tensor, "__dict__", {}).items()):
-                self._read(f"{path}.{name}", value, depth + 1)
+            self._read_function(f"{path}.__class__", type(tensor), "foreign attribute", self._own)
+            self._read_attributes(path, tensor)
 
-    def _read_module(self, path: str, module: torch.nn.Module, depth: int) -> None:
-        self._remember(path, module)
+    def _read_module(self, path: str, module: torch.nn.Module) -> None:
+        self._paths[id(module)] = path
         self.modules[path] = module
-        self._say_name(path, "module", type(module))
+        self._say_code(path, "module", type(module))
         attributes = vars(module)
         self._watch(path, attributes)
         for name in sorted(attributes.keys() - _NOT_READ):
-            self._read_attribute(f"{path}.{name}", module, name, depth)
-        for kind in _HOOKS:
-            self._read_hooks(f"{path}.{kind}", attributes[kind])
+            value, method = original(attributes, name), getattr(type(module), name, None)
+            if value is ABSENT:
+                continue
+            if _is_own_method(value, module):
+                if value.__func__ is not method:
+                    self._say(f"{path}.{name}", f"its method {value.__func__.__name__}")
+            elif callable(method) and callable(value) and not isinstance(value, torch.nn.Module):
+                self._read_function(f"{path}.{name}", value, "replaced method")
+            else:
+                self._read(f"{path}.{name}", value)
+        for name in _HOOKS:
+            self._read_hooks(f"{path}.{name}", attributes[name])
         for kind in _TENSORS_AND_CHILDREN:
             members = attributes[kind]
             self._watch(path, members)
             for name in members:
-                self._read(f"{path}.{name}", members[name], 0)
-
-    def _read_attribute(self, path: str, module: torch.nn.Module, name: str, depth: int) -> None:
-        value, method = original(vars(module), name), getattr(type(module), name, None)
-        if value is ABSENT:
-            return
-        if name == "_hf_hook":  # of accelerate, whose hooks users may derive from
-            for hook in getattr(value, "hooks", (value,)):
-                if (layer := foreign_layer(type(hook))) is not None:
-                    self._find("forward hook", path, layer)
-        if not (callable(method) and callable(value)) or isinstance(value, torch.nn.Module):
-            self._read(path, value, depth + 1)
-        elif not _is_own_method(value, module):
-            self._read_function(path, value, frozenset())
-        elif value.__func__ is not method:
-            self._say(path, f"its method {value.__func__.__name__}")
+                self._read(f"{path}.{name}", members[name])
 
     def _read_hooks(self, path: str, hooks: Any) -> None:
-        self._hooks.append(hooks)
+        self._keyed.append(hooks)
         for position, hook in enumerate([*hooks.values()]):
-            if (layer := foreign_layer(hook)) is not None:
-                self._find("forward hook", path, layer)
-            elif module_of(hook) != _CAPTURING:
-                self._say_name(f"{path}[{position}]", "hook", hook)
+            if module_of(hook) != _CAPTURING:
+                self._read_function(f"{path}[{position}]", hook, "forward hook")
 
-    def _read_function(self, path: str, function: Any, allowed: frozenset[str]) -> None:
+    def _read_function(
+        self, path: str, function: Any, kind: ForeignKind, allowed: frozenset[str] = frozenset()
+    ) -> None:
         if (layer := foreign_layer(function, allowed)) is not None:
-            self._find("replaced method", path, layer)
+            self._find(kind, path, layer, function)
+        elif isinstance(function, partial):
+            self._read_function(f"{path}.func", function.func, kind, allowed)
+            self._read(f"{path}.args", function.args)
+            self._read(f"{path}.keywords", function.keywords)
+        elif isinstance(function, MethodType):
+            owner = self._names.get(id(function.__self__))
+            self._say_code(path, f"method of {owner}", function.__func__)
+            if owner is None:
+                self._read(f"{path}.__self__", function.__self__)
         else:
-            self._say_name(path, "function", function)
+            self._say_code(path, "function", function)
 
-    def _read_container(self, path: str, items: Any, depth: int) -> None:
-        self._remember(path, items)
+    def _read_items(self, path: str, items: Any) -> None:
+        self._paths[id(items)] = path
         self._say(path, f"{type(items).__name__} {len(items)}")
-        if isinstance(items, dict):
+        if not isinstance(items, dict):
+            self._members.append(items)
+            for index, value in enumerate(items):
+                self._read(f"{path}[{index}]", value)
+        elif all(map(_is_plain, items)):
             self._watch(path, items)
             for key in items:
-                self._read(f"{path}[{key!r}]", items[key], depth + 1)
-        elif isinstance(items, (set, frozenset)):
-            self._sets.append(items)
-            self._say(path, f"set {sorted(map(repr, items))}")
+                self._read(f"{path}[{key!r}]", items[key])
         else:
-            self._watch_list(items)
-            for index, value in enumerate(items):
-                self._read(f"{path}[{index}]", value, depth + 1)
+            self._find("foreign attribute", path, "a dict with other keys than plain ones", items)
 
-    def _read_object(self, path: str, value: Any, depth: int) -> None:
-        self._remember(path, value)
-        if callable(value) and (layer := foreign_layer(value, self._own)) is not None:
-            self._find("replaced method", path, layer)
-            return
-        self._say_name(path, "object", type(value))
-        if type(value).__module__.startswith(_OPAQUE) or isinstance(value, types.ModuleType):
-            return
-        attributes, slots = getattr(value, "__dict__", None), _names_of_slots(value)
-        if depth >= _MAX_DEPTH or not (isinstance(attributes, dict) or slots):
-            self._count_as_one(path, value)
-            return
-        self._add_code(type(value).__module__)
+    def _read_object(self, path: str, value: Any) -> None:
+        self._paths[id(value)] = path
+        kind = type(value)
         if isinstance(value, transformers().PreTrainedConfig):
             self._configs.append(value)
-        if isinstance(attributes, dict):
-            self._watch(path, attributes)
-            for name in sorted(attributes):
-                if (found := original(attributes, name)) is not ABSENT:
-                    self._read(f"{path}.{name}", found, depth + 2)
-        for name in slots:
-            if hasattr(value, name) and f"{path}.{name}" not in self._known.left_out:
-                self._watch_entry(_Slots(value), name)
-                self._read(f"{path}.{name}", getattr(value, name), depth + 2)
+        elif kind.__module__.startswith(_OPAQUE):
+            self._say_code(path, "object", kind)
+            return
+        elif not is_library(kind.__module__) or (callable(value) and foreign_layer(value)):
+            self._find(
+                "foreign attribute",
+                path,
+                f"an object of class {kind.__qualname__} of module {kind.__module__}",
+                value,
+            )
+            return
+        if kind.__basicsize__ != _WithDict.__basicsize__ or not hasattr(value, "__dict__"):
+            self._find(
+                "foreign attribute",
+                path,
+                f"an object of class {kind.__qualname__} of module {kind.__module__}",
+                value,
+            )
+            return
+        self._say_code(path, "object", kind)
+        self._add_code(kind.__module__)
+        self._read_attributes(path, value)
 
-    def _read_classes(self, classes: list[type]) -> None:
-        """Read the namespaces that the code of the model's modules looks names up in.
+    def _read_attributes(self, path: str, value: Any) -> None:
+        attributes = vars(value)
+        self._watch(path, attributes)
+        for name in sorted(attributes):
+            if (found := original(attributes, name)) is not ABSENT:
+                self._read(f"{path}.{name}", found)
 
-        A function that was there when a class was seen first is the class's own, wherever it comes
-        from: patches that were made before are the model.
+    def _read_namespace(self, path: str, owner: type | ModuleType) -> None:
+        """Read the plain values and the functions of a class or a library's file.
+
+        A function that was there when it was seen first is its own, wherever it comes from: patches
+        that were made before are the model. New names in a file are looked up by none of its code.
         """
-        for kind in classes:
-            name = f"class {kind.__module__}.{kind.__qualname__}"
-            self._read_namespace(name, vars(kind), self._known.classes.setdefault(kind, {}))
-        for name in _files_of(classes):
-            first = self._known.files.setdefault(name, {})
-            self._read_namespace(f"module {name}", vars(sys.modules[name]), first)
-        for kind in classes:
-            if kind.__module__ in self.modules_of_code and kind.__module__ in sys.modules:
-                self._read_globals(vars(sys.modules[kind.__module__]), kind)
-
-    def _read_namespace(self, path: str, namespace: Any, first: dict[str, Any]) -> None:
-        self._dicts.append(namespace)
+        namespace = vars(owner)
         self._keyed.append(namespace)
-        now = {
-            name: original(namespace, name)
-            for name in list(namespace)
-            if not name.endswith(_NOT_READ_OF_CODE) and not name.startswith("_abc")
-        }
-        first = first or first.update(now) or now
-        if path.startswith("module "):  # its code looks up no names that are new, as dynamo's are
-            now = {name: value for name, value in now.items() if name in first}
-        for name in sorted(now.keys() | first.keys()):
-            value = now.get(name, ABSENT)
-            if isinstance(value, _PLAIN) and not name.startswith("__"):
-                self._say(f"{path}.{name}", repr(value))
-            function = _function_in(value)
-            if function is not None and not is_library(module_of(function)):
-                self._add_code(module_of(function))
-            was = _function_in(first.get(name))
-            if function is None and was is not None:
-                self._say(f"{path}.{name}", "removed")
-            elif function is not was:
-                self._read_function(f"{path}.{name}", function, frozenset())
-
-    def _read_globals(self, namespace: dict[str, Any], kind: type) -> None:
-        """Read the global names that the methods of a user's own class look up."""
-        methods = [f for f in map(_function_in, vars(kind).values()) if hasattr(f, "__code__")]
-        for name in sorted({name for method in methods for name in method.__code__.co_names}):
-            value = namespace.get(name)
-            path = f"module {kind.__module__}.{name}"
-            if path in self.values or name not in namespace:
+        self._dicts.append(namespace)
+        functions: dict[str, Any] = {}
+        for name in list(namespace):
+            if name.endswith(_NOT_READ_OF_CODE) or name.startswith("_abc"):
                 continue
+            value = original(namespace, name)
+            if (function := _function_in(value)) is not None:
+                functions[name] = function
+                self._add_code(module_of(function))
+            elif _is_plain(value) and not name.startswith("__"):
+                self._say(f"{path}.{name}", repr(value))
+        first = self._known.functions.setdefault(owner, functions)
+        names = first.keys() if isinstance(owner, ModuleType) else first.keys() | functions.keys()
+        for name in sorted(names):
+            if name not in functions:
+                self._say(f"{path}.{name}", "removed")
+            elif functions[name] is not first.get(name):
+                self._read_function(f"{path}.{name}", functions[name], "replaced method")
+
+    def _read_globals(self, kind: type, file: ModuleType) -> None:
+        """Read the global names that the methods of a user's own class look up."""
+        namespace = vars(file)
+        methods = [f for f in map(_function_in, vars(kind).values()) if hasattr(f, "__code__")]
+        used = {name for method in methods for name in method.__code__.co_names}
+        for name in sorted(used & namespace.keys()):
+            path, value = f"module {file.__name__}.{name}", namespace[name]
             if isinstance(value, FUNCTION_TYPES):
-                self._say_name(path, "function", value)
+                self._say_code(path, "function", value)
                 self._add_code(module_of(value))
-            elif isinstance(value, (*_PLAIN, torch.Tensor, np.ndarray, list, tuple, dict)):
-                self._read(path, value, 1)
+            elif _is_plain(value) or isinstance(value, (torch.Tensor, list, tuple, dict)):
+                self._read(path, value)
             else:
                 continue
-            self._watch_entry(namespace, name)
+            self._owners.append(namespace)
+            self._keys.append(name)
 
-    def _read_selected(self, classes: list[type]) -> None:
+    def _read_selected(self, files: list[ModuleType]) -> None:
         """Read the functions that the model's configurations select from registries."""
         fields = ("_attn_implementation_internal", "_experts_implementation_internal")
         chosen = {original(vars(c), f) for c in self._configs for f in fields if f in vars(c)}
-        namespaces = [vars(sys.modules[name]) for name in _files_of(classes)]
-        for name, registry in registries(namespaces):
+        for name, registry in registries(map(vars, files)):
             for choice in sorted(each for each in chosen if isinstance(each, str)):
                 mappings = (registry._local_mapping, registry._global_mapping)
-                self._mappings += mappings
-                self._selected += [choice] * len(mappings)
+                self._owners += mappings
+                self._keys += [choice] * len(mappings)
                 function = next((each[choice] for each in mappings if choice in each), None)
-                if function is None:
-                    continue
-                if (layer := foreign_layer(function)) is not None:
-                    self._find("registered function", f"{name}[{choice!r}]", layer)
-                else:
-                    self._say_name(f"{name}[{choice!r}]", "function", function)
+                if function is not None:
+                    path = f"{name}[{choice!r}]"
+                    self._read_function(path, function, "registered function")
 
-    def _find(self, kind: ForeignKind, path: str, layer: str) -> None:
+    def _find(self, kind: ForeignKind, path: str, layer: str, value: object) -> None:
+        self._say(path, "foreign")
+        self.unknown[path] = id(value)
         place = f"{path.removeprefix(_ROOT)} is {layer}"
-        self.foreign_by_kind.setdefault(kind, ForeignCode(kind, place))
+        self.foreign.setdefault(kind, ForeignCode(kind, place))
 
-    def _say(self, path: str, value: str) -> None:
-        self.values[path] = self.portable[path] = value
+    def _say(self, path: str, value: str, number: int = 0) -> None:
+        self.values[path] = value, number
 
-    def _say_name(self, path: str, what: str, code: Any) -> None:
-        self.portable[path] = f"{what} {self._named(code, is_numbered=False)}"
-        self.values[path] = f"{what} {self._named(code, is_numbered=True)}"
-
-    def _named(self, code: Any, *, is_numbered: bool) -> str:
-        if isinstance(code, partial):
-            given = [*code.args, *chain.from_iterable(code.keywords.items())]
-            told = [repr(x) if isinstance(x, _PLAIN) else type(x).__qualname__ for x in given]
-            return f"partial {self._named(code.func, is_numbered=is_numbered)} {told}"
-        if isinstance(code, types.MethodType):
-            owner = self._paths.get(id(code.__self__), type(code.__self__).__qualname__)
-            return f"{self._named(code.__func__, is_numbered=is_numbered)} of {owner}"
+    def _say_code(self, path: str, what: str, code: Any) -> None:
         if not isinstance(code, FUNCTION_TYPES):  # an object that is called
             code = type(code)
-        name = f"{module_of(code)}.{getattr(code, '__qualname__', '')}"
-        if is_numbered and not is_library(module_of(code)):
-            return f"{name} {self._known.number(code)}"
-        return name
-
-    def _count_as_one(self, path: str, value: object) -> None:
-        """Take a value for what it is by which object it is: what is in it is not read."""
-        before = self._unnamed_before.get(path, (None, 0))
-        number = before[1] if before[0] is value else self._known.new_number()
-        self.unnamed[path] = value, number
-        self.values[path] += f" {number}"
+        module = module_of(code)
+        number = 0 if is_library(module) else self._known.number(code)
+        self._say(path, f"{what} {module}.{getattr(code, '__qualname__', '')}", number)
 
     def _add_code(self, module_name: str | None) -> None:
         root = str(module_name).partition(".")[0]
         if root not in sys.stdlib_module_names | _KERNEL_PACKAGES and not is_library(module_name):
             self.modules_of_code.add(str(module_name))
-
-    def _remember(self, path: str, value: object) -> None:
-        self._paths[id(value)] = path
-        self._kept.append(value)
 
     def _watch(self, path: str, items: dict[str, Any]) -> None:
         """Watch a dict; entry by entry if a forward rewrites some of them."""
@@ -681,37 +618,21 @@ class _Reading:
             self._dicts.append(items)
             return
         for name in items.keys() - rewritten:
-            self._watch_entry(items, name)
-
-    def _watch_list(self, items: Any) -> None:
-        if isinstance(items, list):
-            self._lists.append(items)
-
-    def _watch_entry(self, owner: Any, name: Any) -> None:
-        self._owners.append(owner)
-        self._names.append(name)
+            self._owners.append(items)
+            self._keys.append(name)
 
 
-class _Slots:
-    """The attributes of an object that has slots for them, as those of others lie in a dict."""
-
-    def __init__(self, thing: object) -> None:
-        self._thing = thing
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._thing, name)
-
-
-def _names_of_slots(thing: object) -> list[str]:
-    """Return the names of an object's slots, in a stable order."""
-    slots = (kind.__dict__.get("__slots__", ()) for kind in type(thing).__mro__)
-    names = {name for one in slots for name in ((one,) if isinstance(one, str) else one)}
-    return sorted(name for name in names if not name.startswith("__"))
+def _is_plain(value: Any) -> bool:
+    """Return whether ``repr`` says all of a value, and nothing can change it."""
+    kind = type(value)
+    if kind in (tuple, torch.Size):
+        return all(map(_is_plain, value))
+    return kind in _PLAIN or isinstance(value, (Enum, np.generic))
 
 
 def _is_own_method(value: Any, module: torch.nn.Module) -> bool:
     """Return whether an attribute is a method of the module's class, bound to the module."""
-    if not isinstance(value, types.MethodType) or value.__self__ is not module:
+    if not isinstance(value, MethodType) or value.__self__ is not module:
         return False
     return getattr(type(module), value.__func__.__name__, None) is value.__func__
 
@@ -723,61 +644,60 @@ def _function_in(value: Any) -> Any:
     return value if isinstance(value, FUNCTION_TYPES) and not isinstance(value, type) else None
 
 
-def _files_of(classes: list[type]) -> list[str]:
-    """Return the names of the library files that classes are defined in, but torch's."""
+def _files_of(classes: list[type]) -> list[ModuleType]:
+    """Return the library files that classes are defined in, but torch's."""
     names = {kind.__module__ for kind in classes if is_library(kind.__module__)}
-    return sorted(name for name in names if name in sys.modules and not name.startswith("torch."))
+    names = {name for name in names if not name.startswith("torch.")}
+    return [sys.modules[name] for name in sorted(names & sys.modules.keys())]
 
 
 def global_settings() -> tuple[object, ...]:
-    """Return what PyTorch's results depend on beside the model: precision and choice of kernels.
-
-    Autocast, the precision of float32 products, reductions in lower precision, deterministic
-    algorithms, which attention kernels are allowed, and the default dtype.
-    """
+    """Return what PyTorch's results depend on beside the model: precision and choice of kernels."""
     found: list[object] = [
         (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         for device in ("cpu", "cuda")
     ]
-    found += [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     for read in _SWITCHES:
         try:
             found.append(read())
-        except RuntimeError as error:  # noqa: PERF203 - the old and the new names of one switch were both used
+        except (AttributeError, RuntimeError) as error:  # noqa: PERF203 - an old torch, or the old and the new names of one switch were both used
             found.append(str(error))
     return tuple(found)
 
 
-def _switches() -> Iterator[Any]:
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    yield torch.get_float32_matmul_precision
-    for owner, name in (
-        (cuda.matmul, "allow_tf32"),
-        (cuda.matmul, "fp32_precision"),
-        (cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        (cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        (cuda.matmul, "allow_fp16_accumulation"),
-        (cudnn, "allow_tf32"),
-        (cudnn, "enabled"),
-        (cudnn, "benchmark"),
-        (cudnn, "deterministic"),
-        (getattr(cudnn, "conv", None), "fp32_precision"),
-        (mkldnn, "enabled"),
-        (getattr(mkldnn, "matmul", None), "fp32_precision"),
-        (getattr(mkldnn, "conv", None), "fp32_precision"),
-    ):
-        try:
-            getattr(owner, name)
-        except (AttributeError, RuntimeError):
-            continue
-        yield partial(getattr, owner, name)
-    for name in ("flash", "mem_efficient", "math", "cudnn", "fp16_bf16_reduction_math"):
-        for spelling in (f"{name}_sdp_enabled", f"{name}_sdp_allowed"):
-            if hasattr(cuda, spelling):
-                yield getattr(cuda, spelling)
-
-
-_SWITCHES = tuple(_switches())
+_SWITCHES: tuple[Callable[[], object], ...] = (
+    torch.get_default_dtype,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+    *(
+        partial(attrgetter(name), torch.backends)
+        for name in (
+            "cuda.matmul.allow_tf32",
+            "cuda.matmul.fp32_precision",
+            "cuda.matmul.allow_fp16_reduced_precision_reduction",
+            "cuda.matmul.allow_bf16_reduced_precision_reduction",
+            "cuda.matmul.allow_fp16_accumulation",
+            "cudnn.allow_tf32",
+            "cudnn.enabled",
+            "cudnn.benchmark",
+            "cudnn.deterministic",
+            "cudnn.conv.fp32_precision",
+            "mkldnn.enabled",
+            "mkldnn.matmul.fp32_precision",
+            "mkldnn.conv.fp32_precision",
+        )
+    ),
+    *(
+        getattr(torch.backends.cuda, name)
+        for name in (
+            "flash_sdp_enabled",
+            "mem_efficient_sdp_enabled",
+            "math_sdp_enabled",
+            "cudnn_sdp_enabled",
+            "fp16_bf16_reduction_math_sdp_allowed",
+        )
+    ),
+)
 
 
 class _Weights:
@@ -835,7 +755,7 @@ class _Weights:
     def measure(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, object]]:
         """Return what each of the tensors holds."""
         self._tensors = {path: _parts(tensor) for path, tensor in tensors.items()}
-        self._special = {path: t for path, t in tensors.items() if not _is_plain(t)}
+        self._special = {path: t for path, t in tensors.items() if not _is_strided(t)}
         self._flat = [part for parts in self._tensors.values() for part in parts]
         groups: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in self._flat:
@@ -907,7 +827,7 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_strided(tensor: Any) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter)
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
 

@@ -23,7 +23,7 @@ __all__ = [
     "registries",
 ]
 
-ForeignKind = Literal["forward hook", "replaced method", "registered function"]
+ForeignKind = Literal["forward hook", "replaced method", "registered function", "foreign attribute"]
 BypassReason = ForeignKind | Literal["hidden tokens"]
 """Why a call neither used the cache nor filled it, as ``CacheStats.bypasses`` counts it."""
 
