@@ -1,19 +1,29 @@
 """Code in a model that its libraries did not bring: present, it makes a call bypass the cache."""
 
+import collections
+import enum
 import functools
 import gc
 import importlib.util
 import sys
 import warnings
 import weakref
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from model_changes import attention, head, norms
-from transformers import AttentionInterface, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NemotronHConfig,
+)
 from transformers.masking_utils import AttentionMaskInterface
 from transformers_rig import (
     BLOCK,
@@ -27,7 +37,7 @@ from transformers_rig import (
     text,
 )
 
-from mamba_cache.errors import InvalidArgumentError, MissingStateError
+from mamba_cache.errors import InvalidArgumentError, MissingStateError, ModelChangedError
 from mamba_cache.integrations.transformers import presence
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
@@ -38,6 +48,21 @@ FACTOR = 1.0
 @pytest.fixture
 def model():
     return make_model("nemotron_h")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def holder(shared):
+    """A module of a user's own class in ``shared``, whose attribute ``note`` a test sets."""
+    module = head(shared)
+    usual, module.__class__ = module.__class__, Scaled
+    yield module
+    module.__class__ = usual
+    del module.note
 
 
 @pytest.fixture
@@ -309,6 +334,160 @@ def test_a_replaced_method_is_bypassed_and_told_once(model, cache, prompt, name)
     assert cache.stats().hits == 1
     cache.reset()
     assert bypasses(cache) == {}
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(getattr(self.scaling, "factor", self.scaling))
+
+
+class Scaling:
+    def __init__(self, factor):
+        self.factor = factor
+
+
+def scaled(scaling):
+    """A model whose logits are scaled by something that its head keeps."""
+    model = make_model("nemotron_h")
+    head(model).__class__ = Scaled
+    head(model).scaling = scaling
+    return model
+
+
+def packed_weights():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weight = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(weight, None)
+
+
+VALUES = {
+    "an object": Scaling(2.0),
+    "a decimal": Decimal(2),
+    "a subclass of float": type("Halved", (float,), {})(2.0),
+    "an array of NumPy": np.ones(3),
+    "a deque": collections.deque([2.0]),
+    "a dict with odd keys": {Scaling(1.0): 2.0},
+    "a list with an object in it": [1.0, {"scaling": [Scaling(2.0)]}],
+    "packed weights of torch.ao": packed_weights(),
+    "a generator of PyTorch": torch.Generator(),
+    "a sparse tensor": torch.eye(2).to_sparse(),
+    "a tensor of MKL": torch.eye(2).to_mkldnn(),
+    "a lambda": lambda x: x * 2,
+    "a closure": wrapped(_doubled),
+    "a partial of torch with an object": functools.partial(torch.mul, other=Scaling(2.0)),
+    "a class of the standard library": collections.Counter,
+    "a function of the standard library": print,
+    "a module of Python": functools,
+    "a config with an object": NemotronHConfig(scaling=Scaling(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_attribute_of_unknown_kind_is_foreign(shared, holder, name):
+    holder.note = VALUES[name]
+    fingerprint = ModelFingerprint(shared)
+    fingerprint.begin()
+    assert fingerprint.foreign.kind == "foreign attribute"
+    assert fingerprint.foreign.place.startswith("lm_head.note")
+    assert fingerprint.portable_key() is None
+    fingerprint.begin(variant="named")
+    assert fingerprint.foreign is None
+    assert fingerprint.portable_key() is not None
+
+
+def known_values(factor):
+    """What is read, each with another content for another factor."""
+    config = NemotronHConfig(logits_scaling=factor)
+    config._attn_implementation = "sdpa"
+    return {
+        "a number": factor,
+        "a number of NumPy": np.float32(factor),
+        "an integer or a bool": True if factor == 2 else 1,
+        "a list of numbers": [1.0, factor],
+        "a dict of lists": {"default": [{"scale": (factor,)}]},
+        "a set": {"a", factor},
+        "a member of an enumeration": Precision(factor),
+        "a config": config,
+        "a function of torch": torch.relu if factor == 2 else torch.sigmoid,
+        "a partial of torch": functools.partial(torch.mul, other=[factor]),
+        "an object of a library": DynamicCache() if factor == 2 else DynamicCache(config=config),
+        "a function of the class's own file": _doubled if factor == 2 else wrapped,
+    }
+
+
+class Precision(enum.Enum):
+    LOW, HIGH = 1.0, 2.0
+
+
+@pytest.mark.parametrize("name", known_values(1.0))
+def test_an_attribute_of_known_kind_is_part_of_the_key(shared, holder, name):
+    """And of the identity in other processes."""
+    fingerprint, keys = ModelFingerprint(shared), []
+    for factor in (1.0, 2.0, 1.0):
+        holder.note = known_values(factor)[name]
+        fingerprint.begin()
+        assert fingerprint.foreign is None
+        assert fingerprint.is_current()
+        keys.append((fingerprint.key, fingerprint.portable_key()))
+    assert keys[0] == keys[2]
+    assert None not in keys[0]
+    for one, other in zip(*keys[:2], strict=True):
+        assert one != other
+
+
+@pytest.mark.parametrize("change", [
+    lambda note: note["default"][0].update(scale=2),
+    lambda note: note["default"].append(3),
+    lambda note: note.update(other=1),
+    lambda note: note.pop("default"),
+    lambda note: note["seen"].add("b"),
+], ids=["item", "list", "added", "removed", "set"])  # fmt: skip
+def test_what_is_written_in_place_into_an_attribute_is_another_key(shared, holder, change):
+    holder.note = {"default": [{"scale": 1}], "seen": {"a"}}
+    fingerprint = ModelFingerprint(shared)
+    fingerprint.begin()
+    before = fingerprint.key
+    change(holder.note)
+    assert not fingerprint.is_current()
+    fingerprint.begin()
+    assert fingerprint.key != before
+
+
+def test_a_tensor_that_a_partial_carries_is_a_weight(shared, holder):
+    factor = torch.ones(3)
+    holder.note = functools.partial(torch.mul, other=factor)
+    fingerprint = ModelFingerprint(shared)
+    fingerprint.begin()
+    factor.mul_(2)
+    with pytest.raises(ModelChangedError, match=r"lm_head.note.keywords\['other'\]"):
+        fingerprint.begin()
+
+
+def test_an_object_that_changes_is_bypassed_and_a_variant_names_it(prompt):
+    """What is in it was read as far as it could be: a prefix of the model before was served."""
+    scaling = Scaling(1.0)
+    model = scaled(scaling)
+    cache = make_cache(model)
+    for factor in (1.0, -2.0):
+        scaling.factor = factor
+        with pytest.warns(UserWarning, match=r"lm_head.scaling is an object of class Scaling"):
+            assert_same(plain(model, prompt), cached(cache, prompt))
+        cache.reset()
+    for factor in (1.0, -2.0):
+        scaling.factor = factor
+        for _ in range(2):
+            assert_same(plain(model, prompt), cached(cache, prompt, variant=str(factor)))
+    assert (cache.stats().hits, bypasses(cache)) == (2, {})
+
+
+def test_another_process_does_not_find_what_another_number_made(prompt, tmp_path):
+    disk = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
+    for factor in (1.0, -2.0):
+        model = scaled(np.float32(factor))
+        with make_cache(model, **disk) as cache:
+            assert_same(plain(model, prompt), cached(cache, prompt))
+            assert (cache.stats().hits, bypasses(cache)) == (0, {})
 
 
 def test_patches_of_classes_that_were_made_before_are_the_model(model, prompt, monkeypatch):

@@ -6,11 +6,8 @@ import re
 import threading
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial, wraps
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -51,7 +48,6 @@ from mamba_cache.integrations.transformers.batching.answers import AnswerSetting
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.capture import _find_scans
-from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.integrations.transformers.serve.models import ServedModel
 from mamba_cache.integrations.transformers.store import SequenceRecord
@@ -276,65 +272,6 @@ def test_a_reset_keeps_no_disk_tier_of_before(model, tmp_path):
         cache.reset()
         gc.collect()
         assert before() is None
-
-
-@dataclass(slots=True)
-class Scaling:
-    """How much a layer says, kept as in much code of today."""
-
-    factor: float
-
-
-class Scaled(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * float(getattr(self.scaling, "factor", self.scaling))
-
-
-def scaled(scaling):
-    """A model whose logits are scaled by something that its head keeps."""
-    model = make_model("nemotron_h")
-    model.get_output_embeddings().__class__ = Scaled
-    model.get_output_embeddings().scaling = scaling
-    return model
-
-
-def test_an_object_with_slots_is_read(prompt):
-    """What is in it was not: a prefix of the model before was served."""
-    scaling = Scaling(1.0)
-    model = scaled(scaling)
-    cache = make_cache(model)
-    cached(cache, prompt)
-    scaling.factor = -2.0
-    assert_same(plain(model, prompt), cached(cache, prompt))
-    scaling.factor = 1.0
-    assert_same(plain(model, prompt), cached(cache, prompt))
-    assert cache.stats().hits == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "has_name"),
-    [(np.float32, True), (Scaling, True), (Decimal, False)],
-    ids=["a number of NumPy", "an object with slots", "a decimal"],
-)
-def test_what_differs_has_no_name_in_common_with_other_processes(make, has_name):
-    """It counted by the order in which it was met."""
-    keys = []
-    for factor in (1.0, -2.0, 1.0):
-        fingerprint = ModelFingerprint(scaled(make(factor)))
-        fingerprint.begin()
-        keys.append(fingerprint.portable_key())
-    assert [key is not None for key in keys] == [has_name] * 3
-    assert not has_name or keys[0] == keys[2] != keys[1]
-
-
-def test_another_process_does_not_find_what_another_number_made(prompt, tmp_path, monkeypatch):
-    """Both numbers were the first of their kind that was met."""
-    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
-    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
-    for factor in (1.0, -2.0):
-        model = scaled(np.float32(factor))
-        with make_cache(model, **settings) as cache:
-            assert_same(plain(model, prompt), cached(cache, prompt))
 
 
 def test_a_disk_cache_draws_one_secret(model, tmp_path):

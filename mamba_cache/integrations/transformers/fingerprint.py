@@ -26,6 +26,7 @@ from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.presence import (
     FUNCTION_TYPES,
+    KERNEL_PACKAGES,
     ForeignCode,
     ForeignKind,
     foreign_layer,
@@ -65,8 +66,6 @@ _OPAQUE = (
 )  # fmt: skip
 """Objects of these packages count by their class: what is in them changes by itself."""
 
-# What layers take their kernels from, beside the libraries. Versions are part of the identity.
-_KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "flash_attn", "mamba_ssm", "triton"})
 _SAMPLE_STRIDE = 16
 _MOST_NAMES = 3
 _ROOT = "model."
@@ -84,15 +83,6 @@ _RANDOM = (
     torch.nn.TransformerDecoderLayer,
 )
 """Of PyTorch's modules those that are others in training mode, unless their probability is 0."""
-
-_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-_SPARSE = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 
 
 class ModelFingerprint:
@@ -340,7 +330,7 @@ class _Reading:
         self.foreign: dict[ForeignKind, ForeignCode] = {}
         self.unknown: dict[str, int] = {}
         self.digest = ""
-        self._own = _KERNEL_PACKAGES
+        self._own: set[str] = set()
         self._names: dict[int, str] = {}  # of all modules
         self._paths: dict[int, str] = {}  # of all that was read
         self._configs: list[Any] = []
@@ -363,7 +353,7 @@ class _Reading:
         )
         for kind in classes:
             self._add_code(kind.__module__)
-        self._own = _KERNEL_PACKAGES | self.modules_of_code
+        self._own = set(self.modules_of_code)
         self._read("model", model)
         for name in _HOOKS:
             self._read_hooks(f"all modules.{name}", getattr(torch_modules, f"_global{name}"))
@@ -373,7 +363,7 @@ class _Reading:
         for file in files:
             self._read_namespace(f"module {file.__name__}", file)
         for kind in classes:
-            if kind.__module__ in self.modules_of_code & sys.modules.keys():
+            if kind.__module__ in self._own & sys.modules.keys():
                 self._read_globals(kind, sys.modules[kind.__module__])
         self._read_selected(files)
         lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
@@ -428,11 +418,9 @@ class _Reading:
         self._paths[id(tensor)] = path
         self.tensors[path] = tensor
         self._say(path, f"tensor {tensor.dtype} {tuple(tensor.shape)}")
-        if tensor.numel() and tensor.device.type != "meta" and not _parts(tensor):
-            self._find("foreign attribute", path, "a tensor that cannot be read", tensor)
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            self._read_function(f"{path}.__class__", type(tensor), "foreign attribute", self._own)
-            self._read_attributes(path, tensor)
+        if tensor.device.type != "meta" and not _is_readable(tensor):
+            name = f"a {type(tensor).__name__} whose values cannot be read"
+            self._find("foreign attribute", path, name, tensor)
 
     def _read_module(self, path: str, module: torch.nn.Module) -> None:
         self._paths[id(module)] = path
@@ -466,12 +454,12 @@ class _Reading:
                 self._read_function(f"{path}[{position}]", hook, "forward hook")
 
     def _read_function(
-        self, path: str, function: Any, kind: ForeignKind, allowed: frozenset[str] = frozenset()
+        self, path: str, function: Any, kind: ForeignKind, own: set[str] | None = None
     ) -> None:
-        if (layer := foreign_layer(function, allowed)) is not None:
+        if (layer := foreign_layer(function, own)) is not None:
             self._find(kind, path, layer, function)
         elif isinstance(function, partial):
-            self._read_function(f"{path}.func", function.func, kind, allowed)
+            self._read_function(f"{path}.func", function.func, kind, own)
             self._read(f"{path}.args", function.args)
             self._read(f"{path}.keywords", function.keywords)
         elif isinstance(function, MethodType):
@@ -607,7 +595,7 @@ class _Reading:
 
     def _add_code(self, module_name: str | None) -> None:
         root = str(module_name).partition(".")[0]
-        if root not in sys.stdlib_module_names | _KERNEL_PACKAGES and not is_library(module_name):
+        if root not in sys.stdlib_module_names | KERNEL_PACKAGES and not is_library(module_name):
             self.modules_of_code.add(str(module_name))
 
     def _watch(self, path: str, items: dict[str, Any]) -> None:
@@ -669,35 +657,20 @@ _SWITCHES: tuple[Callable[[], object], ...] = (
     torch.get_default_dtype,
     torch.get_float32_matmul_precision,
     torch.are_deterministic_algorithms_enabled,
-    *(
-        partial(attrgetter(name), torch.backends)
-        for name in (
-            "cuda.matmul.allow_tf32",
-            "cuda.matmul.fp32_precision",
-            "cuda.matmul.allow_fp16_reduced_precision_reduction",
-            "cuda.matmul.allow_bf16_reduced_precision_reduction",
-            "cuda.matmul.allow_fp16_accumulation",
-            "cudnn.allow_tf32",
-            "cudnn.enabled",
-            "cudnn.benchmark",
-            "cudnn.deterministic",
-            "cudnn.conv.fp32_precision",
-            "mkldnn.enabled",
-            "mkldnn.matmul.fp32_precision",
-            "mkldnn.conv.fp32_precision",
-        )
-    ),
-    *(
-        getattr(torch.backends.cuda, name)
-        for name in (
-            "flash_sdp_enabled",
-            "mem_efficient_sdp_enabled",
-            "math_sdp_enabled",
-            "cudnn_sdp_enabled",
-            "fp16_bf16_reduction_math_sdp_allowed",
-        )
-    ),
-)
+    *(partial(attrgetter(name), torch.backends) for name in (
+        "cuda.matmul.allow_tf32", "cuda.matmul.fp32_precision",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "cuda.matmul.allow_bf16_reduced_precision_reduction", "cuda.matmul.allow_fp16_accumulation",
+        "cudnn.allow_tf32", "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic",
+        "cudnn.conv.fp32_precision",
+        "mkldnn.enabled", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision",
+    )),
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+)  # fmt: skip
 
 
 class _Weights:
@@ -706,11 +679,8 @@ class _Weights:
     def __init__(self, kind: WeightsCheck) -> None:
         self.kind: WeightsCheck = kind
         self.expected: dict[str, object] = {}
-        self._tensors: dict[str, list[torch.Tensor]] = {}
-        self._special: dict[str, torch.Tensor] = {}
-        self._flat: list[torch.Tensor] = []
+        self._tensors: dict[str, torch.Tensor] = {}
         self._layout: list[Any] = []
-        self._versions: list[int] = []
         self._checksums: list[TensorChecksums] | None = None
         self._is_pending = False
         self._may_differ = False
@@ -722,21 +692,16 @@ class _Weights:
         self._is_pending = False
         self._may_differ = may_differ
         self._num_calls += 1
-        if is_read_anew or self._checksums is None or not self._is_laid_out_as_before():
-            self._compare(tensors)
-            return
-        versions = _versions(self._flat) if self.kind != "full" else []
-        if versions != self._versions:
-            self._compare(tensors)
-            return
-        if self.kind == "off":
-            return
-        sample = {"stride": _SAMPLE_STRIDE, "phase": self._num_calls % _SAMPLE_STRIDE}
-        for checksums in self._checksums:
-            checksums.start(**(sample if self.kind == "sample" else {}))
-        self._is_pending = True
-        if all(checksums.device.type != "cuda" for checksums in self._checksums):
-            self.confirm()
+        if is_read_anew or self._checksums is None or self._look() != self._layout:
+            self._take(dict(self.measure(tensors)), is_changed=False)
+            self._layout = self._look()
+        elif self.kind != "off":
+            sample = {"stride": _SAMPLE_STRIDE, "phase": self._num_calls % _SAMPLE_STRIDE}
+            for checksums in self._checksums:
+                checksums.start(**(sample if self.kind == "sample" else {}))
+            self._is_pending = True
+            if all(checksums.device.type != "cuda" for checksums in self._checksums):
+                self.confirm()
 
     def skip(self) -> None:
         """Leave nothing for ``confirm`` to wait for."""
@@ -753,22 +718,19 @@ class _Weights:
             self._take(dict(self._measured()), is_changed=True)
 
     def measure(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, object]]:
-        """Return what each of the tensors holds."""
-        self._tensors = {path: _parts(tensor) for path, tensor in tensors.items()}
-        self._special = {path: t for path, t in tensors.items() if not _is_strided(t)}
-        self._flat = [part for parts in self._tensors.values() for part in parts]
+        """Return what each of the tensors holds.
+
+        Those on the meta device hold nothing: what stands in for them, such as the map of offloaded
+        weights in a hook of accelerate, is found where it is.
+        """
+        self._tensors = {p: t for p, t in tensors.items() if t.numel() and _is_readable(t)}
         groups: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in self._flat:
+        for tensor in self._tensors.values():
             groups.setdefault(tensor.device, []).append(tensor)
         self._checksums = (
             [TensorChecksums(group) for group in groups.values()] if self.kind != "off" else []
         )
         return self._measured()
-
-    def _compare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._take(dict(self.measure(tensors)), is_changed=False)
-        self._layout = _layout(self._flat)
-        self._versions = _versions(self._flat) if self.kind != "full" else []
 
     def _take(self, found: dict[str, object], *, is_changed: bool) -> None:
         """Expect what was found, or say that it is not what was expected."""
@@ -784,74 +746,39 @@ class _Weights:
 
     def _measured(self) -> Iterator[tuple[str, object]]:
         assert self._checksums is not None
-        if self.kind == "off":
-            for path, parts in self._tensors.items():
-                yield path, (_layout(parts), _versions(parts))
-            return
         sums = {checksums.device: iter(checksums.measure()) for checksums in self._checksums}
-        for path, parts in self._tensors.items():
-            if not parts:
-                continue
-            digest = hashlib.blake2b(digest_size=16)
-            for part in parts:
-                digest.update(next(sums[part.device]))
-            yield path, ([_traits(part) for part in parts], digest.digest())
+        for path, tensor in self._tensors.items():
+            traits = (tensor.dtype, tensor.size(), tensor.stride())
+            if self.kind == "off":
+                yield path, (*traits, tensor.data_ptr(), _version(tensor))
+            else:
+                yield path, (*traits, next(sums[tensor.device]))
 
-    def _is_laid_out_as_before(self) -> bool:
-        for path, tensor in self._special.items():
-            parts, known = _parts(tensor), self._tensors[path]
-            if _layout(parts) != _layout(known):
-                return False
-        return self._layout == _layout(self._flat)
-
-
-def _parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors with memory of their own that make up one: none if nothing can be read.
-
-    A tensor on the meta device has no values; what stands in for it, such as the map of offloaded
-    weights in a hook of accelerate, is found where it is.
-    """
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
-    if tensor.layout in _SPARSE:
-        return [getattr(tensor, name)() for name in _SPARSE[tensor.layout]]
-    if tensor.device.type == "meta" or not tensor.numel():
-        return []
-    try:
-        tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return []
-    if tensor.is_quantized and tensor.qscheme() in _PER_CHANNEL:
-        return [tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return [tensor]
+    def _look(self) -> list[list[Any]]:
+        """Return where tensors lie and how. Every call does it, so in C loops."""
+        tensors = [*self._tensors.values()]
+        return [
+            list(map(torch.Tensor.data_ptr, tensors)),
+            list(map(torch.Tensor.size, tensors)),
+            list(map(torch.Tensor.stride, tensors)),
+            list(map(attrgetter("dtype"), tensors)),
+            list(map(_version, tensors)) if self.kind != "full" else [],
+        ]
 
 
-def _is_strided(tensor: Any) -> bool:
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's bytes say all of its values."""
     kinds = (torch.Tensor, torch.nn.Parameter)
-    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized
+    if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    try:
+        return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() >= 0
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
-def _traits(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what the values of a tensor's bytes depend on."""
-    traits = (tensor.dtype, tensor.size(), tensor.stride())
-    if tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
-        return (*traits, tensor.q_scale(), tensor.q_zero_point())
-    return traits
-
-
-def _layout(tensors: list[torch.Tensor]) -> list[Any]:
-    """Return where tensors lie and how, for comparison. Every call does it, so in C loops."""
-    return [
-        list(map(torch.Tensor.data_ptr, tensors)),
-        list(map(torch.Tensor.size, tensors)),
-        list(map(torch.Tensor.stride, tensors)),
-        list(map(attrgetter("dtype"), tensors)),
-    ]
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _depends_on_mode(module: torch.nn.Module) -> bool:

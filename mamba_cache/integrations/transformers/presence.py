@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -14,6 +14,7 @@ from mamba_cache._extras import installed_version
 
 __all__ = [
     "FUNCTION_TYPES",
+    "KERNEL_PACKAGES",
     "BypassReason",
     "ForeignCode",
     "ForeignKind",
@@ -32,6 +33,9 @@ _OPTIONAL = ("accelerate", "kernels", "peft")
 _LIBRARIES = frozenset(
     {"mamba_cache", "torch", "transformers", *filter(installed_version, _OPTIONAL)}
 )
+KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "flash_attn", "mamba_ssm", "triton"})
+"""What layers take their kernels from, beside the libraries. Versions are part of the identity."""
+
 # The file of a kernel that `kernels` has loaded from the hub, under a module name of its own.
 _HUB_KERNEL = re.compile(r"/snapshots/[0-9a-f]{8,}/build/torch")
 
@@ -78,11 +82,12 @@ def module_of(thing: Any) -> str | None:
     return None if owner is None else owner.__module__
 
 
-def foreign_layer(thing: Any, allowed: frozenset[str] = frozenset()) -> str | None:
+def foreign_layer(thing: Any, own: Collection[str] | None = None) -> str | None:
     """Name the first function inside a callable that no library brought; None if there is none.
 
     Partials, bound methods, wrapped functions and the methods of callable objects are unwrapped.
-    ``allowed`` are names of modules, or of packages, that are no libraries but are not foreign.
+    With ``own``, names of the modules of a model's classes, functions are not foreign either that a
+    kernel package brought, or that such a module's file names.
     """
     layers, seen = [thing], set[int]()
     while layers:
@@ -103,12 +108,19 @@ def foreign_layer(thing: Any, allowed: frozenset[str] = frozenset()) -> str | No
             layers.append(layer.__func__)
         else:
             name = module_of(layer)
-            if not (is_library(name) or {name, str(name).partition(".")[0]} & allowed):
-                called = getattr(layer, "__qualname__", type(layer).__qualname__)
+            called = getattr(layer, "__qualname__", type(layer).__qualname__)
+            if not (is_library(name) or (own is not None and _is_named(layer, called, name, own))):
                 return f"{called} of module {name}"
             if not isinstance(layer, FUNCTION_TYPES):  # an object: its class may be patched
                 layers.append(vars(type(layer)).get("__call__", type(layer)))
     return None
+
+
+def _is_named(function: Any, called: str, module_name: str | None, own: Collection[str]) -> bool:
+    """Return whether a name tells a function from others: of closures and lambdas it does not."""
+    if str(module_name).partition(".")[0] in KERNEL_PACKAGES:
+        return True
+    return module_name in own and "<" not in called and not getattr(function, "__closure__", None)
 
 
 def registries(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
