@@ -53,8 +53,8 @@ class CacheStats:
         cached_slots: Slots that hold a state, now.
         bytes_per_slot: What one slot holds, in bytes.
         bypasses: Calls of a ``PrefixCache`` that neither used the cache nor filled it, by reason:
-            "forward hook", "replaced method" and "registered function" for foreign code in the
-            model, "hidden tokens" for a mask that hides tokens of a prompt.
+            "forward hook", "replaced method", "registered function" and "foreign attribute" for
+            foreign code in the model, "hidden tokens" for a mask that hides tokens of a prompt.
     """
 
     requests: int

@@ -51,6 +51,7 @@ def test_prompts_that_share_prefixes(name, generator):
     assert (first_branch, second_branch) == (0, 3 * BLOCK)
     assert next_turn == (answer.shape[1] - 1) // BLOCK * BLOCK
     assert ends_with_block == 3 * BLOCK
+    assert cache.stats().bypasses == {}
 
 
 @every_family

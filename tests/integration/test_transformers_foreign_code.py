@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import sys
+import threading
 import warnings
 import weakref
 from decimal import Decimal
@@ -354,13 +355,16 @@ def scaled(scaling):
     return model
 
 
-def packed_weights():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        weight = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
-        return torch.ops.quantized.linear_prepack(weight, None)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of PyTorch about its own future
+    QUANTISED = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+    PACKED = torch.ops.quantized.linear_prepack(QUANTISED, None)
+    SCRIPTED = torch.jit.script(torch.nn.Linear(2, 2))
 
 
+LIBRARY_OBJECT = DynamicCache()
+LIBRARY_OBJECT.lock = threading.Lock()
+FAR_LOGGER = type("Logger", (), {"__module__": "logging_of_users"})()
 VALUES = {
     "an object": Scaling(2.0),
     "a decimal": Decimal(2),
@@ -369,7 +373,11 @@ VALUES = {
     "a deque": collections.deque([2.0]),
     "a dict with odd keys": {Scaling(1.0): 2.0},
     "a list with an object in it": [1.0, {"scaling": [Scaling(2.0)]}],
-    "packed weights of torch.ao": packed_weights(),
+    "packed weights of torch.ao": PACKED,
+    "a quantised tensor": QUANTISED,
+    "a module of TorchScript": SCRIPTED,
+    "a lock in an object of a library": LIBRARY_OBJECT,
+    "an object of a module that is called like an opaque one": FAR_LOGGER,
     "a generator of PyTorch": torch.Generator(),
     "a sparse tensor": torch.eye(2).to_sparse(),
     "a tensor of MKL": torch.eye(2).to_mkldnn(),

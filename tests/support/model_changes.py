@@ -755,10 +755,8 @@ _switch("reductions in lower precision",
 
 
 DUTIES = {
-    "what is written in place into a list or dict of a class or its file, or into a `deque`, an "
-    "`array` or a `bytearray`":
-        "they count by which object they are; lists, dicts, sets, NumPy's arrays and objects among "
-        "a module's own attributes are read",
+    "what is written in place into a list or dict of a class or its file":
+        "they count by which object they are; those among a module's own attributes are read",
     "what a user's own model class reads beside its attributes and the global names in its methods":
         "code is not read; pass `variant=`, and another one when that changes",
     "a module file that is edited after it was imported and before the cache is made":
@@ -768,8 +766,6 @@ DUTIES = {
         "accelerate itself writes them once, before the model runs",
     "weights written by another thread, or by a streamer that also writes them back, during a call":
         "the check runs once a call, before its first forward",
-    "memory that PyTorch cannot read: packed weights of `torch.ao` and of other compiled objects":
-        "only which object it is counts; their methods put another object in its place",
     "modules put in place whose result for a token depends on the other tokens of the forward, "
     "as dynamic quantisation does":
         "whether a model can resume is tried when the cache is made: make another cache",

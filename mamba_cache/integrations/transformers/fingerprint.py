@@ -61,8 +61,8 @@ _NOT_READ = frozenset(
 _TENSORS_AND_CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OPAQUE = (
-    "mamba_cache", "torch._dynamo", "torch.distributed", "torch.utils.hooks",
-    "transformers.generation", "logging",
+    "mamba_cache.", "torch._dynamo.", "torch.distributed.", "torch.utils.hooks.",
+    "transformers.generation.", "logging.",
 )  # fmt: skip
 """Objects of these packages count by their class: what is in them changes by itself."""
 
@@ -424,8 +424,11 @@ class _Reading:
 
     def _read_module(self, path: str, module: torch.nn.Module) -> None:
         self._paths[id(module)] = path
-        self.modules[path] = module
         self._say_code(path, "module", type(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            self._find("foreign attribute", path, "a module of TorchScript", module)
+            return
+        self.modules[path] = module
         attributes = vars(module)
         self._watch(path, attributes)
         for name in sorted(attributes.keys() - _NOT_READ):
@@ -487,26 +490,19 @@ class _Reading:
     def _read_object(self, path: str, value: Any) -> None:
         self._paths[id(value)] = path
         kind = type(value)
-        if isinstance(value, transformers().PreTrainedConfig):
+        is_config = isinstance(value, transformers().PreTrainedConfig)
+        if is_config:
             self._configs.append(value)
-        elif kind.__module__.startswith(_OPAQUE):
+        elif f"{kind.__module__}.".startswith(_OPAQUE):
             self._say_code(path, "object", kind)
             return
-        elif not is_library(kind.__module__) or (callable(value) and foreign_layer(value)):
-            self._find(
-                "foreign attribute",
-                path,
-                f"an object of class {kind.__qualname__} of module {kind.__module__}",
-                value,
-            )
-            return
-        if kind.__basicsize__ != _WithDict.__basicsize__ or not hasattr(value, "__dict__"):
-            self._find(
-                "foreign attribute",
-                path,
-                f"an object of class {kind.__qualname__} of module {kind.__module__}",
-                value,
-            )
+        is_foreign = not (is_config or is_library(kind.__module__))
+        is_patched = callable(value) and foreign_layer(value) is not None
+        # What C code and slots hold makes objects larger.
+        has_more = kind.__basicsize__ != _WithDict.__basicsize__ or not hasattr(value, "__dict__")
+        if is_foreign or is_patched or has_more:
+            what = f"an object of class {kind.__qualname__} of module {kind.__module__}"
+            self._find("foreign attribute", path, what, value)
             return
         self._say_code(path, "object", kind)
         self._add_code(kind.__module__)
