@@ -59,24 +59,6 @@ def test_ids_may_be_a_tensor_or_an_array(pool):
     assert pool.num_used_blocks == 3
 
 
-def test_free_blocks_go_before_cached_ones(pool):
-    cached = cache(pool, 1, 2, 3)
-    assert set(pool.allocate_memory_blocks(5)).isdisjoint(cached)
-    assert pool.evicted_blocks_total == 0
-    assert pool.match_prefix(prefix(1, 2, 3)) == cached
-    assert pool.allocate_memory_blocks(1) == [cached[2]]
-    assert pool.evicted_blocks_total == 1
-
-
-def test_the_least_recently_used_sequence_goes_first(pool):
-    old, new = cache(pool, 1), cache(pool, 2)
-    pool.retain_memory_blocks(old)
-    pool.release_memory_blocks(old)
-    pool.allocate_memory_blocks(6)
-    assert pool.allocate_memory_blocks(1) == new
-    assert pool.match_prefix(prefix(1)) == old
-
-
 def test_a_parent_is_never_evicted_before_its_child(pool):
     """Megatron's LRU did, before it became leaf-first: the child could never match again."""
     root, leaf = cache(pool, 1, 2)
@@ -108,47 +90,6 @@ def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
     assert pool.match_prefix(prefix(1, 2)) == [*parent, child]
 
 
-@pytest.mark.parametrize("num_blocks", [1, 3])
-def test_a_cached_parent_goes_after_newer_blocks_once_its_child_is_registered(pool, num_blocks):
-    parent, newer = cache(pool, 1), cache(pool, 3)
-    below = pool.allocate_memory_blocks(num_blocks)
-    hashes = prefix(1, 2, 4, 5)[1 : 1 + num_blocks]
-    pool.register_kv_block_hashes(below, hashes, parent_hash=prefix(1)[0])
-    pool.allocate_memory_blocks(6 - num_blocks)
-    assert pool.allocate_memory_blocks(2) == [*newer, *parent]
-
-
-def test_a_cached_parent_waits_for_a_child_that_is_cached_after_use(pool):
-    [first] = pool.allocate_memory_blocks(1)
-    own, child = pool.allocate_memory_blocks(2)
-    pool.register_kv_block_hashes([first], prefix(1))
-    pool.register_kv_block_hashes([own, child], prefix(1, 2))
-    pool.release_memory_blocks([first])
-    pool.release_memory_blocks([own, child])
-    pool.allocate_memory_blocks(6)
-    assert pool.allocate_memory_blocks(2) == [child, first]
-
-
-def test_a_parent_with_two_children_waits_for_both(pool):
-    trunk = cache(pool, 1, 2)
-    branch = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes(branch, prefix(1, 3)[1:], parent_hash=prefix(1)[0])
-    pool.release_memory_blocks(branch)
-    pool.allocate_memory_blocks(5)
-    assert pool.allocate_memory_blocks(2) == [trunk[1], *branch]
-    assert pool.allocate_memory_blocks(1) == [trunk[0]]
-
-
-def test_one_call_takes_both_children_and_then_their_parent(pool):
-    root = cache(pool, 1)
-    for token in (2, 3):
-        branch = pool.allocate_memory_blocks(1)
-        pool.register_kv_block_hashes(branch, prefix(1, token)[1:], parent_hash=prefix(1)[0])
-        pool.release_memory_blocks(branch)
-    assert pool.num_cached_blocks == 3
-    assert pool.allocate_memory_blocks(8)[2:3] == root
-
-
 def test_a_call_that_falls_short_changes_nothing(pool):
     """Chosen victims go back, and parents that had become leaves only in the plan do not stay."""
     cached = cache(pool, 1, 2, 3)
@@ -159,19 +100,6 @@ def test_a_call_that_falls_short_changes_nothing(pool):
     assert snapshot(pool) == before
     pool.check_invariants()
     assert pool.allocate_memory_blocks(4)[:3] == cached[::-1]
-
-
-def test_used_and_cached_blocks_are_retained_and_released_in_one_call(pool):
-    root, leaf = cache(pool, 1, 2)
-    pool.retain_memory_blocks([root])
-    pool.retain_memory_blocks([leaf, root, leaf])
-    pool.check_invariants()
-    assert [int(pool.block_ref_counts[block]) for block in (root, leaf)] == [2, 2]
-    pool.release_memory_blocks([leaf, root, leaf])
-    pool.check_invariants()
-    assert (pool.num_used_blocks, pool.num_cached_blocks) == (1, 1)
-    pool.release_memory_blocks([root])
-    assert pool.allocate_memory_blocks(8)[:2] == [leaf, root]
 
 
 def test_double_free_is_refused(pool):
@@ -229,16 +157,6 @@ def test_a_free_block_cannot_be_retained_or_registered(pool):
     assert snapshot(pool) == before
 
 
-def test_several_references_are_given_at_once(pool):
-    cache(pool, 1)
-    [cached], [used] = pool.match_prefix(prefix(1)), pool.allocate_memory_blocks(1)
-    pool.retain_memory_blocks([cached, used, used], 3)
-    assert (pool.block_ref_counts[cached], pool.block_ref_counts[used]) == (3, 7)
-    pool.check_invariants()
-    pool.release_memory_blocks([cached] * 3 + [used] * 7)
-    assert (pool.num_used_blocks, pool.num_cached_blocks) == (0, 1)
-
-
 @pytest.mark.parametrize("bad", [0, -1, True, 1.0, "1", None, 2**20 + 1])
 def test_bad_numbers_of_references_are_refused(pool, bad):
     given = pool.allocate_memory_blocks(1)
@@ -262,23 +180,6 @@ def test_an_unknown_policy_is_refused_and_a_foreign_one_understood():
     with pytest.raises(InvalidArgumentError, match="'fifo'"):
         KVBlockAllocator(5, eviction_policy="fifo")
     assert KVBlockAllocator(5, eviction_policy="lru").eviction_policy is EvictionPolicy.LRU
-
-
-def test_ref_zero_forgets_a_block_with_its_last_reference():
-    pool = KVBlockAllocator(9, eviction_policy=EvictionPolicy.REF_ZERO)
-    told = []
-    pool.listeners.add(told.append, Removed)
-    block_ids = pool.allocate_memory_blocks(3)
-    pool.register_kv_block_hashes(block_ids[:2], prefix(1, 2))
-    pool.retain_memory_blocks(block_ids[:1])
-    pool.release_memory_blocks(block_ids)
-    assert pool.match_prefix(prefix(1, 2)) == block_ids[:1]
-    pool.release_memory_blocks(block_ids[:1])
-    assert [(event.block_ids, event.hash_ids) for event in told] == [
-        ((block_ids[1],), (prefix(1, 2)[1],)), ((block_ids[0],), (prefix(1)[0],))
-    ]  # fmt: skip
-    assert (pool.num_free_blocks, pool.evicted_blocks_total) == (8, 0)
-    pool.check_invariants()
 
 
 def test_listeners_see_finished_bookkeeping(pool):

@@ -10,7 +10,6 @@ from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,
 )
-from mamba_cache.events import Removed
 
 
 @pytest.fixture
@@ -18,27 +17,6 @@ def pool():
     pool = KVBlockAllocator(9)
     yield pool
     pool.check_invariants()
-
-
-def test_registration_is_idempotent(pool):
-    """In Megatron, doing it again raised the parent's child count for ever."""
-    block_ids = pool.allocate_memory_blocks(3)
-    for _ in range(3):
-        assert pool.register_kv_block_hashes(block_ids, prefix(1, 2, 3)) == block_ids
-        pool.check_invariants()
-    pool.release_memory_blocks(block_ids)
-    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2, 3)) == block_ids
-    assert len(pool.allocate_memory_blocks(8)) == 8
-
-
-def test_a_duplicate_stays_private_and_the_first_one_is_canonical(pool):
-    first = pool.allocate_memory_blocks(2)
-    second = pool.allocate_memory_blocks(3)
-    pool.register_kv_block_hashes(first, prefix(1, 2))
-    assert pool.register_kv_block_hashes(second, prefix(1, 2, 3)) == [*first, second[2]]
-    assert pool.match_prefix(prefix(1, 2, 3, 4)) == [*first, second[2]]
-    pool.release_memory_blocks(second)
-    assert (pool.num_free_blocks, pool.num_cached_blocks) == (5, 1)
 
 
 def test_another_hash_for_a_registered_block_is_refused(pool):
@@ -143,38 +121,6 @@ def test_a_block_registered_by_id_alone_is_not_found_by_digest(pool):
     assert pool.match_prefix(hashes) == []
     with pytest.raises(InvalidArgumentError, match="got list"):
         pool.match_prefix(list(hashes))
-
-
-def test_a_match_stops_at_the_first_gap(pool):
-    block_ids = cache(pool, 1, 2, 3, 4)
-    pool.deregister_blocks([block_ids[1]])
-    assert pool.match_prefix(prefix(1, 2, 3, 4)) == block_ids[:1]
-    assert pool.match_prefix(prefix(2)) == []
-    assert pool.match_prefix(prefix()) == []
-
-
-def test_a_query_changes_nothing(pool):
-    cache(pool, 1, 2)
-    before = snapshot(pool)
-    pool.match_prefix(prefix(1, 2, 3))
-    pool.find_block(prefix(1)[0])
-    assert snapshot(pool) == before
-
-
-def test_deregistered_blocks_are_freed_or_lose_their_hash(pool):
-    block_ids = cache(pool, 1, 2, 3)
-    pool.retain_memory_blocks(block_ids[:1])
-    told = []
-    pool.listeners.add(told.append, Removed)
-    hashes = list(prefix(1, 2, 3))
-    pool.deregister_blocks([block_ids[0], block_ids[1], block_ids[1], 7])
-    assert [(*event.block_ids,) for event in told] == [(*block_ids[:2],)]
-    assert [*told[0].hash_ids] == hashes[:2]
-    assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks) == (6, 1, 1)
-    assert [pool.find_block(hash_id) for hash_id in hashes] == [None, None, block_ids[2]]
-    pool.check_invariants()
-    pool.release_memory_blocks(block_ids[:1])
-    assert len(pool.allocate_memory_blocks(8)) == 8
 
 
 def test_children_match_again_when_their_parent_is_registered_anew(pool):

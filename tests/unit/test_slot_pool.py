@@ -8,7 +8,6 @@ from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
-    MissingStateError,
     UnknownBlockError,
 )
 from mamba_cache.slots import SlotLease, SlotPool
@@ -47,17 +46,6 @@ def test_the_kv_blocks_owner_must_say_how_many_there_are():
         SlotPool(3, 10)
 
 
-def test_a_pool_may_be_empty():
-    pool = make_pool(0, 3)
-    assert pool.allocate_slots_batch([]) == []
-    assert pool.reserve_slots([0]) == [None]
-    pool.check_invariants()
-
-
-def test_counts_add_up(pool):
-    assert (pool.free_count, pool.num_reserved_slots, pool.num_cached_slots) == (2, 1, 2)
-
-
 def test_a_freed_slot_is_the_next_one_taken(pool):
     pool.invalidate_block(7)
     assert pool.free_slots[pool.free_count - 1] == 4
@@ -74,14 +62,6 @@ def test_slots_of_blocks(pool):
     assert pool.slots_of([]) == []
     with pytest.raises(UnknownBlockError, match=r"\[0, 10\), got \[-1, 10\]"):
         pool.slots_of([1, -1, 10])
-
-
-def test_free_slots_go_before_victims(pool):
-    pool.policy.victims = [4]
-    assert pool.allocate_slots_batch([0, 1, 2]) == [0, 1, 4]
-    assert pool.slots_of([0, 1, 2, 7]) == [0, 1, 4, -1]
-    assert pool.evicted_slots_total == 1
-    assert pool.hash_to_block_id == {80: 8}
 
 
 @pytest.mark.parametrize("method", ["allocate_slots_batch", "reserve_slots"])
@@ -105,39 +85,6 @@ def test_bad_moves_are_refused_before_anything_changes(pool, method, blocks, vic
     with pytest.raises(InvalidArgumentError, match=message):
         getattr(pool, method)(blocks)
     assert books(pool) == before
-
-
-def test_a_block_is_reserved_for_once(pool):
-    assert pool.reserve_slots([1, 9]) == [1, None]
-    assert pool.reserved == {1: 1, 2: 9}
-
-
-def test_a_reserved_slot_is_not_found_and_not_evicted(pool):
-    assert pool.slots_of([9]) == [-1]
-    assert evictable(pool) == [3, 4]
-
-
-def test_commit_makes_the_slot_findable(pool):
-    assert pool.commit_reserved([2], [9], [90]) == [2]
-    assert pool.hash_to_block_id == {70: 7, 80: 8, 90: 9}
-    assert (pool.slots_of([9]), pool.num_reserved_slots) == ([2], 0)
-
-
-def test_commit_may_name_another_block_than_the_reservation(pool):
-    assert pool.commit_reserved([2], [5], [50]) == [2]
-    assert pool.slots_of([9, 5]) == [-1, 2]
-
-
-def test_commit_to_a_housed_block_frees_the_reserved_slot(pool):
-    assert pool.commit_reserved([2], [7], [71]) == [4]
-    assert pool.free_slots[pool.free_count - 1] == 2
-    assert pool.hash_to_block_id == {71: 7, 80: 8}
-
-
-def test_commit_of_two_slots_to_one_block_keeps_the_first(pool):
-    assert pool.reserve_slots([5]) == [1]
-    assert pool.commit_reserved([1, 2], [6, 6], [60, 60]) == [1, 1]
-    assert pool.free_count == 2
 
 
 @pytest.mark.parametrize(
@@ -174,14 +121,6 @@ def test_cancel_of_one_slot_named_twice_frees_none(pool):
     assert pool.reserved == {2: 9}
 
 
-def test_evictable_slots_are_unreferenced_unpinned_and_unprotected(pool):
-    pool.allocate_slots_batch([0, 1])
-    pool.kv_blocks.block_ref_counts[8] = 1
-    pool.pin_slots([4])
-    assert evictable(pool) == [0, 1]
-    assert evictable(pool, protected=[1, 5]) == [0]
-
-
 def test_slots_of_held_blocks_may_go_where_states_are_read_at_once():
     pool = make_pool(2, 5, evicts_held=True)
     pool.allocate_slots_batch([3, 4])
@@ -211,35 +150,6 @@ def test_a_pinned_slot_is_not_evicted(pool):
         pool._evict_lru_slots_batch(1)
 
 
-def test_free_blocks_passes_over_blocks_without_a_slot_and_repeats(pool):
-    pool._invalidate_blocks_batch([7, 0, 7, 9])
-    assert pool.free_count == 3
-    assert pool.hash_to_block_id == {80: 8}
-    with pytest.raises(UnknownBlockError):
-        pool._invalidate_blocks_batch([8, 10])
-    assert pool.slots_of([8]) == [3]
-
-
-def test_hashes_that_are_not_positive_are_not_registered(pool):
-    pool.register_block_hashes_batch([7, 8], [0, -1])
-    assert pool.hash_to_block_id == {70: 7, 80: 8}
-
-
-def test_a_blocks_new_hash_replaces_its_old_one(pool):
-    pool.register_block_hashes_batch([7], [71])
-    pool.register_block_hashes_batch([7], [71])
-    assert pool.hash_to_block_id == {71: 7, 80: 8}
-
-
-def test_a_hash_finds_the_block_registered_last_and_outlives_the_first(pool):
-    pool.register_block_hashes_batch([8], [70])
-    assert pool.hash_to_block_id == {70: 8}
-    pool._invalidate_blocks_batch([7])
-    assert pool.hash_to_block_id == {70: 8}
-    pool._invalidate_blocks_batch([8])
-    assert pool.hash_to_block_id == {}
-
-
 def test_hashes_that_only_the_owner_knows_are_dropped_too():
     pool = make_pool(2, 10)
     theirs = pool.kv_blocks.block_hashes
@@ -248,11 +158,6 @@ def test_hashes_that_only_the_owner_knows_are_dropped_too():
     pool.hash_to_block_id.update({40: 4, 50: 5})  # as an embedder writes it
     pool._invalidate_blocks_batch([4])
     assert pool.hash_to_block_id == {50: 5}
-
-
-def test_a_hash_that_went_to_another_block_leaves_no_trace_at_the_first(pool):
-    pool.register_block_hashes_batch([8], [70])
-    assert pool._hash_of == {8: 70}
 
 
 def test_a_block_may_have_a_hash_before_it_has_a_slot(pool):
@@ -288,52 +193,10 @@ def test_pins_count_readers(pool):
         pool.unpin_slots([second])
 
 
-def test_unpinning_more_often_than_pinned_ends_no_pin(pool):
-    [lease] = pool.pin_slots([4])
-    with pytest.raises(DoubleFreeError):
-        pool.unpin_slots([lease, lease])
-    assert pool.is_pinned(4)
-
-
-@pytest.mark.parametrize(("slot", "error"), [(0, MissingStateError), (2, MissingStateError)])
-def test_only_cached_slots_can_be_pinned(pool, slot, error):
-    with pytest.raises(error, match=f"\\[{slot}\\] hold no state"):
-        pool.pin_slots([4, slot])
-    assert not pool.is_pinned(4)
-
-
 def test_unknown_slots_cannot_be_pinned(pool):
     for ask in (pool.pin_slots, lambda slots: pool.is_pinned(slots[0])):
         with pytest.raises(InvalidArgumentError, match=r"\[0, 5\), got \[5\]"):
             ask([5])
-
-
-def test_a_lease_ends_when_its_block_is_freed(pool):
-    [lease] = pool.pin_slots([4])
-    assert pool.is_current(lease)
-    pool._invalidate_blocks_batch([7])
-    assert not pool.is_current(lease)
-    assert not pool.is_pinned(4)
-    pool.unpin_slots([lease])
-
-
-def test_a_lease_is_not_revived_by_the_same_block_in_the_same_slot(pool):
-    [lease] = pool.pin_slots([4])
-    pool._invalidate_blocks_batch([7])
-    assert pool.allocate_slots_batch([7]) == [4]
-    assert not pool.is_current(lease)
-    [newer] = pool.pin_slots([4])
-    pool.unpin_slots([lease])
-    assert pool.is_pinned(4)
-    pool.unpin_slots([newer])
-    assert not pool.is_pinned(4)
-
-
-def test_a_new_tenant_starts_without_readers(pool):
-    pool.pin_slots([4])
-    pool._invalidate_blocks_batch([7])
-    pool.allocate_slots_batch([1])
-    assert not pool.is_pinned(4)
 
 
 @pytest.mark.parametrize("slot", [-1, 5, 99, "4", None])
