@@ -13,6 +13,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.batching import batcher as batcher_module
+from mamba_cache.integrations.transformers.batching import rectangles
+from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 from mamba_cache.integrations.transformers.batching.kernels import decode_inputs
 
 pytestmark = pytest.mark.gpu
@@ -54,30 +56,41 @@ def test_replayed_steps_compute_what_eager_ones_do(family, generator):
     graphs = replayed.batch_stats()
     assert graphs.eager_steps == 0, graphs.eager_reason
     assert graphs.replays == graphs.decode_steps > 0
-    assert graphs.captures == len(graphs.graph_sizes) == 5  # 1, 2, 4, 8 and 12
+    assert len(graphs.graph_sizes) == 5  # 1, 2, 4, 8 and 12
+    assert graphs.captures == 5 + graphs.graph_shapes
     assert graphs.warm_up_seconds > 0
+    assert graphs.graph_bytes > 0
     assert eager.batch_stats().replays == 0
     assert eager.batch_stats().eager_reason == "use_cuda_graph is False"
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize(("family", "num_attention"), [("nemotron_h", 1), ("mamba2", 0)])
-def test_what_a_step_takes_beside_the_models_own_code(family, num_attention, generator):
+def test_what_a_step_takes_beside_the_models_own_code(
+    family, num_attention, generator, monkeypatch
+):
     """One launch sorts its inputs, and three serve each attention layer."""
     cache = make_cache(make_model(family))
     run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER)
-    before = cache.batch_stats().decode_steps
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-        run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER)
+    batcher, profiles = cache._batcher, []
+    step, kinds = batcher.step, torch.profiler.ProfilerActivity
+
+    def profiled():
+        if profiles or not batcher._scheduler.is_steady:
+            return step()
         torch.cuda.synchronize()
-    steps = cache.batch_stats().decode_steps - before
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            over = step()
+            torch.cuda.synchronize()
+        profiles.append(profile)
+        return over
+
+    monkeypatch.setattr(batcher, "step", profiled)
+    run(cache, prompts_of(generator, 3), continuous_batching_config=EAGER)
     on_gpu = torch.profiler.DeviceType.CUDA
-    names = [one.name for one in profile.events() if one.device_type == on_gpu]
-    kernels = {"_sort_kernel": steps}
-    kernels |= dict.fromkeys(
-        ("_write_kernel", "_attend_kernel", "_combine_kernel"), num_attention * steps
-    )
+    names = [one.name for one in profiles[0].events() if one.device_type == on_gpu]
+    kernels = {"_sort_kernel": 1}
+    kernels |= dict.fromkeys(("_write_kernel", "_attend_kernel", "_combine_kernel"), num_attention)
     assert {name: sum(one.startswith(name) for one in names) for name in kernels} == kernels
     assert not any("index_copy" in one or "indexFunc" in one for one in names)
 
@@ -107,6 +120,150 @@ def test_answers_in_single_precision_are_those_of_generate(family, generator):
         assert run(cache, prompts, max_new_tokens=16) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generator, monkeypatch):
+    """Logits, live states, checkpoints, keys and values, of rows of many lengths."""
+    cache = make_cache(make_model(family, dtype))
+    cache.generate_batch([[5]], max_new_tokens=1)
+    batcher, compared = cache._batcher, []
+    context, replay = batcher.context, StepGraphs.run
+    written = [*context.live_states.tensors.values()]
+    written += context.slot_allocator.states.tensors.values()
+    written.append(context.kv_cache)
+
+    def run_both(self, key, compute, *, is_eager=""):
+        if key not in self._graphs or isinstance(key, int):
+            return replay(self, key, compute, is_eager=is_eager)
+        before = [tensor.clone() for tensor in written]
+        expected = [compute().clone(), *(tensor.clone() for tensor in written)]
+        for tensor, kept in zip(written, before, strict=True):
+            tensor.copy_(kept)
+        logits = replay(self, key, compute, is_eager=is_eager)
+        # All padding is written to the last block, in any order.
+        found = [logits, *written[:-1], written[-1][:, :, :-1]]
+        pairs = zip(found, [*expected[:-1], expected[-1][:, :, :-1]], strict=True)
+        compared.append(all(torch.equal(a, b) for a, b in pairs))
+        return logits
+
+    monkeypatch.setattr(StepGraphs, "run", run_both)
+    for _ in range(6):
+        prompts = [tokens(generator, 20 + 23 * n) for n in range(7)]
+        run(cache, prompts, max_new_tokens=2)
+        run(cache, [[*prompts[3], *tokens(generator, 70)]], max_new_tokens=2)
+    assert len(compared) >= 4
+    assert all(compared)
+    assert cache.batch_stats().prefill_replays == len(compared)
+
+
+def test_all_shapes_are_captured_before_the_first_answer(generator):
+    model = make_model("nemotron_h")
+    cache, plain = make_cache(model, max_requests=8), make_cache(model, cuda_graphs=False)
+    cache.prepare_batches()
+    before = cache.batch_stats()
+    assert before.graph_sizes == (1, 2, 4, 8)
+    assert before.graph_shapes >= 14
+    assert before.prefill_tokens == before.steps == 0
+    assert cache.stats().cached_blocks == cache.stats().saved_states == 0
+    prompts = prompts_of(generator, 4)
+    expected = run(plain, prompts, max_new_tokens=1)
+    assert run(cache, prompts, max_new_tokens=1) == expected
+    assert cache.batch_stats().prefill_replays > 0
+    assert plain.batch_stats().prefill_replays == plain.batch_stats().captures == 0
+    assert plain.batch_stats().eager_reason in {"", "cuda_graphs is False"}
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])
+def test_conversations_in_mixed_batches_are_those_of_generate(family, generator):
+    """In single precision: prompts of any length, turns of chats among them, replayed or not."""
+    model = make_model(family, torch.float32)
+    cache, chats = make_cache(model), [tokens(generator, 10 + 31 * n) for n in range(6)]
+    for _ in range(5):
+        found = run(cache, chats, max_new_tokens=6)
+        for number, chat in enumerate(chats):
+            ids = torch.tensor([chat], device="cuda")
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6,
+                eos_token_id=None,
+            )  # fmt: skip
+            assert found[number] == output[0, len(chat) :].tolist()
+            more = int(torch.randint(1, 150, (), generator=generator))
+            chats[number] = chat + found[number] + tokens(generator, more)
+    stats = cache.batch_stats()
+    assert stats.prefill_replays > 0
+    assert stats.padding_tokens > 0
+    assert stats.prefill_eager_reason == ""
+
+
+def ssd_kernel(generator, rows, size):
+    scan = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined", reason="needs mamba_ssm")
+    shapes = {"x": (8, 32), "dt": (8,), "B": (1, 64), "C": (1, 64)}
+    given = [
+        torch.randn(rows, size, *shape, generator=generator).to("cuda", torch.bfloat16)
+        for shape in shapes.values()
+    ]
+    x, dt, b, c = given
+    options = {
+        "chunk_size": 128, "D": torch.ones(8, device="cuda"), "dt_softplus": True,
+        "dt_bias": torch.linspace(-1, 1, 8, device="cuda"), "return_final_states": True,
+    }  # fmt: skip
+    a = -torch.linspace(0.5, 4, 8, device="cuda")
+    states = torch.randn(rows, 8, 32, 64, generator=generator).cuda()
+    return scan.mamba_chunk_scan_combined, (x, dt, a, b, c), options, "initial_states", states
+
+
+def delta_kernel(generator, rows, size):
+    rule = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs fla")
+
+    def draw(*shape):
+        return torch.randn(rows, size, *shape, generator=generator).to("cuda", torch.bfloat16)
+
+    args = draw(4, 64), draw(4, 64), draw(4, 64)
+    options = {
+        "g": -draw(4).float().exp(), "beta": draw(4).sigmoid(), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    states = torch.randn(rows, 4, 64, 64, generator=generator).cuda()
+    return rule.chunk_gated_delta_rule, args, options, "initial_state", states
+
+
+@pytest.mark.parametrize("make", [ssd_kernel, delta_kernel])
+@pytest.mark.parametrize("low", [0.0, 0.01])
+def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low, generator):
+    lengths, cuts = [130, 256, 300, 384], [[64, 96], [128, 256], [37, 300], [352, 384]]
+    scan, args, options, initial, states = make(generator, len(lengths), max(lengths))
+    if "dt_softplus" in options:
+        options["dt_limit"] = (low, float("inf"))
+
+    def compute(rows, size, *, is_spoilt):
+        part = slice(rows[0], rows[-1] + 1)
+
+        def cut(value):
+            if not torch.is_tensor(value) or value.dim() < 3:
+                return value
+            value = value[part, :size].clone()
+            for row, length in enumerate(lengths[part]):
+                value[row, length:] = torch.nan if is_spoilt else value[row, length:]
+            return value
+
+        ends, own = torch.tensor(cuts).cuda()[part], torch.tensor(lengths).cuda()[part]
+        bounds = torch.cat([torch.zeros_like(own)[:, None], ends, own[:, None]], 1)
+        widths = tuple((bounds[:, 1:] - bounds[:, :-1]).amax(0).tolist())
+        shape = rectangles.RectangleShape(len(rows), size, widths, is_ragged=True)
+        run = rectangles._make_run(shape, own, ends)
+        run.is_kernel = True
+        named = {name: cut(value) for name, value in options.items()}
+        named[initial] = states[part]
+        output, final = run.compute(scan, [cut(value) for value in args], named, initial)
+        return output, [*run.pieces, final]
+
+    output, found = compute(range(len(lengths)), max(lengths), is_spoilt=True)
+    for row, length in enumerate(lengths):
+        alone, wanted = compute([row], length, is_spoilt=False)
+        assert torch.equal(output[row, :length], alone[0])
+        assert all(torch.equal(a[row], b[0]) for a, b in zip(found, wanted, strict=True))
+
+
 def test_captures_between_calls_leave_what_is_cached_alone(generator):
     model = make_model("nemotron_h")
     cache, prompts = make_cache(model), prompts_of(generator, 12)
@@ -117,7 +274,7 @@ def test_captures_between_calls_leave_what_is_cached_alone(generator):
     before = cache.stats().skipped_tokens
     assert run(cache, prompts[:2]) == first
     assert cache.stats().skipped_tokens > before
-    assert cache.batch_stats().captures == 5
+    assert len(cache.batch_stats().graph_sizes) == 5
 
 
 def test_a_model_whose_weights_lie_elsewhere_is_captured_anew(generator):
@@ -128,8 +285,10 @@ def test_a_model_whose_weights_lie_elsewhere_is_captured_anew(generator):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    captures = cache.batch_stats().captures
     assert run(cache, prompts) == expected
-    assert cache.batch_stats().captures == 4
+    assert cache.batch_stats().captures >= captures + 2
+    assert cache.batch_stats().graph_sizes == (1, 2)
     assert cache.batch_stats().eager_steps == 0
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model
 
 from mamba_cache import Request
-from mamba_cache.integrations.transformers.batching import rectangles
+from mamba_cache.integrations.transformers.batching import graphs, rectangles
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep, split_rows
 from mamba_cache.integrations.transformers.capture import ScanRun
@@ -43,7 +44,7 @@ class Rows:
         if name not in IN_FLOAT32:
             compute_in_double(monkeypatch)
         # All rows of a step in one rectangle, however much padding that takes.
-        monkeypatch.setitem(rectangles._FORWARD_TOKENS, "cpu", (10**6, 0))
+        monkeypatch.setitem(rectangles._FORWARD_TOKENS, "cpu", (10**6, 10**6))
         model = make_model(name)
         if name not in IN_FLOAT32:
             model.double()
@@ -158,14 +159,17 @@ def test_each_row_of_a_rectangle_is_computed_as_alone(name, monkeypatch, generat
     )
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "falcon_h1"])
-@pytest.mark.parametrize("fault", ["padding that is not neutral", "windows at the end", "steps"])
+FAULTS = [
+    *itertools.product(["nemotron_h", "qwen3_5", "falcon_h1"], ["masks", "windows"]),
+    *itertools.product(["nemotron_h", "falcon_h1"], ["steps"]),
+]
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
 def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator):
     """The controls: the comparison fails where padding is computed as tokens are."""
-    if fault == "steps" and name == "qwen3_5":
-        pytest.skip("it has no step sizes: zeros are all that padding needs")
     rows, prompts = Rows(name, monkeypatch), prompts_of(generator, *LENGTHS)
-    if fault == "windows at the end":
+    if fault == "windows":
         right = rectangles._window_before
         monkeypatch.setattr(
             rectangles,
@@ -310,6 +314,71 @@ def test_a_scan_computes_each_row_as_alone(name, is_cut, monkeypatch, generator)
         assert max(off(a[one], b) for a, b in zip(found, wanted, strict=True)) < 1e-12
 
 
+class Recorded:
+    """Stands for a CUDA graph and its logits: nothing is computed before a replay."""
+
+    def __init__(self, compute):
+        self.graph, self.compute, self.logits = self, compute, None
+
+    def replay(self):
+        self.logits = self.compute()
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "lfm2", "mamba2"])
+def test_rectangles_of_captured_sizes_are_computed_as_others_are(name, monkeypatch, generator):
+    """Without a GPU: filled up with rows and tokens, from tensors that stay where they are."""
+
+    def capture(self, key, compute):
+        self._graphs[key] = Recorded(compute)
+        return True
+
+    monkeypatch.setattr(graphs.StepGraphs, "why_eager", lambda *_: "")
+    monkeypatch.setattr(graphs.StepGraphs, "capture", capture)
+    sizes = dict.fromkeys((1, 2, 4, 8), (8, 24))
+    monkeypatch.setattr(rectangles, "GRAPH_SIZES", sizes)
+    rows = Rows(name, monkeypatch)
+    for _ in range(3):
+        prompts = prompts_of(generator, *LENGTHS)
+        for _ in rows.run(prompts, generator):
+            assert rows.errors(prompts) < rows.bound
+        rows.batcher.context.kv_block_allocator.reset()
+    shapes = {(shape.num_rows, shape.num_tokens) for shape in rows.batcher._prefill._inputs}
+    assert shapes <= set(itertools.product((1, 2, 4, 8), (8, 24)))
+    assert rows.batcher.counts["prefill_replays"] >= 3
+    assert rows.batcher.counts["eager_prefills"] == len(rows.batcher._prefill._inputs)
+    assert rows.batcher.stats().graph_shapes >= 2
+
+
+def test_graphs_end_with_what_they_were_captured_for():
+    own = graphs.StepGraphs(torch.device("cuda"), Counter())
+    own.begin("here")
+    assert not own.why_eager("decode")
+    own._graphs[4] = own._graphs["a shape"] = graphs._Graph(None, None)
+    own._refusals["prefill"] = "it waits for the device"
+    own.begin("here")
+    assert (own.sizes, own.num_shapes) == ((4,), 1)
+    assert (own.why_eager("decode"), own.why_eager("prefill")) == ("", "it waits for the device")
+    own.begin("there")
+    assert (own.sizes, own.num_shapes) == ((), 0)
+    assert not own.why_eager("prefill")
+    own.begin("elsewhere")
+    assert own.run(4, lambda: "computed") == "computed"
+    assert own.eager_reason.startswith("the model's weights move")
+    own.begin("elsewhere")
+    assert not own.why_eager("decode")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_why_nothing_is_replayed_is_said(is_on, generator):
+    cache = subject("nemotron_h").cache(cuda_graphs=is_on)
+    batch(cache, prompts_of(generator, 5, 9))
+    stats = cache.batch_stats()
+    reason = "CUDA graphs need a CUDA device, the model is on cpu"
+    wanted = reason if is_on else "cuda_graphs is False"
+    assert (stats.eager_reason, stats.prefill_eager_reason) == (wanted, wanted)
+    assert (stats.captures, stats.graph_shapes, stats.graph_bytes) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_are_divided_so_that_they_take_the_least(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -326,7 +395,7 @@ def test_rows_are_divided_so_that_they_take_the_least(seed):
             total += max(area, least) + extra
         return total
 
-    found = split_rows(sizes, most, least=least, extra=extra)
+    found = split_rows(sizes, most, lambda rows, tokens: max(rows * tokens, least) + extra)
     everything = [
         [0, *cuts, count]
         for number in range(count)

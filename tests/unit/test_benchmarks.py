@@ -5,6 +5,7 @@ import random
 
 import bench_control
 import bench_copy
+import bench_rectangles
 import bench_serve
 import bench_step
 import bench_store
@@ -48,6 +49,15 @@ def test_step():
         *bench_step.measure_prompt_lives([(512, 256)], runs=2),
     ]
     assert [one.unit for one in measured] == ["us", "x", "us", "x", "us", "x", "us", "x", "ms"]
+
+
+def test_rectangles(keep):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    options, read = keep
+    bench_rectangles.main(["--family", "tiny", "--rounds", "1", *options])
+    result = read()
+    assert result["batch_stats"]["rectangles"] > 0
+    assert {one["unit"] for one in result["measurements"]} == {"ms", "x"}
 
 
 def test_copy_needs_a_gpu(monkeypatch):

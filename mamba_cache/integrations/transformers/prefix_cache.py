@@ -129,6 +129,8 @@ class PrefixCache:
         max_requests: Requests that ``generate_batch`` runs at once. The states that they read and
             write take room beside the budgets from its first call on, as the caches of ``generate``
             do while they run; their keys and values are in the budget.
+        cuda_graphs: Whether ``generate_batch`` replays decode steps and short chunks of prompts
+            from CUDA graphs. Their memory is beside the budgets; ``batch_stats()`` has it.
         host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
             hold. Default: none are kept there.
         disk_cache_path: A directory in which prefixes outlive the process: a second one with the
@@ -175,6 +177,7 @@ class PrefixCache:
         reuse_answers: bool = True,
         weights_check: WeightsCheck = "full",
         max_requests: int = 64,
+        cuda_graphs: bool = True,
         host_cache_gb: float | None = None,
         disk_cache_path: str | os.PathLike[str] | None = None,
         disk_cache_gb: float = 16.0,
@@ -188,6 +191,7 @@ class PrefixCache:
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
         check_kind("reuse_answers", reuse_answers, bool)
+        check_kind("cuda_graphs", cuda_graphs, bool)
         check_int("max_requests", max_requests, minimum=1)
         verify_hits = check_number("verify_hits", verify_hits, maximum=1)
         max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
@@ -215,6 +219,7 @@ class PrefixCache:
             placement=placement,
             weights_check=weights_check,
             max_requests=max_requests,
+            cuda_graphs=cuda_graphs,
             host_cache_gb=host_cache_gb,
             disk_cache_path=disk_cache_path,
             disk_cache_gb=disk_cache_gb,
@@ -226,11 +231,13 @@ class PrefixCache:
             clock=clock,
             variant=variant,
         )
+        self._num_set_ups = 0  # how often the model was found in another place or dtype
         self._set_up(Listeners())
 
     def _set_up(self, listeners: Listeners) -> None:
         """Learn the model's layers as they are now, and take the memory for their cache."""
         settings = self._settings
+        self._num_set_ups += 1
         self._is_closed = True  # if something here raises
         self._runner = ModelRunner(settings.model, settings.weights_check, settings.variant)
         probed = probe(self._runner, settings.block_size_tokens)
@@ -252,6 +259,7 @@ class PrefixCache:
             placement=settings.placement,
             saves_answers=self._reuse_answers and is_step_exact,
             fewest_tokens=1 if is_step_exact else 2,
+            is_eager=self._why_eager(),
         )
         self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.sample)
         hash_secret = settings.hash_secret
@@ -548,9 +556,18 @@ class PrefixCache:
         except ModelChangedError:
             self._make_new(keeps_graphs=True)
 
+    def _why_eager(self) -> str:
+        """Return why batches use no CUDA graphs, if they are not to."""
+        if not self._settings.cuda_graphs:
+            return "cuda_graphs is False"
+        # Those that are captured for one call would be gone before the next.
+        return "the model is moved or cast from call to call" if self._num_set_ups > 2 else ""
+
     @guarded(waits=True)
     def prepare_batches(self) -> int:
-        """Sets up what ``generate_batch`` needs, which its first call does otherwise.
+        """Sets up what ``generate_batch`` needs, which its first calls do otherwise.
+
+        On a GPU all CUDA graphs are captured, and kernels tuned, behind a progress bar.
 
         Returns:
             Tokens of the longest sequence that can be batched.
@@ -562,7 +579,12 @@ class PrefixCache:
             UnresumableModelError: The model computes something else for several requests at once.
         """
         self._check_ready()
-        return self._ready_batcher().context.config.max_sequence_length
+        batcher = self._ready_batcher()
+        if self._home[0].type == "cuda":  # pragma: no cover - tests/gpu run it
+            self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=None)
+            batcher.prepare()
+            self._runner.fingerprint.confirm()
+        return batcher.context.config.max_sequence_length
 
     @guarded(waits=True)
     def run_batches(self, manager: BatchManager) -> None:
@@ -589,6 +611,7 @@ class PrefixCache:
 
         begin()
         configure(batcher, manager.batching_config)
+        batcher.begin()
         batcher.warm_up(self._batcher_settings.max_requests)
         manager.run(batcher, begin)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -29,10 +31,14 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.decode import DecodeStep, padded_sizes
-from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs
+from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
-from mamba_cache.integrations.transformers.batching.rectangles import ComputedChunks, PrefillStep
+from mamba_cache.integrations.transformers.batching.rectangles import (
+    GRAPH_SIZES,
+    ComputedChunks,
+    PrefillStep,
+)
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -53,6 +59,9 @@ _MOST_OFFERS = 1024
 _MAX_WAIT_STEPS = 64
 """Steps in which a request may wait for a prefix that another one computes."""
 
+_USES = 2
+"""Of a rectangle's shape, after which it is captured."""
+
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
 
@@ -67,6 +76,7 @@ class BatcherSettings:
     placement: CheckpointPlacement
     saves_answers: bool  # keep what is computed while decoding
     fewest_tokens: int  # what a chunk of a prompt must have at least
+    is_eager: str = ""  # why no CUDA graphs are to be used, if so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +94,15 @@ class BatchStats:
         moves: Requests that were put into other rows, so that a smaller batch does for all.
         captures: CUDA graphs captured.
         graph_sizes: Sizes of decode batches that have one now.
+        graph_shapes: How many shapes of rectangles have one now.
+        graph_bytes: Device memory that the graphs there are took.
         warm_up_seconds: Time of all captures, with the runs before them.
         replays: Decode steps that were replayed.
         eager_steps: Decode steps that were not.
         eager_reason: Why the last one of these was not; empty if there was none.
+        prefill_replays: Rectangles that were replayed.
+        eager_prefills: Rectangles of a size that is captured which were not.
+        prefill_eager_reason: Why rectangles are not captured; empty if they are.
     """
 
     steps: int = 0
@@ -100,10 +115,15 @@ class BatchStats:
     moves: int = 0
     captures: int = 0
     graph_sizes: tuple[int, ...] = ()
+    graph_shapes: int = 0
+    graph_bytes: int = 0
     warm_up_seconds: float = 0.0
     replays: int = 0
     eager_steps: int = 0
     eager_reason: str = ""
+    prefill_replays: int = 0
+    eager_prefills: int = 0
+    prefill_eager_reason: str = ""
 
 
 class _AtTheEnd:
@@ -173,7 +193,7 @@ class Batcher:
                 min_computed_tokens=settings.fewest_tokens,
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
-                reuse_answers=settings.saves_answers,
+                publish_decoded_blocks=settings.saves_answers,
                 hash_algorithm=store.hasher.algorithm,
                 hash_secret=store.hash_secret,
             ),
@@ -186,18 +206,17 @@ class Batcher:
         assert self.context.kv_cache is not None
         self._attention = PagedAttention(runner.model, self.context.kv_cache)
         self._decode = DecodeStep(runner, self.context, self._layout, filler, self._attention)
+        self.counts: Counter[str] = Counter()
+        self._graphs = StepGraphs(self.context.device, self.counts)
         self._prefill = PrefillStep(
             runner,
             self.context,
             self._layout,
             filler,
             self._attention,
+            graphs=self._graphs,
             capture=capture,
             fewest_tokens=settings.fewest_tokens,
-        )
-        self.counts: Counter[str] = Counter()
-        self._graphs = DecodeGraphs(
-            self._decode.compute, self._decode.clear_step, self.context.device, self.counts
         )
         self._sizes = padded_sizes(settings.max_requests)
         self._sampler = Sampler(self.context.device)
@@ -208,8 +227,6 @@ class Batcher:
         self._num_requests = 0
         self._faulty: list[BatchRequest] = []  # requests whose last step failed
         self.configure()
-        self._is_eager = ""
-        self._wants_logprobs = False
         self._has_listeners = False
 
     def configure(
@@ -227,7 +244,8 @@ class Batcher:
         own, scheduler = self._settings, self._scheduler
         scheduler.max_chunk_tokens = min(chunk_tokens or own.chunk_tokens, own.chunk_tokens)
         scheduler.max_requests = min(max_requests or own.max_requests, own.max_requests)
-        self._is_eager, self._wants_logprobs = is_eager, wants_logprobs
+        self._is_eager = is_eager or own.is_eager
+        self._wants_logprobs = wants_logprobs
 
     def submit(
         self,
@@ -321,18 +339,53 @@ class Batcher:
         """Requests that are not over."""
         return len(self._scheduler)
 
-    def warm_up(self, most_requests: int | None = None) -> None:
+    def begin(self) -> None:
+        """Look at where the model's weights lie; call it before the first step of each call."""
+        parameters = [*self._runner.model.parameters(), *self._runner.model.buffers()]
+        lies_at = tuple(tensor.data_ptr() for tensor in parameters)
+        self._graphs.begin((self._runner.fingerprint.key, lies_at))
+
+    def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
         """Captures the decode step for the batches that may come, while nobody runs.
 
         They have as many requests as may run at once; None: those that wait.
         """
         count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
-        parameters = [*self._runner.model.parameters(), *self._runner.model.buffers()]
-        lies_at = tuple(tensor.data_ptr() for tensor in parameters)
-        made_for = self._runner.fingerprint.key, lies_at
         sizes = [] if self._is_eager else [size for size in self._sizes if size <= largest]
-        self._graphs.prepare(sizes, made_for)
+        self._graphs.prepare(
+            sizes, self._decode.compute, self._decode.clear_step, shows_progress=shows_progress
+        )
+
+    def prepare(self) -> None:
+        """Capture all that may be captured, while nobody runs; nothing of it stays cached."""
+        self.begin()
+        self.warm_up(self._settings.max_requests, shows_progress=True)
+        if not self._is_eager and not self._prefill.why_eager:
+            self._capture_rectangles()  # pragma: no cover - tests/gpu run it
+
+    def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
+        began, counted = time.perf_counter(), self._graphs.warm_up_seconds
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        longest = min(self.context.config.max_sequence_length, self._settings.chunk_tokens)
+        sizes = [
+            (rows, size)
+            for rows, own in GRAPH_SIZES.items()
+            for size in own
+            if rows <= self._settings.max_requests and rows * size <= longest
+        ]
+        bars: Any = importlib.import_module("tqdm")  # which transformers needs anyway
+        for rows, size in bars.tqdm(sizes, desc="Capturing rectangles"):
+            drawn = torch.randint(
+                self._runner.vocabulary, (rows, size), generator=generator, device="cpu"
+            )
+            for saves_states in (False, True):
+                for _ in range(_USES):
+                    with suppress(CapacityError), self._unseen(drawn.tolist(), saves_states):
+                        step = self.context.begin_step()
+                        self._prefill.compute(step, self._settings.chunk_tokens)
+                        self.context.commit_step([0] * rows)
+        self._graphs.warm_up_seconds = counted + time.perf_counter() - began
 
     def step(self) -> list[BatchRequest]:
         """Compute one step for all that can take part.
@@ -357,7 +410,9 @@ class Batcher:
             return over
         try:
             most = self._scheduler.max_chunk_tokens
-            computed = self._prefill.compute(step, most) if step.prefills else []
+            computed = []
+            if step.prefills:
+                computed = self._prefill.compute(step, most, is_eager=self._is_eager)
             logits = self._compute_decodes(step)
             tokens, firsts = self._choose(step, logits, computed)
             # By now all is enqueued: the comparison of the weights was done beside it.
@@ -436,14 +491,21 @@ class Batcher:
         else:
             decoding.ids = ids
         idle = self._idle_rows(decoding.size)
-        live = self.context.live_states.tensors
-        at = ints_to_device(idle, self.context.device)
-        kept = {name: x.index_select(1, at) for name, x in live.items()} if idle else {}
-        logits = self._graphs.run(decoding.size, is_eager=self._is_eager)
-        for name, states in kept.items():
-            live[name].index_copy_(1, at, states)
+        size = decoding.size
+        compute = partial(self._decode.compute, size)
+        with self._kept(idle) if idle else nullcontext():
+            logits = self._graphs.run(size, compute, is_eager=self._is_eager)
         self.counts["decode_steps"] += 1
         return logits
+
+    @contextmanager
+    def _kept(self, rows: Sequence[int]) -> Iterator[None]:
+        """Leave the live states in rows as they are, whatever the body makes of them."""
+        live, at = self.context.live_states.tensors, ints_to_device(rows, self.context.device)
+        kept = {name: tensor.index_select(1, at) for name, tensor in live.items()}
+        yield
+        for name, states in kept.items():
+            live[name].index_copy_(1, at, states)
 
     def _idle_rows(self, bound: int) -> list[int]:
         """Return the rows below ``bound`` of requests that do not decode in the step."""
@@ -627,30 +689,41 @@ class Batcher:
 
         Of at least two tokens each; returns [vocabulary] logits after the last one of each.
         """
-        blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
-        before.misses = Counter(before.misses)
-        salt, self._placement.is_off = os.urandom(16), True
-        verifier, self._store.verifier = self._store.verifier, None  # nobody asked for these
-        prepared = [
-            self.context.prepare(Request(request_id=n, prompt_tokens=tokens[:-1], cache_salt=salt))
-            for n, tokens in enumerate(sequences)
-        ]
-        try:
-            for one in prepared:
-                self.context.add_request(one)
+        with self._unseen([tokens[:-1] for tokens in sequences]):
             step = self.context.begin_step()
-            self._prefill.compute(step, self.context.config.max_tokens)
+            self._prefill.compute(step, self.context.config.max_tokens, is_eager="it is tried out")
             self.context.commit_step([tokens[-1] for tokens in sequences])
             rows = self.context.begin_step().decode_rows.tolist()
             logits = self._decode.compute(self._size_for(max(rows) + 1))
             return [logits[row].clone() for row in rows]
+
+    @contextmanager
+    def _unseen(
+        self, prompts: Sequence[Sequence[int]], saves_states: bool = False
+    ) -> Iterator[None]:
+        """Add requests that nobody asked for, and forget them and what they cached at the end."""
+        blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
+        before.misses = Counter(before.misses)
+        salt, self._placement.is_off = os.urandom(16), not saves_states
+        verifier, self._store.verifier = self._store.verifier, None
+        counts = Counter(self.counts)
+        prepared = [
+            self.context.prepare(Request(request_id=n, prompt_tokens=tokens, cache_salt=salt))
+            for n, tokens in enumerate(prompts)
+        ]
+        try:
+            for one in prepared:
+                self.context.add_request(one)
+            yield
         finally:
             self._placement.is_off, self._store.verifier = False, verifier
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
                 blocks.deregister_blocks(blocks.match_prefix(one.hashes))
             self._store.counters.restore(before)
+            captures = self.counts["captures"]
             self.counts.clear()
+            self.counts.update(counts | Counter(captures=captures))
 
     def stats(self) -> BatchStats:
         """Return what was done so far."""
@@ -658,8 +731,11 @@ class Batcher:
         return BatchStats(
             **counts,
             graph_sizes=graphs.sizes,
+            graph_shapes=graphs.num_shapes,
+            graph_bytes=graphs.num_bytes,
             warm_up_seconds=graphs.warm_up_seconds,
             eager_reason=graphs.eager_reason,
+            prefill_eager_reason=self._is_eager or self._prefill.why_eager,
         )
 
     def drop(self) -> None:
@@ -679,7 +755,6 @@ class Batcher:
         self._clear()
         if not keeps_graphs:
             self._graphs.forget()
-            self._graphs.warm_up_seconds, self._graphs.eager_reason = 0.0, ""
         self.counts.clear()
         self.context.reset()
 

@@ -108,8 +108,9 @@ class BatchCall:
         """Run the requests to their ends; return a ``GenerationOutput`` for each request id."""
         configure(batcher, self._batching)
         made = [self._submit(batcher, index) for index in range(len(self.prompts))]
+        batcher.begin()
         if warms_up:
-            batcher.warm_up()
+            batcher.warm_up(shows_progress=shows_progress)
         total = batcher.num_unfinished
         with _progress(total, is_shown=shows_progress) as bar:
             while batcher.num_unfinished:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._to_device import to_device
 from mamba_cache.context import (
     CapturedExtractions,
@@ -20,6 +21,7 @@ from mamba_cache.context import (
     Step,
 )
 from mamba_cache.errors import ModelChangedError
+from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture, state_index
@@ -27,7 +29,7 @@ from mamba_cache.integrations.transformers.layers import CacheFiller, read_layer
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
-__all__ = ["ComputedChunks", "PrefillStep", "RectangleShape", "split_rows"]
+__all__ = ["GRAPH_SIZES", "ComputedChunks", "PrefillStep", "RectangleShape", "split_rows"]
 
 _FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
 """By device, in tokens computed: what a forward costs at least, and what it costs beside its own.
@@ -35,6 +37,14 @@ _FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
 On a GPU launches alone take as long as some 2,000 tokens (H200, eager: 43 ms for Nemotron-H-8B's
 shape, 93 ms for a Granite-4-like one); on a CPU a forward costs little more than its tokens.
 """
+
+GRAPH_SIZES = {1: (64, 128, 256, 512, 1024)} | dict.fromkeys((2, 4, 8), (64, 128, 256))
+"""Rows of rectangles that are captured in CUDA graphs, and tokens of each row.
+
+Of more tokens than some 2,000 the GPU takes longer than the launches (see above).
+"""
+
+_MAX_CAPTURED_CHECKPOINTS = 3
 
 _current = threading.local()
 """The thread's ``last_tokens``: the rows and columns whose logits are needed, if not all."""
@@ -45,7 +55,7 @@ class ComputedChunks:
     """What a forward over chunks of prompts left."""
 
     requests: tuple[ScheduledRequest, ...]  # the chunks, in the order of the rows
-    logits: torch.Tensor  # [rows or more, vocabulary] after the last token of each
+    logits: torch.Tensor  # [rows, vocabulary] after the last token of each
     num_padded: int  # tokens of padding that were computed beside the chunks
 
 
@@ -111,6 +121,7 @@ class PrefillStep:
         filler: CacheFiller,
         attention: PagedAttention,
         *,
+        graphs: StepGraphs,
         capture: StateCapture | None,
         fewest_tokens: int,
     ) -> None:
@@ -119,6 +130,9 @@ class PrefillStep:
         self._layout = layout
         self._filler = filler
         self._attention = attention
+        self._graphs = graphs
+        self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of those that may be captured
+        self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
         self._fewest_tokens = fewest_tokens
@@ -129,27 +143,64 @@ class PrefillStep:
         parts = layout.layout.layers
         self._num_states = sum(len(one.convs) + len(one.recurrents) for one in parts)
 
-    def compute(self, step: Step, max_tokens: int) -> list[ComputedChunks]:
-        """Compute all chunks of a step, each forward of at most ``max_tokens``, padding included.
+    def compute(self, step: Step, max_tokens: int, *, is_eager: str = "") -> list[ComputedChunks]:
+        """Compute all chunks of a step: keys, values, live states and checkpoints are written.
 
-        A chunk that is longer is a forward of its own.
+        Args:
+            step: The step in flight.
+            max_tokens: Tokens of a forward with more than one row, padding included.
+            is_eager: Why no CUDA graphs are to be used, if so.
         """
         computed, is_captured = [], True
-        for group in self._split(self._place(step), max_tokens):
+        most = 0 if is_eager or self.why_eager else max_tokens
+        for group in self._split(self._place(step), max_tokens, most):
             shape, rows = self._describe(group)
-            inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
-            logits, has_all = self.forward(shape, inputs)
-            is_captured &= has_all
+            fitted = _fit(shape, most)
+            if fitted is None:
+                inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
+                logits = self._forward(shape, inputs)
+            else:
+                logits = self._run(fitted, rows)
+            is_captured &= self._has_all
             requests = tuple(chunk.request for chunk in group)
+            shape = fitted or shape
             num_tokens = sum(request.num_tokens for request in requests)
             num_padded = shape.num_rows * shape.num_tokens - num_tokens
-            computed.append(ComputedChunks(requests, logits, num_padded))
+            computed.append(ComputedChunks(requests, logits[: len(rows)], num_padded))
         metadata = step.metadata
         if metadata.num_checkpoints and is_captured:
             lengths = metadata.num_chunks, metadata.num_prefill_tokens
             layers = range(self._layout.num_state_layers)
             self._context.count_extractions(CapturedExtractions(dict.fromkeys(layers, lengths)))
         return computed
+
+    def _run(self, shape: RectangleShape, rows: list[list[int]]) -> torch.Tensor:
+        """Compute a rectangle that may be captured; rows that are missing repeat the first one."""
+        # They write what that one writes, to the same places.
+        numbers = torch.tensor(rows + rows[:1] * (shape.num_rows - len(rows)), device="cpu")
+        given = to_device(numbers, self._context.device)
+        inputs = self._room_for(shape, given).copy_(given)
+        self._has_all = True  # or it raises
+        # The next rectangle of a step may be replayed from the same graph.
+        return self._graphs.run(shape, partial(self._forward, shape, inputs)).clone()
+
+    @outside_inference_mode  # every call writes to it
+    def _room_for(self, shape: RectangleShape, like: torch.Tensor) -> torch.Tensor:
+        """Return where the numbers of a captured rectangle's rows always are."""
+        if shape not in self._inputs:
+            self._inputs[shape] = torch.empty_like(like)
+        return self._inputs[shape]
+
+    def _forward(self, shape: RectangleShape, inputs: torch.Tensor) -> torch.Tensor:
+        logits, self._has_all = self.forward(shape, inputs)
+        return logits
+
+    @property
+    def why_eager(self) -> str:
+        """Why no rectangles are captured; empty if they are."""
+        if self._capture is None:
+            return "the model's states are not what functions return: no padding would be neutral"
+        return self._graphs.why_eager("prefill")
 
     def put_back(self) -> None:
         """Undo what a forward that broke off has replaced."""
@@ -164,18 +215,28 @@ class PrefillStep:
             first += request.num_tokens
         return placed
 
-    def _split(self, chunks: Sequence[_Placed], max_tokens: int) -> Iterator[Sequence[_Placed]]:
-        """Put chunks together so that padding costs less than the forwards it saves."""
+    def _split(
+        self, chunks: Sequence[_Placed], max_tokens: int, most_captured: int
+    ) -> Iterator[Sequence[_Placed]]:
+        """Put chunks together so that padding costs less than the forwards it saves.
+
+        Rectangles of up to ``most_captured`` tokens may be replayed from CUDA graphs.
+        """
         alike: dict[object, list[_Placed]] = {}
         for chunk in chunks:
             size = chunk.request.num_tokens
             key = None if self._capture is not None else (size, chunk.request.start == 0)
             alike.setdefault(key, []).append(chunk)
         least, extra = _FORWARD_TOKENS.get(self._context.device.type, (0, 0))
+
+        def cost(rows: int, tokens: int) -> int:
+            size = _graph_size(rows, tokens, most_captured)
+            return extra + (max(rows * tokens, least) if size is None else size[0] * size[1])
+
         for group in alike.values():
             group.sort(key=lambda chunk: -chunk.request.num_tokens)
             sizes = [chunk.request.num_tokens for chunk in group]
-            bounds = split_rows(sizes, max_tokens, least=least, extra=extra)
+            bounds = split_rows(sizes, max_tokens, cost)
             for begin, end in pairwise(bounds):
                 yield sorted(group[begin:end], key=lambda chunk: chunk.place)
 
@@ -240,8 +301,8 @@ class PrefillStep:
         # Padding repeats a row's last token, at its position: no number of it is out of range.
         at = first[:, None] + torch.minimum(columns, lengths[:, None] - 1)
         slots = metadata["kv_slot_mapping"][at]
-        is_written = (slots >= 0) & (columns < lengths[:, None])
-        slots = torch.where(is_written, slots, self._dummy_slot).flatten()
+        is_lost = (slots < 0) | (columns >= lengths[:, None])
+        slots = slots.masked_fill(is_lost, self._dummy_slot).flatten()
         positions = metadata["positions"][at]
         live_rows = metadata["state_rows"][places].long()
         live = self._context.live_states.tensors
@@ -255,6 +316,7 @@ class PrefillStep:
         run = _make_run(shape, lengths, ends)
         run.is_kernel = self._has_kernels
         run.num_written = [0]
+        cache = self._make_cache(shape, states)  # by the configuration as it is, unreplaced
         with ExitStack() as during:
             during.enter_context(
                 self._attention.during(
@@ -265,7 +327,6 @@ class PrefillStep:
                     positions[:, 0],
                 )
             )
-            cache = self._make_cache(shape, states)
             if self._capture is not None and shape.num_tokens > 1:
                 during.enter_context(self._capture.scanning(run))
                 self._tap(during, cache, run, rooms)
@@ -349,14 +410,33 @@ class PrefillStep:
                 view.copy_(now)
 
 
-def split_rows(sizes: Sequence[int], max_tokens: int, *, least: int, extra: int) -> list[int]:
+def _graph_size(rows: int, tokens: int, most_tokens: int) -> tuple[int, int] | None:
+    """Return rows and tokens of the rectangle that is captured for one of these; None: none is."""
+    for size in GRAPH_SIZES:
+        fitting = [own for own in GRAPH_SIZES[size] if own >= tokens and size * own <= most_tokens]
+        if size >= rows and fitting:
+            return size, fitting[0]
+    return None
+
+
+def _fit(shape: RectangleShape, most_tokens: int) -> RectangleShape | None:
+    """Return the shape that is captured for a rectangle; None: it is too large."""
+    size = _graph_size(shape.num_rows, shape.num_tokens, most_tokens)
+    if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
+        return None
+    rows, tokens = size
+    # A row is cut where it likes: before its first checkpoint may be all of it.
+    widths = [min(max(64, 1 << (width - 1).bit_length()), tokens) for width in shape.widths]
+    return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
+
+
+def split_rows(sizes: Sequence[int], max_tokens: int, cost: Callable[[int, int], int]) -> list[int]:
     """Divide rows into rectangles that take the least time together.
 
     Args:
         sizes: Tokens of each row, descending.
         max_tokens: Tokens of a rectangle, padding included, unless it has one row.
-        least: Tokens that a forward's fixed work takes as long as, which its own hide.
-        extra: Tokens that what nothing hides takes as long as.
+        cost: Of a forward over so many rows of so many tokens.
 
     Returns:
         The row with which each rectangle begins, ascending, and the number of rows.
@@ -368,9 +448,9 @@ def split_rows(sizes: Sequence[int], max_tokens: int, *, least: int, extra: int)
             tokens = sizes[begin] * (end - begin)
             if tokens > max_tokens and begin < end - 1:
                 break  # more rows before it are longer still
-            cost = costs[begin] + max(tokens, least) + extra
-            if best < 0 or cost <= best:
-                best, begin_of_best = cost, begin
+            total = costs[begin] + cost(end - begin, sizes[begin])
+            if best < 0 or total <= best:
+                best, begin_of_best = total, begin
         costs.append(best)
         begins.append(begin_of_best)
     bounds = [len(sizes)]
