@@ -220,7 +220,7 @@ class RemoteTier(QueuedTier):
 
     def ask(self, keys: Sequence[EntryKey], found: Found) -> bool:
         """Queue a question which entries the store has, as ``AskedTier`` says."""
-        if not self.is_healthy:
+        if self._is_forked:
             return False
         with self._lock:
             if not self._takes_calls or len(self._asks) >= self._max_queued:

@@ -76,28 +76,6 @@ def test_an_entry_is_stored_in_this_order(bench) -> None:
     assert bench.tier.has_many([facts_of(1).key, facts_of(2).key]) == [True, False]
 
 
-@pytest.mark.parametrize("job", ["ask", "load", "put"])
-def test_flush_waits_until_who_asked_has_been_told(bench, job) -> None:
-    """A caller who flushes and then looks at its answers finds all of them."""
-    facts, is_told, goes_on = facts_of(1), threading.Event(), threading.Event()
-
-    def done(_answer):
-        is_told.set()
-        assert goes_on.wait(60)
-
-    if job == "ask":
-        assert bench.tier.ask([facts.key], done)
-    elif job == "load":
-        assert bench.tier.load(facts, buffer_for(facts), done)
-    else:
-        assert bench.tier.put(facts, payload_of(1), done)
-    assert is_told.wait(60)
-    bench.tier.check_invariants()
-    assert not bench.tier.flush(0.01)
-    goes_on.set()
-    assert bench.tier.flush(60)
-
-
 def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
     """Neither by this process, which knows, nor by another, which asks; a minute later it asks."""
     assert bench.put(1) is None
@@ -112,16 +90,6 @@ def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
     assert calls == [("exists_many", [str(facts_of(1).key)])] * 2
     assert (other.tier.stats().found_stored, other.tier.stats().stored) == (1, 0)
     other.tier.close()
-
-
-def test_the_second_use_is_written(monkeypatch) -> None:
-    bench = Bench(monkeypatch, write_on_use=2)
-    assert bench.put(1) is False
-    assert bench.names() == []
-    assert bench.put(1) is None
-    assert bench.ask(1) == [True]
-    assert bench.tier.stats().dropped == {"first_use": 1}
-    bench.tier.close()
 
 
 @pytest.mark.parametrize(
@@ -252,23 +220,6 @@ def test_what_is_known_to_be_wrong_is_not_found_again(bench) -> None:
     assert bench.put(1) is None
     assert [name for name, _ in calls][:2] == ["remove", "remove"]
     assert bench.load(1) == bytes(payload_of(1))
-
-
-def test_nothing_is_removed_by_a_tier_that_has_ended(bench) -> None:
-    bench.put(1)
-    bench.tier.close()
-    bench.tier.remove(facts_of(1).key)
-    assert str(facts_of(1).key) in bench.names()
-
-
-def test_a_forked_process_removes_nothing(bench, monkeypatch) -> None:
-    """Locks and threads are its parent's."""
-    assert bench.put(1) is None
-    with monkeypatch.context() as forked:
-        forked.setattr(type(bench.tier), "_is_forked", True)
-        bench.tier.remove(facts_of(1).key)
-    assert bench.tier.flush(PATIENCE)
-    assert bench.load(1) == payload_of(1)
 
 
 def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -> None:
@@ -525,22 +476,6 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     assert [bench.load(1), bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2 + [False]
 
 
-def test_callers_that_raise_end_no_thread(bench, monkeypatch) -> None:
-    errors = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
-
-    def fail(_):
-        raise ValueError("of the caller")
-
-    assert bench.tier.put(facts_of(1), payload_of(1), fail)
-    bench.end()
-    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), fail)
-    assert bench.tier.ask([facts_of(1).key], fail)
-    bench.end()
-    assert len(errors) == 3
-    assert bench.load(1) == bytes(payload_of(1))
-
-
 def test_queues_are_bounded(monkeypatch) -> None:
     bench = Bench(monkeypatch, num_threads=2, max_queued=2)
     bench.put(1)
@@ -748,17 +683,6 @@ def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
     assert bench.tier.has_many(keys) == [False, True, True]
 
 
-def test_a_store_that_fails_between_the_look_and_the_call_takes_nothing(bench, monkeypatch) -> None:
-    """Or what it takes would wait until the store is back."""
-    bench.put(1)
-    bench.faulty.inject("get_many_into", Trouble.FAIL)
-    bench.faulty.inject("health", Trouble.FAIL)
-    assert [bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2
-    monkeypatch.setattr(RemoteTier, "is_healthy", True)
-    assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
-    assert bench.tier.stats().dropped == {"unhealthy": 1}
-
-
 def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeypatch) -> None:
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
@@ -772,14 +696,6 @@ def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeyp
     bench.turn(2.1)
     wait_until(lambda: errors)
     assert bench.ask(1) == [False]
-
-
-def test_close_in_a_forked_process_ends_nothing_of_the_parent(bench, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        bench.tier.close()
-        assert not bench.tier.is_healthy
-    assert bench.put(1) is None
 
 
 def test_a_forked_process_uses_nothing_of_it(bench) -> None:
@@ -854,16 +770,6 @@ def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch, start
     monkeypatch.setattr(threading.Thread, "start", refuse)
     bench.tier.close()
     assert bench.memory._is_closed
-
-
-def test_stats_are_those_of_all_tiers(bench) -> None:
-    bench.put(1)
-    bench.load(1)
-    bench.load(2)
-    stats = bench.tier.stats()
-    assert (stats.name, stats.stored, stats.restored) == ("store", 1, 1)
-    assert (stats.refused, stats.dropped, stats.evicted) == ({"missing": 1}, {}, 0)
-    assert bench.tier.num_queued == 0
 
 
 class Registering(MemoryStore):
