@@ -49,11 +49,16 @@ def running(**options):
         server.close()
 
 
-@pytest.mark.parametrize("batches", [False, True])
-def test_a_forged_block_is_a_miss_in_the_server(folder, batches):
-    options = {"continuous_batching": True} if batches else {}
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What a server without caches answers."""
     with running() as plain:
-        expected, _ = ask(plain, folder, [*PUBLIC, 5, 6])
+        return ask(plain, folder, [*PUBLIC, 5, 6])[0]
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_a_forged_block_is_a_miss_in_the_server(folder, expected, batches):
+    options = {"continuous_batching": True} if batches else {}
     budgets = {"mamba_cache_gb": 0.05, "kv_cache_gb": 0.05, "block_size_tokens": BLOCK}
     with serve.installed(**{**SETTINGS, **budgets}), running(**options) as server:
         for tail in ([], [7, 8, 9], [10, 11]):  # the second one parts from the first

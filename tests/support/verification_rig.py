@@ -18,14 +18,6 @@ def verify(context, hit):
     return context._verifier.judge(hit, compute_prefix(MODEL, context, hit))
 
 
-def corrupt_and_verify(context, *, block):
-    """Changes a KV block of the hit that waits, and has it found."""
-    hit = take(context)
-    blocks = context.kv_block_allocator.match_prefix(hit.hashes)
-    context.kv_cache[0, 0, blocks[block]] += 1
-    assert len(verify(context, hit)) == 1
-
-
 def files_called(call):
     """Files of the package whose functions a call runs."""
     files = set()
