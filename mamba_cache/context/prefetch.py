@@ -17,15 +17,15 @@ from mamba_cache.blocks import BlockHashes
 from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import (
-    AskedTier,
     EntryFacts,
     EntryKey,
     EntryKind,
     HostTier,
     LoadPlanner,
-    LowerTier,
+    QueuedTier,
     Rates,
     Refusal,
+    RemoteTier,
     RowLease,
     quickest,
 )
@@ -357,13 +357,13 @@ class LowerTierLink:
     def __init__(
         self,
         host: HostTier,
-        tier: LowerTier | None,
+        tier: QueuedTier | None,
         *,
         block_size_tokens: int,
         min_computed_tokens: int,
         has_kv: bool,
         host_planner: LoadPlanner,
-        store: AskedTier | None = None,
+        store: RemoteTier | None = None,
         patience_seconds: float = 0.03,
         planner: LoadPlanner | None = None,
         agreement: RankAgreement | None = None,
@@ -387,7 +387,7 @@ class LowerTierLink:
         self._has_broken_off = False
 
     @property
-    def tiers(self) -> list[LowerTier]:
+    def tiers(self) -> list[QueuedTier]:
         """All of them, from the top down."""
         return [each for each in (self.tier, self.store) if each is not None]
 
@@ -432,7 +432,7 @@ class LowerTierLink:
             for tier in self.tiers:
                 self._offer_to(tier, facts)
 
-    def _offer_to(self, tier: LowerTier, facts: EntryFacts) -> None:
+    def _offer_to(self, tier: QueuedTier, facts: EntryFacts) -> None:
         if not tier.is_healthy:
             return
         lease = self._host.read(facts, for_lower=True)
@@ -774,7 +774,7 @@ class LowerTierLink:
         seconds += self._planner.load_seconds(tier_bytes)
         return seconds + self._store_planner.load_seconds(store_bytes)
 
-    def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
+    def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: QueuedTier) -> None:
         """Begin to bring one entry."""
         flight = self._flights.get(facts.key)
         if flight is not None and flight.join(prefetch):

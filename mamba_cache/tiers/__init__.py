@@ -32,9 +32,9 @@ from mamba_cache.tiers.identity import (
     ParallelRank,
     tenant_digest,
 )
+from mamba_cache.tiers.jobs import Done, Found, QueuedTier
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.planner import LoadPlanner, Rates, Resumption, quickest
-from mamba_cache.tiers.protocols import AskedTier, Done, Found, LowerTier
 from mamba_cache.tiers.remote import RemoteTier
 from mamba_cache.tiers.rows import RowLease, RowPool
 from mamba_cache.tiers.transfers import (
@@ -48,7 +48,6 @@ from mamba_cache.tiers.transfers import (
 
 __all__ = [
     "HEADER_BYTES",
-    "AskedTier",
     "CacheFolder",
     "CacheIdentity",
     "CopyJob",
@@ -63,7 +62,6 @@ __all__ = [
     "Found",
     "HostTier",
     "LoadPlanner",
-    "LowerTier",
     "Mark",
     "ModelIdentity",
     "Numerics",
@@ -71,6 +69,7 @@ __all__ = [
     "PayloadMac",
     "Pinner",
     "PlainTransfers",
+    "QueuedTier",
     "Rates",
     "Refusal",
     "RemoteTier",

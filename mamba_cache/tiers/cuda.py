@@ -184,29 +184,21 @@ class _CudaTicket:
         return float(begun.elapsed_time(ended)) / 1e3
 
 
-class _Group(NamedTuple):
-    """Jobs of one kind."""
-
-    entries: _Entries
-    which: slice
-    order: list[int]
-
-
 class _Piece(NamedTuple):
-    """What is measured at once: whole entries of one kind, or a part of one."""
+    """Jobs of one kind, or what is measured at once: whole entries, or a part of one."""
 
     entries: _Entries
     which: slice
     order: list[int]
-    lines: slice | None
-    chunks: slice
+    lines: slice | None = None  # None: all
+    chunks: slice = slice(0)
 
 
-def _pieces(groups: Sequence[_Group], piece_bytes: int) -> Iterator[_Piece]:
+def _pieces(groups: Sequence[_Piece], piece_bytes: int) -> Iterator[_Piece]:
     """Cut copies into pieces, smaller ones at the end: behind a load its last one is compared."""
     smallest = piece_bytes // _SMALLEST
-    left = sum(len(order) * entries.num_bytes for entries, _, order in groups)
-    for entries, which, order in groups:
+    left = sum(len(order) * entries.num_bytes for entries, _, order, *_ in groups)
+    for entries, which, order, *_ in groups:
         index = line = 0
         while index < len(order):
             most = max(smallest, min(piece_bytes, left // 2))
@@ -245,22 +237,22 @@ class _Way:
         self.events[index].record(self.copies)
 
 
-def _rows(groups: Sequence[_Group], jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
+def _rows(groups: Sequence[_Piece], jobs: Sequence[CopyJob]) -> list[tuple[int, int]]:
     """Return the place of each entry, and the address of its row."""
     return [
         (jobs[index].place, entries.memory.address(jobs[index].row))
-        for entries, _, order in groups
+        for entries, _, order, *_ in groups
         for index in order
     ]
 
 
 def _expected(
-    groups: Sequence[_Group], jobs: Sequence[CopyJob], sums: Sequence[torch.Tensor]
+    groups: Sequence[_Piece], jobs: Sequence[CopyJob], sums: Sequence[torch.Tensor]
 ) -> list[tuple[int, int]]:
     """Return the place of each entry, and what is as far before its checksums as its row was."""
     return [
         (jobs[index].place, of_group.data_ptr() + number * of_group[0].nbytes - entries.sums_start)
-        for (entries, _, order), of_group in zip(groups, sums, strict=True)
+        for (entries, _, order, *_), of_group in zip(groups, sums, strict=True)
         for number, index in enumerate(order)
     ]
 
@@ -365,7 +357,7 @@ class CudaTransfers:
             verdicts.copy_(changed, non_blocking=True)
             ended = _event()
             ended.record(way.launches)
-        order = [index for _, _, each in groups for index in each]
+        order = [index for group in groups for index in group.order]
         return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
 
     def wait(self) -> None:
@@ -384,18 +376,18 @@ class CudaTransfers:
         """Return the time between two moments; None if the second one is still to come."""
         return float(begun.elapsed_time(ended)) / 1e3 if ended.query() else None
 
-    def _by_kind(self, jobs: Sequence[CopyJob]) -> list[_Group]:
+    def _by_kind(self, jobs: Sequence[CopyJob]) -> list[_Piece]:
         """Put jobs of a kind together."""
-        groups: list[_Group] = []
+        groups: list[_Piece] = []
         first = 0
         for kind, entries in self._entries.items():
             order = [index for index, job in enumerate(jobs) if job.kind is kind]
             if order:
-                groups.append(_Group(entries, slice(first, first + len(order)), order))
+                groups.append(_Piece(entries, slice(first, first + len(order)), order))
                 first += len(order)
         return groups
 
-    def _new_sums(self, group: _Group) -> torch.Tensor:
+    def _new_sums(self, group: _Piece) -> torch.Tensor:
         shape = len(group.order), group.entries.checksums.num_sums
         return torch.empty(shape, dtype=torch.int64, device=self._device)
 

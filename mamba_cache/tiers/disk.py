@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,13 +37,13 @@ from mamba_cache.tiers.entry import (
 )
 from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.jobs import (
-    Job,
+    Done,
     LoadJob,
     PutJob,
     QueuedTier,
+    RemovalJob,
     report_error,
 )
-from mamba_cache.tiers.protocols import Done
 from mamba_cache.tiers.rows import RowLease, RowPool
 from mamba_cache.tiers.slab import SlabFile, Submit, row_bytes_of
 
@@ -118,7 +117,7 @@ class DiskTier(QueuedTier):
         if num_readers is None:
             num_readers = max(8, min(16, os.cpu_count() or 1))
         num_readers = check_int("num_readers", num_readers, minimum=1, maximum=256)
-        self._removals: deque[_Removal] = deque()
+        self._removals: deque[RemovalJob] = deque()
         super().__init__(write_on_use=write_on_use, max_queued=max_queued, queues=[self._removals])
         sizes = {EntryKind.STATE: state_bytes, EntryKind.KV: kv_bytes}
         for kind, size in sizes.items():
@@ -173,10 +172,7 @@ class DiskTier(QueuedTier):
         return None if self._files[key.kind].has(name) else Refusal.MISSING
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored, as ``LowerTier`` says.
-
-        It is not taken either if it is on its way, or is offered for the first time where only the
-        second counts.
+        """Queue an entry to be stored, as ``QueuedTier`` says.
 
         Raises:
             InvalidArgumentError: It is of another identity, or of another size than the rows.
@@ -190,7 +186,7 @@ class DiskTier(QueuedTier):
         name = self._name_of(key)
         if name is not None:
             self._files[key.kind].wrong.add(name)
-            self._add(self._removals, _Removal(None, key))
+            self._add(self._removals, RemovalJob(None, key))
 
     def _join(self) -> None:
         for thread in self._threads:
@@ -266,7 +262,7 @@ class DiskTier(QueuedTier):
     def _end_queued(self) -> None:
         """End what is queued, for the tier is closed: only what is wrong is still removed."""
         for job in self._take_queued():
-            if isinstance(job, _Removal):
+            if isinstance(job, RemovalJob):
                 self._read(job)
             else:
                 self._end(job, Refusal.ABORTED, "aborted")
@@ -345,10 +341,10 @@ class DiskTier(QueuedTier):
                 taken -= other.num_bytes
         return taken <= spare
 
-    def _read(self, job: LoadJob | _Removal) -> None:
+    def _read(self, job: LoadJob | RemovalJob) -> None:
         """Read and verify an entry, or find it to be wrong."""
         started = time.perf_counter()
-        key = job.expected.key if isinstance(job, LoadJob) else job.key
+        key = job.expected.key if isinstance(job, LoadJob) else job.entry
         file = self._files[key.kind]
         with self._lock:
             lease = file.rows.read(_name(key))
@@ -367,7 +363,7 @@ class DiskTier(QueuedTier):
                     self._try(partial(file.slab.erase_header, lease.row))
             with self._lock:
                 file.rows.release(lease)
-        if isinstance(job, _Removal):
+        if isinstance(job, RemovalJob):
             with self._lock:
                 file.wrong.discard(_name(key))
         self._end(job, refusal)
@@ -473,13 +469,6 @@ class _File(NamedTuple):
     def has(self, name: bytes) -> bool:
         """Say whether an entry can be found."""
         return name in self.rows and name not in self.wrong
-
-
-@dataclass(slots=True, eq=False)
-class _Removal(Job):
-    """An entry that is known to be wrong."""
-
-    key: EntryKey
 
 
 class _DiskRows(RowPool):

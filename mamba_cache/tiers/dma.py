@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 __all__ = ["MOST_PITCH", "Rectangles", "cuda_rectangles"]
 
@@ -15,20 +16,10 @@ _HOST: Final = 1  # CU_MEMORYTYPE_HOST
 _DEVICE: Final = 2  # CU_MEMORYTYPE_DEVICE
 
 
-class Rectangles(Protocol):
-    """Enqueues copies of lines of bytes between pinned memory and a GPU, in one direction."""
-
-    def __call__(  # noqa: PLR0917
-        self,
-        on_host: int,
-        host_pitch: int,
-        on_device: int,
-        device_pitch: int,
-        num_bytes: int,
-        num_lines: int,
-        stream: Any,
-    ) -> None:
-        """Enqueue one."""
+Rectangles: TypeAlias = Callable[[int, int, int, int, int, int, Any], None]
+"""Enqueues a copy of lines of bytes in one direction: address and pitch on the host, both on the
+device, bytes of a line, lines, and the stream, whose device is the current one. A pitch is above
+``MOST_PITCH`` only if there is one line."""
 
 
 class _Memcpy2D(ctypes.Structure):

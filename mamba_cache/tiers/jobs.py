@@ -14,17 +14,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvariantError
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal
 from mamba_cache.tiers.host import TierStats
-from mamba_cache.tiers.protocols import Done
 
-__all__ = ["Job", "LoadJob", "PutJob", "QueuedTier", "report_error"]
+__all__ = ["Done", "Found", "Job", "LoadJob", "PutJob", "QueuedTier", "RemovalJob", "report_error"]
 
 _MAX_FIRST_USES: Final = 2**16
+
+Done: TypeAlias = Callable[[Refusal | None], object]
+"""Called once, from any thread, when a put or a load is over: None, or why it failed."""
+
+Found: TypeAlias = Callable[[list[bool]], object]
+"""Called once, from any thread, with whether each key was found."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +60,27 @@ class PutJob(Job):
     payload: memoryview
 
 
+@dataclass(slots=True, eq=False)
+class RemovalJob(Job):
+    """An entry that is known to be wrong: its key, or the names of its parts in a store."""
+
+    entry: Any
+
+
 _Some = TypeVar("_Some", bound=Job)
 
 
 class QueuedTier(ABC):
-    """A ``LowerTier`` whose threads do what callers queue.
+    """A place for entries below host memory, whose threads do what callers queue.
+
+    No call waits for input or output, and none raises because of it: what goes wrong is a
+    ``Refusal``, which the tier counts too. A tier that is slow, full or broken refuses at once.
 
     Subclasses say which entries they have (``_absence``), and have threads that ``_wait`` for jobs
     and ``_end`` each. The lock is held by whoever reads or changes anything of the tier.
+
+    Attributes:
+        name: What stats call it, such as "disk".
     """
 
     name: str
@@ -124,10 +142,17 @@ class QueuedTier(ABC):
             return self._find(keys)
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored, as ``LowerTier`` says.
+        """Queue an entry to be stored.
 
-        It is not taken either if it is on its way, or is offered for the first time where only the
-        second counts.
+        Args:
+            facts: What it is.
+            payload: [``facts.payload_bytes``] bytes, which nobody changes until ``done``.
+            done: Called when it is stored, or is known not to be.
+
+        Returns:
+            False if it is not taken, and ``done`` is not called: the queue is full, the tier is not
+            healthy, the entry is on its way, or it is offered for the first time where only the
+            second counts.
 
         Raises:
             InvalidArgumentError: It is of another size or another identity than the tier's.
@@ -145,7 +170,17 @@ class QueuedTier(ABC):
         return True
 
     def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
-        """Queue an entry to be read and verified, as ``LowerTier`` says.
+        """Queue an entry to be read and verified: each field of its header, and its MAC.
+
+        Args:
+            expected: What the request derived of it.
+            into: [``expected.payload_bytes``] bytes to write to, until ``done``. They hold the
+                entry only if that was called with None.
+            done: Called when it is there and verified, or is known not to be. An entry that does
+                not match is not found again.
+
+        Returns:
+            False if it is not taken, and ``done`` is not called.
 
         Raises:
             InvalidArgumentError: It is of another size than the tier's.
@@ -181,7 +216,14 @@ class QueuedTier(ABC):
             self._remove_soon(key)
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over and told, as ``LowerTier`` says."""
+        """Wait until what was queued so far is over, and ``done`` has been called for it.
+
+        Args:
+            timeout_seconds: How long. Default: as long as it takes.
+
+        Returns:
+            Whether it is.
+        """
         if self._is_forked:
             return True
         with self._lock:

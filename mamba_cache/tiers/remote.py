@@ -25,14 +25,15 @@ from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryMacs, PayloadMac, Refusal
 from mamba_cache.tiers.jobs import (
+    Found,
     Job,
     LoadJob,
     PutJob,
     QueuedTier,
+    RemovalJob,
     report_error,
 )
 from mamba_cache.tiers.manifest import chunk_slices, manifest_bytes, read_manifest, write_manifest
-from mamba_cache.tiers.protocols import Found
 
 __all__ = ["RemoteTier"]
 
@@ -65,35 +66,14 @@ class _Ask(Job):
 
 
 class _Part(NamedTuple):
-    """A blob of an entry that is to be written: one of its chunks, or its manifest."""
+    """A chunk or the manifest of an entry, and the MAC that it must have if it is read."""
 
-    put: PutJob
+    job: Any  # that of the entry
     number: int
     name: str
     payload: memoryview
-
-
-class _Chunk(NamedTuple):
-    """A chunk of an entry that is to be read, and the MAC that it must have."""
-
-    load: LoadJob
-    number: int
-    name: str
-    into: memoryview
-    payload_mac: PayloadMac
-    mac: bytes
-
-
-@dataclass(slots=True, eq=False)
-class _Probe(Job):
-    """A look whether a store is there. The first one, which has it connect, was queued."""
-
-
-@dataclass(slots=True, eq=False)
-class _Removal(Job):
-    """A bad entry that is to be removed from the store: the keys of its parts, manifest last."""
-
-    names: list[str]
+    payload_mac: Any = None
+    mac: bytes = b""
 
 
 class _Worker:
@@ -163,9 +143,9 @@ class RemoteTier(QueuedTier):
         verifies: bool = True,
     ) -> None:
         self._asks: deque[_Ask] = deque()
-        self._removals: deque[_Removal] = deque()
+        self._removals: deque[RemovalJob] = deque()
         # So that no request waits until the store has connected.
-        self._connecting = deque([_Probe(None)])
+        self._connecting = deque([Job(None)])
         super().__init__(
             write_on_use=write_on_use,
             max_queued=max_queued,
@@ -219,8 +199,16 @@ class RemoteTier(QueuedTier):
             return max(0.0, time.monotonic() - min([heard_at, *calls]))
 
     def ask(self, keys: Sequence[EntryKey], found: Found) -> bool:
-        """Queue a question which entries the store has, as ``AskedTier`` says."""
-        if self._is_forked:
+        """Queue a question which entries the store has, as the store answers.
+
+        Args:
+            keys: Of the entries.
+            found: Called with True or False for each; False where that cannot be known.
+
+        Returns:
+            False if it is not taken, as in ``put``.
+        """
+        if not self.is_healthy:
             return False
         with self._lock:
             if not self._takes_calls or len(self._asks) >= self._max_queued:
@@ -242,7 +230,7 @@ class RemoteTier(QueuedTier):
         self._stored.pop(key, None)
         _remember(self._bad, key, None)
         if self._takes_calls:
-            self._add(self._removals, _Removal(None, [str(key)]))
+            self._add(self._removals, RemovalJob(None, [str(key)]))
 
     def _check_size(self, facts: EntryFacts, payload: memoryview) -> None:
         if len(payload) != facts.payload_bytes:
@@ -367,7 +355,7 @@ class RemoteTier(QueuedTier):
         if self._failures >= _FAILURES_TO_OPEN:
             if self._probe_is_due:
                 self._probe_is_due = False
-                return [_Probe(None)]  # for which nobody waits: no job of the worker's
+                return [Job(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
             jobs = self._take(self._connecting) or self._take(self._asks)
         elif self._loads and self._has_room(sum(each.is_loading for each in self._workers)):
@@ -399,10 +387,10 @@ class RemoteTier(QueuedTier):
         first = jobs[0]
         if isinstance(first, _Ask):
             self._answer(worker, first)
-        elif isinstance(first, _Probe):
+        elif type(first) is Job:  # a look whether the store is there
             self._probe(worker, first)
-        elif isinstance(first, _Removal):
-            self._remove(worker, first.names)
+        elif isinstance(first, RemovalJob):
+            self._remove(worker, first.entry)
             self._finish(worker, first)
         elif isinstance(first, LoadJob):
             self._load_all(worker, [job for job in jobs if isinstance(job, LoadJob)])
@@ -525,7 +513,7 @@ class RemoteTier(QueuedTier):
                 self._know(key, is_there=is_there)
         self._finish(worker, ask)
 
-    def _probe(self, worker: _Worker, probe: _Probe) -> None:
+    def _probe(self, worker: _Worker, probe: Job) -> None:
         """Look whether the store is there."""
         is_first = probe in worker.jobs
         self._call(worker, lambda: [self.store.health().fault], connects=is_first)
@@ -544,7 +532,7 @@ class RemoteTier(QueuedTier):
         sizes = [manifest_bytes(each.expected.payload_bytes, self._chunk_bytes) for each in loads]
         buffers = self._buffers(worker, sizes)
         answers = self._get(worker, [str(each.expected.key) for each in loads], buffers)
-        chunks: list[_Chunk] = []
+        chunks: list[_Part] = []
         for load, answer, buffer in zip(loads, answers, buffers, strict=True):
             manifest = self._manifest_in(load, answer, buffer)
             if isinstance(manifest, Refusal):
@@ -553,22 +541,22 @@ class RemoteTier(QueuedTier):
             payload_mac, chunk_macs = manifest
             parts = self._parts(load.expected, load.into)
             chunks += [
-                _Chunk(load, *part, payload_mac, mac)
+                _Part(load, *part, payload_mac, mac)
                 for part, mac in zip(parts, chunk_macs, strict=True)
             ]
-        left = Counter(chunk.load for chunk in chunks)
+        left = Counter(chunk.job for chunk in chunks)
         for group in _grouped(chunks, _CHUNKS_READ_AT_ONCE):
-            taken = [each for each in group if each.load in worker.jobs]  # not of a refused one
+            taken = [each for each in group if each.job in worker.jobs]  # not of a refused one
             if not taken:
                 continue
-            buffers = self._buffers(worker, [len(chunk.into) for chunk in taken])
+            buffers = self._buffers(worker, [len(chunk.payload) for chunk in taken])
             answers = self._get(worker, [chunk.name for chunk in taken], buffers)
             for chunk, answer, buffer in zip(taken, answers, buffers, strict=True):
-                load = chunk.load
+                load = chunk.job
                 if load not in worker.jobs:
                     continue
                 # What was copied is verified: a store may still write to the buffer.
-                _copy(chunk.into, buffer)
+                _copy(chunk.payload, buffer)
                 refusal = self._refusal(answer, chunk)
                 if refusal is not None:
                     self._refuse(worker, load, refusal, has_manifest=True)
@@ -594,15 +582,15 @@ class RemoteTier(QueuedTier):
             return self._macs.payload_mac(load.expected.key.identity), [b""] * count
         return read_manifest(buffer[:answer], load.expected, self._chunk_bytes, self._macs)
 
-    def _refusal(self, answer: int | StoreFault, chunk: _Chunk) -> Refusal | None:
+    def _refusal(self, answer: int | StoreFault, chunk: _Part) -> Refusal | None:
         """Say what is wrong with a chunk."""
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
         if not self._verifies:
             return None
-        if answer != len(chunk.into):
-            return Refusal.SHORT if answer < len(chunk.into) else Refusal.PAYLOAD_BYTES
-        found = chunk.payload_mac.part(chunk.number, chunk.into)
+        if answer != len(chunk.payload):
+            return Refusal.SHORT if answer < len(chunk.payload) else Refusal.PAYLOAD_BYTES
+        found = chunk.payload_mac.part(chunk.number, chunk.payload)
         return None if hmac.compare_digest(found, chunk.mac) else Refusal.MAC
 
     def _refuse(
@@ -617,7 +605,7 @@ class RemoteTier(QueuedTier):
                 _remember(self._bad, key, None)
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
             if is_bad or (has_manifest and refusal is Refusal.MISSING):
-                self._add(self._removals, _Removal(None, self._names(load.expected)))
+                self._add(self._removals, RemovalJob(None, self._names(load.expected)))
         self._finish(worker, load, refusal)
 
     def _remove(self, worker: _Worker, names: list[str]) -> bool:
@@ -708,18 +696,18 @@ class RemoteTier(QueuedTier):
         """
         macs = {}
         for group in _grouped(parts, at_once):
-            taken = [part for part in group if part.put in worker.jobs]
+            taken = [part for part in group if part.job in worker.jobs]
             if not taken:
                 continue
             buffers = self._buffers(worker, [len(part.payload) for part in taken])
             for part, buffer in zip(taken, buffers, strict=True):
                 _copy(buffer, part.payload)
                 if payload_macs is not None:
-                    macs[part.name] = payload_macs[part.put].part(part.number, buffer)
+                    macs[part.name] = payload_macs[part.job].part(part.number, buffer)
             names = [part.name for part in taken]
             answers = self._call(worker, partial(self.store.put_many, names, buffers))
             self._end_failed(worker, taken, answers, StoreFault.MISSING.value)
-        taken = [part for part in parts if part.put in worker.jobs]
+        taken = [part for part in parts if part.job in worker.jobs]
         if taken:
             names = [part.name for part in taken]
             answers = self._call(worker, partial(self.store.exists_many, names))
@@ -735,9 +723,9 @@ class RemoteTier(QueuedTier):
     ) -> None:
         """End the puts of parts of which an answer is a fault."""
         for part, fault in zip(parts, answers, strict=True):
-            if fault is not None and part.put in worker.jobs:
+            if fault is not None and part.job in worker.jobs:
                 reason = missing if fault is StoreFault.MISSING else fault.value
-                self._finish(worker, part.put, _refusal_of(fault), reason)
+                self._finish(worker, part.job, _refusal_of(fault), reason)
 
     def _buffers(self, worker: _Worker, sizes: Sequence[int]) -> list[memoryview]:
         """Return memory of a worker's own for a call, one buffer behind the other."""
