@@ -84,7 +84,11 @@ class Rows:
         self.num_free = end
 
     def without_references(self, ids: list[int], rows: RowIds) -> list[int]:
-        """Return the cached ones of rows that are held or cached; raise if one is free."""
+        """Return the cached ones of rows that are held or cached.
+
+        Raises:
+            UnknownBlockError: A row is free.
+        """
         refs = values_at(self.ref_at, self.refs, rows)
         if 0 not in refs:
             return []
@@ -104,7 +108,11 @@ class Rows:
         return cached
 
     def release(self, ids: list[int], rows: RowIds) -> list[int]:
-        """Give back a reference to each row; free or return those that have none left."""
+        """Give back a reference to each row; free or return those that have none left.
+
+        Raises:
+            DoubleFreeError: More references of a row are given back than it has.
+        """
         refs = values_at(self.ref_at, self.refs, rows)
         left: list[int] = []
         if len(set(ids)) < len(ids) or refs.count(1) < len(ids):
