@@ -82,7 +82,7 @@ class CacheConfig:
             skipped and counted. Default: three for each request.
         save_decode_states: Save a state when decoding crosses a block boundary, so that the next
             turn of a conversation reuses the answer.
-        publish_decoded_blocks: Make the KV blocks that decoding fills findable. If False, an answer
+        reuse_answers: Make the KV blocks that decoding fills findable. If False, an answer
             is computed again where it comes back in a prompt, for models that compute a single
             token otherwise than a prompt; no states are saved while decoding then.
         num_speculative_tokens: Drafts that a decoding request can bring to a step. With more than
@@ -139,7 +139,7 @@ class CacheConfig:
     min_computed_tokens: int = 1
     max_checkpoints_per_step: int | None = None
     save_decode_states: bool = True
-    publish_decoded_blocks: bool = True
+    reuse_answers: bool = True
     num_speculative_tokens: int = 0
     slot_quantization: Literal["int8"] | None = None
     quantized_tensors: tuple[str, ...] = ("ssm",)
@@ -345,7 +345,7 @@ class CacheConfig:
                 f"{self.slot_quantization!r} a hit differs from a miss by design"
             )
         for name in (
-            "enable_prefix_caching", "save_decode_states", "publish_decoded_blocks",
+            "enable_prefix_caching", "save_decode_states", "reuse_answers",
         ):  # fmt: skip
             if not isinstance(given := getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name} must be a bool, got {given!r}")

@@ -53,7 +53,7 @@ class Checkpoints:
         self._block_size = config.block_size_tokens
         self._is_on = config.enable_prefix_caching
         self._min_computed_tokens = config.min_computed_tokens
-        self.publishes_decoded_blocks = config.publish_decoded_blocks
+        self.reuses_answers = config.reuse_answers
         self._save_decode_states = config.save_decode_states
         self._max_inside = self._room = config.checkpoints_per_step
         # States that hits have used, by slot, so that there are never more than slots.
@@ -88,7 +88,7 @@ class Checkpoints:
     def saves_while_decoding(self, active: ActiveRequest) -> bool:
         """Say whether states of a request may be saved while it decodes."""
         wants = self._save_decode_states or bool(active.checkpoint_positions)
-        return self._is_on and self.publishes_decoded_blocks and wants
+        return self._is_on and self.reuses_answers and wants
 
     def plan_decode(self, active: ActiveRequest) -> None:
         """Plan the checkpoint of a decoding request that may end a block in the next step."""

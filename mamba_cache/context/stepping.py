@@ -260,7 +260,7 @@ class StepRunner:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
         hashes = active.take_over()
         if checkpoint is None:
-            if self._checkpoints.publishes_decoded_blocks:
+            if self._checkpoints.reuses_answers:
                 self._checkpoints.publish_blocks(active, hashes)
             return
         active.checkpoint = None

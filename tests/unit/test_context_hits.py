@@ -134,7 +134,7 @@ def test_decode_states_can_be_left_out():
 
 def test_what_was_decoded_can_be_left_out_altogether():
     """Also where somebody asked for a state in the answer."""
-    context = make_context(make_config(publish_decoded_blocks=False))
+    context = make_context(make_config(reuse_answers=False))
     answer = generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])[0]
     match = context.match(Request(request_id="next", prompt_tokens=[*PROMPT, *answer]))
     complete = len(PROMPT) // BLOCK

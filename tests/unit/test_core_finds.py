@@ -158,7 +158,7 @@ def test_prefixes_of_any_dtype_are_compared(dtype):
 
 @pytest.mark.parametrize(
     "name",
-    ["enable_prefix_caching", "save_decode_states", "publish_decoded_blocks"],
+    ["enable_prefix_caching", "save_decode_states", "reuse_answers"],
 )
 def test_settings_that_say_yes_or_no_are_bools(name):
     """What a file or the environment says as "false" turned it on."""

@@ -193,7 +193,7 @@ class Batcher:
                 min_computed_tokens=settings.fewest_tokens,
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
-                publish_decoded_blocks=settings.saves_answers,
+                reuse_answers=settings.saves_answers,
                 hash_algorithm=store.hasher.algorithm,
                 hash_secret=store.hash_secret,
             ),
