@@ -147,19 +147,11 @@ class StateCapture:
         num_tokens: int,
         rooms: Mapping[int, SequenceMemory],
     ) -> Iterator[set[int]]:
-        """Capture the states of the forward that runs inside.
+        """Capture states of the forward that runs inside, over ``num_tokens`` from ``start`` on.
 
-        Args:
-            cache: The transformers cache that the forward is given.
-            start: Tokens in the cache before the forward.
-            num_tokens: Tokens that the forward computes of the sequence.
-            rooms: By position, a number of tokens of the sequence that lies inside the forward:
-                where the state at it goes; windows are of their full width, and what the position
-                leaves of it is zeroed at the end.
-
-        Yields:
-            A set into which, when the forward has ended, the positions are put whose states were
-            captured whole. A position that is missing has left garbage in its room.
+        ``rooms`` has the room for the state at each position; windows are of their full width, and
+        what the position leaves of it is zeroed at the end. Yields a set into which, when the
+        forward has ended, the positions are put whose states were captured whole.
         """
         positions = sorted(rooms)
         cuts = tuple(position - start for position in positions)

@@ -144,16 +144,7 @@ def _next_parting(
 
 
 def read_checkpoints(checkpoints: Any, lengths: Sequence[int]) -> list[list[int]]:
-    """Return what a caller names as checkpoints, a list for each row.
-
-    Args:
-        checkpoints: Ints for all rows, or a collection of ints for each row.
-        lengths: Tokens of each row without its padding.
-
-    Raises:
-        InvalidArgumentError: It is neither, there are not as many as rows, or one is not within its
-            prompt.
-    """
+    """Return what a caller names as checkpoints, a list for each of the rows of these lengths."""
     named = as_items("checkpoints", checkpoints, "ints, or a list of ints for each row")
     if any(_is_collection(item) for item in named):
         if len(named) != len(lengths):

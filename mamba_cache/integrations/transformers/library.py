@@ -12,13 +12,7 @@ __all__ = ["is_same", "transformers"]
 
 
 def transformers() -> Any:
-    """Return the library's module.
-
-    Raises:
-        MissingExtraError: It is not installed.
-        UnsupportedVersionError: It is too old to keep the states of linear attention in cache
-            layers.
-    """
+    """Return the library's module."""
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:

@@ -144,10 +144,6 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     That joins what the caller gave, his ``generation_config``, the model's, and the library's
     defaults. The library joins them in one method, which is called here with what ``generate`` will
     call it with: so it cannot come to another result. Nothing of ``options`` is changed.
-
-    Raises:
-        InvalidArgumentError: Something that is set cannot be served; the message says why.
-        UnsupportedVersionError: The library has no such method.
     """
     given = {name: value for name, value in options.items() if value is not None}
     _refuse(given)
@@ -192,16 +188,9 @@ def without_text_types(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> Any:
-    """Decides whether the answers of a batch can be made, and returns the configuration of them.
+    """Return the configuration of a batch's answers, joined as ``generate`` joins it, or refuse it.
 
     ``options`` change the ``config`` that was given, or the model's where it is None.
-
-    Returns:
-        A configuration of its own, joined as ``generate`` joins it.
-
-    Raises:
-        InvalidArgumentError: Something that is set cannot be served; the message says why.
-        UnsupportedVersionError: The library cannot tell what is set.
     """
     given = {name: value for name, value in options.items() if value is not None}
     _refuse(given)
@@ -246,12 +235,7 @@ class OptionsReader:
         self._served: ServedOptions | None = None
 
     def read(self, options: Mapping[str, Any]) -> ServedOptions:
-        """Does what ``read_options`` does.
-
-        Raises:
-            InvalidArgumentError: Something that is set cannot be served.
-            UnsupportedVersionError: The library cannot tell what it will do.
-        """
+        """Does what ``read_options`` does."""
         asked, code = self._what_is_read(options), _code_of(self._model)
         is_known = self._served is not None and all(map(is_, code, self._code))
         if self._served is not None and is_known and is_same(asked, self._asked):

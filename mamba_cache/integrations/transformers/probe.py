@@ -63,11 +63,6 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
     layers keep is compared, and the logits. What rounding does to this model is measured: whole
     runs over embeddings that are rounded otherwise differ from each other by no more. Products are
     of all digits meanwhile: with few of them one kernel's sums are far from another's.
-
-    Raises:
-        InvalidArgumentError: The model's cache is not of a kind that can be taken apart.
-        UnresumableModelError: The model does not go on correctly from a saved state; the message
-            names the layer, and by how much it is off.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = _random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
@@ -154,14 +149,11 @@ class _Rounding:
 
 
 def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | None:
-    """Try whether states can be taken out of the middle of a forward.
+    """Return what captures states of a forward; None if the model's scans give none, or wrong ones.
 
     Random tokens are run whole, while the state after a block is captured, and in two parts, the
     first of which ends there. Both ways compute the end of the sequence, so what they differ by
     there is rounding.
-
-    Returns:
-        What captures states; None if the model's scans are not found, or do not give them right.
     """
     block, generator = layout.block_size_tokens, torch.Generator().manual_seed(1)
     tokens = _random_tokens(runner, block + _SUFFIX_TOKENS, generator)

@@ -43,9 +43,6 @@ class PromptHint:
     Attributes:
         will_continue: As in ``Request``.
         source: Likewise.
-
-    Raises:
-        InvalidArgumentError: One of them is of a wrong kind.
     """
 
     will_continue: bool | None = None
@@ -61,18 +58,7 @@ def _prompt(row: npt.NDArray[np.int32], padding: int) -> Prompt:
 
 
 def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int) -> None:
-    """Check a batch.
-
-    Args:
-        input_ids: [rows, length] token ids.
-        attention_mask: [rows, length], 0 for padding, which is on the left, and 1 for all else;
-            None: it was not given.
-        vocabulary: Token ids are less than this.
-
-    Raises:
-        InvalidArgumentError: The ids are no such tensor, or the mask is none, or it has zeros
-            anywhere but on the left, or nothing else.
-    """
+    """Check a batch: [rows, length] ids, and a mask with zeros on the left only, or None."""
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in _ID_DTYPES:
         raise InvalidArgumentError(
             f"input_ids must be an int64 or int32 tensor [rows, length] of at least one token, got "
@@ -105,14 +91,7 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
 def pad_prompts(
     prompts: Any, vocabulary: int, pad_token_id: int | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a batch of prompts, a list of lists of token ids, padded on the left.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, [prompts, length of the longest] int64 each.
-
-    Raises:
-        InvalidArgumentError: There is no prompt, one is empty, or it holds what is no token id.
-    """
+    """Return prompts padded on the left, and their mask: [prompts, longest] int64 each."""
     if isinstance(prompts, Mapping):
         raise InvalidArgumentError(
             f"prompts must be token ids, got {type(prompts).__name__}: unpack it, as in "
@@ -139,11 +118,7 @@ def pad_prompts(
 
 
 def read_prompts(prompts: Any, vocabulary: int) -> list[npt.NDArray[np.int32]]:
-    """Return the token ids of each of a collection of prompts, of which there may be none.
-
-    Raises:
-        InvalidArgumentError: It is none, or one of them is no such prompt.
-    """
+    """Return the token ids of each of a collection of prompts, of which there may be none."""
     if isinstance(prompts, (str, bytes, Mapping)):
         raise InvalidArgumentError(
             f"inputs must be prompts, each a list of token ids, got {_described(prompts)}"
@@ -154,17 +129,7 @@ def read_prompts(prompts: Any, vocabulary: int) -> list[npt.NDArray[np.int32]]:
 
 
 def read_prompt(input_ids: Any, vocabulary: int, name: str = "the prompt") -> npt.NDArray[np.int32]:
-    """Return one prompt's token ids.
-
-    Args:
-        input_ids: A tensor [1, length] or [length], or a list of ints.
-        vocabulary: Token ids are less than this.
-        name: What it is called in messages.
-
-    Raises:
-        InvalidArgumentError: It is none of these, or more than one prompt, or empty, or it holds
-            what is no token id.
-    """
+    """Return the token ids of one prompt: a tensor [1, length] or [length], or a list of ints."""
     if isinstance(input_ids, torch.Tensor):
         rows = input_ids[None] if input_ids.dim() == 1 else input_ids
         check_prompts(rows, None, vocabulary)
@@ -185,15 +150,9 @@ def read_prompt(input_ids: Any, vocabulary: int, name: str = "the prompt") -> np
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
-    """Take a batch apart.
+    """Return the rows of a batch; None if its mask hides more than columns on the left.
 
-    Args:
-        input_ids: [rows, length] token ids.
-        attention_mask: [rows, length], 0 for what the model is not to see; None: it sees all.
-
-    Returns:
-        The rows; None if the mask hides more than columns on the left, so that token ids alone do
-        not tell what the model sees.
+    Token ids alone do not tell then what the model sees.
     """
     ids = input_ids.cpu().numpy().astype(np.int32)
     if attention_mask is None:

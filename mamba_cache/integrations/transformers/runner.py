@@ -34,12 +34,6 @@ class ModelRunner:
         model: A causal language model of transformers.
         fingerprint: Whether it is still the same.
         cache_name: The argument of the model's forward that takes its cache.
-
-    Raises:
-        InvalidArgumentError: It is no such model, has no cache, or is in training mode.
-        UnresumableModelError: Its rotary embedding depends on the length of the sequence.
-        MissingExtraError: transformers is not installed.
-        UnsupportedVersionError: It is too old.
     """
 
     def __init__(
@@ -86,11 +80,7 @@ class ModelRunner:
         return 1
 
     def check_mode(self) -> None:
-        """Checks that the model is not in training mode.
-
-        Raises:
-            InvalidArgumentError: It is, so that dropout would make each run another.
-        """
+        """Checks that the model is not in training mode."""
         if self.model.training:
             raise InvalidArgumentError("the model must not be in training mode: call model.eval()")
 
@@ -119,12 +109,7 @@ class ModelRunner:
         self.forward([3], cache, 3)
 
     def learn(self, cache: Any) -> tuple[LayerParts, ...]:
-        """Finds out what each layer of a filled cache keeps.
-
-        Raises:
-            InvalidArgumentError: A layer is of a kind that is not known, none has a state, or they
-                are on several devices.
-        """
+        """Finds out what each layer of a filled cache keeps."""
         layers = learn_layers(cache)
         memory = read_layers(cache, layers, 0)
         devices = {str(t.device) for t in (*memory.states, *memory.windows, *memory.tokens)}
@@ -146,17 +131,11 @@ class ModelRunner:
         *,
         logits_to_keep: int = 1,
     ) -> torch.Tensor:
-        """Computes tokens of several sequences, equally many of each.
+        """Compute tokens of several sequences, equally many of each, and return their logits.
 
-        Args:
-            ids: [rows, n] int64, on the model's device.
-            positions: [rows, n] int64 likewise: where in their sequences they are.
-            cache: What the model's layers kept of the tokens before; it is updated.
-            logits_to_keep: Of how many last tokens logits are needed; 0: of all.
-
-        Returns:
-            [rows, tokens, vocabulary] logits, of as many tokens or, where the model cannot leave
-            out the others, of all.
+        ``ids`` and ``positions`` are [rows, n] int64 on the model's device. Logits are [rows,
+        tokens, vocabulary] of the last ``logits_to_keep`` tokens (0: of all), or of all where the
+        model cannot leave out the others.
         """
         options: dict[str, Any] = {self.cache_name: cache, "use_cache": True}
         if "logits_to_keep" in self._accepts:

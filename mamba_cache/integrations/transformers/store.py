@@ -234,9 +234,6 @@ class PrefixStore:
         """Matches a prompt and holds what was found until the record is closed.
 
         The arguments are those of ``SoughtPrompt``; ``lora_id`` stands for the model's settings.
-
-        Raises:
-            InvalidArgumentError: What is given are no token ids, or no salt.
         """
         self.pins.expire()
         size = self.layout.block_size_tokens
@@ -323,11 +320,7 @@ class PrefixStore:
             self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
 
     def check_invariants(self) -> None:
-        """Checks the books, between calls.
-
-        Raises:
-            InvariantError: They contradict themselves, or something is still held.
-        """
+        """Checks the books, between calls."""
         self.kv_blocks.check_invariants()
         self.slots.check_invariants()
         check_states_of_blocks(self.slots)
@@ -428,11 +421,7 @@ class SequenceRecord:
         return [StateProposal(self._prompt_seen, depth, kind, is_asked)]
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Goes on with tokens.
-
-        Raises:
-            InvalidArgumentError: They are no token ids.
-        """
+        """Goes on with tokens."""
         self._chain.append(tokens)
         self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=np.int32)])
 
@@ -448,14 +437,10 @@ class SequenceRecord:
         return saved if dtypes is None else saved.to_dtypes(dtypes)
 
     def reserve_states(self, positions: Iterable[int]) -> dict[int, SequenceMemory]:
-        """Takes slots for states that the next forward is to write.
+        """Take slots for states that the next forward is to write, and return their tensors.
 
-        Args:
-            positions: Where in the sequence, multiples of the block size; what has a state
-                already, or no room, is passed over.
-
-        Returns:
-            The tensors of each slot, to be written before ``publish``.
+        Positions are multiples of the block size. What has a state already, or no room, is passed
+        over.
         """
         size, rooms = self._store.layout.block_size_tokens, {}
         for position in sorted(positions):
@@ -477,17 +462,11 @@ class SequenceRecord:
         captured: Collection[int] = (),
         is_end: bool = False,
     ) -> None:
-        """Copies what is new into blocks and a slot, and makes it findable.
+        """Copy what is new of ``num_tokens`` tokens into blocks and a slot, and make it findable.
 
-        If there is no room, what comes first is kept and the rest is passed over.
-
-        Args:
-            memory: Keys and values of at least ``num_tokens`` tokens of the sequence, one row.
-            num_tokens: Tokens of it that count.
-            captured: Of the positions whose slots were reserved, those whose states were written.
-                The others are given back.
-            is_end: The states in ``memory`` are those after ``num_tokens`` tokens; they are kept if
-                a block ends there.
+        If there is no room, what comes first is kept and the rest is passed over. Reserved slots
+        whose positions are not ``captured`` are given back. With ``is_end`` the states in
+        ``memory`` are those after the last token, and are kept if a block ends there.
         """
         try:
             self._publish(memory, num_tokens, captured, is_end)

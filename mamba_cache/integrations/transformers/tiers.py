@@ -94,12 +94,6 @@ class PrefixTiers:
 
     Attributes:
         hash_secret: Key of the store's digests; below a disk or a store the same in each process.
-
-    Raises:
-        BudgetError: A budget holds no row of a kind.
-        InvalidArgumentError: A setting is out of range, or the weights are not to be read.
-        TierInUseError: Another process uses the disk tier's folder.
-        OSError: The folder cannot be made or opened.
     """
 
     def __init__(
@@ -551,11 +545,7 @@ class PrefixTiers:
         self._host.close()
 
     def check_invariants(self) -> None:
-        """Check the books, between calls.
-
-        Raises:
-            InvariantError: They contradict themselves.
-        """
+        """Check the books, between calls."""
         for tier in (self._host, *self._below):
             tier.check_invariants()
 

@@ -74,12 +74,7 @@ class ServedRequest:
 
 
 def salt_of(headers: Sequence[str], user: Any) -> str | None:
-    """Return the salt of a request: what its headers say and its user, both.
-
-    Args:
-        headers: The values of ``SALT_HEADER``, in their order.
-        user: The field ``user`` of its body, whatever the client put there; None if nothing.
-    """
+    """Return the salt of a request: what its headers of that name and its field ``user`` say."""
     if user is None and not headers:
         return None
     return json.dumps([list(headers), user], sort_keys=True)
