@@ -778,7 +778,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _depends_on_mode(module: torch.nn.Module) -> bool:
-    """Says whether a module may compute something else in training mode.
+    """Say whether a module may compute something else in training mode.
 
     PEFT adds its layers in training mode to a model in eval mode. What is random in them, and in
     containers and plain layers of PyTorch, is in modules of its own; others may look at the flag.

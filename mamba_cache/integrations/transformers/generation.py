@@ -92,7 +92,7 @@ class Generation:
         self.bypass: BypassReason | None = None
 
     def __enter__(self) -> Generation:
-        """Arms the first forward."""
+        """Arm the first forward."""
         model, store = self._runner.model, self._store
         stand_in = partial(_stand_in_for, cache_name=self._runner.cache_name)
         self._undo = ExitStack()
@@ -104,7 +104,7 @@ class Generation:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Disarms it, and lets go of the prompts."""
+        """Disarm it, and let go of the prompts."""
         self._disarm()
         try:
             for prefill in self._prefills.values():
@@ -347,7 +347,7 @@ class Generation:
             record.close()
 
     def _read_columns(self, end: int) -> None:
-        """Brings the generated tokens of the first ``end`` columns to the host."""
+        """Bring the generated tokens of the first ``end`` columns to the host."""
         if not self._answers:
             self._answers = [[] for _ in self._rows]
         new = self._columns[len(self._answers[0]) : end]

@@ -28,7 +28,7 @@ def transformers() -> Any:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Says whether two values are equal; not if they cannot be compared."""
+    """Say whether two values are equal; not if they cannot be compared."""
     try:
         return bool(one == other)
     except Exception:  # tensors of several elements, or whatever an object raises

@@ -139,7 +139,7 @@ class ServedOptions:
 
 
 def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
-    """Decides whether a call can be served, by the configuration that ``generate`` will use.
+    """Decide whether a call can be served, by the configuration that ``generate`` will use.
 
     That joins what the caller gave, his ``generation_config``, the model's, and the library's
     defaults. The library joins them in one method, which is called here with what ``generate`` will
@@ -235,7 +235,7 @@ class OptionsReader:
         self._served: ServedOptions | None = None
 
     def read(self, options: Mapping[str, Any]) -> ServedOptions:
-        """Does what ``read_options`` does."""
+        """Do what ``read_options`` does."""
         asked, code = self._what_is_read(options), _code_of(self._model)
         is_known = self._served is not None and all(map(is_, code, self._code))
         if self._served is not None and is_known and is_same(asked, self._asked):
@@ -251,7 +251,7 @@ class OptionsReader:
         return served
 
     def _what_is_read(self, options: Mapping[str, Any]) -> object:
-        """Returns all that the result depends on, to be compared with what it was."""
+        """Return all that the result depends on, to be compared with what it was."""
         given = options.get("generation_config")
         values = {
             name: value is None if name in _UNREAD else value for name, value in options.items()
@@ -271,7 +271,7 @@ def _own_config(model: Any) -> Any:
 
 
 def _code_of(model: Any) -> list[object]:
-    """Returns the functions that read the options."""
+    """Return the functions that read the options."""
     methods = [
         getattr(model, name, None) for name in ("generate", "_sample", "_prepare_generation_config")
     ]
@@ -293,7 +293,7 @@ def _refuse(values: Mapping[str, Any]) -> None:
 
 
 def _arguments_of_generate(model: Any) -> frozenset[str]:
-    """Names what ``generate`` takes itself, before it reads the configuration."""
+    """Name what ``generate`` takes itself, before it reads the configuration."""
     parameters = inspect.signature(model.generate).parameters.values()
     named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
     # These it takes out of its keyword arguments.
@@ -303,7 +303,7 @@ def _arguments_of_generate(model: Any) -> frozenset[str]:
 def _prepare(
     model: Any, options: Mapping[str, Any], own: frozenset[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the configuration that ``generate`` will use, and what it will pass to the model."""
+    """Return the configuration that ``generate`` will use, and what it will pass to the model."""
     given = options.get("generation_config")
     if given is not None and not isinstance(given, transformers().GenerationConfig):
         raise InvalidArgumentError(
@@ -352,7 +352,7 @@ def _check_cache(config: Any) -> None:
 
 
 def _is_known(config: Any) -> bool:
-    """Says whether all that is set was known when this was written.
+    """Say whether all that is set was known when this was written.
 
     A field that a newer version has added may change what the states of an answer are.
     """
@@ -362,7 +362,7 @@ def _is_known(config: Any) -> bool:
 
 @lru_cache
 def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns the fields that no list above has, with the values of a call that sets none.
+    """Return the fields that no list above has, with the values of a call that sets none.
 
     What a model's own configuration has beside declared fields, the library does not read.
     """
@@ -393,7 +393,7 @@ def _check_ranks(model: Any) -> None:
 
 
 def _as_ids(ids: Any) -> tuple[int, ...]:
-    """Reads special tokens as they may be configured: an id, several, a tensor, or None."""
+    """Read special tokens as they may be configured: an id, several, a tensor, or None."""
     if isinstance(ids, torch.Tensor):
         ids = ids.tolist()
     if ids is None:

@@ -323,7 +323,7 @@ class PrefixCache:
         variant: str | None = None,
         **options: Any,
     ) -> Any:
-        """Does what ``model.generate`` does, and computes only what is not cached.
+        """Do what ``model.generate`` does, and compute only what is not cached.
 
         Args:
             inputs: Token ids, also accepted as ``input_ids``: a tensor [rows, length], padded on
@@ -419,7 +419,7 @@ class PrefixCache:
         variant: str | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Does for hybrid models what ``model.generate_batch`` does for others, with the cache.
+        """Do for hybrid models what ``model.generate_batch`` does for others, with the cache.
 
         Requests of any lengths run together and leave when they are done. Prompts go on from cached
         states and are computed in chunks beside the requests that decode, and these are one batch.
@@ -565,7 +565,7 @@ class PrefixCache:
 
     @guarded(waits=True)
     def prepare_batches(self) -> int:
-        """Sets up what ``generate_batch`` needs, which its first calls do otherwise.
+        """Set up what ``generate_batch`` needs, which its first calls do otherwise.
 
         On a GPU all CUDA graphs are captured, and kernels tuned, behind a progress bar.
 
@@ -588,7 +588,7 @@ class PrefixCache:
 
     @guarded(waits=True)
     def run_batches(self, manager: BatchManager) -> None:
-        """Lets a manager run the requests that have arrived, and those that arrive meanwhile.
+        """Let a manager run the requests that have arrived, and those that arrive meanwhile.
 
         Args:
             manager: It returns when nobody waits any more.
@@ -616,11 +616,11 @@ class PrefixCache:
         manager.run(batcher, begin)
 
     def batch_stats(self) -> BatchStats | None:
-        """Returns what ``generate_batch`` did so far, None before its first call."""
+        """Return what ``generate_batch`` did so far, None before its first call."""
         return None if self._batcher is None else self._batcher.stats()
 
     def _ready_batcher(self) -> Batcher:
-        """Returns what runs batches; the first time it takes room for their live states."""
+        """Return what runs batches; the first time it takes room for their live states."""
         if torch.is_autocast_enabled(self._home[0].type):
             raise InvalidArgumentError(
                 "generate_batch cannot be called under autocast: the context keeps keys and values "
@@ -644,7 +644,7 @@ class PrefixCache:
         checkpoints: Sequence[int] | None = None,
         variant: str | None = None,
     ) -> Any:
-        """Computes a prompt, for those who call the model themselves.
+        """Compute a prompt, for those who call the model themselves.
 
         Args:
             input_ids: Token ids of one prompt: a tensor [1, length] or [length], or a list of ints.
@@ -693,7 +693,7 @@ class PrefixCache:
         cache_salt: ExtraKey = None,
         variant: str | None = None,
     ) -> Pin:
-        """Keeps a cached prompt findable, whatever else needs room.
+        """Keep a cached prompt findable, whatever else needs room.
 
         Its KV blocks are held, and the slot of its last state, in ``generate`` and
         ``generate_batch`` alike. What is cached of it in host memory or below is brought first.
@@ -739,7 +739,7 @@ class PrefixCache:
 
     @guarded(waits=True)
     def unpin(self, pin: Pin) -> None:
-        """Ends a pin before its time; one that is over is passed over.
+        """End a pin before its time; one that is over is passed over.
 
         Raises:
             InvalidArgumentError: It is none.
@@ -781,12 +781,12 @@ class PrefixCache:
         return replace(self._store.stats(), bypasses=dict(self._bypasses))
 
     def tier_stats(self) -> tuple[TierStats, ...]:
-        """Returns what host memory and the disk hold and did; none without ``host_cache_gb``."""
+        """Return what host memory and the disk hold and did; none without ``host_cache_gb``."""
         return () if self._store.tiers is None else self._store.tiers.stats()
 
     @guarded(waits=True)
     def verify_pending(self, max_hits: int | None = None) -> int:
-        """Computes hits again that wait to be verified, and compares them with what is cached.
+        """Compute hits again that wait to be verified, and compare them with what is cached.
 
         With ``verify_hits`` a part of the hits waits for this. Call it when nobody waits for an
         answer: each takes as long as its prefix does without a cache. What differs by more than
@@ -823,12 +823,12 @@ class PrefixCache:
         return verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
-        """Returns what came of ``verify_hits``, to any thread."""
+        """Return what came of ``verify_hits``, to any thread."""
         verifier = self._store.verifier
         return VerificationStats() if verifier is None else verifier.stats()
 
     def reset(self) -> None:
-        """Forgets every prefix and every count, as after a change of the model's weights.
+        """Forget every prefix and every count, as after a change of the model's weights.
 
         Raises:
             ModelChangedError: The model was moved, so that it needs another cache.
@@ -839,7 +839,7 @@ class PrefixCache:
 
     @guarded(renews=True, waits=True)
     def close(self) -> None:
-        """Gives the memory back; after it the cache cannot be used. The model can."""
+        """Give the memory back; after it the cache cannot be used. The model can."""
         self.uninstall()
         with self._guard.ending(renews=True):
             self._release()
@@ -855,7 +855,7 @@ class PrefixCache:
 
     @guarded(waits=True)
     def check_invariants(self) -> None:
-        """Checks the books.
+        """Check the books.
 
         Raises:
             InvariantError: They contradict themselves: a bug in this package.
@@ -903,7 +903,7 @@ class PrefixCache:
         self._runner.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be copied or pickled.
+        """Refuse to be copied or pickled.
 
         Raises:
             NotCopyableError: Always.
@@ -971,7 +971,7 @@ class PrefixCache:
     def _read_prompts(
         self, prompts: Any, options: Mapping[str, Any], served: ServedOptions
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the prompts as one tensor, and their mask if it is known already."""
+        """Return the prompts as one tensor, and their mask if it is known already."""
         mask = options.get("attention_mask")
         if isinstance(prompts, torch.Tensor):
             check_prompts(prompts, mask, self._runner.vocabulary)
@@ -997,7 +997,7 @@ def _read_policy(
 
 
 def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Counts the tokens of each row; without a mask ``generate`` may find padding among them."""
+    """Count the tokens of each row; without a mask ``generate`` may find padding among them."""
     if attention_mask is None:
         return [input_ids.shape[1]] * input_ids.shape[0]
     lengths: list[int] = (attention_mask != 0).sum(dim=1).tolist()
@@ -1021,7 +1021,7 @@ def _check_sizes(block_size_tokens: int, segment_tokens: int | None) -> None:
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
-    """Counts what a budget holds."""
+    """Count what a budget holds."""
     if not isinstance(budget_gb, (int, float)) or not 0 <= budget_gb < math.inf:
         raise InvalidArgumentError(f"{name} must be a finite number >= 0, got {budget_gb!r}")
     if not unit_bytes:

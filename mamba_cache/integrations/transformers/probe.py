@@ -231,7 +231,7 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
 def _run(
     runner: ModelRunner, layout: PrefixLayout, start: SequenceMemory, parts: list[list[int]]
 ) -> list[_Trace]:
-    """Goes on from ``start``; returns what it leaves behind in the order of the layers."""
+    """Go on from ``start``; return what it leaves behind in the order of the layers."""
     cache, position, logits = runner.new_cache(), start.num_tokens, []
     if position:
         write_layers(cache, layout.layers, start)

@@ -194,7 +194,7 @@ def _check_range(lowest: int, highest: int, vocabulary: int, name: str) -> None:
 
 
 def _is_list(value: Any) -> bool:
-    """Says whether it is a sequence of items, or an array of at least one dimension."""
+    """Say whether it is a sequence of items, or an array of at least one dimension."""
     if isinstance(value, (str, bytes, bytearray, memoryview)):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0

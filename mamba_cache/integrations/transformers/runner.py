@@ -80,12 +80,12 @@ class ModelRunner:
         return 1
 
     def check_mode(self) -> None:
-        """Checks that the model is not in training mode."""
+        """Check that the model is not in training mode."""
         if self.model.training:
             raise InvalidArgumentError("the model must not be in training mode: call model.eval()")
 
     def new_cache(self) -> Any:
-        """Makes an empty cache, as ``generate`` does."""
+        """Make an empty cache, as ``generate`` does."""
         # Reading the configuration takes longer than all else about it, so one cache is kept for
         # as long as that stays the same, and copied.
         config = self.config
@@ -97,19 +97,19 @@ class ModelRunner:
     def forward(
         self, tokens: _Tokens, cache: Any, start: int, *, logits_to_keep: int = 1
     ) -> torch.Tensor:
-        """Computes tokens of one sequence, from position ``start`` on: see ``forward_rows``."""
+        """Compute tokens of one sequence, from position ``start`` on: see ``forward_rows``."""
         ids = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(self.model.device)[None]
         positions = torch.arange(start, start + len(tokens), device=ids.device)
         return self.forward_rows(ids, positions[None], cache, logits_to_keep=logits_to_keep)
 
     def try_out(self) -> None:
-        """Computes a few tokens, at once and then one more."""
+        """Compute a few tokens, at once and then one more."""
         cache = self.new_cache()
         self.forward([0, 1, 2], cache, 0)
         self.forward([3], cache, 3)
 
     def learn(self, cache: Any) -> tuple[LayerParts, ...]:
-        """Finds out what each layer of a filled cache keeps."""
+        """Find out what each layer of a filled cache keeps."""
         layers = learn_layers(cache)
         memory = read_layers(cache, layers, 0)
         devices = {str(t.device) for t in (*memory.states, *memory.windows, *memory.tokens)}
@@ -120,7 +120,7 @@ class ModelRunner:
         return layers
 
     def placement(self) -> tuple[torch.device, torch.dtype]:
-        """Returns the model's device and dtype."""
+        """Return the model's device and dtype."""
         return self.model.device, self.model.dtype
 
     def forward_rows(
@@ -177,7 +177,7 @@ class ModelRunner:
 
 
 def _check_rope(model: Any) -> None:
-    """Checks that a token's rotary embedding depends on its position alone."""
+    """Check that a token's rotary embedding depends on its position alone."""
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

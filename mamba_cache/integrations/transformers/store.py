@@ -157,7 +157,7 @@ class PrefixStore:
         self.slots.join(guard)
 
     def let_go(self) -> None:
-        """Gives back all that records hold, when the call that opened them is over."""
+        """Give back all that records hold, when the call that opened them is over."""
         counts = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = np.flatnonzero(counts > 0)
         self.kv_blocks.release_memory_blocks(np.repeat(held, counts[held]).tolist())
@@ -294,11 +294,11 @@ class PrefixStore:
             listeners.tell()
 
     def stats(self) -> CacheStats:
-        """Returns what the cache did so far and what it holds now."""
+        """Return what the cache did so far and what it holds now."""
         return collect_stats(self.counters, self.kv_blocks, self.slots, self.layout.bytes_per_slot)
 
     def reset(self) -> None:
-        """Forgets every prefix and every count."""
+        """Forget every prefix and every count."""
         # Before the blocks, which tell the slots: books that contradict each other are not read.
         self.slots.reset()
         self.pins.forget()
@@ -312,7 +312,7 @@ class PrefixStore:
             self.tiers.reset()
 
     def close(self) -> None:
-        """Gives the memory back; nothing is cached any more, nor can be."""
+        """Give the memory back; nothing is cached any more, nor can be."""
         self.reset()
         self.tensors.clear()
         if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
@@ -320,7 +320,7 @@ class PrefixStore:
             self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
 
     def check_invariants(self) -> None:
-        """Checks the books, between calls."""
+        """Check the books, between calls."""
         self.kv_blocks.check_invariants()
         self.slots.check_invariants()
         check_states_of_blocks(self.slots)
@@ -376,7 +376,7 @@ class SequenceRecord:
         return [*self.match.block_ids[: self.match.state_matched_blocks]]
 
     def fork(self) -> SequenceRecord:
-        """Returns a record that goes on from here on its own."""
+        """Return a record that goes on from here on its own."""
         sought = replace(self._sought, chain=self._chain.copy(), tokens=self._tokens)
         other = SequenceRecord(self._store, sought, self.match, self._lora_id)
         other.num_published = self.num_published
@@ -385,7 +385,7 @@ class SequenceRecord:
         return other
 
     def tell_policy(self, hint: PromptHint, num_usable: int) -> None:
-        """Tells a policy that knows prompts of this one, of which ``num_usable`` can be skipped."""
+        """Tell a policy that knows prompts of this one, of which ``num_usable`` can be skipped."""
         slots, size = self._store.slots, self._store.layout.block_size_tokens
         if not slots.knows_prompts:
             return
@@ -421,12 +421,12 @@ class SequenceRecord:
         return [StateProposal(self._prompt_seen, depth, kind, is_asked)]
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Goes on with tokens."""
+        """Go on with tokens."""
         self._chain.append(tokens)
         self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=np.int32)])
 
     def load(self) -> SequenceMemory | None:
-        """Returns the matched prefix in tensors of its own, or None if nothing was matched."""
+        """Return the matched prefix in tensors of its own, or None if nothing was matched."""
         match, blocks = self.match, self.restored_blocks
         if not blocks:
             return None
@@ -487,7 +487,7 @@ class SequenceRecord:
             self._publish_end(memory, num_tokens)
 
     def close(self) -> None:
-        """Lets go of all blocks; what was published stays findable until it is evicted."""
+        """Let go of all blocks; what was published stays findable until it is evicted."""
         self._commit_reserved(())
         held, self._held, self._spare = self._held, [], []
         self._store.kv_blocks.release_memory_blocks(held)
@@ -495,7 +495,7 @@ class SequenceRecord:
             self._store.tiers.spill()
 
     def _block_ending_at(self, number: int) -> int | None:
-        """Returns the block that is the sequence's ``number``-th, taking blocks up to it."""
+        """Return the block that is the sequence's ``number``-th, taking blocks up to it."""
         if number <= self.num_published:
             hashes = self._chain.hashes
             return self._store.kv_blocks.find_block(hashes[number - 1], hashes.digest(number - 1))
@@ -504,13 +504,13 @@ class SequenceRecord:
         return self._spare[index] if index < len(self._spare) else None
 
     def _take_up_to(self, number: int) -> None:
-        """Holds blocks for the sequence up to its ``number``-th, as many as there are."""
+        """Hold blocks for the sequence up to its ``number``-th, as many as there are."""
         taken = self._take(number - self.num_published - len(self._spare))
         self._held += taken
         self._spare += taken
 
     def _can_be_kept(self, memory: SequenceMemory) -> bool:
-        """Says whether the store's dtypes hold what is given, and remembers what it came in."""
+        """Say whether the store's dtypes hold what is given, and remember what it came in."""
         kept, given = self._store.layout.initial.dtypes(), memory.dtypes()
         if given == kept:
             return True
@@ -588,7 +588,7 @@ class SequenceRecord:
             tiers.offer(kind, self._chain, self._tokens, index, block)
 
     def _take(self, count: int) -> list[int]:
-        """Takes up to ``count`` blocks, as many as there are."""
+        """Take up to ``count`` blocks, as many as there are."""
         if count <= 0:
             return []
         kv_blocks = self._store.kv_blocks

@@ -109,7 +109,7 @@ class PrefixLayout:
 
     @property
     def description(self) -> str:
-        """Names all that says how slots and blocks are laid out."""
+        """Name all that says how slots and blocks are laid out."""
         return f"{self.layers} {self._widths} {self._slot_groups} {self.token_groups}"
 
     @property
@@ -118,7 +118,7 @@ class PrefixLayout:
         return any(parts.has_tokens or parts.window for parts in self.layers)
 
     def slot_views(self, row: torch.Tensor, num_tokens: int) -> SequenceMemory:
-        """Returns the tensors in a row of bytes, [bytes_per_slot], windows in their full width."""
+        """Return the tensors in a row of bytes, [bytes_per_slot], windows in their full width."""
         views: dict[int, torch.Tensor] = {}
         for group in self._slot_groups:  # every hit makes them, so not one by one
             typed = row.view(group.dtype)
@@ -130,7 +130,7 @@ class PrefixLayout:
         return SequenceMemory(num_tokens, found[:num_states], found[num_states:])
 
     def pool_views(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the states in slots, [num_slots, bytes_per_slot], as a ``StatePool`` has them.
+        """Return the states in slots, [num_slots, bytes_per_slot], as a ``StatePool`` has them.
 
         By name [num_layers, num_slots, *shape]; not copied.
         """
@@ -144,14 +144,14 @@ class PrefixLayout:
         return views
 
     def pad_windows(self, memory: SequenceMemory) -> list[torch.Tensor]:
-        """Returns a sequence's windows, widened to their full size with zeros at the end."""
+        """Return a sequence's windows, widened to their full size with zeros at the end."""
         return [
             functional.pad(window, (0, 0, 0, width - window.shape[2]))
             for window, width in zip(memory.windows, self._widths, strict=True)
         ]
 
     def trim_windows(self, windows: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
-        """Undoes ``pad_windows``: returns what is filled once ``num_tokens`` tokens are in."""
+        """Undo ``pad_windows``: return what is filled once ``num_tokens`` tokens are in."""
         return [
             window[:, :, : min(num_tokens, width)]
             for window, width in zip(windows, self._widths, strict=True)
@@ -182,11 +182,11 @@ class PrefixTensors:
         ]
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self.slots, self.blocks = self.slots[:0].clone(), []
 
     def room(self, slot: int, num_tokens: int) -> SequenceMemory:
-        """Returns the tensors of a slot, to be written; windows are of their full width."""
+        """Return the tensors of a slot, to be written; windows are of their full width."""
         return self._layout.slot_views(self.slots[slot], num_tokens)
 
     def save_state(self, slot: int, memory: SequenceMemory) -> None:
@@ -213,7 +213,7 @@ class PrefixTensors:
             pool.index_copy_(1, ids, tokens.view(shape).permute(0, 2, 3, 1, 4))
 
     def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
-        """Returns a prefix in tensors of its own: one copy of its state, one of its KV blocks.
+        """Return a prefix in tensors of its own: one copy of its state, one of its KV blocks.
 
         One row. States are views of one row of bytes, keys and values of one tensor.
         """
@@ -229,7 +229,7 @@ class PrefixTensors:
 
 
 def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Brings ints to the device without waiting for what is enqueued there."""
+    """Bring ints to the device without waiting for what is enqueued there."""
     return to_device(torch.tensor(values, device="cpu"), device)
 
 
@@ -240,7 +240,7 @@ _Kind = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 def _sort_states(
     layers: Sequence[LayerParts], states: Sequence[torch.Tensor]
 ) -> tuple[dict[str, tuple[int, _Kind]], list[tuple[str, int]]]:
-    """Sorts layers by what they keep; returns the kinds of layers, and each state's place."""
+    """Sort layers by what they keep; return the kinds of layers, and each state's place."""
     names: dict[_Kind, str] = {}
     kinds: dict[str, tuple[int, _Kind]] = {}
     places: list[tuple[str, int]] = []
@@ -265,7 +265,7 @@ def _sort_states(
 def _arrange(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], names: Sequence[str]
 ) -> tuple[list[_SlotGroup], int]:
-    """Lays tensors one after the other; returns where they are, and the bytes of all."""
+    """Lay tensors one after the other; return where they are, and the bytes of all."""
     alike: dict[tuple[tuple[int, ...], torch.dtype, str], list[int]] = {}
     for index, key in enumerate(zip(shapes, dtypes, names, strict=True)):
         alike.setdefault(key, []).append(index)
