@@ -131,7 +131,7 @@ def test_a_listener_may_not_call_in(warm, generator):
     [
         ("kv_blocks", "_register_all"),
         ("slots", "_publish"),
-        ("kv_blocks", "_free_or_cache"),
+        ("kv_blocks", "_offer_for_eviction"),
     ],
 )
 def test_a_change_that_breaks_off_resets_the_cache_at_its_next_call(
