@@ -183,7 +183,8 @@ def compute_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
         return cast
 
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch.Tensor, "to", in_double(torch.Tensor.to))
+    for name in ("to", "type"):
+        monkeypatch.setattr(torch.Tensor, name, in_double(getattr(torch.Tensor, name)))
     for owner in (torch, torch.nn.functional):
         monkeypatch.setattr(owner, "softmax", in_double(torch.nn.functional.softmax))
 

@@ -367,12 +367,12 @@ class Batcher:
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
         generator = torch.Generator(device="cpu").manual_seed(0)
-        longest = min(self.context.config.max_sequence_length, self._settings.chunk_tokens)
+        longest, most = self.context.config.max_sequence_length, self._settings.chunk_tokens
         sizes = [
             (rows, size)
             for rows, own in GRAPH_SIZES.items()
             for size in own
-            if rows <= self._settings.max_requests and rows * size <= longest
+            if rows <= self._settings.max_requests and size <= longest and rows * size <= most
         ]
         bars: Any = importlib.import_module("tqdm")  # which transformers needs anyway
         for rows, size in bars.tqdm(sizes, desc="Capturing rectangles"):

@@ -60,13 +60,6 @@ class BatchLayout:
         """
         return [tensors[name][layer] for name, layer in self._places]
 
-    def stack(self, states: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Do the reverse: return [num_layers, rows, *shape] copies by name."""
-        groups: dict[str, list[torch.Tensor]] = {}
-        for (name, _), state in zip(self._places, states, strict=True):
-            groups.setdefault(name, []).append(state)
-        return {name: torch.stack(group) for name, group in groups.items()}
-
     def empty_states(self, num_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Make room for the states of ``num_rows`` sequences, by name."""
         return {
