@@ -232,7 +232,7 @@ class KVBlockAllocator:
         self._touch(blocks)
         if not cached:
             return
-        blocks = as_rows(cached)
+        blocks = blocks if len(cached) == len(blocks) else as_rows(cached)
         self._num_cached += len(cached)
         self._leaves.discard(self._tree.count_cached(blocks, 1))
         self._offer_for_eviction(blocks)

@@ -71,10 +71,11 @@ class Rows:
     def take(self, num_rows: int, num_references: int = 1) -> list[int]:
         """Take free rows, of which there are enough; those without references get names at once."""
         end = self.num_free
-        ids: list[int] = self.free[end - num_rows : end].tolist()
+        taken = self.free[end - num_rows : end]
+        ids: list[int] = taken.tolist()
         self.num_free = end - num_rows
         if num_references:
-            self._set(as_rows(ids), num_references)
+            self._set(ids if num_rows <= FEW else taken, num_references)
         return ids
 
     def push(self, ids: list[int]) -> None:
@@ -139,7 +140,7 @@ class Rows:
             ids = [row for row, name in pairs if name != NONE]
         return ids
 
-    def _set(self, rows: RowIds, num_references: int) -> None:
+    def _set(self, rows: RowIds | npt.NDArray[np.int32], num_references: int) -> None:
         if isinstance(rows, list):
             for row in rows:
                 self.ref_at[row] = num_references
