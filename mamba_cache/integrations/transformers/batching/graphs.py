@@ -105,13 +105,10 @@ class StepGraphs:
             shows_progress: Show a progress bar.
         """
         missing = [size for size in sorted(sizes, reverse=True) if size not in self._graphs]
-        if self.why_eager("decode") or not missing:
-            return
-        self._prepare(
-            missing, compute, quiet, shows_progress
-        )  # pragma: no cover - tests/gpu run it
+        if missing and not self.why_eager("decode"):
+            self._capture_all(missing, compute, quiet, shows_progress)
 
-    def _prepare(  # pragma: no cover - tests/gpu run it
+    def _capture_all(  # pragma: no cover - tests/gpu run it
         self,
         sizes: Sequence[int],
         compute: Callable[[int], torch.Tensor],
