@@ -89,20 +89,9 @@ def _a_block_early(read):
     return broken
 
 
-def _kv_alone(load):
-    """Keys and values come, and the state that goes with them does not."""
-
-    def broken(self, jobs):
-        return load(self, [job for job in jobs if job.kind is EntryKind.KV])
-
-    return broken
-
-
-def _state_alone(load):
-    def broken(self, jobs):
-        return load(self, [job for job in jobs if job.kind is EntryKind.STATE])
-
-    return broken
+def _alone(kind):
+    """Entries of one kind come, and what goes with them does not."""
+    return lambda load: lambda self, jobs: load(self, [job for job in jobs if job.kind is kind])
 
 
 def _gone_counts(_):
@@ -218,10 +207,10 @@ def _patches():
             Tiering, "read", _a_block_early, _restarted,
         ),
         "keys and values are loaded without their state": (
-            PlainTransfers, "load", _kv_alone, _restarted,
+            PlainTransfers, "load", _alone(EntryKind.KV), _restarted,
         ),
         "a state is loaded without keys and values": (
-            PlainTransfers, "load", _state_alone, _restarted,
+            PlainTransfers, "load", _alone(EntryKind.STATE), _restarted,
         ),
         "what was given up while it was copied counts": (
             Tiering, "_is_there", _gone_counts, _deregistered,

@@ -111,3 +111,30 @@ def load(tier, number, kind=EntryKind.STATE, *, offset=0, **changes):
         return False
     refusal = answer.get()
     return bytes(into) if refusal is None else refusal
+
+
+class Gate:
+    """Keeps calls of a method, when they have done their work, until it is opened."""
+
+    def __init__(self, monkeypatch, owner, name, matches=lambda *_: True):
+        call, self._opened = getattr(owner, name), threading.Event()
+        self._done, self.num_done = threading.Condition(), 0
+
+        def wait(*arguments):
+            result = call(*arguments)
+            if matches(*arguments):
+                with self._done:
+                    self.num_done += 1
+                    self._done.notify_all()
+                assert self._opened.wait(60)
+            return result
+
+        monkeypatch.setattr(owner, name, wait)
+
+    def wait_for(self, count):
+        """Wait until so many calls have done their work."""
+        with self._done:
+            assert self._done.wait_for(lambda: self.num_done >= count, 60)
+
+    def open(self):
+        self._opened.set()

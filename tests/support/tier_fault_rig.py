@@ -43,6 +43,11 @@ PATIENCE = 60.0
 """Seconds after which something counts as hung."""
 
 FROM, TO = 0, 1
+PREFIX = [
+    *((number, EntryKind.KV) for number in range(NUM_ENTRIES)),
+    (NUM_ENTRIES - 1, EntryKind.STATE),
+]
+"""What a prefetch of all entries asks for."""
 
 
 class WrongRestore(Exception):
@@ -210,6 +215,36 @@ class Rig:
             file.seek(offset)
             file.write(data)
 
+    def flip_file(self, kind, offset, bit):
+        data = self.read_file(kind, offset + bit // 8, 1)
+        flip(data, bit % 8)
+        self.write_file(kind, offset + bit // 8, data)
+
+    def swap(self, kind, one, other, begin, size):
+        """So many bytes of two entries change places, from the same place in each row."""
+        first, second = (self.row_of(number, kind)[0] + begin for number in (one, other))
+        rows = self.read_file(kind, first, size), self.read_file(kind, second, size)
+        self.write_file(kind, first, rows[1])
+        self.write_file(kind, second, rows[0])
+
+    def erase(self, number, kind):
+        """The tier finds that an entry's header is gone, and drops it."""
+        self.write_file(kind, self.row_of(number, kind)[0], bytes(PAGE_BYTES))
+        self.fetch(number, kind)
+
+    def drop(self, number, kind):
+        """Forget an entry on disk, if it is there."""
+        rows = self.disk._files[kind].rows
+        with self.disk._lock:
+            lease = rows.read(self.disk._name_of(self.facts(number, kind).key))
+            if lease is not None:
+                rows.drop(lease)
+                rows.release(lease)
+
+    def restore_prefix(self):
+        """Restore what a prefetch of all entries asks for."""
+        return [self.restore(number, kind) for number, kind in PREFIX]
+
 
 @contextmanager
 def replaced(name, call):
@@ -234,9 +269,7 @@ def flipped_payload_bit(rig):
     rig.store(number, kind)
     offset, _ = rig.row_of(number, kind)
     at = offset + PAGE_BYTES + int(rig.rng.integers(rig.layouts[kind].row_bytes))
-    data = rig.read_file(kind, at, 1)
-    flip(data, int(rig.rng.integers(8)))
-    rig.write_file(kind, at, data)
+    rig.flip_file(kind, at, int(rig.rng.integers(8)))
     return [rig.fetch(number, kind)]
 
 
@@ -244,9 +277,7 @@ def flipped_header_bit(rig):
     number, kind = rig.draw()
     rig.store(number, kind)
     offset, _ = rig.row_of(number, kind)
-    data = rig.read_file(kind, offset, 256)
-    flip(data, int(rig.rng.integers(256 * 8)))
-    rig.write_file(kind, offset, data)
+    rig.flip_file(kind, offset, int(rig.rng.integers(256 * 8)))
     if rig.rng.random() < 0.02:
         rig.reopen()
     return [rig.fetch(number, kind)]
@@ -279,11 +310,7 @@ def zero_filled_file(rig):
 def swapped_entries(rig):
     rig.store_all()
     (one, kind), other = rig.draw(), int(rig.rng.integers(NUM_ENTRIES))
-    first, size = rig.row_of(one, kind)
-    second, _ = rig.row_of(other, kind)
-    rows = rig.read_file(kind, first, size), rig.read_file(kind, second, size)
-    rig.write_file(kind, first, rows[1])
-    rig.write_file(kind, second, rows[0])
+    rig.swap(kind, one, other, 0, rig.row_of(one, kind)[1])
     if rig.rng.random() < 0.02:
         rig.reopen()
     return [rig.fetch(number, kind) for number in {one, other}]
@@ -293,11 +320,7 @@ def swapped_payloads(rig):
     """Each header stands before the other's payload."""
     rig.store_all()
     (one, kind), other = rig.draw(), int(rig.rng.integers(NUM_ENTRIES))
-    size = rig.layouts[kind].row_bytes
-    first, second = (rig.row_of(number, kind)[0] + PAGE_BYTES for number in (one, other))
-    rows = rig.read_file(kind, first, size), rig.read_file(kind, second, size)
-    rig.write_file(kind, first, rows[1])
-    rig.write_file(kind, second, rows[0])
+    rig.swap(kind, one, other, PAGE_BYTES, rig.layouts[kind].row_bytes)
     return [rig.fetch(number, kind) for number in {one, other}]
 
 
@@ -307,8 +330,7 @@ def stale_generation(rig):
     rig.store(number, kind)
     offset, size = rig.row_of(number, kind)
     old = rig.read_file(kind, offset, size)
-    rig.write_file(kind, offset, bytes(PAGE_BYTES))
-    rig.fetch(number, kind)  # it is dropped
+    rig.erase(number, kind)
     for other in range(NUM_ENTRIES, NUM_ENTRIES + NUM_ROWS):
         rig.store(other, kind)  # the row is another's, or free
     rig.store(number, kind)
@@ -321,9 +343,7 @@ def torn_write(rig):
     """Some sectors of a write are not written, though the disk says that all are."""
     number, kind = rig.draw()
     rig.store(number, kind)
-    offset, _ = rig.row_of(number, kind)
-    rig.write_file(kind, offset, bytes(PAGE_BYTES))
-    rig.fetch(number, kind)
+    rig.erase(number, kind)
     rng = rig.rng
 
     def tear(fd, buffers, at):
@@ -358,21 +378,11 @@ def flipped_host_bit(rig):
     if rig.rng.random() < 0.5:
         return [rig.restore(number, kind)]
     # The damage goes down to the disk and comes up again.
-    name = rig.disk._name_of(rig.facts(number, kind).key)
-    rows = rig.disk._files[kind].rows
-    with rig.disk._lock:
-        lease = rows.read(name)
-        if lease is not None:
-            rows.drop(lease)
-            rows.release(lease)
+    rig.drop(number, kind)
     rig.link.offer(rig.facts(number, kind))
     rig.end()
     outcome = rig.fetch(number, kind)
-    if rig.has(number, kind):  # nobody below the host tier can know; it is not to be used again
-        with rig.disk._lock:
-            lease = rows.read(name)
-            rows.drop(lease)
-            rows.release(lease)
+    rig.drop(number, kind)  # nobody below the host tier can know; it is not to be used again
     return [outcome]
 
 
@@ -392,8 +402,7 @@ def failing_copy(rig):
     if rig.rng.random() < 0.5:
         rig.store(number, kind)
     elif rig.has(number, kind):
-        rig.write_file(kind, rig.row_of(number, kind)[0], bytes(PAGE_BYTES))
-        rig.fetch(number, kind)
+        rig.erase(number, kind)
     name = ["preadv", "pwritev", "fdatasync", "posix_fallocate"][rig.rng.integers(4)]
     error = [errno.EIO, errno.ENOSPC, errno.EINTR, errno.EBADF][rig.rng.integers(4)]
     left = [int(rig.rng.integers(3))]
@@ -416,8 +425,7 @@ def short_copy(rig):
     """The system moves less than it was asked for."""
     number, kind = rig.draw()
     if rig.has(number, kind) and rig.rng.random() < 0.5:
-        rig.write_file(kind, rig.row_of(number, kind)[0], bytes(PAGE_BYTES))
-        rig.fetch(number, kind)
+        rig.erase(number, kind)
     name = ["preadv", "pwritev"][rig.rng.integers(2)]
     system_call, rng = getattr(os, name), rig.rng
 
@@ -441,20 +449,16 @@ def partial_batch(rig):
             if rig.rng.random() < 0.15:
                 offset, _ = rig.row_of(number, kind)
                 at = offset + int(rig.rng.integers(2)) * PAGE_BYTES + int(rig.rng.integers(200))
-                data = rig.read_file(kind, at, 1)
-                flip(data, 3)
-                rig.write_file(kind, at, data)
+                rig.flip_file(kind, at, 3)
                 broken.add((number, kind))
     rig.host.clear()
     prefetch = prefetch_all(rig)
     rig.end()
     if not prefetch.is_done:
         raise Hung("a prefetch is never done")
-    wanted = [(number, EntryKind.KV) for number in range(NUM_ENTRIES)]
-    wanted.append((NUM_ENTRIES - 1, EntryKind.STATE))
-    is_whole = not broken.intersection(wanted)
+    is_whole = not broken.intersection(PREFIX)
     assert (prefetch.state is PrefetchState.READY) is is_whole
-    return [rig.restore(number, kind) for number, kind in wanted]
+    return rig.restore_prefix()
 
 
 def prefetch_all(rig):
@@ -528,9 +532,7 @@ def aborted(rig):
     for each in (prefetch, second):
         if each is not None and not each.is_done:
             raise Hung("a prefetch is never done")
-    wanted = [(number, EntryKind.KV) for number in range(NUM_ENTRIES)]
-    wanted.append((NUM_ENTRIES - 1, EntryKind.STATE))
-    return [rig.restore(number, kind) for number, kind in wanted]
+    return rig.restore_prefix()
 
 
 def slow_copy(rig):

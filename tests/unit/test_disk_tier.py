@@ -21,6 +21,7 @@ from disk_rig import (
     SECRET,
     STATE_BYTES,
     Answer,
+    Gate,
     buffer_for,
     capacity_for,
     facts_of,
@@ -121,21 +122,14 @@ def test_what_is_known_at_once_is_told_at_once(tier) -> None:
     assert told == [(Refusal.MISSING, here), (Refusal.IDENTITY, here), (None, here)]
 
 
-def test_states_and_blocks_of_one_digest_are_apart(tier) -> None:
-    assert put(tier, 1, STATE) is None
-    assert has(tier, 1, kind=KV) == [False]
-    assert load(tier, 1, KV) is Refusal.MISSING
-    assert put(tier, 1, KV) is None
-    assert load(tier, 1, KV) == payload_of(1, KV)
-    assert load(tier, 1, STATE) == payload_of(1, STATE)
-
-
-def test_tenants_and_chunks_are_apart(tier) -> None:
+def test_kinds_tenants_and_chunks_are_apart(tier) -> None:
     assert put(tier, 1) is None
-    assert load(tier, 1, tenant=b"u" * 16) is Refusal.MISSING
-    assert load(tier, 1, chunk=0) is Refusal.MISSING
-    assert put(tier, 1, chunk=0) is None
-    assert load(tier, 1, chunk=0) == payload_of(1)
+    assert has(tier, 1, kind=KV) == [False]
+    for change in ({"kind": KV}, {"tenant": b"u" * 16}, {"chunk": 0}):
+        assert load(tier, 1, **change) is Refusal.MISSING
+    assert [put(tier, 1, chunk=0), put(tier, 1, KV)] == [None, None]
+    assert load(tier, 1, chunk=0) == load(tier, 1) == payload_of(1)
+    assert load(tier, 1, KV) == payload_of(1, KV)
 
 
 def test_another_identity_is_never_found(tier) -> None:
@@ -160,18 +154,12 @@ def test_sizes_are_checked(tier) -> None:
             tier.load(facts, payload, Answer())
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"prefix_tokens": 1}, Refusal.PREFIX_TOKENS),
-    ],
-)
-def test_what_the_request_derived_is_compared(tier, change, reason) -> None:
+def test_what_the_request_derived_is_compared(tier) -> None:
     """A digest that collides is refused; what does not match is not found again."""
     assert put(tier, 1) is None
-    assert load(tier, 1, **change) is reason
+    assert load(tier, 1, prefix_tokens=1) is Refusal.PREFIX_TOKENS
     assert has(tier, 1) == [False]
-    assert tier.stats().refused == {reason.value: 1}
+    assert tier.stats().refused == {"prefix_tokens": 1}
     assert put(tier, 1) is None
     assert load(tier, 1) == payload_of(1)
 
@@ -252,31 +240,6 @@ def test_after_a_restart_the_end_of_a_prefix_goes_first(tmp_path) -> None:
     assert put(second, 9) is None
     assert has(second, 0, 1, 2, 3) == [True, True, True, False]
     second.close()
-
-
-@pytest.mark.parametrize("weights", ["other weights"])
-def test_the_next_process_with_another_identity_finds_nothing(tmp_path, weights) -> None:
-    first = open_tier(tmp_path)
-    assert put(first, 1) is None
-    first.close()
-    second = open_tier(tmp_path, identity=make_identity(weights))
-    assert second.stats().recovered == 0
-    second.close()
-
-
-def test_a_foreign_slab_in_the_folder_is_refused(tmp_path) -> None:
-    """Whoever moves files by hand: each header is of another identity."""
-    other = make_identity("other weights")
-    first = open_tier(tmp_path, identity=other)
-    assert put(first, 1, identity=other) is None
-    first.close()
-    second = open_tier(tmp_path)
-    second.close()
-    state_file(tmp_path).write_bytes(state_file(tmp_path, other).read_bytes())
-    third = open_tier(tmp_path)
-    assert third.stats().not_recovered == {"mac": 1}  # each identity has keys of its own
-    assert has(third, 1) == [False]
-    third.close()
 
 
 def test_a_slab_of_the_other_kind_is_refused(tmp_path) -> None:
@@ -361,33 +324,12 @@ def test_damage_behind_its_back_is_refused_by_name(tier, tmp_path, damage) -> No
     assert tier.stats().refused == {reason.value: 1}
     assert has(tier, 0) == [False]
     assert load(tier, 1) == payload_of(1)
-    assert put(tier, 0) is None
-    assert load(tier, 0) == payload_of(0)
-
-
-def test_what_was_refused_is_not_recovered_either(tmp_path) -> None:
-    tier = open_tier(tmp_path)
-    assert put(tier, 0) is None
-    with state_file(tmp_path).open("r+b") as file:
-        file.seek(PAGE_BYTES)
-        file.write(b"other bytes")
-    assert load(tier, 0) is Refusal.MAC
     tier.close()
     again = open_tier(tmp_path)
-    assert again.stats().recovered == 0
+    assert has(again, 0, 1) == [False, True]
+    assert put(again, 0) is None
+    assert load(again, 0) == payload_of(0)
     again.close()
-
-
-def test_swapped_entries_are_refused(tier, tmp_path) -> None:
-    assert put(tier, 0) is None
-    assert put(tier, 1) is None
-    row = row_bytes_of(STATE_BYTES)
-    with state_file(tmp_path).open("r+b") as file:
-        data = file.read(2 * row)
-        file.seek(0)
-        file.write(data[row:] + data[:row])
-    assert load(tier, 0) is Refusal.DIGEST
-    assert load(tier, 1) is Refusal.DIGEST
 
 
 def test_an_older_entry_of_the_row_is_refused(tier, tmp_path) -> None:
@@ -405,33 +347,6 @@ def test_an_older_entry_of_the_row_is_refused(tier, tmp_path) -> None:
         file.seek(0)
         file.write(old)
     assert load(tier, 0) is Refusal.GENERATION
-
-
-def test_a_file_cut_short_is_refused(tier, tmp_path) -> None:
-    assert put(tier, 0) is None
-    assert put(tier, 1) is None
-    row = row_bytes_of(STATE_BYTES)
-    os.truncate(state_file(tmp_path), row + PAGE_BYTES)
-    assert load(tier, 1) is Refusal.SHORT
-    assert load(tier, 0) == payload_of(0)
-    tier.close()
-    again = open_tier(tmp_path)
-    assert again.stats().recovered == 1
-    again.close()
-
-
-def test_a_header_that_is_damaged_while_nobody_looks_is_not_recovered(tmp_path) -> None:
-    tier = open_tier(tmp_path)
-    for number in range(2):
-        assert put(tier, number) is None
-    tier.close()
-    with state_file(tmp_path).open("r+b") as file:
-        file.seek(100)
-        file.write(b"?")
-    again = open_tier(tmp_path)
-    assert again.stats().not_recovered == {"mac": 1}
-    assert again.stats().recovered == 1
-    again.close()
 
 
 # What the system refuses.
@@ -873,14 +788,6 @@ def test_a_path_that_is_deleted_while_it_is_used_hangs_nobody(tmp_path) -> None:
     tier.close()
 
 
-def test_what_else_lies_beside_the_folders_is_let_be(tmp_path) -> None:
-    (tmp_path / "mc1-notes").write_text("of a person")
-    tier = open_tier(tmp_path)
-    assert put(tier, 1) is None
-    assert [each.path for each in folders(tmp_path)] == [tier.folder]
-    tier.close()
-
-
 def refuse_to_look(error):
     def look(folder):
         raise error(errno.ENOENT if error is FileNotFoundError else errno.EACCES, "no look")
@@ -888,23 +795,14 @@ def refuse_to_look(error):
     return look
 
 
-def test_a_folder_that_goes_while_it_is_looked_at_is_none(tmp_path, monkeypatch) -> None:
-    """Of two processes that make room at once, one is too late."""
-    open_tier(tmp_path, identity=make_identity("other weights")).close()
-    tier = open_tier(tmp_path)
-    monkeypatch.setattr(directories, "_is_in_use", refuse_to_look(FileNotFoundError))
-    assert folders(tmp_path) == []
-    assert put(tier, 1) is None
-    assert tier.stats().io_errors == 0
-    tier.close()
-
-
-def test_folders_that_this_user_may_not_read_are_left_and_in_nobodys_way(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_folders_that_go_or_may_not_be_read_are_left_and_in_nobodys_way(
+    tmp_path, monkeypatch, error
 ) -> None:
+    """Of two processes that make room at once, one finds a folder that is gone."""
     open_tier(tmp_path, identity=make_identity("other weights")).close()
     tier = open_tier(tmp_path)
-    monkeypatch.setattr(directories, "_is_in_use", refuse_to_look(PermissionError))
+    monkeypatch.setattr(directories, "_is_in_use", refuse_to_look(error))
     assert folders(tmp_path) == []
     assert put(tier, 1) is None
     assert tier.stats().io_errors == 0
@@ -969,34 +867,23 @@ def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> No
 def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, max_queued=1, num_readers=1)
     assert put(tier, 8, KV) is None
-    hold, entered = threading.Event(), threading.Semaphore(0)
-    sync, read = SlabFile.sync, SlabFile.read
-
-    def held(call):
-        def wait(*args):
-            entered.release()
-            assert hold.wait(60)
-            return call(*args)
-
-        return wait
-
-    monkeypatch.setattr(SlabFile, "sync", held(sync))
-    monkeypatch.setattr(SlabFile, "read", held(read))
+    syncs, reads = (Gate(monkeypatch, SlabFile, name) for name in ("sync", "read"))
     puts = [Answer() for _ in range(2)]
     assert tier.put(facts_of(0), payload_of(0), puts[0])
-    entered.acquire()
+    syncs.wait_for(1)
     assert not tier.put(facts_of(0), payload_of(0), Answer())
     assert tier.put(facts_of(1), payload_of(1), puts[1])
     assert not tier.put(facts_of(2), payload_of(2), Answer())
     assert has(tier, 0) == [False]  # not before it is on the disk
     loads, facts = [Answer() for _ in range(2)], facts_of(8, KV)
     assert tier.load(facts, buffer_for(facts), loads[0])
-    entered.acquire()
+    reads.wait_for(1)
     assert tier.load(facts, buffer_for(facts), loads[1])
     assert not tier.load(facts, buffer_for(facts), Answer())
     assert tier.num_queued == 4
     assert not tier.flush(0)
-    hold.set()
+    syncs.open()
+    reads.open()
     assert tier.flush()
     assert tier.num_queued == 0
     assert [each.get() for each in puts + loads] == [None] * 4
@@ -1007,20 +894,13 @@ def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -
 def test_rows_that_are_read_are_not_given_away(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, states=1, blocks=1)
     assert put(tier, 0) is None
-    hold, entered, read = threading.Event(), threading.Event(), SlabFile.read
-
-    def held(*args):
-        entered.set()
-        assert hold.wait(60)
-        return read(*args)
-
-    monkeypatch.setattr(SlabFile, "read", held)
+    gate = Gate(monkeypatch, SlabFile, "read")
     answer, into = Answer(), buffer_for(facts_of(0))
     assert tier.load(facts_of(0), into, answer)
-    assert entered.wait(60)
+    gate.wait_for(1)
     assert put(tier, 1) is Refusal.IO_ERROR
     assert tier.stats().dropped == {"no_row": 1}
-    hold.set()
+    gate.open()
     assert answer.get() is None
     assert into == payload_of(0)
     assert tier.flush()
@@ -1031,25 +911,13 @@ def test_rows_that_are_read_are_not_given_away(tmp_path, monkeypatch) -> None:
 def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, num_readers=1)
     assert put(tier, 8, KV) is None
-    hold, entered = threading.Event(), threading.Semaphore(0)
-    sync, read = SlabFile.sync, SlabFile.read
-
-    def held(call):
-        def wait(*args):
-            entered.release()
-            assert hold.wait(60)
-            return call(*args)
-
-        return wait
-
-    monkeypatch.setattr(SlabFile, "sync", held(sync))
-    monkeypatch.setattr(SlabFile, "read", held(read))
+    syncs, reads = (Gate(monkeypatch, SlabFile, name) for name in ("sync", "read"))
     facts = facts_of(8, KV)
     puts, loads = [Answer(), Answer()], [Answer(), Answer()]
     assert tier.put(facts_of(0), payload_of(0), puts[0])
     assert tier.load(facts, buffer_for(facts), loads[0])
-    entered.acquire()
-    entered.acquire()
+    syncs.wait_for(1)
+    reads.wait_for(1)
     assert tier.put(facts_of(1), payload_of(1), puts[1])
     assert tier.load(facts, buffer_for(facts), loads[1])
     closing = threading.Thread(target=tier.close)
@@ -1059,7 +927,8 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     assert not tier.put(facts_of(2), payload_of(2), Answer())
     assert not tier.load(facts, buffer_for(facts), Answer())
     assert has(tier, 8, kind=KV) == [False]
-    hold.set()
+    syncs.open()
+    reads.open()
     closing.join()
     assert [each.get() for each in puts] == [None, Refusal.ABORTED]
     assert [each.get() for each in loads] == [None, Refusal.ABORTED]
@@ -1149,31 +1018,14 @@ def test_what_is_known_to_be_wrong_is_not_found_again_nor_recovered(tmp_path) ->
     again.close()
 
 
-def test_what_was_removed_can_be_written_anew(tier) -> None:
-    """Before it is erased it is not found; then nothing of it is remembered."""
-    assert put(tier, 1) is None
-    tier.remove(facts_of(1).key)
-    assert tier.flush()
-    assert put(tier, 1) is None
-    assert has(tier, 1) == [True]
-    assert load(tier, 1) == payload_of(1)
-
-
 def test_what_is_removed_as_it_closes_is_removed(tmp_path, monkeypatch) -> None:
     """But not what comes just too late to be taken."""
     tier = open_tier(tmp_path, num_readers=1)
     assert [put(tier, number) for number in (1, 2)] == [None, None]
-    hold, entered, read = threading.Event(), threading.Event(), SlabFile.read
-
-    def held(*args):
-        entered.set()
-        assert hold.wait(60)
-        return read(*args)
-
-    monkeypatch.setattr(SlabFile, "read", held)
+    gate = Gate(monkeypatch, SlabFile, "read")
     answer = Answer()
     assert tier.load(facts_of(2), buffer_for(facts_of(2)), answer)
-    assert entered.wait(60)
+    gate.wait_for(1)
     tier.remove(facts_of(1).key)
     assert tier.num_queued == 2
     closing = threading.Thread(target=tier.close)
@@ -1182,7 +1034,7 @@ def test_what_is_removed_as_it_closes_is_removed(tmp_path, monkeypatch) -> None:
         pass
     monkeypatch.setattr(disks.DiskTier, "is_healthy", True)
     tier.remove(facts_of(2).key)
-    hold.set()
+    gate.open()
     closing.join(60)
     assert answer.get() is None
     monkeypatch.undo()
@@ -1194,21 +1046,14 @@ def test_what_is_removed_as_it_closes_is_removed(tmp_path, monkeypatch) -> None:
 def test_an_entry_that_is_given_up_while_its_load_waits_is_a_miss(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, states=1, blocks=1, num_readers=1)
     assert [put(tier, 1), put(tier, 2, KV)] == [None, None]
-    hold, entered, read = threading.Event(), threading.Event(), SlabFile.read
-
-    def held(*args):
-        entered.set()
-        assert hold.wait(60)
-        return read(*args)
-
-    monkeypatch.setattr(SlabFile, "read", held)
+    gate = Gate(monkeypatch, SlabFile, "read")
     answers = [Answer(), Answer()]
     assert tier.load(facts_of(2, KV), buffer_for(facts_of(2, KV)), answers[0])
-    assert entered.wait(60)
+    gate.wait_for(1)
     into = buffer_for(facts_of(1))
     assert tier.load(facts_of(1), into, answers[1])
     assert put(tier, 3) is None
-    hold.set()
+    gate.open()
     assert [answer.get() for answer in answers] == [None, Refusal.MISSING]
     assert bytes(into) == b"\xff" * len(into)
     assert tier.flush()
@@ -1293,13 +1138,6 @@ def test_there_are_as_many_readers_as_processors(tmp_path, monkeypatch, num_cpus
     tier = open_tier(tmp_path, num_readers=None)
     assert len(tier._readers) == readers
     tier.close()
-
-
-def test_nobody_else_may_read_the_files(tier) -> None:
-    assert tier.folder.stat().st_mode & 0o077 == 0
-    assert put(tier, 1) is None
-    for file in tier.folder.iterdir():
-        assert file.stat().st_mode & 0o077 == 0
 
 
 # Parts of rows.

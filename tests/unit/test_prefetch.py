@@ -139,11 +139,13 @@ def entries(context):
 
 
 def test_what_was_computed_is_offered_and_brought_back(context, tier) -> None:
+    """The state comes first: it takes as long as many blocks, and one thread to verify."""
     assert match(context).skip_tokens == 0
     prefetch = ask(context)
     assert (prefetch.state, prefetch.is_done) == (PrefetchState.PENDING, False)
     assert (prefetch.request_id, prefetch.skip_tokens, prefetch.num_entries) == ("one", 56, 8)
-    assert len(tier.loads) == 8
+    kinds = [expected.key.kind for expected, _, _ in tier.loads]
+    assert kinds == [EntryKind.STATE, *[EntryKind.KV] * 7]
     found = match(context)
     assert (found.skip_tokens, found.arriving_tokens) == (0, 56)
     assert match(context, OTHER).arriving_tokens == 0
@@ -156,13 +158,6 @@ def test_what_was_computed_is_offered_and_brought_back(context, tier) -> None:
     run = generate(context, PROMPT, 4)
     assert run[2].skip_tokens == 56
     assert_same_run(run, PROMPT)
-
-
-def test_the_state_is_asked_for_first(context, tier) -> None:
-    """It takes as long as many blocks, and one thread to verify."""
-    ask(context)
-    kinds = [expected.key.kind for expected, _, _ in tier.loads]
-    assert kinds == [EntryKind.STATE, *[EntryKind.KV] * 7]
 
 
 def test_nothing_is_brought_twice(context, tier) -> None:
@@ -311,11 +306,11 @@ def test_what_another_still_wants_is_kept_when_one_cancels(context, tier) -> Non
 
 
 def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
-    """The row has another generation by then."""
-    prefetch = ask(context)
+    """The row has another generation by then; all who waited for one prompt are told."""
+    handles = [ask(context) for _ in range(3)]
     loads, tier.loads = tier.loads, []
     context.reset()
-    assert prefetch.state is PrefetchState.CANCELLED
+    assert [each.state for each in handles] == [PrefetchState.CANCELLED] * 3
     again = ask(context)
     tier.loads, later = loads, tier.loads
     tier.end_loads()
@@ -325,16 +320,6 @@ def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
     tier.end_loads()
     assert again.state is PrefetchState.READY
     assert match(context).skip_tokens == 56
-
-
-def test_a_reset_cancels_all_who_wait_for_one_prompt(context, tier) -> None:
-    """Else the first of them would be ready, and a match would find nothing."""
-    handles = [ask(context) for _ in range(3)]
-    context.reset()
-    assert [each.state for each in handles] == [PrefetchState.CANCELLED] * 3
-    tier.end_loads()
-    assert match(context).skip_tokens == 0
-    context.check_invariants()
 
 
 def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(

@@ -124,15 +124,6 @@ def test_every_field_is_compared_with_what_the_request_derived(bench, changes, r
     assert bytes(into) == b"\xff" * len(into)
 
 
-def test_a_kind_in_the_place_of_the_other_is_refused(bench) -> None:
-    bench.put(1, KV)
-    state, kv = facts_of(1).key, facts_of(1, KV).key
-    bench.memory._blobs = {
-        name.replace(str(kv), str(state)): blob for name, blob in bench.memory._blobs.items()
-    }
-    assert bench.load(1) is Refusal.KIND
-
-
 def damaged(blob, what):
     return {
         "bit": blob[:300] + bytes([blob[300] ^ 1]) + blob[301:],

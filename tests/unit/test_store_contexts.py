@@ -8,9 +8,8 @@ from functools import partial
 
 import engine_rig
 import pytest
-import torch
 from clocks import ManualClock
-from context_rig import MODEL, assert_same_run, generate, make_config, make_context
+from context_rig import assert_same_run, generate, make_config, make_context
 from faulty_store import FaultyStore, Trouble
 from remote_rig import PATIENCE, wait_until
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
@@ -19,7 +18,7 @@ from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.errors import TierInUseError
-from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
+from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import (
@@ -153,15 +152,6 @@ def test_a_store_says_what_it_has_without_bringing_it(store) -> None:
     other.close()
 
 
-def test_of_prompts_that_the_store_does_not_have_nothing_is_brought(store) -> None:
-    context = make(store)
-    prefetch = ask(context, OTHER)
-    assert prefetch.wait() is PrefetchState.NOTHING
-    assert ask(context, PROMPT[:8]).state is PrefetchState.NOTHING  # nothing would be left
-    assert context.store_tier.stats().loads == 0
-    context.close()
-
-
 def test_salts_secrets_ranks_weights_keep_entries_apart(store) -> None:
     others = [
         make(store, hash_secret=b"another"),
@@ -231,40 +221,6 @@ def test_an_engine_skips_what_another_one_computed(monkeypatch) -> None:
     assert sum(skips) >= 0.95 * PROMPT_TOKENS * len(skips)
     second.context.check_invariants()
     second.context.close()
-
-
-def test_without_verifying_a_damaged_store_gives_wrong_answers() -> None:
-    """The control: the same comparison fails where what comes from the store is believed."""
-    store = MemoryStore()
-    first = engine_over(store)
-    run(first)
-    first.context.close()
-    store._blobs = {
-        name: bytes(255 - byte for byte in blob) if name.count("/") == 6 else blob
-        for name, blob in store._blobs.items()
-    }
-    for verifies in (False, True):
-        engine = engine_over(store)
-        engine.context.store_tier._verifies = verifies
-        # What the host tier verifies came from the store with its checksums, wrong likewise.
-        if not verifies:
-            believe_host_rows(engine.context)
-        answers, skips = run(engine)
-        assert (answers == uncached()) is verifies
-        assert any(skips) is not verifies
-        engine.context.close()
-
-
-def believe_host_rows(context):
-    transfers = context._tiering.transfers
-    load = transfers.load
-
-    def believing(jobs):
-        ticket = load(jobs)
-        ticket._damaged = []
-        return ticket
-
-    transfers.load = believing
 
 
 def engine_over(store, **changes):
@@ -580,31 +536,6 @@ def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     context.wait_for_tiers()
     assert context.store_tier.stats().stored == 16
     context.close()
-
-
-def test_models_without_attention_share_states_alone(store) -> None:
-    shape = {name: getattr(MODEL.config, name) for name in MODEL.config.__dataclass_fields__}
-    model = HybridModel(HybridModelConfig(**(shape | {"layer_pattern": "MM"})), dtype=torch.float64)
-    contexts = [
-        make_context(
-            make_config(
-                num_host_states=9, num_host_blocks=0, store=store, write_on_use=1,
-                hash_secret=b"s",
-            ),
-            model=model, identity=IDENTITY, load_planner=slow_prefill(),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    first, second = contexts
-    tokens = generate(first, PROMPT, 4, model=model)[0]
-    first.wait_for_tiers()
-    prefetch = ask(second)
-    assert prefetch.wait() is PrefetchState.READY
-    assert (prefetch.num_entries, prefetch.skip_tokens) == (1, 56)
-    again = generate(second, PROMPT, 4, model=model)
-    assert (again[0], again[2].skip_tokens) == (tokens, 56)
-    for context in contexts:
-        context.close()
 
 
 def test_a_store_by_its_url_is_opened_and_closed() -> None:

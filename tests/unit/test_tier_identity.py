@@ -120,21 +120,10 @@ def test_facts_that_one_of_two_lacks_differ() -> None:
     assert {"kv", "kv.num_layers", "kv.dtype"} <= {*names}
 
 
-@pytest.mark.parametrize("change", FURTHER_CHANGES)
-def test_another_spec_or_hash_is_another_identity(change: str) -> None:
-    assert identity().digest != identity(**FURTHER_CHANGES[change]).digest
-
-
 def test_at_least_twenty_kinds_of_changes_are_told_apart_from_each_other() -> None:
     changes = [*CHANGES.values(), *FURTHER_CHANGES.values()]
     digests = {identity(**change).digest for change in changes} | {identity().digest}
     assert len(digests) == len(changes) + 1 >= 21
-
-
-def test_equal_facts_are_the_same_identity() -> None:
-    assert identity() == identity()
-    assert identity().digest == identity().digest
-    assert len({identity(), identity()}) == 1
 
 
 def test_how_much_is_kept_does_not_matter() -> None:
@@ -145,6 +134,7 @@ def test_how_much_is_kept_does_not_matter() -> None:
         "eviction_policy": "ref_zero",
     }
     assert identity(config=budgets) == identity()
+    assert len({identity(config=budgets), identity()}) == 1
 
 
 def test_the_digest_does_not_depend_on_the_process() -> None:
@@ -167,20 +157,13 @@ def test_every_setting_of_what_is_computed_is_a_fact() -> None:
     assert set(identity().facts["numerics"]) == {f.name for f in dataclasses.fields(Numerics)}
 
 
-@pytest.mark.parametrize("weights", ["", None, 3])
-def test_unset_weights_are_refused(weights) -> None:
-    with pytest.raises(InvalidArgumentError, match="weights must be a digest"):
-        identity(model={"weights": weights})
-
-
-def test_a_secret_drawn_in_each_process_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="hash_secret must be given"):
-        identity(config={"hash_secret": None})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"model": {"weights": ""}}, "weights must be a digest"),
+        ({"model": {"weights": None}}, "weights must be a digest"),
+        ({"model": {"weights": 3}}, "weights must be a digest"),
+        ({"config": {"hash_secret": None}}, "hash_secret must be given"),
         ({"model": {"name": ""}}, "name must be a string that is not empty"),
         ({"model": {"adapter": None}}, "adapter must be a string, got None"),
         ({"numerics": {"kernels": ""}}, "kernels must be a string that is not empty"),

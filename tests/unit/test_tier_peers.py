@@ -111,6 +111,7 @@ def test_no_row_is_given_away_while_a_copy_from_it_is_under_way():
     generation = context.host_tier._entries[STATE].pool.generations[held]
     context.begin_step()
     context.abort_step()
+    context.check_invariants()
     for other in OTHERS[1:]:
         generate(context, other, 1, request_id="other")
     assert context.host_tier._entries[STATE].pool.generations[held] == generation

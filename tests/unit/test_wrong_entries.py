@@ -1,10 +1,9 @@
 """Entries that turn out to be wrong: not found again, wherever a copy of them is under way."""
 
 import math
-import threading
 
 import pytest
-from disk_rig import Answer, buffer_for, facts_of, load, open_tier, payload_of, put
+from disk_rig import Answer, Gate, buffer_for, facts_of, load, open_tier, payload_of, put
 from faulty_store import Trouble
 from remote_rig import Bench, wait_until
 
@@ -13,25 +12,6 @@ from mamba_cache.tiers import Refusal
 from mamba_cache.tiers.slab import SlabFile
 
 WRONG, OTHER = facts_of(1), facts_of(2)
-
-
-class Gate:
-    """Keeps calls of a method, when they have done their work, until it is opened."""
-
-    def __init__(self, monkeypatch, owner, name, matches=lambda *_: True):
-        call, self.num_done, self._opened = getattr(owner, name), 0, threading.Event()
-
-        def wait(*arguments):
-            result = call(*arguments)
-            if matches(*arguments):
-                self.num_done += 1
-                assert self._opened.wait(60)
-            return result
-
-        monkeypatch.setattr(owner, name, wait)
-
-    def open(self):
-        self._opened.set()
 
 
 # On disk.
@@ -46,7 +26,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
     for number, (facts, answer) in enumerate(answers.items(), 1):
         payload = payload_of(1 if facts is WRONG else 2)
         assert disk.put(facts, payload, answer)
-        wait_until(lambda: gate.num_done == 1)
+        gate.wait_for(1)
         assert len(disk._puts) == number - 1
     disk.remove(WRONG.key)
     gate.open()
@@ -70,7 +50,7 @@ def test_a_wrong_entry_that_is_just_read_does_not_arrive(tmp_path, monkeypatch) 
     gate = Gate(monkeypatch, SlabFile, "read")
     answer = Answer()
     assert disk.load(WRONG, buffer_for(WRONG), answer)
-    wait_until(lambda: gate.num_done == 1)
+    gate.wait_for(1)
     disk.remove(WRONG.key)
     gate.open()
     assert answer.get() is Refusal.ABORTED
@@ -134,7 +114,7 @@ def test_a_wrong_entry_that_is_just_got_does_not_arrive(bench, monkeypatch) -> N
     gate = Gate(monkeypatch, bench.memory, "get_many_into", lambda keys, _: last in keys)
     answer = Answer()
     assert bench.tier.load(WRONG, buffer_for(WRONG), answer)
-    wait_until(lambda: gate.num_done == 1)
+    gate.wait_for(1)
     bench.tier.remove(WRONG.key)
     gate.open()
     assert answer.get() is Refusal.ABORTED
