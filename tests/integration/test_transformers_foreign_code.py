@@ -525,6 +525,17 @@ def test_what_libraries_install_is_not_foreign(model, cache, prompt):
     assert (cache.stats().hits, bypasses(cache)) == (2, {})
 
 
+def test_how_a_checkpoint_was_read_is_not_foreign(model, prompt, tmp_path):
+    """Models that are loaded keep the conversions of their weights, to be saved again."""
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    cache = make_cache(loaded)
+    for _ in range(2):
+        cached(cache, prompt)
+    assert cache.stats().skipped_tokens > 0
+    assert not cache.stats().bypasses
+
+
 def test_a_kernel_of_the_hub_is_not_foreign(tmp_path, monkeypatch):
     """It lies where `kernels` puts what it downloads, and has a module name of its own."""
     path = tmp_path / "models--kernels-community--relu/snapshots/0a1b2c3d4e/build/torch-universal"

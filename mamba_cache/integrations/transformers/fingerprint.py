@@ -52,6 +52,7 @@ _NOT_READ = frozenset(
         "_loss_function",
         "_output_capturing_hooks_installed",
         "generation_config",  # generate reads it, a forward does not
+        "_weight_conversions",  # how its checkpoint was read, by which it is saved again
         "generate_batch",  # where PrefixCache.install puts its own
         "rope_deltas",  # multimodal models keep them of a generation; the next sets them anew
     }
