@@ -113,17 +113,6 @@ def test_one_field_configurations_fail_alone(server, folder):
     assert '"ok"' in server.get("/health")
 
 
-def test_an_option_of_a_wrong_type_does_not_fail_others(server, folder):
-    """``top_k`` of text raised TypeError in the thread that runs all requests."""
-    with ThreadPoolExecutor(2) as clients:
-        long = clients.submit(server.chat, folder, "Go on and on.", max_tokens=60)
-        config = json.dumps({"top_k": "x", "do_sample": True, "max_new_tokens": 2})
-        status, text = server.post(CHAT, body_of(CHAT, folder, generation_config=config))
-        assert long.result().usage.completion_tokens == 60
-    assert status == 400
-    assert "transformers refuses the configuration" in json.loads(text)["detail"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, PROMPT, RESPONSE])
 @pytest.mark.parametrize(

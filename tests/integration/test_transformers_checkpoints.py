@@ -6,14 +6,12 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from chats import CHATML, OPENING, STRIPPING, make_tokenizer
 from transformers_rig import (
     BLOCK,
     GREEDY,
     VOCABULARY,
     assert_same,
-    budgets,
     cached,
     join,
     make_cache,
@@ -31,7 +29,7 @@ SYSTEM = 3 * BLOCK + 5
 BOUNDARY = 3 * BLOCK
 
 
-@pytest.fixture(params=["nemotron_h", "zaya"])
+@pytest.fixture(params=["nemotron_h", "zaya"], scope="module")
 def model(request):
     """One whose states are captured inside a forward, and one whose prompts are cut in two."""
     return make_model(request.param)
@@ -69,13 +67,6 @@ def test_without_a_name_only_the_third_does(cache, users):
     assert hits == [0, 0, BOUNDARY]
 
 
-def test_several_positions_may_be_named(cache, users, generator):
-    cached(cache, users[0], checkpoints=(SYSTEM, BLOCK, 2 * BLOCK + 1, BLOCK))
-    for shared in (BLOCK, 2 * BLOCK, 3 * BLOCK):
-        other = join(users[0][:, :shared], text(generator, 11))
-        assert served(cache, other)[0] == shared
-
-
 def test_the_state_at_a_named_end_of_the_prompt_is_kept_once(cache, users):
     whole = users[0][:, : 4 * BLOCK]
     cached(cache, whole, max_new_tokens=1, checkpoints=[4 * BLOCK])
@@ -103,14 +94,36 @@ def test_prefill_takes_them_too(model, cache, users):
     assert_same(plain(model, users[1]), output)
 
 
-def test_rows_may_have_positions_of_their_own(cache, generator):
-    rows = [text(generator, length)[0].tolist() for length in (20, 29, 24)]
-    cache.generate(rows, checkpoints=[[BLOCK], [3 * BLOCK, 2 * BLOCK], []], **GREEDY)
+SAMPLED = {"num_return_sequences": 2, "do_sample": True, "output_logits": False}
+BEAMS = {"num_beams": 2, "output_logits": False}
+OWN = [(20, [BLOCK]), (29, [3 * BLOCK, 2 * BLOCK]), (24, [])]
+TWO = [(4 * BLOCK, [BLOCK]), (4 * BLOCK, [2 * BLOCK])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"), [(OWN, {}), (TWO, SAMPLED), (TWO, BEAMS)], ids=["own", "sampled", "beams"]
+)
+def test_rows_may_have_positions_of_their_own(cache, generator, rows, options):
+    prompts = [text(generator, length)[0].tolist() for length, _ in rows]
+    named = [positions for _, positions in rows]
+    cache.generate(prompts, checkpoints=named, **{**GREEDY, **options})
     cache.check_invariants()
-    for row, longest in zip(rows, (BLOCK, 3 * BLOCK, 0), strict=True):
+    for row, positions in zip(prompts, named, strict=True):
+        longest = max(positions, default=0)
         # They part for certain: a token that happened to be the same would be one more to reuse.
         parts = torch.tensor([[*row[: longest + 3], 3 + (row[longest + 3] + 1) % (VOCABULARY - 3)]])
         assert served(cache, join(parts, text(generator, 8)))[0] == longest
+
+
+@pytest.mark.parametrize(
+    "named", [[[BLOCK, 2 * BLOCK + 1, BLOCK]], [[BLOCK], [2 * BLOCK]]], ids=["one row", "two equal"]
+)
+def test_what_rows_of_one_prompt_name_is_joined(cache, generator, named):
+    row = text(generator, 4 * BLOCK)[0].tolist()
+    cache.generate([row] * len(named), checkpoints=named, **GREEDY)
+    for shared in (BLOCK, 2 * BLOCK):
+        other = join(torch.tensor([row[:shared]]), text(generator, 9))
+        assert served(cache, other)[0] == shared
 
 
 def test_positions_for_all_rows_count_their_own_tokens(model, cache, generator):
@@ -123,27 +136,6 @@ def test_positions_for_all_rows_count_their_own_tokens(model, cache, generator):
         assert torch.equal(answer[-len(wanted) :], wanted)
     other = torch.tensor([system + [9] * 5])
     assert served(cache, other)[0] == BOUNDARY
-
-
-def test_what_rows_of_one_prompt_name_is_joined(cache, generator):
-    rows = text(generator, 4 * BLOCK)[0].tolist()
-    cache.generate([rows, rows], checkpoints=[[BLOCK], [2 * BLOCK]], **GREEDY)
-    for shared in (BLOCK, 2 * BLOCK):
-        other = join(torch.tensor([rows[:shared]]), text(generator, 9))
-        assert served(cache, other)[0] == shared
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2}]
-)
-def test_several_answers_share_them(cache, generator, options):
-    rows = [text(generator, 4 * BLOCK)[0].tolist() for _ in range(2)]
-    options = {**GREEDY, "output_logits": False, **options}
-    cache.generate(rows, checkpoints=[[BLOCK], [2 * BLOCK]], **options)
-    cache.check_invariants()
-    for row, shared in zip(rows, (BLOCK, 2 * BLOCK), strict=True):
-        other = join(torch.tensor([row[: shared + 3]]), text(generator, 9))
-        assert served(cache, other)[0] == shared
 
 
 def test_padding_that_generate_finds_by_itself_is_no_part_of_a_prompt(cache, users, generator):
@@ -159,11 +151,6 @@ def test_a_prompt_that_is_computed_in_segments(model, users):
     expected = plain(model, users[0])
     assert_same(expected, cached(cache, users[0], checkpoints=[SYSTEM, BLOCK]))
     assert served(cache, users[1])[0] == BOUNDARY
-
-
-def test_no_room_for_them_is_no_error(model, cache, users):
-    small = make_cache(model, **budgets(cache, slots=1, blocks=3))
-    assert_same(plain(model, users[0]), cached(small, users[0], checkpoints=[SYSTEM, BLOCK]))
 
 
 @pytest.mark.parametrize(
@@ -197,28 +184,12 @@ def test_a_refusal_names_the_row(cache):
 
 # Where the messages of a chat end.
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is a slot?"},
     {"role": "assistant", "content": "Room for a state."},
     {"role": "user", "content": "And a block?"},
 ]
-
-
-def make_tokenizer(template):
-    """Bytes as tokens, and two special ones."""
-    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
-    fast.add_special_tokens(special)
-    return fast
 
 
 def ends_as_text(template, messages, **options):
@@ -238,8 +209,7 @@ def test_each_message_ends_where_the_next_begins(add_generation_prompt):
 
 
 def test_options_reach_the_template():
-    template = "{{ greeting }}" + CHATML
-    [first, *_] = ends_as_text(template, MESSAGES, greeting="Hello.")
+    [first, *_] = ends_as_text(CHATML, MESSAGES, greeting="Hello.")
     assert first.startswith("Hello.<|im_start|>system")
 
 
@@ -250,41 +220,47 @@ def test_options_that_choose_what_is_returned_do_not_count():
     assert message_ends(tokenizer, MESSAGES, **options) == expected
 
 
-def test_a_template_that_refuses_a_lone_system_message():
-    refusing = (
+PARTS = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+COUNTING = "{{ messages|length }} messages\n"
+TEMPLATES = {
+    "refuses a lone system message": (
         "{% if messages|length == 1 and messages[0].role == 'system' %}"
-        "{{ raise_exception('No user query found.') }}{% endif %}" + CHATML
-    )
-    assert ends_as_text(refusing, MESSAGES) == ends_as_text(CHATML, MESSAGES)[1:]
+        "{{ raise_exception('No user query found.') }}{% endif %}" + CHATML,
+        MESSAGES, slice(1, None),
+    ),
+    # What it puts after the last message alone is no part of the message.
+    "closes the chat": (
+        CHATML.replace("{% if add", "{% if not add_generation_prompt %}END{% endif %}{% if add"),
+        MESSAGES, slice(None),
+    ),
+    "contents of parts, as multimodal chats have them": (
+        PARTS,
+        [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES],
+        slice(None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ends_of_a_template_are_those_of_its_messages(name):
+    template, messages, found = TEMPLATES[name]
+    ends = ends_as_text(template, messages, add_generation_prompt=True)
+    assert ends == ends_as_text(CHATML, MESSAGES)[found]
 
 
 def test_a_template_that_strips_what_was_thought_before():
     """Its last message is shown with it, and the same one later without."""
-    stripping = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    )
     thought = [dict(m) for m in MESSAGES]
     thought[2]["content"] = "<think>Room? Yes.</think>Room for a state."
-    assert ends_as_text(stripping, thought) == [
+    assert ends_as_text(STRIPPING, thought) == [
         part for n, part in enumerate(ends_as_text(CHATML, MESSAGES)) if n != 2
     ]
 
 
-def test_a_template_that_closes_the_chat():
-    """What it puts after the last message alone is no part of the message."""
-    closing = CHATML.replace(
-        "{% if add", "{% if not add_generation_prompt %}END{% endif %}{% if add"
-    )
-    found = ends_as_text(closing, MESSAGES, add_generation_prompt=True)
-    assert found == ends_as_text(CHATML, MESSAGES)
-
-
 def test_a_template_that_shows_the_first_message_otherwise_in_a_longer_chat():
-    counting = "{{ messages|length }} messages\n" + CHATML
-    [only] = ends_as_text(counting, MESSAGES)
+    [only] = ends_as_text(COUNTING + CHATML, MESSAGES)
     assert only.endswith("And a block?<|im_end|>\n")
+    assert len(ends_as_text(COUNTING + PARTS, TEMPLATES[[*TEMPLATES][-1]][1])) == 1
 
 
 def test_a_template_that_leaves_a_message_out():
@@ -292,24 +268,10 @@ def test_a_template_that_leaves_a_message_out():
     assert ends_as_text(without_system, MESSAGES) == ends_as_text(CHATML, MESSAGES[1:])
 
 
-def test_contents_of_parts():
-    """As multimodal chats have them."""
-    parts = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
-    messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
-    assert ends_as_text(parts, messages) == ends_as_text(CHATML, MESSAGES)
-    counting = "{{ messages|length }} messages\n" + parts
-    assert len(ends_as_text(counting, messages)) == 1
-
-
 def test_tokens_that_reach_into_the_next_message_are_left_out():
     """Where a message ends in the middle of what is one token in the prompt."""
-    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
-    alphabet = {s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    pairs = Tokenizer(models.BPE(vocab={**alphabet, "bc": len(alphabet)}, merges=[("b", "c")]))
-    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=pairs, chat_template=tokenizer.chat_template
-    )
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = make_tokenizer(template, merges=[("b", "c")])
     messages = [{"role": "user", "content": content} for content in ("aab", "caa", "b")]
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert len(ids) == 6  # a a bc a a b
@@ -335,17 +297,10 @@ def test_a_chat_is_found_again_by_where_its_messages_end(generator):
 
 # Where other prompts part from a chat's, as a server names it.
 
-STRIPPING = CHATML.replace(
-    "{{ m.content }}",
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}",
-)
-OPENING = STRIPPING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
-
-def parts_as_text(template, messages, tokenizer=None, **options):
+def parts_as_text(template, messages, **options):
     """The prompt up to each position, and the prompt."""
-    tokenizer = tokenizer or make_tokenizer(template)
+    tokenizer = make_tokenizer(template)
     options = {"add_generation_prompt": True, **options}
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     found = chat_checkpoints(tokenizer, messages, ids, **options)
@@ -369,8 +324,8 @@ def test_the_next_turn_parts_before_what_it_shows_otherwise(length):
 
 
 def test_what_is_before_the_first_words_depends_on_the_options():
-    template = "{% for tool in tools %}{{ tool.name }}\n{% endfor %}" + CHATML
-    [part], _ = parts_as_text(template, MESSAGES[1:], tools=[{"name": "look"}, {"name": "ask"}])
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "ask")]
+    [part], _ = parts_as_text(CHATML, MESSAGES[1:], tools=tools)
     assert part.endswith("ask\n<|im_start|>user\n")
 
 
@@ -399,14 +354,11 @@ def test_what_a_template_refuses_is_left_out():
 
 def test_a_position_within_a_token_is_before_it():
     """Where the prompt parts in the middle of what is one token in it."""
-    alphabet = {s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    pairs = Tokenizer(models.BPE(vocab={**alphabet, "bc": len(alphabet)}, merges=[("b", "c")]))
-    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     template = (
         "{% for m in messages %}{{ m.content }}{% if not loop.last %}b{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}bcde{% endif %}"
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, chat_template=template)
+    tokenizer = make_tokenizer(template, merges=[("b", "c")])
     messages = [{"role": "user", "content": "xyz"}]
     ids = tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=False, add_generation_prompt=True

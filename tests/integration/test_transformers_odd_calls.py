@@ -1,10 +1,7 @@
 """Legal calls that are seldom made, and mistakes that are: each is answered, or costs nothing."""
 
 import asyncio
-import gc
-import re
 import threading
-import weakref
 from contextlib import ExitStack
 from functools import partial, wraps
 
@@ -15,7 +12,6 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 import torch
 from batch_rig import answers, batch, subject, tokens
 from transformers import (
-    BatchEncoding,
     ContinuousBatchingConfig,
     GenerationConfig,
     SynthIDTextWatermarkingConfig,
@@ -264,31 +260,6 @@ def test_the_disk_is_used_again_after_a_reset_in_training_mode(
         assert cache.stats().hits == 1
 
 
-def test_a_reset_keeps_no_disk_tier_of_before(model, tmp_path):
-    """Each one lived as long as the cache, with all that it knew of the disk."""
-    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
-    with make_cache(model, **settings) as cache:
-        before = weakref.ref(cache._store.tiers._disk)
-        cache.reset()
-        gc.collect()
-        assert before() is None
-
-
-def test_a_disk_cache_draws_one_secret(model, tmp_path):
-    settings = {"host_cache_gb": 0.01, "disk_cache_path": tmp_path, "disk_cache_gb": 0.1}
-    made = []
-    for _ in range(2):
-        with make_cache(model, **settings) as cache:
-            made.append(cache._store.hash_secret)
-    assert len(made[0]) == 32
-    assert made[0] == made[1]
-    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in tmp_path.glob("secret*")] == ["secret"]
-
-
-# What a call costs.
-
-
 def test_logits_that_are_kept_by_index_are_refused(cache, prompt):
     """Those of another token were kept as those that follow the prompt, and given out later."""
     cached(cache, prompt)
@@ -317,7 +288,6 @@ def batching(**options):
             "generate", {"stopping_criteria": print},
             "stopping_criteria must be a collection of criteria, got <built-in",
         ),
-        ("generate", {"source": ([],)}, r"source must be hashable, got \(\["),
         (
             "generate_batch", {"continuous_batching_config": {"max_batch_tokens": 8}},
             "config must be a transformers.ContinuousBatchingConfig, got dict",
@@ -354,30 +324,6 @@ def test_a_batch_under_autocast_is_refused_and_not_the_model(nemotron):
         assert answers(batch(cache, [[5, 6]])) == [nemotron.answer([5, 6], 6)]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda c: c.generate_batch([3, 4]),
-            r"a list of int: for one prompt write \[\[1, 2, 3\]\]",
-        ),
-        (lambda c: c.generate_batch("text"), "inputs must be prompts, .* got str: tokenize it"),
-        (lambda c: c.generate_batch(["a", "b"]), "a list of str: tokenize it"),
-        (lambda c: c.generate_batch([[3], 4]), "prompt 1 must be a tensor .* got int"),
-        (
-            lambda c: c.generate_batch(BatchEncoding({"input_ids": [[3]]})),
-            "got BatchEncoding: give its input_ids",
-        ),
-        (lambda c: c.prefill(BatchEncoding({"input_ids": [[3]]})), "give its input_ids"),
-        (lambda c: c.pin("text"), "the prompt must be a tensor .* got str: tokenize it"),
-    ],
-)
-def test_what_is_no_prompt_is_said_to_be_none(cache, call, message):
-    """Batches and pins were told what prefill takes."""
-    with pytest.raises(InvalidArgumentError, match=message):
-        call(cache)
-
-
 # Requests that come one by one.
 
 
@@ -396,56 +342,67 @@ class Runner:
         self.cache.reset()
 
 
-def details(model, config, prompt):
-    return ArrivalDetails(AnswerSettingsReader(model, None, {}).read(config, len(prompt)))
+class Clients:
+    """A manager of a model's batches, and clients who ask before it may run."""
+
+    def __init__(self, one):
+        config, reader = one.config(max_new_tokens=5), AnswerSettingsReader(one.model, None, {})
+        self.runner = Runner(one.cache())
+        self.manager = BatchManager(
+            self.runner, lambda ids: ArrivalDetails(reader.read(config, len(ids)))
+        )
+
+    def ask(self, *requests):
+        """Returns what each client hears; a request is its name, prompt and whether it streams."""
+
+        async def ask(name, prompt, is_streaming):
+            outputs, over = [], asyncio.get_running_loop().create_future()
+
+            def hear(output):
+                outputs.append(output)
+                if output.is_finished() and not over.done():
+                    over.set_result(outputs)
+
+            if not is_streaming:
+                self.manager.register_result_handler(name, hear)
+            given = self.manager.add_request(prompt, name, streaming=is_streaming)
+            if is_streaming:
+                self.manager.register_result_handler(given, hear)
+            return await over
+
+        async def ask_all():
+            asked = [asyncio.ensure_future(ask(*request)) for request in requests]
+            await asyncio.sleep(0)
+            self.runner.may_run.set()
+            return await asyncio.wait_for(asyncio.gather(*asked), 30)
+
+        self.manager.start()
+        try:
+            return asyncio.run(ask_all())
+        finally:
+            self.manager.stop()
+
+    def forgot_all(self):
+        """Whether nothing is left of any request."""
+        manager = self.manager
+        return not (manager._arrivals or manager._listeners or manager._untold)
 
 
 @pytest.mark.parametrize("are_streaming", [(False, False), (True, True), (True, False)])
 def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streaming):
     """A service hands its own x-request-id on with each of its calls; both waited for ever."""
-    prompts = [tokens(generator, n) for n in (9, 12)]
-    config = nemotron.config(max_new_tokens=5)
-    runner = Runner(nemotron.cache())
-    manager = BatchManager(runner, lambda ids: details(nemotron.model, config, ids))
-
-    async def ask(prompt, is_streaming):
-        over = asyncio.get_running_loop().create_future()
-
-        def hear(output):
-            if output.is_finished() and not over.done():
-                over.set_result(output.generated_tokens)
-
-        if is_streaming:
-            name = manager.add_request(prompt, "one name", streaming=True)
-            manager.register_result_handler(name, hear)
-        else:
-            manager.register_result_handler("one name", hear)
-            manager.add_request(prompt, "one name")
-        return await over
-
-    async def ask_all():
-        asked = [
-            asyncio.ensure_future(ask(*each)) for each in zip(prompts, are_streaming, strict=True)
-        ]
-        await asyncio.sleep(0)
-        runner.may_run.set()
-        return await asyncio.wait_for(asyncio.gather(*asked), 30)
-
-    manager.start()
-    try:
-        found = asyncio.run(ask_all())
-    finally:
-        manager.stop()
+    prompts, clients = [tokens(generator, n) for n in (9, 12)], Clients(nemotron)
+    requests = zip(["one name"] * 2, prompts, are_streaming, strict=True)
+    found = [outputs[-1].generated_tokens for outputs in clients.ask(*requests)]
     assert found == [nemotron.answer(prompt, 5) for prompt in prompts]
-    assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
+    assert clients.forgot_all()
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_manager_that_is_stopped_leaves_nobody_waiting(nemotron, generator, is_late):
     """The server stops one when another model is asked for; clients of the first never heard."""
-    prompt, runner = tokens(generator, 9), Runner(nemotron.cache())
-    config = nemotron.config(max_new_tokens=5)
-    manager = BatchManager(runner, lambda ids: details(nemotron.model, config, ids))
+    prompt, clients = tokens(generator, 9), Clients(nemotron)
+    manager, runner = clients.manager, clients.runner
 
     async def ask():
         over = asyncio.get_running_loop().create_future()
@@ -467,7 +424,7 @@ def test_a_manager_that_is_stopped_leaves_nobody_waiting(nemotron, generator, is
         assert "has ended" in output.error
     else:
         assert output.generated_tokens == nemotron.answer(prompt, 5)
-    assert (manager._arrivals, manager._listeners, manager._untold) == ({}, {}, {})
+    assert clients.forgot_all()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, PoisonedError])
@@ -476,10 +433,7 @@ def test_requests_run_again_after_a_call_that_broke_off(
     nemotron, generator, monkeypatch, error, breaks
 ):
     """Once, if their clients have heard nothing yet; all of them failed."""
-    prompts = [tokens(generator, n) for n in (9, 12)]
-    config = nemotron.config(max_new_tokens=5)
-    runner = Runner(nemotron.cache())
-    manager = BatchManager(runner, lambda ids: details(nemotron.model, config, ids))
+    prompts, clients = [tokens(generator, n) for n in (9, 12)], Clients(nemotron)
     step, calls = Batcher.step, []
 
     def broken(self):
@@ -488,37 +442,15 @@ def test_requests_run_again_after_a_call_that_broke_off(
             raise error("out of order")
         return step(self)
 
-    async def ask(name, prompt, is_streaming):
-        outputs, over = [], asyncio.get_running_loop().create_future()
-
-        def hear(output):
-            outputs.append(output)
-            if output.is_finished():
-                over.set_result(outputs)
-
-        manager.register_result_handler(name, hear)
-        manager.add_request(prompt, name, streaming=is_streaming)
-        return await over
-
-    async def ask_all():
-        asked = [asyncio.ensure_future(ask(str(n), p, n == 1)) for n, p in enumerate(prompts)]
-        await asyncio.sleep(0)
-        runner.may_run.set()
-        return await asyncio.wait_for(asyncio.gather(*asked), 30)
-
     monkeypatch.setattr(Batcher, "step", broken)
-    manager.start()
-    try:
-        [silent], heard = asyncio.run(ask_all())
-    finally:
-        manager.stop()
+    [silent], heard = clients.ask(("silent", prompts[0], False), ("heard", prompts[1], True))
     assert [len(output.generated_tokens) for output in heard] == [1, 2, 0]
     assert "out of order" in heard[-1].error
     if len(breaks) == 1:
         assert (silent.error, silent.generated_tokens) == (None, nemotron.answer(prompts[0], 5))
     else:
         assert "out of order" in silent.error
-    runner.cache.check_invariants()
+    clients.runner.cache.check_invariants()
 
 
 def test_a_model_without_memory_for_batches_is_served_request_by_request(nemotron, monkeypatch):
@@ -628,53 +560,6 @@ def test_what_is_cached_after_a_lost_request_is_cancelled_still_goes_below(nemot
     before = cache.tier_stats()[0].entries["state"]
     batch(cache, [tokens(generator, 2 * BLOCK)])
     assert cache.tier_stats()[0].entries["state"] > before
-
-
-# A request that cannot be answered, among others.
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"repetition_penalty": -1.0}, "refuses the configuration: `penalty` has to be"),
-        ({"eos_token_id": "end"}, "refuses the configuration: "),
-        ({"typical_p": "x", "do_sample": True}, "configuration: TypeError.* typical_p set"),
-    ],
-    ids=["frequency_penalty", "eos_token_id", "typical_p"],
-)
-def test_what_one_client_asks_for_fails_no_other(nemotron, generator, options, error):
-    """One bad number in a body ended the requests of all others as well."""
-    prompts = [tokens(generator, n) for n in (9, 12)]
-    odd = GenerationConfig(max_new_tokens=5)
-    for name, value in options.items():
-        setattr(odd, name, value)
-    configs = {9: nemotron.config(max_new_tokens=20), 12: odd}
-    runner = Runner(nemotron.cache())
-    manager = BatchManager(runner, lambda ids: details(nemotron.model, configs[len(ids)], ids))
-
-    async def ask(prompt):
-        over = asyncio.get_running_loop().create_future()
-        name = str(len(prompt))
-        manager.register_result_handler(name, over.set_result)
-        manager.add_request(prompt, name)
-        return await over
-
-    async def ask_all():
-        asked = [asyncio.ensure_future(ask(prompt)) for prompt in prompts]
-        await asyncio.sleep(0)
-        runner.may_run.set()
-        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
-
-    manager.start()
-    try:
-        good, bad = asyncio.run(ask_all())
-    finally:
-        manager.stop()
-    assert (good.error, good.generated_tokens) == (None, nemotron.answer(prompts[0], 20))
-    assert isinstance(bad, InvalidArgumentError)
-    assert re.search(error, str(bad))
-    assert manager._listeners == {}
-    runner.cache.check_invariants()
 
 
 def test_an_answer_that_a_processor_refuses_says_so_and_the_others_go_on(nemotron, generator):

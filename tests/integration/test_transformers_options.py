@@ -1,7 +1,6 @@
 """Which options of `generate` the prefix cache serves, and what it keeps under each."""
 
 import copy
-import inspect
 import pickle
 import random
 import re
@@ -14,7 +13,12 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 import torch
 import transformers
 from torch import distributed
-from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
+from transformers import (
+    BatchEncoding,
+    GenerationConfig,
+    LogitsProcessorList,
+    WatermarkingConfig,
+)
 from transformers.generation import utils as generation_utils
 from transformers_rig import (
     BLOCK,
@@ -34,7 +38,6 @@ from transformers_rig import (
 from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
-    MambaCacheError,
     NotCopyableError,
     UnsupportedVersionError,
 )
@@ -158,6 +161,8 @@ def test_what_is_refused_is_refused_wherever_it_is_set(model, cache, prompt, nam
 )
 def test_settings_hidden_in_the_models_configuration(model, cache, prompt, field, value, message):
     """Elsewhere a caller's own configuration hid them from the cache."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.generate(prompt, **{field: value})
     setattr(model.generation_config, field, value)
     for config in (None, GenerationConfig(max_new_tokens=2)):
         with pytest.raises(InvalidArgumentError, match=message):
@@ -226,11 +231,6 @@ def test_fields_that_a_later_version_adds_keep_answers_out(model, cache, prompt,
     assert hit == prompt.shape[1] // BLOCK * BLOCK
 
 
-def test_models_with_a_loop_of_their_own_keep_answers_out(model, monkeypatch):
-    monkeypatch.setattr(type(model), "_sample", lambda *_, **__: None, raising=False)
-    assert not served.read_options(model, {}).follows_rows
-
-
 def test_sharded_weights_are_refused(model, cache, prompt, monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
@@ -240,27 +240,6 @@ def test_sharded_weights_are_refused(model, cache, prompt, monkeypatch):
 
 
 # Beam search, wherever it is switched on.
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_beam_search_of_the_models_configuration_keeps_only_prompts(
-    model, cache, prompt, do_sample
-):
-    """Elsewhere a caller's own configuration hid it, and other beams' states were kept."""
-    model.generation_config.num_beams = 3
-    model.generation_config.do_sample = do_sample
-    config = GenerationConfig(
-        max_new_tokens=3 * BLOCK, eos_token_id=None, temperature=3.0, output_logits=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    model.generation_config.eos_token_id = None
-    torch.manual_seed(1)
-    expected = model.generate(prompt, generation_config=config).sequences
-    torch.manual_seed(1)
-    answer = cache.generate(prompt, generation_config=config).sequences
-    assert torch.equal(answer, expected)
-    assert assert_published_states_are_right(model, cache, answer[0].tolist()) == 1
-    assert cache.stats().saved_states == 1
 
 
 CHOICES = {
@@ -425,28 +404,38 @@ def test_prompts_that_are_no_token_ids(cache, prompts, message):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("call", "prompt", "message"),
     [
-        (None, "got NoneType"),
-        ("text", "got str: tokenize it"),
-        ([], "must not be empty"),
-        ([[]], "must not be empty"),
-        ([1.5, 2.7], "must be ints, got 1.5"),
-        ([True], "must be ints, got True"),
-        ([[[3]]], "must be ints"),
-        ([3, [4]], r"must be ints, got \[4\]"),
-        ([-1], r"\[0, 97\)"),
-        ([VOCABULARY], r"\[0, 97\)"),
-        ([[3], [4]], "one prompt, got 2 rows"),
-        (torch.tensor(3), "of shape"),
-        (torch.ones(3), "torch.float32"),
-        (torch.tensor([VOCABULARY]), r"\[0, 97\)"),
+        ("prefill", None, "got NoneType"),
+        ("prefill", "text", "got str: tokenize it"),
+        ("prefill", [], "must not be empty"),
+        ("prefill", [[]], "must not be empty"),
+        ("prefill", [1.5, 2.7], "must be ints, got 1.5"),
+        ("prefill", [True], "must be ints, got True"),
+        ("prefill", [[[3]]], "must be ints"),
+        ("prefill", [3, [4]], r"must be ints, got \[4\]"),
+        ("prefill", [-1], r"\[0, 97\)"),
+        ("prefill", [VOCABULARY], r"\[0, 97\)"),
+        ("prefill", [[3], [4]], "one prompt, got 2 rows"),
+        ("prefill", torch.tensor(3), "of shape"),
+        ("prefill", torch.ones(3), "torch.float32"),
+        ("prefill", torch.tensor([VOCABULARY]), r"\[0, 97\)"),
+        ("prefill", BatchEncoding({"input_ids": [[3]]}), "give its input_ids"),
+        ("pin", "text", "the prompt must be a tensor .* got str: tokenize it"),
+        ("generate_batch", [3, 4], r"a list of int: for one prompt write \[\[1, 2, 3\]\]"),
+        ("generate_batch", "text", "inputs must be prompts, .* got str: tokenize it"),
+        ("generate_batch", ["a", "b"], "a list of str: tokenize it"),
+        ("generate_batch", [[3], 4], "prompt 1 must be a tensor .* got int"),
+        (
+            "generate_batch", BatchEncoding({"input_ids": [[3]]}),
+            "got BatchEncoding: give its input_ids",
+        ),
     ],
     ids=lambda x: str(x)[:30],
-)
-def test_prompts_that_prefill_refuses(cache, prompt, message):
+)  # fmt: skip
+def test_prompts_that_other_calls_refuse(cache, call, prompt, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        cache.prefill(prompt)
+        getattr(cache, call)(prompt)
     assert cache.stats().requests == 0
 
 
@@ -474,9 +463,13 @@ def test_prompts_may_be_sequences_of_any_ints(model, cache, prompts):
         ([[1, 1, 1, 1]], "must be a tensor of the shape of input_ids, .* got list"),
         (torch.tensor([[2, 1, 1, 1]]), "1 for tokens and 0 for padding only"),
         (torch.tensor([[0.5, 1, 1, 1]]), "1 for tokens and 0 for padding only"),
+        (torch.tensor([[1, 1, 1, 0]]), "attention_mask must be"),
+        (torch.tensor([[0, 1, 0, 1]]), "attention_mask must be"),
+        (torch.tensor([[0, 0, 0, 0]]), "attention_mask must be"),
+        (torch.tensor([[1, 1, 1]]), "attention_mask must be"),
     ],
 )
-def test_masks_of_other_kinds(cache, mask, message):
+def test_masks_of_other_kinds_and_with_holes(cache, mask, message):
     with pytest.raises(InvalidArgumentError, match=message):
         cache.generate(torch.tensor([[3, 4, 5, 6]]), attention_mask=mask)
 
@@ -721,10 +714,3 @@ def test_a_compiled_model_is_served(generator):
     model.compile(backend="eager", fullgraph=True)
     assert_same(expected, cached(cache, prompt, max_new_tokens=2))
     assert model._compiled_call_impl is not None
-
-
-def test_every_error_is_of_the_packages_tree(cache):
-    """The classes that callers of this module can meet."""
-    errors = (InvalidArgumentError, NotCopyableError, ConcurrentUseError, UnsupportedVersionError)
-    assert all(issubclass(error, MambaCacheError) for error in errors)
-    assert "reuse_answers" in inspect.signature(type(cache)).parameters

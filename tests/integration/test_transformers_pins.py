@@ -111,14 +111,6 @@ def test_a_pinned_prompt_is_found_until_its_time_is_up(
     assert found(cache, prompt, is_batch=is_batch) == 0
 
 
-def test_without_a_pin_it_would_be_gone(nemotron, generator):
-    cache, _ = small(nemotron)
-    prompt = tokens(generator, 2 * BLOCK)
-    cache.prefill(prompt)
-    crowd(cache, generator, is_batch=False)
-    assert found(cache, prompt, is_batch=False) == 0
-
-
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("answer"), st.booleans(), st.integers(0, 3), st.integers(0, BLOCK)),

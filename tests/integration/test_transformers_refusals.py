@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 import transformers
-from transformers import GenerationConfig, cache_utils
+from transformers import cache_utils
 from transformers_rig import BLOCK, GREEDY, assert_same, cached, make_cache, make_model, plain, text
 
 from mamba_cache.errors import (
@@ -37,45 +37,6 @@ def cache(model):
 @pytest.fixture
 def prompt(generator):
     return text(generator, 4 * BLOCK + 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"past_key_values": object()}, "makes its own"),
-        ({"inputs_embeds": torch.ones(1, 2, 3)}, "token ids"),
-        ({"assistant_model": object()}, "goes back"),
-        ({"prompt_lookup_num_tokens": 3}, "goes back"),
-        ({"output_hidden_states": True}, "do not exist"),
-        ({"prefill_chunk_size": 4}, "segment_tokens"),
-        ({"use_cache": False}, "nothing to reuse"),
-        ({"cache_implementation": "static"}, "'dynamic' or None, got 'static'"),
-        ({"pixel_values": torch.ones(2)}, r"got \['pixel_values'\]"),
-        ({"generation_config": GenerationConfig(use_cache=False)}, "nothing to reuse"),
-    ],
-)
-def test_options_that_cannot_be_served(cache, prompt, options, reason):
-    with pytest.raises(InvalidArgumentError, match=reason):
-        cache.generate(prompt, **options)
-
-
-@pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[0, 1, 0, 1]], [[0, 0, 0, 0]], [[1, 1, 1]]])
-def test_masks_with_holes(cache, mask):
-    with pytest.raises(InvalidArgumentError, match="attention_mask must be"):
-        cache.generate(torch.tensor([[3, 4, 5, 6]]), attention_mask=torch.tensor(mask))
-
-
-@pytest.mark.parametrize(
-    "ids", [None, [], [[]], torch.ones(3), torch.ones(1, 0), "text", [[3], []]]
-)
-def test_prompts_that_are_none(cache, ids):
-    with pytest.raises(InvalidArgumentError):
-        cache.generate(ids)
-
-
-def test_prefill_takes_one_prompt(cache):
-    with pytest.raises(InvalidArgumentError, match="one prompt, got 2 rows"):
-        cache.prefill([[3, 4], [5, 6]])
 
 
 @pytest.mark.parametrize(
@@ -111,17 +72,6 @@ def test_models_of_other_kinds(model):
         make_cache(torch.nn.Linear(2, 2))
     with pytest.raises(InvalidArgumentError, match="training mode"):
         make_cache(model.train())
-
-
-def test_changed_weights_are_noticed(model, cache, prompt):
-    cached(cache, prompt)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(-1)
-    with pytest.raises(ModelChangedError, match="reset"):
-        cache.generate(prompt, **GREEDY)
-    cache.reset()
-    assert_same(plain(model, prompt), cached(cache, prompt))
-    assert cache.stats().hits == 0
 
 
 def layers_of(model):

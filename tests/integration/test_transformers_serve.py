@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import takewhile
 from types import SimpleNamespace
 from unittest import mock
@@ -25,19 +26,15 @@ for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
+from chats import CHATML, OPENING, STRIPPING, make_tokenizer  # noqa: E402
 from pages import python_blocks  # noqa: E402
 from serve_rig import (  # noqa: E402
     BLOCK,
-    CHATML,
     NEW,
-    OPENING,
-    SERVED,
     SETTINGS,
     SPECIAL,
-    STRIPPING,
     TOKENS,
     Server,
-    make_tokenizer,
     save,
 )
 from sources import ROOT  # noqa: E402
@@ -55,8 +52,9 @@ from mamba_cache.errors import (  # noqa: E402
     StepOrderError,
     UnsupportedVersionError,
 )
-from mamba_cache.integrations.transformers import PrefixCache, serve  # noqa: E402
+from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
+from mamba_cache.slots import AdaptiveSlotPolicy  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +62,7 @@ def folders(tmp_path_factory):
     """Models by name."""
     root = tmp_path_factory.mktemp("models")
     hybrids = {"main": ("nemotron_h", CHATML), "other": ("falcon_h1", CHATML)}
+    hybrids |= {"batched": ("nemotron_h", CHATML), "windows": ("inkling", CHATML)}
     hybrids |= {"stripping": ("granite 4", STRIPPING), "opening": ("granite 4", OPENING)}
     found = {
         name: save(root / name, make_model(family, vocab_size=TOKENS, **SPECIAL), template)
@@ -91,22 +90,25 @@ def plain_answers(folders):
 
 @pytest.fixture(scope="module")
 def server(plain_answers):
-    made = installing.ServedModels
+    with serve.installed(**SETTINGS, max_requests=4):
+        running = Server()
+        yield running
+        running.close()
 
-    def remembered(*given):
-        SERVED.append(made(*given))
-        return SERVED[-1]
 
-    installing.ServedModels = remembered
-    try:
-        serve.install(**SETTINGS)
-    finally:
-        installing.ServedModels = made
-    running = Server()
+@pytest.fixture(scope="module")
+def batching(server):
+    """A server with continuous batching, of models of its own."""
+    running = Server(continuous_batching=True)
     yield running
     running.close()
-    serve.uninstall()
-    SERVED.clear()
+
+
+@pytest.fixture(params=["main", "batched"])
+def each(request, folders):
+    """A server without and with continuous batching, and the folder of its model."""
+    name = "batching" if request.param == "batched" else "server"
+    return request.getfixturevalue(name), folders[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -188,20 +190,22 @@ def counted(server, folder):
 # Equal answers, and less work.
 
 
-def test_a_cache_is_told_whether_a_chat_goes_on(server, folders, monkeypatch):
-    told, generate = [], PrefixCache.generate
+def test_the_slots_policy_is_told_whether_a_chat_goes_on(each, monkeypatch):
+    running, folder = each
+    told, on_request = [], AdaptiveSlotPolicy.on_request
 
-    def watched(self, **options):
-        told.append((options["will_continue"], options["source"]))
-        return generate(self, **options)
+    def watched(self, facts):
+        told.append((facts.will_continue, facts.source))
+        return on_request(self, facts)
 
-    monkeypatch.setattr(PrefixCache, "generate", watched)
+    running.chat(folder, "Get ready.")
+    monkeypatch.setattr(AdaptiveSlotPolicy, "on_request", watched)
     first = [{"role": "user", "content": "A question."}]
-    server.chat(folders["main"], first)
+    running.chat(folder, first)
     answer = {"role": "assistant", "content": "An answer."}
-    server.chat(folders["main"], [*first, answer, {"role": "user", "content": "Another."}])
+    running.chat(folder, [*first, answer, {"role": "user", "content": "Another."}])
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    server.chat(folders["main"], first, tools=[tool])
+    running.chat(folder, first, tools=[tool])
     assert told == [(hint, "transformers server") for hint in (False, True, True)]
 
 
@@ -236,41 +240,39 @@ def test_the_next_turn_computes_what_is_new(server, folders, references, words, 
         ]
 
 
-def test_streams(server, folders, references, words):
-    main, question = folders["main"], words(200)
-    expected, ids = generated(references["main"], prompt_ids(question)), prompt_ids(question)
-    for number in range(2):
-        text, usage = heard(server.chat(main, question, stream=True))
-        assert text == expected
-        assert usage.prompt_tokens_details.cached_tokens == number * reused(ids.shape[1])
-        assert usage.completion_tokens == NEW
+def ask_chat(server, model, text, stream):
+    """The text of an answer, and how many of its prompt's tokens were cached."""
+    answer = server.chat(model, text, stream=stream)
+    said_text, usage = heard(answer) if stream else (said(answer), answer.usage)
+    assert usage.completion_tokens == NEW
+    return said_text, usage.prompt_tokens_details.cached_tokens
 
 
-def test_prompts_without_a_chat(server, folders, references, words):
-    main, prompt = folders["main"], words(200)
-    ids = make_tokenizer(CHATML)(prompt, return_tensors="pt")["input_ids"]
-    expected, options = generated(references["main"], ids), {"max_tokens": NEW, "temperature": 0}
+def ask_prompt(server, model, text, stream):
     create = server.client.completions.create
-    answers = [create(model=main, prompt=prompt, **options) for _ in range(2)]
-    assert [one.choices[0].text for one in answers] == [expected] * 2
-    assert [hit(one) for one in answers] == [0, reused(200)]
-    chunks = list(create(model=main, prompt=prompt, stream=True, **options))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-    assert hit(chunks[-1]) == reused(200)
+    answer = create(model=model, prompt=text, stream=stream, max_tokens=NEW, temperature=0)
+    chunks = list(answer) if stream else [answer]
+    return "".join(chunk.choices[0].text for chunk in chunks), hit(chunks[-1])
+
+
+def ask_response(server, model, text, stream):
+    answer = server.client.responses.create(
+        model=model, input=text, max_output_tokens=NEW, temperature=0, stream=stream
+    )
+    answer = list(answer)[-1].response if stream else answer
+    return answer.output_text, answer.usage.input_tokens_details.cached_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses(server, folders, references, words, stream):
-    main, question = folders["main"], words(200)
-    expected, ids = generated(references["main"], prompt_ids(question)), prompt_ids(question)
-    for number in range(2):
-        answer = server.client.responses.create(
-            model=main, input=question, max_output_tokens=NEW, temperature=0, stream=stream
-        )
-        if stream:
-            answer = list(answer)[-1].response
-        assert answer.output_text == expected
-        assert answer.usage.input_tokens_details.cached_tokens == number * reused(ids.shape[1])
+@pytest.mark.parametrize("ask", [ask_chat, ask_prompt, ask_response])
+def test_each_endpoint_hits_streamed_or_not(server, folders, references, words, ask, stream):
+    question = words(200)
+    ids = prompt_ids(question)
+    if ask is ask_prompt:
+        ids = make_tokenizer(CHATML)(question, return_tensors="pt")["input_ids"]
+    expected = generated(references["main"], ids)
+    answers = [ask(server, folders["main"], question, stream) for _ in range(2)]
+    assert answers == [(expected, 0), (expected, reused(ids.shape[1]))]
 
 
 def test_eight_clients_at_once(server, folders, references, words):
@@ -355,8 +357,8 @@ def test_seeds_draw_the_same_as_without_a_cache(server, folders, references, wor
 # Whose prompts may meet.
 
 
-def test_users_and_headers_share_nothing(server, folders, words):
-    main, question = folders["main"], words(100)
+def test_users_and_headers_share_nothing(each, words):
+    (server, main), question = each, words(100)
     length = reused(prompt_ids(question).shape[1])
     kinds = [
         {},
@@ -372,6 +374,13 @@ def test_users_and_headers_share_nothing(server, folders, words):
     assert [hit(server.chat(main, question, **kind)) for kind in kinds] == [length] * len(kinds)
     stream = {"stream": True, "user": "carol"}
     assert heard(server.chat(main, question, **stream))[1].prompt_tokens_details.cached_tokens == 0
+
+
+def test_digests_of_a_server_are_keyed(server, folders):
+    """Of the default algorithm, under which no block can be forged, with a secret each."""
+    stores = [server.served(folders[name]).cache._store for name in ("main", "other")]
+    assert [store.hasher.algorithm for store in stores] == ["blake2b"] * 2
+    assert len({store.hash_secret for store in stores}) == 2
 
 
 # Templates that show earlier turns otherwise.
@@ -398,15 +407,6 @@ def test_stripped_reasoning_hits_up_to_where_it_is_missing(
             {"role": "assistant", "content": thought},
             {"role": "user", "content": words(30)},
         ]
-
-
-def test_the_second_user_of_a_system_prompt_hits(server, folders, words):
-    system = {"role": "system", "content": words(200)}
-    users = [[system, {"role": "user", "content": words(40)}] for _ in range(2)]
-    hits = [hit(server.chat(folders["main"], chat)) for chat in users]
-    shared = in_common(*(prompt_ids(chat)[0].tolist() for chat in users))
-    assert hits[0] == 0
-    assert hits[1] == shared // BLOCK * BLOCK > 200
 
 
 def test_what_the_template_puts_before_it_is_shared_too(server, folders, words):
@@ -709,14 +709,73 @@ def test_a_model_that_is_named_has_its_cache_before_the_first_request(server, fo
 
 
 def test_models_without_states_are_batched_by_transformers_itself(server, folders, caplog):
-    batching = Server(continuous_batching=True, force_model=folders["llama"])
+    batches = Server(continuous_batching=True, force_model=folders["llama"])
     try:
-        assert batching.chat(folders["llama"], "Hello").choices[0].message.content
-        manager = batching.serve._generation_state._cb_manager._cb
+        assert batches.chat(folders["llama"], "Hello").choices[0].message.content
+        manager = batches.serve._generation_state._cb_manager._cb
         assert type(manager).__module__.startswith("transformers.")
-        assert batching.served(folders["llama"]).cache is None
+        assert batches.served(folders["llama"]).cache is None
     finally:
-        batching.close()
+        batches.close()
+
+
+# Continuous batching, of hybrid models by their caches.
+
+STEM = "What all of them begin with, which is computed once. " * 4
+
+
+def test_concurrent_clients_are_answered_as_alone(batching, folders, references):
+    """Eight at once, streamed and not; the second time from the cache."""
+    texts = [f"{STEM}Question {n}: {'x' * 3 * n}?" for n in range(8)]
+    model = folders["batched"]
+    batching.timed(model)
+    for turn in range(2):
+        with ThreadPoolExecutor(8) as clients:
+            streams = [number % 2 == 1 for number in range(8)]
+            answers = list(clients.map(partial(ask_chat, batching, model), texts, streams))
+        expected = [generated(references["batched"], prompt_ids(text)) for text in texts]
+        assert [text for text, _ in answers] == expected
+        assert turn == 0 or min(cached for _, cached in answers) >= len(STEM) // BLOCK * BLOCK
+    counts = batching.served(model).cache.batch_stats()
+    assert counts.decoded_tokens > counts.decode_steps  # several at once
+    batching.check(model)
+
+
+def test_a_client_of_a_batch_that_goes_away_ends_its_request(batching, folders):
+    stream = batching.chat(folders["batched"], "Tell me all.", stream=True, max_tokens=5000)
+    next(iter(stream))
+    stream.close()
+    assert said(batching.chat(folders["batched"], "Still there?"))
+    batcher = batching.served(folders["batched"]).cache._batcher
+    decoded = -1
+    while batcher.num_unfinished:  # it ends with a step, long before its last token
+        assert batcher.counts["decoded_tokens"] != decoded or decoded < 5000
+        decoded = batcher.counts["decoded_tokens"]
+    assert decoded < 5000
+
+
+def test_an_unloaded_model_of_batches_gives_its_cache_back(batching, folders):
+    """The thread that runs its batches kept both, beside those that were loaded next."""
+    folder, state = folders["batched"], batching.serve._generation_state
+    expected = said(batching.chat(folder, "Anybody there?"))
+    model = weakref.ref(batching.timed(folder).model)
+    store = weakref.ref(batching.served(folder).cache._store)
+    thread = state.get_manager(f"{folder}@main", use_cb=True)._cb._thread
+    batching.timed(folder).delete_model()
+    thread.join(30)
+    gc.collect()
+    assert (model(), store()) == (None, None)
+    assert said(batching.chat(folder, "Anybody there?")) == expected
+    assert batching.served(folder).cache.batch_stats().steps
+
+
+def test_a_model_that_cannot_be_batched_is_served_request_by_request(batching, folders, caplog):
+    for _ in range(2):
+        answer = batching.chat(folders["windows"], f"{STEM}Then?")
+    assert hit(answer) > 0
+    told = [message for message in warnings_in(caplog) if "request by request" in message]
+    assert len(told) == 1
+    assert "sliding window" in told[0]
 
 
 # Installation.
@@ -738,12 +797,14 @@ def uninstalled(monkeypatch):
     """As if nothing were installed; what is comes back afterwards."""
     kept = list(installing._originals)
     substitutes = [(owner, name, vars(owner)[name]) for owner, name, _ in kept]
+    models = list(installing._installed)
     serve.uninstall()
     yield
     serve.uninstall()
     for owner, name, substitute in substitutes:
         setattr(owner, name, substitute)
     installing._originals[:] = kept
+    installing._installed[:] = models
 
 
 def test_uninstalling_leaves_nothing(uninstalled):
@@ -821,8 +882,38 @@ def test_the_guides_lines_run(server, folders, words, uninstalled, capsys):
 # The command.
 
 
-def test_the_command_serves(folders, references, words):
-    command = [sys.executable, "-m", "mamba_cache.cli", "serve", folders["main"]]
+# It writes a line on stderr when the cache begins to run a batch.
+COMMAND = """
+import sys
+
+from mamba_cache.cli.app import run
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+
+warm_up = Batcher.warm_up
+
+def told(self, most):
+    limits = self._scheduler.max_chunk_tokens, self._scheduler.max_requests
+    sys.stderr.write(f"<{self.context.max_requests} rows, {limits}, {self._is_eager}>\\n")
+    warm_up(self, most)
+
+Batcher.warm_up = told
+run(sys.argv[1:])
+"""
+
+BATCHES = (
+    "--max-requests", "3", "--continuous-batching", "--cb-max-batch-tokens", "32",
+    "--no-cb-use-cuda-graph",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [((), set()), (BATCHES, {"<3 rows, (32, 3), use_cuda_graph is False>"})],
+    ids=["one by one", "continuous batching"],
+)
+def test_the_command_serves(folders, references, words, options, batches):
+    """Of the library's own options those that say something of a batch count as well."""
+    command = [sys.executable, "-c", COMMAND, "serve", folders["main"], *options]
     command += ["--mamba-cache-gb", "0.02", "--kv-cache-gb", "0.02", "--block-size-tokens", "16"]
     command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -836,18 +927,18 @@ def test_the_command_serves(folders, references, words):
                 break
         else:
             pytest.fail("".join(lines))
-        drain = threading.Thread(target=process.stderr.read)
+        drain = threading.Thread(target=lambda: lines.extend(process.stderr))
         drain.start()
         question = words(100)
+        ids = prompt_ids(question)
+        expected = generated(references["main"], ids)
         running = SimpleNamespace(
             client=openai.OpenAI(base_url=f"{address[1]}/v1", api_key="none", max_retries=0)
         )
         with running.client:
             answers = [Server.chat(running, folders["main"], question) for _ in range(2)]
-        assert [said(one) for one in answers] == [
-            generated(references["main"], prompt_ids(question))
-        ] * 2
-        assert [hit(one) for one in answers] == [0, reused(prompt_ids(question).shape[1])]
+        assert [said(one) for one in answers] == [expected] * 2
+        assert [hit(one) for one in answers] == [0, reused(ids.shape[1])]
         process.send_signal(signal.SIGINT)
         drain.join()
         # As `transformers serve` ends then. Shells have their background jobs ignore the signal,
@@ -858,3 +949,4 @@ def test_the_command_serves(folders, references, words):
         process.kill()
         process.wait()
         process.stderr.close()
+    assert {*re.findall(r"<\d+ rows.*?>", "".join(lines))} == batches

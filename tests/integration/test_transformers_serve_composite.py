@@ -13,7 +13,8 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 pillow = pytest.importorskip("PIL.Image", reason="needs pillow, as processors of images do")
 
 import torch  # noqa: E402
-from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, Server, make_tokenizer  # noqa: E402
+from chats import make_tokenizer  # noqa: E402
+from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, Server  # noqa: E402
 from transformers import (  # noqa: E402
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
@@ -75,9 +76,8 @@ def server(request, processor, model, tmp_path_factory):
     ):
         running = Server(continuous_batching=request.param)
         yield running, folder
-        [served] = installing._installed
         # Text is batched, and images are not, where the server batches.
-        stats = served.find(running.timed(folder).model).cache.batch_stats()
+        stats = running.served(folder).cache.batch_stats()
         assert (stats is not None and stats.decode_steps > 0) == request.param
         running.close()
 

@@ -34,7 +34,6 @@ from transformers_rig import (
     make_model,
 )
 
-from mamba_cache.errors import ModelChangedError
 from mamba_cache.slots import (
     BranchPoint,
     ConsumedSlotPolicy,
@@ -70,7 +69,7 @@ Tokens = tuple[int, ...]
 
 
 class WrongAnswerError(AssertionError):
-    """The cache said what the model does not say, or its books are wrong."""
+    """The cache said what the model does not say, or its bookkeeping is wrong."""
 
 
 class Boom(Exception):
@@ -79,37 +78,19 @@ class Boom(Exception):
 
 @dataclass
 class Call:
-    """What is asked of the cache, and of the model.
-
-    Attributes:
-        kind: For the log and the counts.
-        rows: Prompts.
-        salt: Of all of them.
-        options: What goes to ``generate`` as it is.
-        form: How the prompts are given: "ids", "masked", or "list", which plain cannot take.
-        stop_tokens: A row stops after one of them, by a criterion.
-        stop_length: All stop at so many columns, by a criterion.
-        favours: A processor moves the logits of these tokens.
-        streams: With a streamer.
-        breaks_in: Where ``Boom`` is raised, "" if nowhere.
-        breaks_at: At which call of it.
-        talks: The criterion calls the model, too.
-        seed: Of PyTorch's random numbers.
-    """
+    """What is asked of the cache, and of the model."""
 
     kind: str
     rows: list[Tokens]
     salt: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    form: str = "ids"
-    stop_tokens: Tokens = ()
-    stop_length: int = 0
-    favours: Tokens = ()
-    streams: bool = False
-    breaks_in: str = ""
-    breaks_at: int = 0
-    talks: bool = False
-    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # what ``generate`` is given as it is
+    form: str = "ids"  # of the prompts: "ids", "masked", or "list", which plain cannot take
+    stop_tokens: Tokens = ()  # a criterion ends a row after one of them
+    stop_length: int = 0  # a criterion ends all rows at this many columns
+    favours: Tokens = ()  # a processor moves the logits of these tokens
+    breaks_in: str = ""  # where ``Boom`` is raised; empty: nowhere
+    breaks_at: int = 0  # at which call of it
+    seed: int = 0  # of PyTorch's random numbers
 
     @property
     def num_beams(self) -> int:
@@ -131,10 +112,6 @@ class Call:
     def width(self) -> int:
         return max(map(len, self.rows))
 
-    @property
-    def has_logits(self) -> bool:
-        return bool(self.options.get("output_logits"))
-
     def __str__(self) -> str:
         rows = " ".join(f"{len(row)}" for row in self.rows)
         others = {
@@ -147,46 +124,28 @@ class Call:
 
 @dataclass
 class Said:
-    """What came of a call.
+    """What came of a call."""
 
-    Attributes:
-        sequences: [rows, columns], None if something was raised.
-        logits: By step, [rows, vocabulary] each; empty if they were not asked for.
-        shown: By step, what a processor was shown: all tokens so far.
-        streamed: Tokens that a streamer was told, prompt and all.
-        error: The class of what was raised.
-    """
-
-    sequences: torch.Tensor | None = None
-    logits: Sequence[torch.Tensor] = ()
-    shown: list[torch.Tensor] = field(default_factory=list)
-    streamed: list[int] = field(default_factory=list)
-    error: type[BaseException] | None = None
+    sequences: torch.Tensor | None = None  # [rows, columns]; None if something was raised
+    logits: Sequence[torch.Tensor] = ()  # by step, [rows, vocabulary] each
+    shown: list[torch.Tensor] = field(default_factory=list)  # by step, what a processor was shown
+    error: type[BaseException] | None = None  # the class of what was raised
 
 
 class _Callbacks:
     """A caller's own code around one call of ``generate``."""
 
-    def __init__(self, call: Call, said: Said, talk: Callable[[], None] | None) -> None:
-        self._call, self._said, self._talk = call, said, talk
+    def __init__(self, call: Call, said: Said) -> None:
+        self._call, self._said = call, said
         self._counts: Counter[str] = Counter()
 
     def arguments(self) -> dict[str, Any]:
         call, given = self._call, {}
         if call.favours or call.num_beams > 1 or call.breaks_in == "processor":
             given["logits_processor"] = transformers.LogitsProcessorList([self._process])
-        if call.stop_tokens or call.stop_length or call.talks or call.breaks_in == "criterion":
+        if call.stop_tokens or call.stop_length or call.breaks_in == "criterion":
             given["stopping_criteria"] = transformers.StoppingCriteriaList([self._stop])
-        if call.streams or call.breaks_in == "streamer":
-            given["streamer"] = self
         return given
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self._count("streamer")
-        self._said.streamed += tokens.flatten().tolist()
-
-    def end(self) -> None:
-        self._said.streamed.append(-1)
 
     def _count(self, where: str) -> None:
         self._counts[where] += 1
@@ -203,8 +162,6 @@ class _Callbacks:
 
     def _stop(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self._count("criterion")
-        if self._talk is not None:
-            self._talk()
         stops = torch.tensor(
             [token in self._call.stop_tokens for token in input_ids[:, -1].tolist()]
         )
@@ -213,13 +170,7 @@ class _Callbacks:
 
 
 class Judge:
-    """What a model says by itself, and how exactly.
-
-    Args:
-        model: The model.
-        subject: Which one it is.
-        rng: Chooses the cuts.
-    """
+    """What a model says by itself, and how exactly."""
 
     def __init__(self, model: Any, subject: str, rng: random.Random) -> None:
         self.model = model
@@ -288,15 +239,7 @@ class Report:
 
 
 class Conversation:
-    """One conversation.
-
-    Args:
-        seed: Decides everything.
-
-    Attributes:
-        log: What was asked so far.
-        report: What came of it.
-    """
+    """One conversation, which its seed decides."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -320,11 +263,7 @@ class Conversation:
             _User(salt=rng.choice(salts[: rng.choice((1, 2, 4))]), system=self._system())
             for _ in range(rng.randrange(2, 5))
         ]
-        self._adapter: _Adapter | None = None
-        self._undo = contextlib.ExitStack()
-        self._is_reset = False
         self._seen: dict[Any, list[Tokens]] = {}
-        self._extra_key: Any = None
 
     # What is asked.
 
@@ -335,7 +274,7 @@ class Conversation:
             WrongAnswerError: Something is wrong; the message says what, and how to repeat it.
         """
         try:
-            with self._undo, warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.cache = _cache(self.model, self.subject, **self.settings)
                 for _ in range(self._rng.randrange(3, 9)):
@@ -364,13 +303,10 @@ class Conversation:
             "several answers": 6,
             "beams": 6,
             "prefill": 6,
-            "pad token inside": 2,
             "callback raises": 5,
             "forward raises": 3,
             "memory runs out": 2,
             "reset": 2,
-            "weights": 2,
-            "adapter": 5,
         }
         kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
         special = {
@@ -378,8 +314,6 @@ class Conversation:
             "forward raises": self._forward_raises,
             "memory runs out": self._memory_runs_out,
             "reset": self._reset,
-            "weights": self._change_weights,
-            "adapter": self._change_adapter,
         }
         if kind in special:
             self.report.counts[kind] += 1
@@ -453,28 +387,12 @@ class Conversation:
             call.stop_tokens = tuple(self._some_tokens(10))
         if rng.random() < 0.1:
             call.stop_length = call.width + rng.randrange(1, 6)
-        call.talks = rng.random() < 0.05
         call.form = rng.choice(("ids", "masked", "masked", "list"))
-        is_single = len(call.rows) == call.num_beams == call.num_answers == 1
-        call.streams = is_single and rng.random() < 0.2
         if kind == "callback raises":
-            where = ("criterion", "processor", *(("streamer",) if is_single else ()))
+            where = ("criterion", "processor")
             call.breaks_in, call.breaks_at = rng.choice(where), rng.randrange(6)
-        elif (
-            call.is_greedy
-            and not call.favours
-            and rng.random() < 0.1
-            # What was chosen can then be judged only if nothing but logits decided.
-            and "repetition_penalty" not in call.options
-        ):
-            call.options |= {"return_dict_in_generate": False, "output_logits": False}
-        if any(PAD in row for row in call.rows) and call.form == "ids":
-            call.form = "masked"
-        if kind == "pad token inside":
-            [row] = call.rows
-            at = max(rng.randrange(len(row)), 1)  # before the first token it is padding
-            call.rows, call.form = [(*row[:at], PAD, *row[at:])], rng.choice(("ids", "masked"))
-        if call.is_padded and call.form == "ids":
+        has_pads = call.is_padded or any(PAD in row for row in call.rows)
+        if has_pads and call.form == "ids":
             call.form = "masked"
 
     def _prompt_of(self, user: _User) -> Tokens:
@@ -529,18 +447,13 @@ class Conversation:
 
     # How it is asked.
 
-    def _arguments(self, call: Call, said: Said, *, talks: bool) -> dict[str, Any]:
-        callbacks = _Callbacks(call, said, self._talk if talks and call.talks else None)
+    def _arguments(self, call: Call, said: Said) -> dict[str, Any]:
         options = dict(call.options)
         if call.seed % 5 == 0:
             kept = ("max_new_tokens", "do_sample", "eos_token_id", "top_k", "temperature")
             config = {name: options.pop(name) for name in kept if name in options}
             options["generation_config"] = transformers.GenerationConfig(pad_token_id=PAD, **config)
-        return {**options, **callbacks.arguments()}
-
-    def _talk(self) -> None:
-        with torch.no_grad():
-            self.model(input_ids=torch.tensor([[5, 6, 7]]))
+        return {**options, **_Callbacks(call, said).arguments()}
 
     def _prompts(self, call: Call, rows: Sequence[Tokens]) -> dict[str, Any]:
         """As tensors, padded on the left."""
@@ -554,34 +467,30 @@ class Conversation:
             {"input_ids": ids} if call.form == "ids" else {"input_ids": ids, "attention_mask": mask}
         )
 
-    def _say(self, call: Call, generate: Callable[..., Any], *, talks: bool = True, **prompts: Any):
+    def _say(self, call: Call, generate: Callable[..., Any], **prompts: Any):
         said = Said()
-        arguments = self._arguments(call, said, talks=talks)
+        arguments = self._arguments(call, said)
         torch.manual_seed(call.seed)
         try:
             output = generate(**prompts, **arguments)
         except Boom as error:
             said.error = type(error)
             return said
-        said.sequences = output if torch.is_tensor(output) else output.sequences
-        if call.has_logits:
-            said.logits = output.logits
+        said.sequences, said.logits = output.sequences, output.logits
         return said
 
     def _plain(self, call: Call, rows: Sequence[Tokens] | None = None) -> Said:
         return self._say(call, self.model.generate, **self._prompts(call, rows or call.rows))
 
     def _cached(self, call: Call) -> Said:
-        key = call.salt, self._extra_key
         skipped = self.cache.stats().skipped_tokens
         if call.form == "list":
             prompts: dict[str, Any] = {"inputs": [list(row) for row in call.rows]}
         else:
             prompts = self._prompts(call, call.rows)
         said = self._say(call, self.cache.generate, cache_salt=call.salt, **prompts)
-        self._is_reset = False
-        self._check_skips(key, call.rows, self.cache.stats().skipped_tokens - skipped)
-        self._seen.setdefault(key, []).extend(self._sequences(call, said))
+        self._check_skips(call.salt, call.rows, self.cache.stats().skipped_tokens - skipped)
+        self._seen.setdefault(call.salt, []).extend(self._sequences(call, said))
         return said
 
     def _sequences(self, call: Call, said: Said) -> list[Tokens]:
@@ -592,14 +501,14 @@ class Conversation:
         answers = [row[call.width :] for row in said.sequences.tolist()]
         return [call.rows[i // call.num_answers] + tuple(row) for i, row in enumerate(answers)]
 
-    def _check_skips(self, key: Any, rows: Sequence[Tokens], skipped: int) -> None:
-        """Nothing is found but what was computed before, under the same salt and adapter."""
+    def _check_skips(self, salt: Any, rows: Sequence[Tokens], skipped: int) -> None:
+        """Nothing is found but what was computed before, under the same salt."""
         self.report.counts["prompt tokens"] += sum(map(len, rows))
         self.report.counts["skipped tokens"] += skipped
         different = sorted(set(rows))
         most = 0
         for row in different:
-            known = [*self._seen.get(key, ()), *(other for other in different if other != row)]
+            known = [*self._seen.get(salt, ()), *(other for other in different if other != row)]
             most += max((_shared(row, other) for other in known), default=0)
         if skipped > most:
             raise WrongAnswerError(f"{skipped} tokens were skipped, of {most} ever computed before")
@@ -622,7 +531,7 @@ class Conversation:
                 return None
         if not call.is_padded:
             self._compare(call, self._plain(call), actual)
-        elif simple and not call.talks:
+        elif simple:
             for number, row in enumerate(call.rows):
                 alone = Call(**{**vars(call), "rows": [row], "form": "masked", "breaks_in": ""})
                 self._compare(alone, self._plain(alone), self._row_of(call, actual, number))
@@ -658,9 +567,7 @@ class Conversation:
             self.report.largest_gap = max(self.report.largest_gap, gap)
             self.log[-1] += f" (a tie: {self.subject}, off by {gap:.1e})"
             return
-        if actual.streamed != expected.streamed:
-            raise WrongAnswerError(f"streamed {actual.streamed}, not {expected.streamed}")
-        if not call.has_logits or call.num_beams > 1:
+        if call.num_beams > 1:
             # Beams that were not returned may have tied; what was is the same.
             return
         for number, answer in enumerate(answers):
@@ -689,8 +596,6 @@ class Conversation:
 
     def _judge_by_logits(self, call: Call, actual: Said) -> float:
         """Judges an answer by the logits that it was chosen by; returns how far they are off."""
-        if not call.has_logits:
-            return self._judge_greedy_tokens(call, actual)
         found: dict[Tokens, torch.Tensor] = {}
         for tokens, got in sorted(self._steps(call, actual), key=lambda step: -len(step[0])):
             found.setdefault(tokens, got)
@@ -723,21 +628,6 @@ class Conversation:
                 elif step < len(answers[row]):
                     yield prompt + answers[row][:step], got
 
-    def _judge_greedy_tokens(self, call: Call, actual: Said) -> float:
-        off = 0.0
-        for prompt, answer in zip(call.rows, self._answers(call, actual), strict=True):
-            tokens = prompt + answer[:-1]
-            logits = self._judge.logits_after(tokens, len(prompt))
-            bound = self._judge.bound(tokens, len(prompt), logits.abs().max().item())
-            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-            gap = (logits.amax(dim=1) - chosen).max().item()
-            if gap > 2 * bound:
-                raise WrongAnswerError(
-                    f"a token was chosen that is {gap:.2e} from the best; rounding: {bound:.2e}"
-                )
-            off = max(off, gap)
-        return off
-
     def _check_that_these_logits_say_it(self, call: Call, actual: Said) -> None:
         """``generate`` without a cache, told these logits, must give the same answer."""
         logits = iter(actual.logits)
@@ -746,11 +636,11 @@ class Conversation:
             output.logits[:, -1] = next(logits)
 
         call = Call(**{**vars(call), "form": "masked" if call.form == "list" else call.form})
-        call.streams, call.breaks_in = False, ""
+        call.breaks_in = ""
         hook = self.model.register_forward_hook(dictate)
         try:
             prompts = self._prompts(call, call.rows)
-            told = self._say(call, self.model.generate, talks=False, **prompts)
+            told = self._say(call, self.model.generate, **prompts)
         finally:
             hook.remove()
         if self._answers(call, told) != self._answers(call, actual):
@@ -763,12 +653,11 @@ class Conversation:
         prompt = self._prompt_of(user)
         message = self._text(self._rng.randrange(1, 6))
         self.log.append(f"prefill: {len(prompt)} tokens and {len(message)} by the caller")
-        self._is_reset = False
-        skipped, key = self.cache.stats().skipped_tokens, (user.salt, self._extra_key)
+        skipped = self.cache.stats().skipped_tokens
         given = list(prompt) if self._rng.random() < 0.5 else torch.tensor([prompt])
         past = self.cache.prefill(given, cache_salt=user.salt)
-        self._check_skips(key, [prompt], self.cache.stats().skipped_tokens - skipped)
-        self._seen.setdefault(key, []).append(prompt)
+        self._check_skips(user.salt, [prompt], self.cache.stats().skipped_tokens - skipped)
+        self._seen.setdefault(user.salt, []).append(prompt)
         got = [
             self._judge.forward([token], past, len(prompt) + at)[-1]
             for at, token in enumerate(message)
@@ -798,7 +687,7 @@ class Conversation:
     def _memory_runs_out(self) -> None:
         """Long forwards run out of memory; the cache may try shorter ones, or give up."""
         call, _ = self._choose_call(self._rng.choice(("next turn", "batch")))
-        call.options |= {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        call.options["do_sample"] = False
         most = self._rng.randrange(self._block, 6 * self._block)
 
         def raise_if_long(_: Any, args: Any) -> None:
@@ -828,41 +717,8 @@ class Conversation:
         self.log.append("reset")
         self.cache.reset()
         self._seen.clear()
-        self._is_reset = True
         if self.cache.stats().cached_slots or self.cache.stats().requests:
             raise WrongAnswerError("something is left after a reset")
-
-    def _change_weights(self) -> None:
-        """Others are noticed, and taken as they are after a reset."""
-        if self._is_reset or not self.cache.stats().cached_blocks:
-            self._ask(self._choose_call("again")[0])
-        if not self.cache.stats().cached_blocks:  # weights may change while nothing is cached
-            return
-        matrices = [x for x in self.model.parameters() if x.dim() == 2]
-        weight = self._rng.choice(matrices)
-        original = weight.detach().clone()
-        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(self.seed))
-        self.log.append(f"other weights, of shape {tuple(weight.shape)}")
-        self._undo.callback(_write, weight, original)
-        _write(weight, original + noise * original.std() * 0.3)
-        call, _ = self._choose_call("next turn")
-        call.breaks_in = ""
-        try:
-            self._say(call, self.cache.generate, **self._prompts(call, call.rows))
-        except ModelChangedError:
-            self._reset()
-        else:
-            raise WrongAnswerError("other weights were not noticed")
-
-    def _change_adapter(self) -> None:
-        """Puts an adapter on, scales it, or takes it off; prefixes of each are kept apart."""
-        if self._adapter is None:
-            self._adapter = _Adapter(self.model, self._rng)
-            self._undo.callback(self._adapter.take_off)
-        scaling = self._rng.choice([x for x in (0.0, 1.0, 2.0) if x != self._adapter.scaling])
-        self._adapter.put_on(scaling)
-        self._extra_key = scaling or None
-        self.log.append(f"adapter of {self._adapter.path}: scaling {scaling}")
 
     def _check_that_all_can_be_had(self) -> None:
         """All blocks and slots, at the end."""
@@ -888,61 +744,18 @@ class Conversation:
 
 @dataclass
 class _User:
-    """Somebody who talks to the model.
+    """A user who talks to the model."""
 
-    Attributes:
-        salt: The cache salt of his prompts.
-        system: What his conversations begin with.
-        history: All so far.
-        prompts: All that he sent.
-        turns: Where his conversation stood.
-    """
-
-    salt: Any
-    system: Tokens
+    salt: Any  # of all prompts
+    system: Tokens  # what the conversations begin with
     history: Tokens = ()
     prompts: list[Tokens] = field(default_factory=list)
-    turns: list[Tokens] = field(default_factory=list)
+    turns: list[Tokens] = field(default_factory=list)  # where the conversation stood
 
     def took(self, prompt: Tokens, answer: Tokens) -> None:
         self.history = prompt + answer
         self.prompts.append(prompt)
         self.turns += [prompt, self.history]
-
-
-class _Adapter:
-    """A small one, made as PEFT's are: it takes the place of a linear layer and has a scaling."""
-
-    def __init__(self, model: torch.nn.Module, rng: random.Random) -> None:
-        linear = [
-            (path, module)
-            for path, module in model.named_modules()
-            if type(module) is torch.nn.Linear and ".layers." in f".{path}"
-        ]
-        self.path, self._base = rng.choice(linear)
-        parent, _, self._name = self.path.rpartition(".")
-        self._parent = model.get_submodule(parent)
-        self._layer = _AdaptedLinear(self._base, rng.randrange(2**31)).eval()
-        self.scaling = 0.0
-
-    def put_on(self, scaling: float) -> None:
-        self.scaling = self._layer.scaling = scaling
-        setattr(self._parent, self._name, self._layer if scaling else self._base)
-
-    def take_off(self) -> None:
-        setattr(self._parent, self._name, self._base)
-
-
-class _AdaptedLinear(torch.nn.Linear):
-    def __init__(self, base: torch.nn.Linear, seed: int) -> None:
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        generator = torch.Generator().manual_seed(seed)
-        self.weight, self.bias, self.scaling = base.weight, base.bias, 1.0
-        self.down = torch.nn.Parameter(0.1 * torch.randn(base.in_features, 2, generator=generator))
-        self.up = torch.nn.Parameter(0.1 * torch.randn(2, base.out_features, generator=generator))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.scaling * (x @ self.down @ self.up)
 
 
 _models: dict[str, Any] = {}
@@ -980,11 +793,6 @@ def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any
         "kv_cache_gb": (blocks + 0.5) * of_blocks,
     }
     return make_cache(model, variant="hooked at times", **room, **settings)
-
-
-def _write(weight: torch.Tensor, values: torch.Tensor) -> None:
-    with torch.no_grad():
-        weight.copy_(values)
 
 
 def _shared(one: Tokens, other: Tokens) -> int:

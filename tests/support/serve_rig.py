@@ -16,9 +16,10 @@ for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="needs the extra serve")
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
+from chats import CHATML, make_tokenizer  # noqa: E402
 from transformers.cli.serve import Serve  # noqa: E402
+
+from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
 
 BLOCK = 16
 SETTINGS = {
@@ -27,34 +28,6 @@ SETTINGS = {
     "block_size_tokens": BLOCK,
 }
 NEW = 12
-
-CHATML = (
-    "{% if greeting %}{{ greeting }}{% endif %}"
-    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-STRIPPING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Drops what was thought in earlier turns; the next turn begins as this prompt ends."""
-
-OPENING = STRIPPING + "{% if add_generation_prompt %}<think>\n{% endif %}"
-"""Opens the thought itself, so that the next turn parts from the prompt before its end."""
-
-
-def make_tokenizer(template):
-    """A character of ASCII a token, so that an answer's text tells its tokens."""
-    alphabet = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # space and newline
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    return fast
 
 
 def save(folder, model, template=CHATML):
@@ -130,11 +103,9 @@ class Server:
         return manager.loaded_models[name]
 
     def served(self, folder):
-        return SERVED[-1].find(self.timed(folder).model)
+        """What this package keeps of a model."""
+        return installing._installed[-1].find(self.timed(folder).model)
 
     def check(self, folder):
         """The books of a model's cache, once what ran has ended."""
         self.served(folder).cache.check_invariants()
-
-
-SERVED = []
