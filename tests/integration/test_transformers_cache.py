@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
+from transformers import AutoModelForCausalLM
 from transformers_rig import (
     ANSWER,
     BLOCK,
@@ -28,7 +29,7 @@ from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.slots import EveryNthBlock, ScoreSlotPolicy
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
     return make_model("nemotron_h")
 
@@ -242,6 +243,15 @@ def test_policies_hear_what_each_state_saves(model, prompt, generator):
     longer = join(prompt[:, : 4 * BLOCK], text(generator, 3 * BLOCK + 1))
     cached(cache, longer, max_new_tokens=1)
     assert told[2:] == [2 * BLOCK, BLOCK]
+
+
+def test_a_model_that_was_loaded_from_files_is_cached(model, prompt, tmp_path):
+    """What the library keeps on it for saving it again is no foreign code."""
+    model.save_pretrained(tmp_path)
+    cache = make_cache(AutoModelForCausalLM.from_pretrained(tmp_path))
+    for _ in range(2):
+        assert_same(plain(model, prompt), cached(cache, prompt))
+    assert (cache.stats().hits, cache.stats().bypasses) == (1, {})
 
 
 def test_stats_say_why_nothing_was_found(model, cache, prompt, generator):

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from batch_rig import answers, batch, subject, tokens
+from batch_rig import answer, batch, subject, tokens
 from transformers_rig import BLOCK
 
 from mamba_cache.errors import ConcurrentUseError, PoisonedError
@@ -17,14 +17,6 @@ both_ways = pytest.mark.parametrize("is_batch", [False, True], ids=["generate", 
 @pytest.fixture(scope="module")
 def nemotron():
     return subject("nemotron_h")
-
-
-def answer(cache, prompt, *, is_batch, count=3, **options):
-    """What a cache adds to a prompt, one way or the other."""
-    if is_batch:
-        return answers(batch(cache, [prompt], max_new_tokens=count, **options))[0]
-    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
-    return cache.generate([prompt], **options)[0, len(prompt) :].tolist()
 
 
 def strike(patch, owner, name, error):
@@ -79,25 +71,31 @@ def test_a_forward_that_raises_keeps_the_cache(
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-def test_a_stopping_criterion_that_raises_keeps_the_cache(nemotron, warm, generator, error):
+def test_a_stopping_criterion_that_raises_keeps_the_cache_and_its_pins(
+    nemotron, warm, generator, error
+):
     cache, prompt = warm
+    pin = cache.pin(prompt)
 
     def stop(*_):
         raise error("struck")
 
     with pytest.raises(error, match="struck"):
         answer(cache, tokens(generator, BLOCK), is_batch=False, stopping_criteria=[stop])
+    assert cache.pins == (pin,)
     check_kept(cache, prompt, nemotron, is_batch=False)
 
 
-def test_an_interrupt_in_a_streamer_keeps_the_cache(nemotron, warm, generator):
+def test_an_interrupt_in_a_streamer_keeps_the_cache_and_its_pins(nemotron, warm, generator):
     cache, prompt = warm
+    pin = cache.pin(prompt)
 
     def stop(*_):
         raise KeyboardInterrupt("struck")
 
     with pytest.raises(KeyboardInterrupt, match="struck"):
         batch(cache, [tokens(generator, 2 * BLOCK)] * 2, streamer=stop)
+    assert cache.pins == (pin,)
     check_kept(cache, prompt, nemotron, is_batch=True)
 
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from batch_rig import answers, batch, subject, tokens
+from batch_rig import answer, answers, batch, subject, tokens
 from clocks import ManualClock
 from example_counts import examples
 from hypothesis import given
@@ -36,16 +36,6 @@ def small(one, *, slots=6, blocks=24, share=0.5, **settings):
     sizes = budgets(one.cache(), slots=slots, blocks=blocks)
     made = one.cache(**sizes, max_pinned_share=share, clock=clock.monotonic, **settings)
     return made, clock
-
-
-def answer(cache, prompt, *, is_batch, count=3, **options):
-    """What a cache adds to a prompt, one way or the other; its bookkeeping holds then."""
-    if is_batch:
-        return answers(batch(cache, [prompt], max_new_tokens=count, **options))[0]
-    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
-    output = cache.generate([prompt], **options)
-    cache.check_invariants()
-    return output[0, len(prompt) :].tolist()
 
 
 def found(cache, prompt, *, is_batch, **options):
@@ -214,25 +204,6 @@ def test_a_reset_ends_pins_and_so_does_closing(nemotron, generator):
             assert cache.pins == ()
             cache.unpin(pin)
             cache.check_invariants()
-
-
-def test_a_call_that_breaks_off_ends_no_pin(nemotron, generator):
-    cache, _ = small(nemotron)
-    prompt = tokens(generator, BLOCK + 3)
-    cache.prefill(prompt)
-    pin = cache.pin(prompt)
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        batch(cache, [tokens(generator, 2 * BLOCK)] * 2, streamer=stop)
-    with pytest.raises(KeyboardInterrupt):
-        answer(cache, tokens(generator, BLOCK), is_batch=False, stopping_criteria=[stop])
-    cache.check_invariants()
-    assert cache.pins == (pin,)
-    crowd(cache, generator, is_batch=True)
-    assert found(cache, prompt, is_batch=False) == BLOCK
 
 
 def test_a_request_that_pins_leave_no_room_for_says_so(nemotron, generator):

@@ -378,7 +378,7 @@ def test_users_and_headers_share_nothing(each, words):
 
 def test_digests_of_a_server_are_keyed(server, folders):
     """Of the default algorithm, under which no block can be forged, with a secret each."""
-    stores = [server.served(folders[name]).cache._store for name in ("main", "other")]
+    stores = [server.served(folders[name]).prepare()._store for name in ("main", "other")]
     assert [store.hasher.algorithm for store in stores] == ["blake2b"] * 2
     assert len({store.hash_secret for store in stores}) == 2
 

@@ -9,7 +9,6 @@ from remote_rig import PATIENCE
 from transformers_rig import make_cache, make_model, plain
 
 from mamba_cache.context import prefetch
-from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import remote
@@ -32,40 +31,6 @@ def clock(monkeypatch):
 def open_cache(store, model, **settings):
     own = {"host_cache_gb": 0.01, "hash_secret": SECRET}
     return make_cache(model, store=store, **(own | settings))
-
-
-@pytest.mark.parametrize("family", [FAMILY, "mamba2"])
-def test_another_cache_goes_on_with_what_the_first_computed(family) -> None:
-    """The same prompts, whole; and prompts that go on from their answers."""
-    store, model = MemoryStore(), make_model(family)
-    with open_cache(store, model) as first:
-        answers, skipped = ask(first, prompts())
-        assert skipped == 0
-    assert answers == [plain(model, ids).sequences[0].tolist() for ids in prompts()]
-    with open_cache(store, make_model(family)) as second:
-        found, skipped = ask(second, prompts())
-        assert found == answers
-        assert skipped == sum(REUSABLE)
-        host, tier = second.tier_stats()
-        assert (host.name, tier.name, tier.refused) == ("host", "store", {})
-    longer = [torch.tensor([[*answer, 7, 8, 9]]) for answer in answers]
-    with open_cache(store, model) as third:
-        found, skipped = ask(third, longer)
-        assert found == [plain(model, ids).sequences[0].tolist() for ids in longer]
-        assert skipped >= 0.9 * sum(map(len, answers))
-
-
-def test_other_weights_and_other_secrets_find_nothing() -> None:
-    store, model = MemoryStore(), make_model(FAMILY)
-    with open_cache(store, model) as first:
-        ask(first, prompts()[:2])
-    other = make_model(FAMILY)
-    with torch.no_grad():
-        next(other.parameters())[0, 0] += 1e-3
-    for changed in (open_cache(store, other), open_cache(store, model, hash_secret=b"another")):
-        with changed:
-            assert ask(changed, prompts()[:2])[1] == 0
-            assert changed.tier_stats()[1].restored == 0
 
 
 def test_damage_in_the_store_is_computed_anew() -> None:
@@ -171,10 +136,3 @@ def test_disk_and_store_together(tmp_path) -> None:
         found, skipped = ask(third, prompts())
         assert found == answers
         assert skipped == sum(REUSABLE)
-
-
-def test_settings_are_checked() -> None:
-    model = make_model(FAMILY)
-    for missing in ("host_cache_gb", "hash_secret"):
-        with pytest.raises(InvalidArgumentError, match="store needs host_cache_gb"):
-            open_cache(MemoryStore(), model, **{missing: None})

@@ -10,12 +10,15 @@ import weakref
 import notebook_rig
 import pytest
 import torch
+from clocks import ManualClock
 from notebook_rig import LENGTHS, REUSABLE, ask, open_cache, prompts
 from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
 
+from mamba_cache.context import prefetch
 from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.tiers import EntryKind
+from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import EntryKind, remote
 from mamba_cache.tiers.directory import slab_path
 from mamba_cache.tiers.slab import PAGE_BYTES, row_bytes_of
 
@@ -55,22 +58,58 @@ def test_a_second_process_skips_what_the_first_computed_with_equal_answers(tmp_p
     assert skipped == sum(REUSABLE)
 
 
+@pytest.fixture(params=["disk", "store"])
+def below(request, tmp_path, monkeypatch):
+    """Settings of caches over one disk, or over one store, whose clock stands still."""
+    if request.param == "disk":
+        return {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
+    for module in (remote, prefetch, prefix_tiers):
+        monkeypatch.setattr(module, "time", ManualClock())
+    return {"store": MemoryStore(), "hash_secret": b"of this test"}
+
+
 @pytest.mark.parametrize("family", [FAMILY, "mamba2"])
-def test_the_next_cache_goes_on_with_the_disk(tmp_path, family) -> None:
+def test_the_next_cache_goes_on_with_what_lies_below(below, family) -> None:
     """The same prompts, whole, and prompts that go on from them."""
-    model = make_model(family)
-    with open_cache(tmp_path, model) as first:
+    model, settings = make_model(family), {"host_cache_gb": 0.01, **below}
+    with make_cache(model, **settings) as first:
         answers, skipped = ask(first, prompts())
         assert skipped == 0
-    with open_cache(tmp_path, make_model(family)) as second:
+    assert answers == [plain(model, ids).sequences[0].tolist() for ids in prompts()]
+    with make_cache(make_model(family), **settings) as second:
         assert ask(second, prompts()) == (answers, sum(REUSABLE))
-        assert [stats.name for stats in second.tier_stats()] == ["host", "disk"]
-        assert second.tier_stats()[1].refused == {}
+        host, tier = second.tier_stats()
+        assert (host.name, tier.refused) == ("host", {})
+        assert tier.name == ("store" if "store" in below else "disk")
     longer = [torch.tensor([[*answer, 7, 8, 9]]) for answer in answers]
-    with open_cache(tmp_path, model) as third:
+    with make_cache(model, **settings) as third:
         found, skipped = ask(third, longer)
         assert found == [plain(model, ids).sequences[0].tolist() for ids in longer]
         assert skipped >= 0.9 * sum(map(len, answers))
+
+
+def test_other_weights_settings_secrets_and_salts_find_nothing(below, model) -> None:
+    ids, settings = prompts()[0], {"host_cache_gb": 0.01, **below}
+    with make_cache(model, **settings) as first:
+        ask(first, [ids])
+    changed = make_model(FAMILY)
+    with torch.no_grad():
+        next(changed.parameters())[0, 0] += 1e-3
+    with make_cache(changed, **settings) as second:
+        assert ask(second, [ids])[1] == 0
+        assert second.tier_stats()[1].restored == 0
+    other = make_model(FAMILY)
+    other.config.attention_multiplier = 2.0
+    for one, own in (
+        (other, {}),
+        (model, {"block_size_tokens": 2 * BLOCK}),
+        *([(model, {"hash_secret": b"another"})] if "store" in below else []),
+    ):
+        with make_cache(one, **{**settings, **own}) as third:
+            assert ask(third, [ids])[1] == 0
+    with make_cache(model, **settings) as fourth:
+        fourth.generate(ids, cache_salt="other", **GREEDY)
+        assert fourth.stats().skipped_tokens == 0
 
 
 def test_what_no_longer_fits_beside_the_model_is_found_in_host_memory(model, expected) -> None:
@@ -85,16 +124,6 @@ def test_what_no_longer_fits_beside_the_model_is_found_in_host_memory(model, exp
     assert probe.tier_stats() == ()
 
 
-def test_other_weights_find_nothing(tmp_path, model) -> None:
-    with open_cache(tmp_path, model) as first:
-        ask(first, prompts()[:1])
-    other = make_model(FAMILY)
-    with torch.no_grad():
-        next(other.parameters())[0, 0] += 1e-3
-    with open_cache(tmp_path, other) as second:
-        assert ask(second, prompts()[:1])[1] == 0
-
-
 def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp_path) -> None:
     model = make_model(FAMILY)
     with open_cache(tmp_path, model) as cache:
@@ -103,42 +132,15 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
             next(model.parameters()).mul_(1.5)
         with pytest.raises(ModelChangedError):
             ask(cache, prompts()[:1])
+        disk = weakref.ref(cache._store.tiers._disk)
         cache.reset()
         answers, skipped = ask(cache, prompts()[:1])
         assert skipped == 0
+        gc.collect()
+        assert disk() is None  # a model that is trained has as many weights as steps
         assert answers == [plain(model, prompts()[0]).sequences[0].tolist()]
         cache.reset()  # forgets what host memory holds, and finds it on the disk
         assert ask(cache, prompts()[:1]) == (answers, REUSABLE[0])
-
-
-def test_former_weights_leave_nothing_behind(tmp_path) -> None:
-    """A model that is trained beside its cache has as many weights as steps."""
-    model = make_model(FAMILY)
-    with open_cache(tmp_path, model) as cache:
-        ask(cache, prompts()[:1])
-        disk = weakref.ref(cache._store.tiers._disk)
-        with torch.no_grad():
-            next(model.parameters()).mul_(1.5)
-        cache.reset()
-        ask(cache, prompts()[:1])
-        gc.collect()
-        assert cache._store.tiers._disk is not disk()
-        assert disk() is None
-
-
-def test_other_settings_and_salts_find_nothing(tmp_path, model) -> None:
-    ids = prompts()[0]
-    with open_cache(tmp_path, model) as first:
-        ask(first, [ids])
-    other = make_model(FAMILY)
-    other.config.attention_multiplier = 2.0
-    with open_cache(tmp_path, other) as second:
-        assert ask(second, [ids])[1] == 0
-    with open_cache(tmp_path, model) as third:
-        third.generate(ids, cache_salt="other", **GREEDY)
-        assert third.stats().skipped_tokens == 0
-    with open_cache(tmp_path, model, block_size_tokens=2 * BLOCK) as fourth:
-        assert ask(fourth, [ids])[1] == 0
 
 
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
@@ -215,8 +217,13 @@ def test_settings_are_checked(tmp_path, model) -> None:
         ({"disk_cache_path": tmp_path}, InvalidArgumentError, "needs host_cache_gb"),
         ({"host_cache_gb": -1}, InvalidArgumentError, "host_cache_gb must be"),
         ({"host_cache_gb": 1e-7}, BudgetError, "host_cache_gb is too small"),
+        ({"store": MemoryStore(), "hash_secret": b"a"}, InvalidArgumentError, "needs host_cache"),
+        (
+            {"store": MemoryStore(), "host_cache_gb": 0.01},
+            InvalidArgumentError, "store needs host_cache_gb",
+        ),
         ({"host_cache_gb": 0.01, "weights_check": "off"}, InvalidArgumentError, "weights_check"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(error, match=message):
             make_cache(model, **settings)
     with open_cache(tmp_path, model), pytest.raises(TierInUseError):

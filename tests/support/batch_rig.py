@@ -73,3 +73,13 @@ def batch(cache, prompts, **options):
 def answers(outputs) -> list[list[int]]:
     """The tokens of each answer."""
     return [output.generated_tokens for output in outputs]
+
+
+def answer(cache, prompt, *, is_batch, count=3, **options) -> list[int]:
+    """What a cache adds to a prompt, by ``generate`` or in a batch."""
+    if is_batch:
+        return answers(batch(cache, [prompt], max_new_tokens=count, **options))[0]
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
+    output = cache.generate([prompt], **options)
+    cache.check_invariants()
+    return output[0, len(prompt) :].tolist()

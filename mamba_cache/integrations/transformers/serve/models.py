@@ -170,11 +170,13 @@ class ServedModel:
         with suppress(Exception):  # the server has read the request already, in its own way
             ids = options["input_ids"][0].tolist()
             checkpoints = request.checkpoints(options["tokenizer"], ids)
-        before = cache.stats().skipped_tokens
+        before = cache.stats()
 
         def count() -> None:
             # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
-            request.cached_tokens = cache.stats().skipped_tokens - before
+            after = cache.stats()
+            is_reset = after.self_resets > before.self_resets  # which counts from 0 again
+            request.cached_tokens = after.skipped_tokens - (not is_reset and before.skipped_tokens)
 
         listener = None
         if options.get("streamer") is not None:
