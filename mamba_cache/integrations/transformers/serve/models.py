@@ -175,8 +175,9 @@ class ServedModel:
         def count() -> None:
             # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
             after = cache.stats()
-            is_reset = after.self_resets > before.self_resets  # which counts from 0 again
-            request.cached_tokens = after.skipped_tokens - (not is_reset and before.skipped_tokens)
+            is_reset = after.self_resets > before.self_resets
+            earlier = 0 if is_reset else before.skipped_tokens
+            request.cached_tokens = after.skipped_tokens - earlier
 
         listener = None
         if options.get("streamer") is not None:
