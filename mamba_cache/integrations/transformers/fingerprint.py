@@ -51,7 +51,6 @@ _NOT_READ = frozenset(
         *vars(torch.nn.Module()).keys() - {"training"},
         "_loss_function",
         "_output_capturing_hooks_installed",
-        "_weight_conversions",  # from_pretrained keeps them for save_pretrained
         "generation_config",  # generate reads it, a forward does not
         "_weight_conversions",  # how its checkpoint was read, by which it is saved again
         "generate_batch",  # where PrefixCache.install puts its own
