@@ -182,8 +182,7 @@ def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator
                 self.padding = padding
 
         monkeypatch.setattr(ScanRun, "_take", unmasked)
-    next(rows.run(prompts, generator))
-    assert rows.errors(prompts) > 1e-6
+    assert max(rows.errors(prompts) for _ in rows.run(prompts, generator)) > 100 * BOUND
 
 
 @pytest.mark.parametrize(
