@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import restart_rig
 from clocks import ManualClock
-from engine_rig import MODEL, cache_config
-from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts
+from restart_rig import PROMPT_TOKENS, uncached
 from store_rig import (
     LOOPBACK,
     find_mooncake_master,
@@ -20,7 +19,6 @@ from store_rig import (
 )
 
 from mamba_cache.context import prefetch
-from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import remote
 
@@ -85,13 +83,6 @@ def process(url, *seeds):
         yield running
     finally:
         running.kill()
-
-
-def uncached(seed):
-    settings = {"num_kv_blocks": 400, "max_sequence_length": 256, "max_tokens": 400}
-    engine = Engine(MODEL, cache_config(enable_prefix_caching=False, **settings))
-    sampling = SamplingParams(max_new_tokens=NUM_TOKENS)
-    return [list(each.tokens) for each in engine.generate(prompts(seed), sampling)]
 
 
 @pytest.mark.parametrize("store", REAL, indirect=True)

@@ -3,8 +3,9 @@
 import itertools
 import threading
 
+import disk_rig
 from clocks import ManualClock
-from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
+from disk_rig import SECRET, Answer, buffer_for, facts_of
 from faulty_store import FaultyStore
 
 from mamba_cache.stores import MemoryStore
@@ -36,19 +37,17 @@ class Bench:
 
     def put(self, number, kind=EntryKind.STATE, **changes):
         """Offer an entry and wait for the answer; False if it was not taken."""
-        answer = Answer()
-        facts = facts_of(number, kind, **changes)
-        taken = self.tier.put(facts, payload_of(number, kind), answer)
-        return answer.get() if taken else False
+        return disk_rig.put(self.tier, number, kind, **changes)
 
     def load(self, number, kind=EntryKind.STATE, **changes):
         """Load an entry; its bytes, why it is refused, or False if the call was not taken."""
-        expected, answer = facts_of(number, kind, **changes), Answer()
-        into = buffer_for(expected)
-        if not self.tier.load(expected, into, answer):
-            return False
-        refusal = answer.get()
-        return bytes(into) if refusal is None else refusal
+        return disk_rig.load(self.tier, number, kind, **changes)
+
+    def begin_load(self, number):
+        """Begin to load an entry; return its answer, which is to come."""
+        facts, answer = facts_of(number), Answer()
+        assert self.tier.load(facts, buffer_for(facts), answer)
+        return answer
 
     def ask(self, *numbers, kind=EntryKind.STATE):
         """Whether the store has entries; None if the question was not taken."""

@@ -67,6 +67,12 @@ def run(engine, seed, **options):
     return [each.tokens for each in completions], [each.skipped_tokens for each in completions]
 
 
+def uncached(seed):
+    """Answers to the prompts of a seed without a cache."""
+    settings = {"num_kv_blocks": 400, "max_sequence_length": 256, "max_tokens": 400}
+    return run(Engine(MODEL, cache_config(enable_prefix_caching=False, **settings)), seed)[0]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     engine = make_engine(sys.argv[1])

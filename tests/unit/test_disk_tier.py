@@ -61,6 +61,14 @@ def state_file(tmp_path, identity=IDENTITY):
     return slab_path(folder_of(tmp_path, identity), STATE)
 
 
+def fill_other(path, weights="other weights", states=8):
+    """A tier with an entry, of another identity in the same path; and the identity."""
+    identity = make_identity(weights)
+    other = open_tier(path, identity=identity, states=states)
+    assert put(other, 1, identity=identity) is None
+    return other, identity
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The tier's clock stands still, until the test sets ``now``."""
@@ -98,28 +106,6 @@ def test_threads_of_a_tier_that_nobody_closed_keep_no_process(tier) -> None:
     mine = [each for each in threading.enumerate() if each.name.startswith("mamba-cache-disk")]
     assert mine
     assert all(each.daemon for each in mine)
-
-
-def test_what_is_not_there_is_a_counted_miss(tier) -> None:
-    assert has(tier, 1) == [False]
-    assert load(tier, 1) is Refusal.MISSING
-    assert load(tier, 2) is Refusal.MISSING
-    assert tier.stats().refused == {"missing": 2}
-
-
-def test_what_is_known_at_once_is_told_at_once(tier) -> None:
-    """By the caller's thread, though the disk is busy."""
-    assert put(tier, 1) is None
-    told, here = [], threading.get_ident()
-
-    def done(answer):
-        told.append((answer, threading.get_ident()))
-
-    other = facts_of(1, identity=make_identity("other weights"))
-    assert tier.load(facts_of(2), buffer_for(facts_of(2)), done)
-    assert tier.load(other, buffer_for(other), done)
-    assert tier.put(facts_of(1), payload_of(1), done)
-    assert told == [(Refusal.MISSING, here), (Refusal.IDENTITY, here), (None, here)]
 
 
 def test_kinds_tenants_and_chunks_are_apart(tier) -> None:
@@ -676,9 +662,7 @@ def test_folders_of_others_make_room_the_least_recently_opened_first(tmp_path, m
     monkeypatch.setattr(slabs, "_GROWTH_BYTES", 1)  # one row at once
     others = [make_identity(f"weights {number}") for number in range(3)]
     for age, identity in enumerate(others):
-        other = open_tier(tmp_path, identity=identity, states=8)
-        assert put(other, 1, identity=identity) is None
-        other.close()
+        fill_other(tmp_path, f"weights {age}")[0].close()
         os.utime(folder_of(tmp_path, identity), (1000 + age, 1000 + age))
     held = open_tier(tmp_path, identity=others[0], states=8)
     os.utime(held.folder, (1, 1))
@@ -694,9 +678,7 @@ def test_folders_of_others_make_room_the_least_recently_opened_first(tmp_path, m
 
 
 def test_room_that_others_use_is_not_taken(tmp_path, monkeypatch, clock) -> None:
-    identity = make_identity("other weights")
-    other = open_tier(tmp_path, identity=identity, states=8)
-    assert put(other, 1, identity=identity) is None
+    other, _ = fill_other(tmp_path)
     tier = open_tier(tmp_path, states=2, blocks=2)
     assert put(tier, 1) is Refusal.IO_ERROR
     assert tier.stats().dropped == {"disk_full": 1}
@@ -720,9 +702,7 @@ def test_nobody_makes_room_where_there_is_just_enough(tmp_path, monkeypatch) -> 
 
 
 def test_a_folder_that_somebody_opens_meanwhile_is_left(tmp_path, monkeypatch, clock) -> None:
-    identity = make_identity("other weights")
-    other = open_tier(tmp_path, identity=identity, states=8)
-    assert put(other, 1, identity=identity) is None
+    other, identity = fill_other(tmp_path)
     tier = open_tier(tmp_path, states=2, blocks=2)
     monkeypatch.setattr(directories, "_is_in_use", lambda folder: False)
     assert put(tier, 1) is Refusal.IO_ERROR
@@ -732,10 +712,8 @@ def test_a_folder_that_somebody_opens_meanwhile_is_left(tmp_path, monkeypatch, c
 
 
 def test_behind_a_folder_that_cannot_be_removed_another_makes_room(tmp_path, monkeypatch) -> None:
-    identities = [make_identity(f"weights {number}") for number in range(2)]
-    others = [open_tier(tmp_path, identity=identity, states=2) for identity in identities]
-    for age, (other, identity) in enumerate(zip(others, identities, strict=True)):
-        assert put(other, 1, identity=identity) is None
+    others = [fill_other(tmp_path, f"weights {number}", states=2)[0] for number in range(2)]
+    for age, other in enumerate(others):
         os.utime(other.folder, (1000 + age, 1000 + age))
     others[1].close()
     tier = open_tier(tmp_path, states=2, blocks=2)
@@ -811,9 +789,7 @@ def test_folders_that_go_or_may_not_be_read_are_left_and_in_nobodys_way(
 
 def test_a_folder_that_cannot_be_deleted_is_a_full_disk(tmp_path, monkeypatch) -> None:
     """And not an error of this one, of which nothing would be asked after two."""
-    identity = make_identity("other weights")
-    other = open_tier(tmp_path, identity=identity, states=8)
-    assert put(other, 1, identity=identity) is None
+    other, _ = fill_other(tmp_path)
     other.close()
     tier = open_tier(tmp_path, states=2, blocks=2)
     monkeypatch.setattr(disks, "remove_folder", refuse_to_look(PermissionError))
@@ -825,9 +801,7 @@ def test_a_folder_that_cannot_be_deleted_is_a_full_disk(tmp_path, monkeypatch) -
 
 def test_a_disk_is_full_however_late_that_is_asked(tmp_path, monkeypatch) -> None:
     """The reason is that of the attempt, and not of a clock that is read behind it."""
-    identity = make_identity("other weights")
-    other = open_tier(tmp_path, identity=identity, states=8)
-    assert put(other, 1, identity=identity) is None
+    other, _ = fill_other(tmp_path)
     tier = open_tier(tmp_path, states=2, blocks=2)
     monkeypatch.setattr(disks, "_REST_SECONDS", 0.0)
     assert put(tier, 1) is Refusal.IO_ERROR
@@ -1070,21 +1044,6 @@ def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
         assert load(tier, 1) is Refusal.IO_ERROR
     assert [each.exc_type for each in shown] == [TypeError]
     assert put(tier, 1) is None
-
-
-def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
-    assert put(tier, 1) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        assert not tier.is_healthy
-        assert has(tier, 1) == [False]
-        assert load(tier, 1) is False
-        assert put(tier, 2) is False
-        tier.remove(facts_of(1).key)
-        assert tier.flush()
-        assert tier.num_queued == 0
-        tier.close()
-    assert load(tier, 1) == payload_of(1)
 
 
 # Settings.

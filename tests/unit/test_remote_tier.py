@@ -155,21 +155,6 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     assert bench.load(1) == bytes(payload_of(1))
 
 
-def test_what_is_known_at_once_is_told_at_once(bench) -> None:
-    """By the caller's thread, though the store is busy."""
-    bench.put(1)
-    bench.put(2)
-    bench.tier.remove(facts_of(2).key)
-    told, here = [], threading.get_ident()
-
-    def done(answer):
-        told.append((answer, threading.get_ident()))
-
-    assert bench.tier.load(facts_of(2), buffer_for(facts_of(2)), done)
-    assert bench.tier.put(facts_of(1), payload_of(1), done)
-    assert told == [(Refusal.MISSING, here), (None, here)]
-
-
 def test_without_verifying_damage_comes_through(bench) -> None:
     """What the digests are for: the same damage, and a tier that believes what it gets."""
     bench.put(1)
@@ -375,9 +360,7 @@ def test_loads_leave_one_thread_for_all_else(bench) -> None:
     """A store whose reads hang still says what it has, and takes what is new."""
     assert bench.put(1) is None
     bench.faulty.inject("get_many_into", Trouble.HANG)
-    answers = [Answer() for _ in range(5)]
-    for answer in answers:
-        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    answers = [bench.begin_load(1) for _ in range(5)]
     wait_until(lambda: bench.faulty.injected[HANGS] == 3)
     assert bench.ask(1) == [True]
     assert bench.put(2) is None
@@ -468,39 +451,6 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     assert [bench.load(1), bench.load(1), bench.load(1)] == [Refusal.IO_ERROR] * 2 + [False]
 
 
-def test_queues_are_bounded(monkeypatch) -> None:
-    bench = Bench(monkeypatch, num_threads=2, max_queued=2)
-    bench.put(1)
-    for call in ("exists_many", "get_many_into"):
-        bench.faulty.inject(call, Trouble.HANG)
-    answers = []
-
-    def take(count, offer):
-        taken = []
-        for _ in range(count):
-            answers.append(Answer())
-            taken.append(offer(answers[-1]))
-        return taken
-
-    take(1, lambda answer: bench.tier.ask([facts_of(1).key], answer))
-    take(1, lambda answer: bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer))
-    wait_until(lambda: sum(bench.faulty.injected.values()) == 2)
-    numbers = iter(range(2, 9))
-    assert take(3, lambda answer: bench.tier.ask([facts_of(1).key], answer)) == [True, True, False]
-    assert take(
-        3, lambda answer: bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
-    ) == [True, True, False]
-    number_and_put = lambda number, answer: bench.tier.put(  # noqa: E731
-        facts_of(number), payload_of(number), answer
-    )
-    assert take(3, lambda answer: number_and_put(next(numbers), answer)) == [True, True, False]
-    assert bench.tier.stats().dropped == {"queue_full": 1}
-    bench.faulty.heal()
-    bench.check()
-    assert sum(len(answer.calls) for answer in answers) == len(answers) - 3
-    bench.tier.close()
-
-
 def test_an_entry_that_is_asked_for_twice_is_read_twice(bench) -> None:
     """A call of the store names each key once; after a reset nobody knows of the first flight."""
     bench.put(1)
@@ -536,9 +486,7 @@ def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> No
     bench.put(1)
     bench.faulty.inject("get_many_into", Trouble.HANG)
     bench.faulty.inject("put_many", Trouble.HANG)
-    answers = [Answer() for _ in range(4)]
-    for answer in answers:
-        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    answers = [bench.begin_load(1) for _ in range(4)]
     put = Answer()
     assert bench.tier.put(facts_of(2), payload_of(2), put) or True
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
@@ -565,8 +513,7 @@ def test_silence_is_what_the_store_owes_to_readers(bench) -> None:
     bench.turn(100)
     assert bench.tier.silence() == 0
     bench.faulty.inject("get_many_into", Trouble.HANG)
-    answer = Answer()
-    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    answer = bench.begin_load(1)
     assert bench.tier.silence() == 0
     bench.turn(0.03)
     assert bench.tier.silence() == pytest.approx(0.03)
@@ -581,8 +528,7 @@ def test_a_machine_of_a_store_that_answers_does_not_speak_for_one_that_is_dead(b
     """A read from a dead holder hangs, while the master answers all questions and puts go on."""
     bench.put(1)
     bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
-    answer = Answer()
-    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
+    answer = bench.begin_load(1)
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
     for number in range(2, 5):
         bench.turn(0.02)
@@ -688,20 +634,6 @@ def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeyp
     bench.turn(2.1)
     wait_until(lambda: errors)
     assert bench.ask(1) == [False]
-
-
-def test_a_forked_process_uses_nothing_of_it(bench) -> None:
-    bench.put(1)
-    child = os.fork()
-    if not child:
-        is_refused = not bench.tier.is_healthy and bench.load(1) is False and bench.ask(1) is None
-        bench.tier._lock = threading.Lock()
-        bench.tier._lock.acquire()  # as another thread may have held it in that moment
-        bench.tier.remove(facts_of(1).key)
-        bench.tier.close()
-        os._exit(0 if is_refused and bench.tier.has_many([facts_of(1).key]) == [False] else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert bench.load(1) == bytes(payload_of(1))
 
 
 @pytest.mark.parametrize("connects", [True, False])

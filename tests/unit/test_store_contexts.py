@@ -4,21 +4,19 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
-from functools import partial
 
-import engine_rig
 import pytest
+import restart_rig
 from clocks import ManualClock
 from context_rig import assert_same_run, generate, make_config, make_context
 from faulty_store import FaultyStore, Trouble
 from remote_rig import PATIENCE, wait_until
-from restart_rig import NUM_TOKENS, PROMPT_TOKENS, prompts, slow_prefill
+from restart_rig import PROMPT_TOKENS, slow_prefill
 
 from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.errors import TierInUseError
-from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import (
@@ -207,57 +205,18 @@ def key_of(context, prompt, index):
     return tiering._key_of(tenant, prepared.hashes, EntryKind.STATE, index)
 
 
-def test_an_engine_skips_what_another_one_computed(monkeypatch) -> None:
+def test_an_engine_skips_what_another_one_computed() -> None:
     """At least 95% of the prompts' tokens; the answers are those without a cache."""
     store = MemoryStore()
-    make_engine = partial(engine_over, store)
-    first = make_engine()
-    answers, skips = run(first)
+    first, second = (restart_rig.make_engine("memory://", store=store) for _ in range(2))
+    answers, skips = restart_rig.run(first, 1)
     assert set(skips) == {0}
     first.context.close()
-    second = make_engine()
-    again, skips = run(second)
-    assert again == answers == uncached()
+    again, skips = restart_rig.run(second, 1)
+    assert again == answers == restart_rig.uncached(1)
     assert sum(skips) >= 0.95 * PROMPT_TOKENS * len(skips)
     second.context.check_invariants()
     second.context.close()
-
-
-def engine_over(store, **changes):
-    settings = {
-        "num_kv_blocks": 400,
-        "max_slots": 60,
-        "max_tokens": 400,
-        "max_sequence_length": 256,
-        "num_host_blocks": 300,
-        "num_host_states": 60,
-        "store": store,
-        "write_on_use": 1,
-        "hash_secret": b"of this test",
-    }
-    return Engine(
-        engine_rig.MODEL,
-        engine_rig.cache_config(**(settings | changes)),
-        identity=IDENTITY,
-        load_planner=slow_prefill(),
-        prefetch_seconds=1e9,
-    )
-
-
-def run(engine, seed=1):
-    sampling = SamplingParams(max_new_tokens=NUM_TOKENS)
-    completions = engine.generate(prompts(seed), sampling)
-    return [each.tokens for each in completions], [each.skipped_tokens for each in completions]
-
-
-def uncached(seed=1):
-    engine = Engine(
-        engine_rig.MODEL,
-        engine_rig.cache_config(
-            num_kv_blocks=400, enable_prefix_caching=False, max_sequence_length=256, max_tokens=400
-        ),
-    )
-    return run(engine, seed)[0]
 
 
 # What a store that is dead or slow adds to a request.

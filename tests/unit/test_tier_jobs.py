@@ -1,7 +1,11 @@
-"""The jobs of a lower tier: queued, taken, over, told."""
+"""The jobs of a lower tier: queued, taken, over, told; and what disk and store do alike."""
+
+import os
+import threading
 
 import pytest
-from disk_rig import Answer, buffer_for, facts_of, payload_of
+from disk_rig import Answer, buffer_for, facts_of, load, make_identity, open_tier, payload_of, put
+from remote_rig import Bench
 
 from mamba_cache.errors import InvariantError
 from mamba_cache.tiers import Refusal
@@ -79,6 +83,14 @@ def test_an_entry_is_stored_once_at_a_time(jobs) -> None:
     assert jobs.stats().puts == 4
 
 
+def test_queues_have_an_end(jobs) -> None:
+    with jobs._lock:
+        assert [jobs._add_put(put_of(number)) for number in range(3)] == [True, True, False]
+    assert jobs.stats().dropped == {"queue_full": 1}
+    loads = [jobs.load(facts_of(1), buffer_for(facts_of(1)), Answer()) for _ in range(3)]
+    assert loads == [True, True, False]
+
+
 def test_what_is_queued_is_taken_at_once_when_nobody_does_it(jobs) -> None:
     answers = [Answer() for _ in range(2)]
     with jobs._lock:
@@ -123,3 +135,56 @@ def test_a_job_ends_once(jobs) -> None:
     with pytest.raises(KeyError):
         jobs._end(load)
     assert jobs.stats().restored == jobs.stats().loads == 1
+
+
+@pytest.fixture(params=["disk", "store"])
+def tier(request, tmp_path, monkeypatch):
+    """A tier of each kind, with threads."""
+    tier = open_tier(tmp_path) if request.param == "disk" else Bench(monkeypatch).tier
+    yield tier
+    tier.check_invariants()
+    tier.close()
+
+
+def test_what_is_not_there_is_a_counted_miss(tier) -> None:
+    assert tier.has_many([facts_of(1).key]) == [False]
+    assert [load(tier, 1), load(tier, 2)] == [Refusal.MISSING] * 2
+    assert tier.stats().refused == {"missing": 2}
+
+
+def test_what_is_known_at_once_is_told_at_once(tier) -> None:
+    """By the caller's thread, though disk or store is busy."""
+    assert [put(tier, 1), put(tier, 2)] == [None, None]
+    tier.remove(facts_of(2).key)
+    told, here = [], threading.get_ident()
+
+    def done(answer):
+        told.append((answer, threading.get_ident()))
+
+    assert tier.load(facts_of(2), buffer_for(facts_of(2)), done)
+    assert tier.put(facts_of(1), payload_of(1), done)
+    expected = [(Refusal.MISSING, here), (None, here)]
+    if tier.name == "disk":  # which has the entries of one identity
+        other = facts_of(1, identity=make_identity("other weights"))
+        assert tier.load(other, buffer_for(other), done)
+        expected.append((Refusal.IDENTITY, here))
+    assert told == expected
+    assert tier.flush(60)
+
+
+def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
+    """Another thread may have held the lock in the moment of the fork."""
+    assert put(tier, 1) is None
+    assert tier.flush(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        patch.setattr(tier, "_lock", threading.Lock())
+        tier._lock.acquire()
+        assert not tier.is_healthy
+        assert tier.has_many([facts_of(1).key]) == [False]
+        assert (load(tier, 1), put(tier, 2)) == (False, False)
+        tier.remove(facts_of(1).key)
+        assert tier.flush()
+        assert tier.num_queued == 0
+        tier.close()
+    assert load(tier, 1) == payload_of(1)
