@@ -1,10 +1,16 @@
 """Contexts with a tier in host memory, and copies to it that are late, fail, or are damaged."""
 
 from context_rig import make_config, make_context
+from restart_rig import slow_prefill
 
-from mamba_cache.tiers import EntryKind, LoadPlanner, Rates
+from mamba_cache import Request
+from mamba_cache.slots import EveryNthBlock
+from mamba_cache.tiers import EntryKind, LoadPlanner, ModelIdentity, Rates
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
+IDENTITY = ModelIdentity(name="model", weights="w")
+PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
+OTHER = [(5 * i + i // 7) % 12 + 1 for i in range(61)]
 
 
 def always():
@@ -23,6 +29,32 @@ def make_tiered(*, transfers=None, options=None, **changes):
     if transfers is not None:
         install(context, transfers)
     return context
+
+
+def make_over(*, planner=None, identity=IDENTITY, **changes):
+    """A context that writes all states and blocks to a disk or a store, and loads what it finds."""
+    settings = {
+        "num_host_blocks": 40,
+        "num_host_states": 20,
+        "write_on_use": 1,
+        "hash_secret": b"secret",
+    }
+    return make_context(
+        make_config(**(settings | changes)),
+        identity=identity,
+        load_planner=planner or slow_prefill(),
+        placement=EveryNthBlock(1),
+    )
+
+
+def ask(context, prompt=PROMPT, **options):
+    """A prefetch of what a prompt can resume from."""
+    return context.prefetch(Request(request_id="one", prompt_tokens=prompt), **options)
+
+
+def match(context, prompt=PROMPT):
+    """What a request finds on the GPU and in host memory."""
+    return context.match(Request(request_id="one", prompt_tokens=prompt))
 
 
 def install(context, transfers):

@@ -10,26 +10,21 @@ import torch
 from clocks import ManualClock
 from context_rig import MODEL, assert_same_run, generate, make_config, make_context
 from restart_rig import slow_prefill
+from tier_rig import IDENTITY, OTHER, PROMPT, ask, make_over, match
 
 from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context.tier_memory import identity_of
 from mamba_cache.reference import HybridModel, HybridModelConfig
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.tiers import (
     CacheIdentity,
     EntryKind,
     LoadPlanner,
-    ModelIdentity,
     Numerics,
     Rates,
     Refusal,
 )
-
-MODEL_IDENTITY = ModelIdentity(name="model", weights="w")
-PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
-OTHER = [(5 * i + i // 7) % 12 + 1 for i in range(61)]
 
 
 class HeldTier:
@@ -85,22 +80,9 @@ class HeldTier:
         self.is_healthy = False
 
 
-def make(path, *, tier=None, planner=None, **changes):
+def make(path, *, tier=None, **changes):
     """A context over a disk, or over a tier that the test holds."""
-    settings = {
-        "num_host_blocks": 40,
-        "num_host_states": 20,
-        "disk_cache_path": path,
-        "disk_cache_gb": 0.01,
-        "write_on_use": 1,
-        "hash_secret": b"secret",
-    }
-    context = make_context(
-        make_config(**(settings | changes)),
-        identity=MODEL_IDENTITY,
-        load_planner=planner or slow_prefill(),
-        placement=EveryNthBlock(1),
-    )
+    context = make_over(disk_cache_path=path, disk_cache_gb=0.01, **changes)
     if tier is not None:
         context.disk_tier.close()
         context._tiering.lower.tier = tier
@@ -124,14 +106,6 @@ def context(tmp_path, tier):
     context = make(tmp_path, tier=tier)
     yield context
     context.check_invariants()
-
-
-def ask(context, prompt=PROMPT, **options):
-    return context.prefetch(Request(request_id="one", prompt_tokens=prompt), **options)
-
-
-def match(context, prompt=PROMPT):
-    return context.match(Request(request_id="one", prompt_tokens=prompt))
 
 
 def entries(context):
@@ -468,7 +442,7 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
     contexts = []
     for _ in range(2):
         context = make_context(
-            make_config(**settings), model=model, identity=MODEL_IDENTITY,
+            make_config(**settings), model=model, identity=IDENTITY,
             load_planner=slow_prefill(),
         )  # fmt: skip
         context.disk_tier.close()
@@ -489,7 +463,7 @@ def test_who_decides_what_is_brought_may_be_given(tmp_path) -> None:
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
     planner = LoadPlanner(learns=False)
     config = make_config(**settings, **on_disk)
-    context = make_context(config, identity=MODEL_IDENTITY, disk_planner=planner)
+    context = make_context(config, identity=IDENTITY, disk_planner=planner)
     assert context._tiering.lower._planner is planner
     context.close()
 
@@ -548,11 +522,11 @@ def test_arguments_are_checked(context, tmp_path) -> None:
 def test_an_identity_must_be_this_contexts(tmp_path) -> None:
     specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
     config = make_config(hash_secret=b"s")
-    own = CacheIdentity.of(MODEL_IDENTITY, config, *specs)
-    assert own.model == MODEL_IDENTITY
+    own = CacheIdentity.of(IDENTITY, config, *specs)
+    assert own.model == IDENTITY
     cpu = torch.device("cpu")
     assert identity_of(own, config, *specs, cpu) == own
-    assert identity_of(MODEL_IDENTITY, config, *specs, cpu) == own
+    assert identity_of(IDENTITY, config, *specs, cpu) == own
     assert identity_of(None, config, *specs, cpu) is None
     with pytest.raises(InvalidArgumentError, match=r"it differs in hash\.secret"):
         identity_of(own, make_config(hash_secret=b"other"), *specs, cpu)
@@ -563,10 +537,10 @@ def test_numerics_that_nobody_gave_are_those_of_the_contexts_device() -> None:
     specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
     config = make_config(hash_secret=b"s")
     device = torch.device("meta")  # stands for a GPU
-    made = identity_of(MODEL_IDENTITY, config, *specs, device)
-    assert made.model.numerics == Numerics.of(device) != MODEL_IDENTITY.numerics
+    made = identity_of(IDENTITY, config, *specs, device)
+    assert made.model.numerics == Numerics.of(device) != IDENTITY.numerics
     for numerics in (Numerics.of(device, kernels="own"), Numerics.of("cpu", kernels="own")):
-        given = replace(MODEL_IDENTITY, numerics=numerics)
+        given = replace(IDENTITY, numerics=numerics)
         assert identity_of(given, config, *specs, device).model == given
 
 

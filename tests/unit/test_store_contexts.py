@@ -11,13 +11,13 @@ from clocks import ManualClock
 from context_rig import assert_same_run, generate, make_config, make_context
 from faulty_store import FaultyStore, Trouble
 from remote_rig import PATIENCE, wait_until
-from restart_rig import PROMPT_TOKENS, slow_prefill
+from restart_rig import PROMPT_TOKENS
+from tier_rig import OTHER, PROMPT, ask, make_over, match
 
 from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.errors import TierInUseError
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import (
     EntryKind,
@@ -31,10 +31,6 @@ from mamba_cache.tiers import (
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.slab import SlabFile
 
-IDENTITY = ModelIdentity(name="model", weights="w")
-PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]  # seven blocks of 8 tokens, and five
-OTHER = [(5 * i + i // 7) % 12 + 1 for i in range(61)]
-
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
@@ -45,20 +41,8 @@ def clock(monkeypatch):
     return clock
 
 
-def make(store, *, planner=None, identity=IDENTITY, **changes):
-    settings = {
-        "num_host_blocks": 40,
-        "num_host_states": 20,
-        "store": store,
-        "write_on_use": 1,
-        "hash_secret": b"secret",
-    }
-    return make_context(
-        make_config(**(settings | changes)),
-        identity=identity,
-        load_planner=planner or slow_prefill(),
-        placement=EveryNthBlock(1),
-    )
+def make(store, **options):
+    return make_over(store=store, **options)
 
 
 def filled(store, prompt=PROMPT, **changes):
@@ -70,12 +54,8 @@ def filled(store, prompt=PROMPT, **changes):
     return context
 
 
-def ask(context, prompt=PROMPT, **options):
-    return context.prefetch(Request(request_id="one", prompt_tokens=prompt), **options)
-
-
 def skipped(context, prompt=PROMPT):
-    return context.match(Request(request_id="one", prompt_tokens=prompt)).skip_tokens
+    return match(context, prompt).skip_tokens
 
 
 @pytest.fixture
@@ -273,8 +253,8 @@ def test_a_store_that_fails_for_one_entry_is_not_waited_for(store) -> None:
     assert prefetch.wait() is PrefetchState.INCOMPLETE
     assert prefetch.num_arrived < prefetch.num_entries
     assert Refusal.IO_ERROR in prefetch.refusals
-    match = context.match(Request(request_id="one", prompt_tokens=PROMPT))
-    assert (match.skip_tokens, match.arriving_tokens) == (0, 0)
+    found = match(context)
+    assert (found.skip_tokens, found.arriving_tokens) == (0, 0)
     assert_same_run(generate(context, PROMPT, 3), PROMPT)
     goes_on.set()
     context.wait_for_tiers()

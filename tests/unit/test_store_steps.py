@@ -5,20 +5,17 @@ import threading
 
 import pytest
 from clocks import ManualClock
-from context_rig import generate, make_config, make_context
+from context_rig import generate
 from faulty_store import FaultyStore, Trouble
-from restart_rig import slow_prefill
 from step_watch import StepWatch
+from tier_rig import PROMPT, ask, make_over
 
-from mamba_cache import Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import ModelIdentity, PayloadMac, RemoteTier
+from mamba_cache.tiers import PayloadMac, RemoteTier
 from mamba_cache.tiers import remote as remote_module
 
-PROMPT = [(7 * i + i // 3) % 12 + 1 for i in range(61)]
 OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
 
 
@@ -38,14 +35,8 @@ def make(watch, store, monkeypatch):
     """A context whose locks and store are watched, and what moves and digests bytes likewise."""
     for owner, name in ((remote_module, "_copy"), (PayloadMac, "part")):
         monkeypatch.setattr(owner, name, watch.called(name, getattr(owner, name)))
-    settings = {"num_host_blocks": 40, "num_host_states": 20, "hash_secret": b"secret"}
     with watch.locks(monkeypatch):
-        return make_context(
-            make_config(store=watch.store(store), write_on_use=1, **settings),
-            identity=ModelIdentity(name="model", weights="w"),
-            load_planner=slow_prefill(),
-            placement=EveryNthBlock(1),
-        )
+        return make_over(store=watch.store(store))
 
 
 def serve(watch, store, monkeypatch):
@@ -53,7 +44,7 @@ def serve(watch, store, monkeypatch):
     context = make(watch, store, monkeypatch)
     context.wait_for_tiers()
     with watch.steps():
-        prefetch = context.prefetch(Request(request_id="one", prompt_tokens=PROMPT))
+        prefetch = ask(context)
         state = prefetch.wait()
         for prompt in [PROMPT, *OTHERS]:
             generate(context, prompt, 3)

@@ -197,6 +197,19 @@ def test_the_end_of_a_prefix_goes_before_its_beginning():
     assert pool.evicted_total == 3
 
 
+def test_an_entry_that_two_readers_find_wrong_is_dropped_once():
+    pool = ready(1)
+    store(pool, 1)
+    readers = [pool.read(digest(1)), pool.read(digest(1))]
+    for reader in readers:
+        pool.drop(reader)
+        assert digest(1) not in pool
+    for reader in readers:
+        pool.release(reader)
+    pool.check_invariants()
+    assert pool.num_free == 1
+
+
 def test_a_policy_of_slots_chooses():
     policy = ConsumedSlotPolicy()
     pool = ready(2, policy=policy)
