@@ -4,7 +4,7 @@
 """
 
 import pytest
-from broken_tiers import FAULTS, FOUND, STORE_FAULT, broken, show
+from broken_tiers import FAULTS, FOUND, broken, show
 from example_counts import examples
 from fresh_examples import all_drawn
 from store_machine import StoreMachine
@@ -18,7 +18,7 @@ TestStoreMachine = all_drawn(StoreMachine.TestCase)
 TestStoreMachine.settings = examples(20)
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, STORE_FAULT])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_tiers_is_noticed(fault):
     show(fault)
     with broken(fault), pytest.raises(FOUND):

@@ -180,50 +180,6 @@ def _store_exchanged(machine):
     machine.round_trip(PROMPTS, "clear", 1)
 
 
-def _patches():
-    """Each fault: whose method is replaced by what, and calls that show it."""
-    return {
-        "bytes from host memory are not verified": (
-            PlainTransfers, "load", _bytes_unseen, _rows_damaged,
-        ),
-        "headers in host memory are not verified": (
-            HostTier, "_refusal", _headers_unseen, _headers_damaged,
-        ),
-        "rows of the disk are not verified": (disk, "_read_row", _disk_believed, _disk_damaged),
-        "rows of host memory are exchanged on their way": (
-            PlainTransfers, "load", _another_row, _restarted,
-        ),
-        "another row of the disk is read": (
-            SlabFile, "read", _another_row_of_the_disk, _restarted,
-        ),
-        "a load that is given up keeps its rows": (Tiering, "cancel", _lease_kept, _load_fails),
-        "what was written to the disk keeps its row": (
-            HostTier, "_end_lower", _lower_lease_kept, _restarted,
-        ),
-        "a damaged row of the disk stays held": (
-            RowPool, "release", _disk_lease_kept, _disk_damaged,
-        ),
-        "the boundary is off by one: the state is the block's before": (
-            Tiering, "read", _a_block_early, _restarted,
-        ),
-        "keys and values are loaded without their state": (
-            PlainTransfers, "load", _alone(EntryKind.KV), _restarted,
-        ),
-        "a state is loaded without keys and values": (
-            PlainTransfers, "load", _alone(EntryKind.STATE), _restarted,
-        ),
-        "what was given up while it was copied counts": (
-            Tiering, "_is_there", _gone_counts, _deregistered,
-        ),
-        "a row is findable before it is filled": (
-            HostTier, "reserve", _published_at_once, _disk_damaged,
-        ),
-        "what the disk could not bring is findable": (
-            HostTier, "_end_lower", _failure_is_success, _disk_damaged,
-        ),
-    }  # fmt: skip
-
-
 def _store_believed(init):
     def broken(self, store, **options):
         init(self, store, **{**options, "verifies": False})
@@ -231,17 +187,55 @@ def _store_believed(init):
     return broken
 
 
-_FAULTS = _patches()
-STORE_FAULT = "entries of the store are not verified"
-_STORE_FAULTS = {STORE_FAULT: (RemoteTier, "__init__", _store_believed, _store_exchanged)}
-"""What a machine over a store must notice."""
-
-FAULTS = tuple(_FAULTS)
+FAULTS = {
+    "bytes from host memory are not verified": (
+        PlainTransfers, "load", _bytes_unseen, _rows_damaged,
+    ),
+    "headers in host memory are not verified": (
+        HostTier, "_refusal", _headers_unseen, _headers_damaged,
+    ),
+    "rows of the disk are not verified": (disk, "_read_row", _disk_believed, _disk_damaged),
+    "rows of host memory are exchanged on their way": (
+        PlainTransfers, "load", _another_row, _restarted,
+    ),
+    "another row of the disk is read": (
+        SlabFile, "read", _another_row_of_the_disk, _restarted,
+    ),
+    "a load that is given up keeps its rows": (Tiering, "cancel", _lease_kept, _load_fails),
+    "what was written to the disk keeps its row": (
+        HostTier, "_end_lower", _lower_lease_kept, _restarted,
+    ),
+    "a damaged row of the disk stays held": (
+        RowPool, "release", _disk_lease_kept, _disk_damaged,
+    ),
+    "the boundary is off by one: the state is the block's before": (
+        Tiering, "read", _a_block_early, _restarted,
+    ),
+    "keys and values are loaded without their state": (
+        PlainTransfers, "load", _alone(EntryKind.KV), _restarted,
+    ),
+    "a state is loaded without keys and values": (
+        PlainTransfers, "load", _alone(EntryKind.STATE), _restarted,
+    ),
+    "what was given up while it was copied counts": (
+        Tiering, "_is_there", _gone_counts, _deregistered,
+    ),
+    "a row is findable before it is filled": (
+        HostTier, "reserve", _published_at_once, _disk_damaged,
+    ),
+    "what the disk could not bring is findable": (
+        HostTier, "_end_lower", _failure_is_success, _disk_damaged,
+    ),
+    "entries of the store are not verified": (
+        RemoteTier, "__init__", _store_believed, _store_exchanged,
+    ),
+}  # fmt: skip
+"""Each fault: whose method is replaced by what, and calls that show it."""
 
 
 def broken(fault):
     """Makes all tiers wrong for as long as it is entered."""
-    owner, name, make, _ = (_FAULTS | _STORE_FAULTS)[fault]
+    owner, name, make, _ = FAULTS[fault]
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
@@ -251,8 +245,8 @@ FOUND = AssertionError, MambaCacheError
 
 def show(fault):
     """Makes the calls that show a fault, with all that the machine checks after each."""
-    calls = (_FAULTS | _STORE_FAULTS)[fault][-1]
-    machine = StoreMachine() if fault in _STORE_FAULTS else DiskMachine()
+    calls = FAULTS[fault][-1]
+    machine = StoreMachine() if calls is _store_exchanged else DiskMachine()
     try:
         machine.start(
             policy="lru",

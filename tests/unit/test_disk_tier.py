@@ -359,16 +359,6 @@ def failing(error, *, times=None):
     return call
 
 
-def test_a_failed_read_is_a_counted_miss(tier, monkeypatch) -> None:
-    assert put(tier, 1) is None
-    failing(errno.EIO, times=1).patch(monkeypatch, "preadv")
-    assert load(tier, 1) is Refusal.IO_ERROR
-    assert tier.stats().refused == {"io_error": 1}
-    assert tier.stats().io_errors == 1
-    assert put(tier, 1) is None
-    assert load(tier, 1) == payload_of(1)
-
-
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_a_failed_write_is_counted_and_not_findable(tier, monkeypatch, call) -> None:
     failing(errno.EIO, times=1).patch(monkeypatch, call)

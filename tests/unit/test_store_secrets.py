@@ -154,6 +154,20 @@ def test_a_store_of_another_kind_is_not_repeated(store, use) -> None:
         f"{PASSWORD}://host",
         f"valkeys://host?ca={PASSWORD}",
         f"valkeys://host?cert={PASSWORD}",
+        f"valkey://:{PASSWORD}@host?x=1",
+        f"valkey://:{PASSWORD}@host:99999",
+        f"valkey://u:{PASSWORD}@/0",
+        f"valkey://u:{PASSWORD}@ho\u2100st",
+        # Passwords with characters that divide URLs.
+        f"valkey://u:{PASSWORD}/1@host",
+        f"valkey://u:1@2/{PASSWORD}@host",
+        f"valkey://u:1?{PASSWORD}@host",
+        f"valkey://u:{PASSWORD}?1@host",
+        f"valkey://u:1#{PASSWORD}@host",
+        f"valkey://u:{PASSWORD}#1@host",
+        f"valkey://u:[{PASSWORD}@host",
+        f"valkey://u:1@2?{PASSWORD}/",
+        f"valkey://u:1@2/{PASSWORD}",
     ],
 )
 def test_no_part_of_a_url_that_may_be_a_password_is_repeated(url) -> None:

