@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.kernels import (
     decode_inputs_torch,
     paged_attention_torch,
@@ -115,6 +115,7 @@ class PagedAttention:
             and all(own is not known for known in self._configs)
         ]
         self._layer = -1
+        self._written: set[int] = set()  # layers of which the forward wrote keys and values
         self._slots = self._places = self._lengths = self._tables = torch.empty(0)
         self._starts: torch.Tensor | None = None
 
@@ -136,7 +137,11 @@ class PagedAttention:
             lengths: Likewise.
             tables: [places, max_blocks] int32 likewise.
             starts: As for ``chunk_attention``; None: each row decodes one token.
+
+        Raises:
+            ModelChangedError: A layer of attention wrote no keys and values.
         """
+        self._written = set()
         self._slots, self._places, self._lengths, self._tables = slots, places, lengths, tables
         self._starts = starts
         with ExitStack() as undo:
@@ -145,6 +150,11 @@ class PagedAttention:
             _current.attention = self
             undo.callback(setattr, _current, "attention", None)
             yield
+            if len(self._written) < len(self._kv_cache):
+                raise ModelChangedError(
+                    "the model left nothing in its cache where keys and values are expected: a "
+                    "layer was removed or replaced, so make a new prefix cache"
+                )
 
     def put_back(self) -> None:
         """Undo what a step that broke off has replaced."""
@@ -159,6 +169,7 @@ class PagedAttention:
         [rows, kv_heads, n, head_dim] each, and returned as given.
         """
         self._layer = layer
+        self._written.add(layer)
         self._writes.write_tokens(self._flat[layer], self._slots, keys, values)
         return keys, values
 
