@@ -35,6 +35,7 @@ from serve_rig import (  # noqa: E402
     SPECIAL,
     TOKENS,
     Server,
+    draw_words,
     save,
 )
 from sources import ROOT  # noqa: E402
@@ -120,12 +121,7 @@ def references(folders):
 @pytest.fixture
 def words(generator):
     """Makes text that nobody has sent before."""
-
-    def make(length):
-        codes = torch.randint(97, 123, (length,), generator=generator).tolist()
-        return "".join(map(chr, codes))
-
-    return make
+    return partial(draw_words, generator)
 
 
 def prompt_ids(messages, template=CHATML):
@@ -409,23 +405,25 @@ def test_stripped_reasoning_hits_up_to_where_it_is_missing(
         ]
 
 
-def test_what_the_template_puts_before_it_is_shared_too(server, folders, words):
+def ask_with_tools(server, folder, words):
     tools = [{"type": "function", "function": {"name": words(90)}} for _ in range(2)]
     options = {"tools": tools, "extra_body": {"chat_template_kwargs": {"greeting": words(70)}}}
-    hits = [hit(server.chat(folders["main"], words(40), **options)) for _ in range(2)]
-    assert hits[0] == 0
-    assert hits[1] > 240
+    return [hit(server.chat(folder, words(40), **options)) for _ in range(2)]
 
 
-def test_responses_share_instructions_and_tools(server, folders, words):
-    options = {"instructions": words(90), "max_output_tokens": 2, "model": folders["main"]}
+def ask_with_instructions(server, folder, words):
+    options = {"instructions": words(90), "max_output_tokens": 2, "model": folder}
     options["tools"] = [{"type": "function", "name": words(90), "parameters": {}, "strict": True}]
-    answers = [
-        server.client.responses.create(input=words(40), **options, stream=False) for _ in "ab"
-    ]
-    hits = [one.usage.input_tokens_details.cached_tokens for one in answers]
-    assert hits[0] == 0
-    assert hits[1] > 170
+    create = partial(server.client.responses.create, **options, stream=False)
+    answers = [create(input=words(40)) for _ in range(2)]
+    return [one.usage.input_tokens_details.cached_tokens for one in answers]
+
+
+@pytest.mark.parametrize(("ask", "least"), [(ask_with_tools, 240), (ask_with_instructions, 170)])
+def test_what_the_template_puts_before_a_question_is_shared(server, folders, words, ask, least):
+    first, second = ask(server, folders["main"], words)
+    assert first == 0
+    assert second > least
 
 
 # As the plain server behaves.

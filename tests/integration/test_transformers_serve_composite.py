@@ -3,6 +3,7 @@
 import base64
 import io
 import logging
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,9 +13,8 @@ for package in ("accelerate", "fastapi", "openai", "uvicorn", "prometheus_client
 pytest.importorskip("transformers", reason="needs the extra transformers")
 pillow = pytest.importorskip("PIL.Image", reason="needs pillow, as processors of images do")
 
-import torch  # noqa: E402
 from chats import make_tokenizer  # noqa: E402
-from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, Server  # noqa: E402
+from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, Server, draw_words  # noqa: E402
 from transformers import (  # noqa: E402
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
@@ -85,12 +85,7 @@ def server(request, processor, model, tmp_path_factory):
 @pytest.fixture
 def words(generator):
     """Makes text that nobody has sent before."""
-
-    def make(length):
-        codes = torch.randint(97, 123, (length,), generator=generator).tolist()
-        return "".join(map(chr, codes))
-
-    return make
+    return partial(draw_words, generator)
 
 
 def picture(color):

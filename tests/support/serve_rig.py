@@ -16,6 +16,7 @@ for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="needs the extra serve")
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
+import torch  # noqa: E402
 from chats import CHATML, make_tokenizer  # noqa: E402
 from transformers.cli.serve import Serve  # noqa: E402
 
@@ -41,6 +42,12 @@ def save(folder, model, template=CHATML):
 
 TOKENS = len(make_tokenizer(CHATML))
 SPECIAL = {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
+
+
+def draw_words(generator, length):
+    """Random letters."""
+    codes = torch.randint(97, 123, (length,), generator=generator).tolist()
+    return "".join(map(chr, codes))
 
 
 class ClosingServe(Serve):
