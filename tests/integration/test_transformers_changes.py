@@ -107,23 +107,6 @@ def test_the_names_of_changed_weights_are_told(generator):
         cache.generate(text(generator, 9), **GREEDY)
 
 
-def test_weights_check_off_sees_what_pytorch_counts(generator):
-    model = make_model("nemotron_h")
-    cache = make_cache(model, weights_check="off")
-    prompt = text(generator, 2 * BLOCK + 3)
-    cached(cache, prompt)
-    cached(cache, prompt)
-    assert cache.stats().hits == 1
-    with torch.no_grad():
-        mixers(model)[0].in_proj.weight.mul_(2)
-    with pytest.raises(ModelChangedError):
-        cache.generate(prompt, **GREEDY)
-    cache.reset()
-    assert_same(plain(model, prompt), cached(cache, prompt))
-    with pytest.raises(InvalidArgumentError, match="weights_check must be one of"):
-        make_cache(model, weights_check="some")
-
-
 @pytest.mark.parametrize("weights_check", ["full", "sample", "off"])
 def test_what_a_multimodal_model_keeps_of_a_generation_is_no_weight(weights_check, generator):
     """Its ``rope_deltas``: made anew by each generation, and others after an image."""

@@ -45,6 +45,7 @@ def prompt(generator):
         ({"block_size_tokens": 0}, "block_size_tokens must be an int >= 1, got 0"),
         ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
         ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
+        ({"weights_check": "some"}, "weights_check must be one of"),
     ],
 )
 def test_settings_out_of_range(model, settings, message):
