@@ -153,7 +153,8 @@ def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generat
         run(cache, [[*prompts[3], *tokens(generator, 70)]], max_new_tokens=2)
     assert len(compared) >= 4
     assert all(compared)
-    assert cache.batch_stats().prefill_replays == len(compared)
+    stats = cache.batch_stats()  # what has just been captured is replayed at once
+    assert stats.prefill_replays - stats.graph_shapes == len(compared)
 
 
 def test_all_shapes_are_captured_before_the_first_answer(generator):

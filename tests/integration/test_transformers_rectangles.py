@@ -1,5 +1,6 @@
 """Chunks of any length, position and checkpoints in one forward: each row is computed as alone."""
 
+import importlib
 import itertools
 import math
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from batch_rig import batch, subject, tokens
+from batch_rig import answers, batch, subject, tokens
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
@@ -18,7 +19,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model
 
 from mamba_cache import Request
-from mamba_cache.integrations.transformers.batching import graphs, rectangles
+from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep, split_rows
 from mamba_cache.integrations.transformers.capture import ScanRun
@@ -417,3 +418,34 @@ def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
     assert max(shape.num_rows for shape in shapes) > 1
     stats, computed = cache.batch_stats(), sum(one.num_rows * one.num_tokens for one in shapes)
     assert 0 < stats.padding_tokens == computed - stats.prefill_tokens
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
+def test_batches_with_a_gpus_kernels_answer_as_with_their_twins(family, generator, monkeypatch):
+    """Triton's interpreter runs what a GPU runs, on the tensors that rectangles and steps give."""
+    shared, own = tokens(generator, 2 * BLOCK), [3, 17, 40]
+    rounds = [[[*shared, *tokens(generator, length)] for length in own] for _ in range(2)]
+    launched = Counter()
+
+    def kernels_in_triton(backend, device, *, kernels, twins):
+        module = importlib.import_module(kernels)
+        for name in twins.__all__:
+            launch = partial(_count, launched, name, getattr(module, name))
+            monkeypatch.setattr(module, name, launch)
+        return module
+
+    found = []
+    for uses_triton in (False, True):
+        if uses_triton:
+            for module in (paged, decode):
+                monkeypatch.setattr(module, "kernels_for", kernels_in_triton)
+        cache = make_cache(make_model(family), max_requests=4)
+        found.append([answers(batch(cache, one, max_new_tokens=4)) for one in rounds])
+        assert cache.stats().hits
+    assert found[0] == found[1]
+    assert all(launched[name] for name in ("chunk_attention", "paged_attention", "write_tokens"))
+
+
+def _count(counts, name, launch, *args):
+    counts[name] += 1
+    return launch(*args)

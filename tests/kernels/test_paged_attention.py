@@ -120,13 +120,12 @@ def make_chunks(generator, device, dtype, *, num_tokens, **shape):
     lengths = [0] * len(PLACES)
     for place, start, count in zip(PLACES, STARTS, COUNTS, strict=True):
         lengths[place] = start + count
-    _, keys, values, table, places, _ = make(
-        generator, device, lengths, PLACES, dtype=dtype, **shape
-    )
+    _, keys, values, table, _, _ = make(generator, device, lengths, PLACES, dtype=dtype, **shape)
     size = len(PLACES), num_tokens, shape["heads"], shape["head_dim"]
     query = torch.randn(size, generator=generator).to(device, dtype).transpose(1, 2)
-    ends = (torch.tensor(x, device=device) for x in (STARTS, COUNTS))
-    return query, keys, values, table, places, *ends
+    # Columns of one tensor, as those of a rectangle are.
+    numbers = torch.tensor([*zip(PLACES, STARTS, COUNTS, strict=True)], device=device)
+    return query, keys, values, table, *numbers.unbind(1)
 
 
 def expected_of_chunks(query, keys, values, table, places, starts, counts, scale):

@@ -296,7 +296,8 @@ class PrefillStep:
             ModelChangedError: The model no longer computes scans as it did.
         """
         metadata, count = self._metadata, shape.num_checkpoints
-        places, first, lengths = inputs[:, 0], inputs[:, 1], inputs[:, 2]
+        # Each attention layer's kernel reads them as rows.
+        places, first, lengths = inputs[:, :3].t().contiguous().unbind()
         columns = torch.arange(shape.num_tokens, device=inputs.device)
         # Padding repeats a row's last token, at its position: no number of it is out of range.
         at = first[:, None] + torch.minimum(columns, lengths[:, None] - 1)
@@ -324,7 +325,7 @@ class PrefillStep:
                     places,
                     lengths,
                     metadata["block_tables"],
-                    positions[:, 0],
+                    metadata["positions"][first],
                 )
             )
             if self._capture is not None and shape.num_tokens > 1:

@@ -206,7 +206,7 @@ def paged_attention(
     scale: float,
 ) -> torch.Tensor:
     """Do what the twin does, in two launches whose grids depend on shapes alone."""
-    query = query.contiguous()
+    query, places, lengths = (one.contiguous() for one in (query, places, lengths))
     rows, num_heads, head_dim = query.shape
     block_size, kv_heads = keys.shape[1], keys.shape[2]
     group = num_heads // kv_heads
@@ -249,6 +249,7 @@ def chunk_attention(
     """Do what the twin does, in one launch whose grid depends on shapes alone."""
     if query.stride(-1) != 1:
         query = query.contiguous()
+    places, starts, lengths = (one.contiguous() for one in (places, starts, lengths))
     rows, num_heads, num_tokens, head_dim = query.shape
     block_size, kv_heads = keys.shape[1], keys.shape[2]
     group = num_heads // kv_heads
