@@ -87,14 +87,7 @@ class _Rule:
 class FaultyStore:
     """A ``BlobStore`` in front of another, with troubles that a test asks for.
 
-    Args:
-        store: The store that it stands for.
-        seed: Of the draws; the same seed and calls draw the same troubles.
-        sleep: Waits for a delay, given seconds; a test may turn a clock of its own instead.
-
-    Attributes:
-        injected: How often each trouble was met, by call and trouble: ``("put_many",
-            Trouble.DROP)``.
+    ``injected`` counts how often each was met, by call and trouble: ``("put_many", Trouble.DROP)``.
     """
 
     def __init__(
@@ -124,18 +117,8 @@ class FaultyStore:
     ) -> None:
         """Let a call meet a trouble from now on. Of several, the first that is drawn happens.
 
-        Args:
-            call: "exists_many", "put_many", "get_many_into", "remove" or "health".
-            trouble: What happens; not every trouble happens to every call.
-            probability: Of each key, or of each call where the whole call is met, 0 to 1.
-            times: How often at most. Default: no limit.
-            fault: The answer of ``Trouble.FAIL``.
-            seconds: The length of ``Trouble.DELAY``.
-            matches: Says of a key whether it is met; for troubles of single keys.
-
-        Raises:
-            InvalidArgumentError: The call is unknown, or never meets that trouble, or an argument
-                is out of range.
+        The probability is of each key, or of each call where the whole call is met; ``matches``
+        says of a key whether it is met; ``times`` is how often at most.
         """
         check_choice("call", call, _TROUBLES)
         check_choice(f"trouble of {call}", trouble, _TROUBLES[call])

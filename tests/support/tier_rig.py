@@ -80,6 +80,12 @@ def flip(context, kind, row, bit):
     data[bit // 8] ^= 1 << bit % 8
 
 
+def flip_all(context, kind, bit):
+    """Turns the same bit of each row that holds an entry."""
+    for row in cached_rows(context, kind):
+        flip(context, kind, row, bit)
+
+
 def flip_header(context, kind, row, bit):
     """Turns one bit of a row's header."""
     context.host_tier._entries[kind].headers[row, bit // 8] ^= 1 << bit % 8

@@ -22,6 +22,7 @@ from tier_rig import (
     always,
     cached_rows,
     flip,
+    flip_all,
     flip_header,
     host_stats,
     install,
@@ -222,8 +223,7 @@ def test_a_bit_turned_in_the_bytes_is_found_before_anything_depends_on_it(kind):
     """The request is preempted, computes again, and nothing of it was findable or told."""
     context = fill(make_tiered())
     layout = context._tiering.transfers._layouts[kind]
-    for row in cached_rows(context, kind):
-        flip(context, kind, row, 8 * layout.payload_bytes - 9)
+    flip_all(context, kind, 8 * layout.payload_bytes - 9)
     before = context.stats()
     add(context, "hurt", PROMPT)
     step = context.begin_step()
@@ -248,8 +248,7 @@ def test_others_of_the_step_go_on():
     """Their tokens are theirs, whether they are given by id or by place."""
     for as_list in (True, False):
         context = fill(make_tiered(num_kv_blocks=24))
-        for row in cached_rows(context, STATE):
-            flip(context, STATE, row, 3)
+        flip_all(context, STATE, 3)
         add(context, "first", [1, 2, 3])
         add(context, "hurt", PROMPT)
         add(context, "last", [4, 5, 6])
@@ -264,8 +263,7 @@ def test_others_of_the_step_go_on():
 
 def test_tokens_that_only_the_device_knows_are_dropped_too():
     context = fill(make_tiered(num_speculative_tokens=2, num_kv_blocks=24))
-    for row in cached_rows(context, STATE):
-        flip(context, STATE, row, 3)
+    flip_all(context, STATE, 3)
     add(context, "first", [1, 2, 3])
     add(context, "hurt", PROMPT)
     step = context.begin_step()
@@ -280,8 +278,7 @@ def test_tokens_that_only_the_device_knows_are_dropped_too():
 
 def test_a_commit_that_broke_off_still_knows_what_was_damaged():
     context = fill(make_tiered(num_kv_blocks=24))
-    for row in cached_rows(context, STATE):
-        flip(context, STATE, row, 3)
+    flip_all(context, STATE, 3)
     add(context, "hurt", PROMPT)
     add(context, "hurt too", OTHERS[0])
     context.begin_step()
@@ -538,8 +535,7 @@ def test_an_engine_brings_damaged_requests_on_again():
     first = engine.generate([PROMPT], sampling)[0].tokens
     for prompt in OTHERS:
         engine.generate([prompt], sampling)
-    for row in cached_rows(engine.context, STATE):
-        flip(engine.context, STATE, row, 77)
+    flip_all(engine.context, STATE, 77)
     assert engine.generate([PROMPT], sampling)[0].tokens == first
     assert host_stats(engine.context).refused["payload_digest"] >= 1
     engine.context.check_invariants()

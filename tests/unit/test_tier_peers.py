@@ -14,7 +14,7 @@ from context_rig import (
     run_step,
 )
 from sources import sources
-from tier_rig import KV, STATE, LateTransfers, cached_rows, flip, install, make_tiered
+from tier_rig import KV, STATE, LateTransfers, flip_all, install, make_tiered
 
 from mamba_cache.context import Request, RequestStatus
 
@@ -80,8 +80,7 @@ def test_bad_bytes_are_not_kept_because_they_are_there_already():
     prompt = PROMPT[: 3 * BLOCK + 2]
     generate(context, prompt, 1)
     evict(context)
-    for row in cached_rows(context, STATE):
-        flip(context, STATE, row, 7)
+    flip_all(context, STATE, 7)
     for _ in range(9):
         if not context.match(Request(request_id="p", prompt_tokens=prompt)).loads_state:
             break
@@ -147,8 +146,7 @@ def test_a_request_that_was_preempted_by_damage_has_lost_no_token():
     context.preempt("a")
     told = list(context.output("a"))
     evict(context)
-    for row in cached_rows(context, KV):
-        flip(context, KV, row, 9)
+    flip_all(context, KV, 9)
     context.resume_request("a")
     step = context.begin_step()
     MODEL.forward(step.metadata, context)
