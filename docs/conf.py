@@ -45,11 +45,11 @@ nitpick_ignore_regex = [
     # The build needs no network, so names of other projects are not looked up in their inventories.
     (
         r"py:.*",
-        r"(argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|threading|types|typing)\..*",
+        r"(abc|argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|threading|types|typing)\..*",
     ),
     (r"py:.*", r"(np|numpy|prometheus_client|torch|zmq)\..*"),
     # An alias of one of numpy's types.
-    (r"py:class", r"Int64Array"),
+    (r"py:class", r"Int(64)?Array"),
     # A private base class or type variable may appear in a signature.
     (r"py:.*", r"(.*\.)?_[A-Z]\w*"),
 ]

@@ -42,6 +42,7 @@ FOREIGN_CODE = (
 
 ELSEWHERE = {
     ("explanation/model_changes.md", "variant="): FOREIGN_CODE,
+    ("how-to/batching.md", "GRPOConfig("): "tests/integration/test_trl.py::test_three_steps",
     ("how-to/megatron.md", "megatron.install()"): "the README's, run with it",
     ("how-to/megatron.md", "megatron.installed()"): MEGATRON,
     ("how-to/megatron.md", "slots.check_invariants()"): MEGATRON,
