@@ -31,7 +31,7 @@ def main():
 
 def search(seeds, options):
     """Holds the conversations of ``seeds``, prints the table; returns whether any was wrong."""
-    counts, ties, wrong, gap = Counter(), Counter(), [], 0.0
+    counts, wrong = Counter(), []
     started, number = time.process_time(), 0
     try:
         for number, seed in enumerate(seeds, 1):
@@ -43,13 +43,11 @@ def search(seeds, options):
                 print(error, file=sys.stderr, flush=True)
             if options.verbose:
                 print(conversation.subject, *conversation.log, sep="\n  ", file=sys.stderr)
-            counts += conversation.report.counts
-            ties[conversation.subject] += conversation.report.counts["ties"]
-            gap = max(gap, conversation.report.largest_gap)
+            counts += conversation.counts
             if number % 100 == 0 or number == len(seeds):
                 print(
-                    f"{number} conversations, {counts['calls judged']} calls, {counts['ties']} "
-                    f"ties, {len(wrong)} wrong, {time.process_time() - started:.0f} s",
+                    f"{number} conversations, {counts['calls judged']} calls, "
+                    f"{len(wrong)} wrong, {time.process_time() - started:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -59,8 +57,6 @@ def search(seeds, options):
         "seeds": str(seeds),
         "models": len(SUBJECTS),
         "wrong": wrong,
-        "ties by model": {name: count for name, count in ties.items() if count},
-        "furthest off at a tie": gap,
         "process seconds": round(time.process_time() - started),
         **dict(sorted(counts.items())),
     }
