@@ -91,9 +91,11 @@ def test_an_entry_on_disk_that_is_rewritten_without_the_secret_is_refused(
 
 
 @pytest.mark.parametrize("how", ["with a checksum", "with another secret"])
-def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(how) -> None:
+def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(
+    how, monkeypatch
+) -> None:
     """All of it: the chunks, and a manifest that fits them."""
-    bench = Bench(secret=OTHER_SECRET if how == "with another secret" else SECRET)
+    bench = Bench(monkeypatch, secret=OTHER_SECRET if how == "with another secret" else SECRET)
     bench.put(1)
     facts = facts_of(1)
     if how == "with a checksum":
@@ -176,8 +178,8 @@ def test_rows_on_disk_whose_parts_were_exchanged_are_refused(tmp_path, refused) 
     tier.close()
 
 
-def test_chunks_in_a_store_that_were_exchanged_are_refused() -> None:
-    bench = Bench()
+def test_chunks_in_a_store_that_were_exchanged_are_refused(monkeypatch) -> None:
+    bench = Bench(monkeypatch)
     for one, other in (((1, 0), (1, 1)), ((1, 2), (2, 2))):
         assert {bench.put(1), bench.put(2)} == {None}
         names = [str(replace(facts_of(n).key, chunk=chunk)) for n, chunk in (one, other)]
@@ -189,9 +191,9 @@ def test_chunks_in_a_store_that_were_exchanged_are_refused() -> None:
     bench.tier.close()
 
 
-def test_a_manifest_of_another_entry_does_not_vouch_for_the_chunks() -> None:
+def test_a_manifest_of_another_entry_does_not_vouch_for_the_chunks(monkeypatch) -> None:
     """Of the same facts, written twice: their MACs have different keys."""
-    first, second = Bench(), Bench()
+    first, second = Bench(monkeypatch), Bench(monkeypatch)
     first.put(1)
     second.put(1)
     name = str(facts_of(1).key)
