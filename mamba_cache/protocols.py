@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 __all__ = [
-    "BatchDimensions",
     "KVBlockView",
-    "MambaMetadata",
     "PrefillRequest",
     "RankAgreement",
     "SlotContext",
     "SlotsOfBlocks",
-    "StatesOfBlocks",
 ]
 
 # `Any` stands for a CPU torch tensor or a numpy array: this module imports neither.
@@ -56,10 +53,6 @@ class SlotsOfBlocks(Protocol):
     def free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
         """Free the slots of deregistered blocks, within the change that deregisters them."""
 
-
-class StatesOfBlocks(Protocol):
-    """What KV blocks' owner asks of states before it evicts blocks that have some."""
-
     def holds_state(self, block_id: int) -> bool:
         """Say whether a state is saved at a block; the block is one of the pool."""
 
@@ -68,27 +61,6 @@ class StatesOfBlocks(Protocol):
 
     def first_to_go(self, blocks: Any) -> int:
         """Return which of [n] int64 blocks with a state, 1 or more, is the least loss."""
-
-
-class MambaMetadata(Protocol):
-    """What slots read of the metadata of Mamba layers."""
-
-    request_to_mamba_state_idx: Any
-    """[max_requests] int32, CPU: the live-state row of each request row."""
-
-    intermediate_count: int
-    """States that the forward wrote into the scratch, over all requests of the batch."""
-
-    @property
-    def per_request_intermediate_counts(self) -> Sequence[int]:
-        """The same for each prefill request of the batch, in batch order."""
-
-
-class BatchDimensions(Protocol):
-    """How many requests of each kind are in the batch."""
-
-    prefill_req_count: int
-    decode_req_count: int
 
 
 class PrefillRequest(Protocol):
@@ -124,9 +96,11 @@ class SlotContext(Protocol):
     request_to_kv_block_ids: Any
     """[max_requests, max blocks of a request] int, CPU."""
 
-    @property
-    def mamba_metadata(self) -> MambaMetadata:
-        """The rows of live states."""
+    mamba_metadata: Any
+    """``request_to_mamba_state_idx``, [max_requests] int32, CPU: the live-state row of each request
+    row; ``intermediate_count``: states that the forward wrote into the scratch, over all requests
+    of the batch; ``per_request_intermediate_counts``: the same for each prefill request of the
+    batch, in batch order."""
 
     mamba_conv_states: Any
     """Live conv states, [num_mamba_layers, max_requests, *conv], on the device."""
@@ -136,8 +110,7 @@ class SlotContext(Protocol):
     """Live states of other kinds than these two, by name: a ``StatePool``, or a mapping of tensors
     [num_layers, max_requests, *shape] on the device."""
 
-    @property
-    def batch_dimensions(self) -> BatchDimensions:
-        """The kinds of requests in the batch."""
+    batch_dimensions: Any
+    """``prefill_req_count`` and ``decode_req_count``: the requests of each kind in the batch."""
 
     paused_request_count: int

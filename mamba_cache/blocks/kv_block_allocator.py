@@ -32,7 +32,7 @@ from mamba_cache.errors import (
     UnknownBlockError,
 )
 from mamba_cache.events import Listeners, Removed, Stored
-from mamba_cache.protocols import SlotsOfBlocks, StatesOfBlocks
+from mamba_cache.protocols import SlotsOfBlocks
 
 __all__ = ["KVBlockAllocator"]
 
@@ -140,7 +140,7 @@ class KVBlockAllocator:
         self.evicted_blocks_total = 0
         self.hash_collisions_total = 0
 
-    def ask_states(self, find_states: Callable[[], StatesOfBlocks | None]) -> None:
+    def ask_states(self, find_states: Callable[[], SlotsOfBlocks | None]) -> None:
         """Have blocks with states evicted after those without, and in the order of their worth.
 
         Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from mamba_cache._eviction_queue import EvictionQueue
-from mamba_cache.protocols import StatesOfBlocks
+from mamba_cache.protocols import SlotsOfBlocks
 
 __all__ = ["LAST_RESORT", "LeafQueue"]
 
@@ -29,7 +29,7 @@ class LeafQueue:
         self._queue = EvictionQueue()
         # Leaves that had a state when it was their turn, with their priority.
         self._aside: dict[int, int] = {}
-        self._find_states: Callable[[], StatesOfBlocks | None] = _no_states
+        self._find_states: Callable[[], SlotsOfBlocks | None] = _no_states
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._aside)
@@ -37,7 +37,7 @@ class LeafQueue:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._queue or block_id in self._aside
 
-    def ask(self, find_states: Callable[[], StatesOfBlocks | None]) -> None:
+    def ask(self, find_states: Callable[[], SlotsOfBlocks | None]) -> None:
         """Ask what this returns of the states of blocks from now on; None: nobody knows."""
         self._find_states = find_states
 
@@ -94,5 +94,5 @@ class LeafQueue:
         self._aside.clear()
 
 
-def _no_states() -> StatesOfBlocks | None:
+def _no_states() -> SlotsOfBlocks | None:
     return None

@@ -70,7 +70,7 @@ from mamba_cache.context.verification import (
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.protocols import RankAgreement, SlotContext, StatesOfBlocks
+from mamba_cache.protocols import RankAgreement, SlotContext, SlotsOfBlocks
 from mamba_cache.slots import (
     CheckpointPlacement,
     MambaSlotAllocator,
@@ -1268,7 +1268,7 @@ class DynamicInferenceContext:
         self.request_table.remove(active)
 
 
-def _states_of_blocks(slots: ReferenceType[MambaSlotAllocator]) -> StatesOfBlocks | None:
+def _states_of_blocks(slots: ReferenceType[MambaSlotAllocator]) -> SlotsOfBlocks | None:
     """Return who knows what states are worth; None if their policy does not tell."""
     pool = slots()
     return pool if pool is not None and pool.knows_prompts else None

@@ -302,15 +302,6 @@ class _Place(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What to bring."""
-
-    blocks: int  # blocks before the boundary
-    wanted: Sequence[EntryFacts]  # entries that are to be brought, in the order of the prefix
-    kept: Sequence[EntryFacts]  # entries of the host tier that are needed besides
-
-
-@dataclass(frozen=True, slots=True)
 class _Asked:
     """A request of whose prefix a store may have more."""
 
@@ -683,21 +674,25 @@ class LowerTierLink:
     def _begin(self, asked: _Asked) -> bool:
         """Begin to bring what is best for a request; False if nothing is."""
         prefetch, skip_tokens = asked.prefetch, asked.match.skip_tokens
-        plan = self._plan(asked)
-        if plan is None:
+        blocks, wanted, kept = self._plan(asked)
+        if not blocks:
             prefetch.begin(skip_tokens, 0, 0)
             return False
-        planner = self._bring(prefetch, plan.wanted, plan.kept, plan.blocks * self._block_size)
-        self._under_way.append((asked.hashes.digest(plan.blocks - 1), prefetch, planner))
+        planner = self._bring(prefetch, wanted, kept, blocks * self._block_size)
+        self._under_way.append((asked.hashes.digest(blocks - 1), prefetch, planner))
         return True
 
-    def _plan(self, asked: _Asked) -> _Plan | None:
-        """Choose the boundary to bring; None if it is best to bring nothing."""
+    def _plan(self, asked: _Asked) -> tuple[int, list[EntryFacts], list[EntryFacts]]:
+        """Choose how many blocks to bring; 0 if it is best to bring nothing.
+
+        With them come the entries to bring, in the order of the prefix, and the entries of the host
+        tier that are needed besides.
+        """
         match, is_alone = asked.match, self._agreement is None
         first, usable = match.state_matched_blocks, self._usable_blocks(match)
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
         if first >= usable or (is_alone and not entries):
-            return None
+            return 0, [], []
         keys = [asked.key_of(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
         on_gpu = min(match.kv_matched_blocks, usable)
@@ -727,10 +722,10 @@ class LowerTierLink:
             takes[index - first + 1] = seconds
         chosen = first - 1 + quickest(takes, self._agreement)
         if chosen < first:
-            return None
+            return 0, [], []
         needed = [(EntryKind.STATE, chosen)]  # first: nothing else takes as long to read and verify
         needed += [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
-        return _Plan(
+        return (
             chosen + 1,
             [asked.facts_of(*each) for each in needed if where[each] is not _Place.HOST],
             [asked.facts_of(*each) for each in needed if where[each] is _Place.HOST],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -249,13 +249,8 @@ def _from_array(name: str, rows: RowIndices) -> list[int]:
 _Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
 
 
-class _Quantized(NamedTuple):
-    """States that are stored as codes and scales, or restored from them."""
-
-    states: torch.Tensor
-    codes: torch.Tensor
-    scales: torch.Tensor
-    is_store: bool
+_Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
+"""States, their codes and scales, and whether the states are stored so, or restored from them."""
 
 
 def _launch_of(
@@ -273,8 +268,8 @@ def _launch_of(
     kernels = kernels_for(backend, device, kernels=_QUANTIZE, twins=quantize_torch)
     nothing = plan_copy([], [], device=device)
     launches: list[RowCopy] = [
-        kernels.copy_quantized(nothing if i else plan, *tensors, is_store=is_store)
-        for i, (*tensors, is_store) in enumerate(quantized)
+        kernels.copy_quantized(nothing if i else plan, states, codes, scales, is_store=is_store)
+        for i, (states, codes, scales, is_store) in enumerate(quantized)
     ]
 
     def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
@@ -300,9 +295,9 @@ def _match(
     while read and written:
         source, destination = read.pop(0), written.pop(0)
         if _is_quantized(source, destination) and written:
-            quantized.append(_Quantized(source, destination, written.pop(0), is_store=True))
+            quantized.append((source, destination, written.pop(0), True))
         elif _is_quantized(destination, source) and read:
-            quantized.append(_Quantized(destination, source, read.pop(0), is_store=False))
+            quantized.append((destination, source, read.pop(0), False))
         else:
             unchanged.append((source, destination))
     if not sources or read or written:

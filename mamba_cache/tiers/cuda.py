@@ -51,40 +51,26 @@ def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu 
     return Pinner(pin, unpin)
 
 
-class _Rectangle(NamedTuple):
-    """Bytes of an entry that cross the link in one copy."""
+class _Tensor(NamedTuple):
+    """A tensor's part of an entry, or as much of it as one copy moves: one line a layer."""
 
     offset: int  # in a row of host memory, where lines lie behind each other
     address: int  # of place 0 on the GPU
     step: int  # from place to place there
     pitch: int  # from line to line there
     num_bytes: int  # of a line
-    num_lines: int
-
-
-class _Tensor(NamedTuple):
-    """A tensor's part of an entry: one line a layer."""
-
-    offset: int
-    address: int
-    step: int
-    pitch: int
-    num_bytes: int
     lines: range
 
-    def rectangles(self, lines: slice) -> Iterator[_Rectangle]:
+    def cut(self, lines: slice) -> Iterator[_Tensor]:
         """Cut those of some of the entry's lines that are its into as few copies as may be."""
         first, stop = max(lines.start, self.lines.start), min(lines.stop, self.lines.stop)
         together = max(1, stop - first) if self.pitch <= MOST_PITCH else 1
         for line in range(first, stop, together):
             layer = line - self.lines.start
-            yield _Rectangle(
+            yield self._replace(
                 offset=self.offset + layer * self.num_bytes,
                 address=self.address + layer * self.pitch,
-                step=self.step,
-                pitch=self.pitch,
-                num_bytes=self.num_bytes,
-                num_lines=together,
+                lines=range(line, line + together),
             )
 
 
@@ -123,9 +109,9 @@ class _Entries:
         rectangles = self._whole if lines is None else list(self._rectangles(lines))
         for _, place, row in jobs:
             start = self.memory.address(row)
-            for offset, address, step, pitch, num_bytes, num_lines in rectangles:
+            for offset, address, step, pitch, num_bytes, its_lines in rectangles:
                 on_device = address + place * step
-                copy(start + offset, num_bytes, on_device, pitch, num_bytes, num_lines, stream)
+                copy(start + offset, num_bytes, on_device, pitch, num_bytes, len(its_lines), stream)
 
     def lines_within(self, first: int, num_bytes: int) -> slice:
         """Return the lines from the first one on that have at most so many bytes; at least one."""
@@ -141,9 +127,9 @@ class _Entries:
         """Return which checksums are of some lines."""
         return slice(self._chunks[lines.start], self._chunks[lines.stop])
 
-    def _rectangles(self, lines: slice) -> Iterator[_Rectangle]:
+    def _rectangles(self, lines: slice) -> Iterator[_Tensor]:
         for tensor in self._tensors:
-            yield from tensor.rectangles(lines)
+            yield from tensor.cut(lines)
 
 
 class _CudaTicket:

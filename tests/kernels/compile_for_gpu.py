@@ -47,14 +47,14 @@ def spilled(made):
 
 
 def codes(alignment):
-    tile = quantize.stored_tile_sizes(64, 128)
+    rows, columns = quantize.stored_tile_sizes(64, 128)
     types = {
         "chunks": "*i64", "states": "*bf16", "codes": "*i8", "scales": "*fp32",
         "source_rows": "*i32", "destination_rows": "*i32",
     }  # fmt: skip
     constants = {
         "IS_STORE": True, "HEAD_DIM": 64, "STATE_DIM": 128,
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "CODES_ALIGNMENT": alignment,
+        "ROWS": rows, "COLUMNS": columns, "CODES_ALIGNMENT": alignment,
         "NARROW_WORD": tl.int64, "TILES_PER_CHUNK": 16, "PAIRS": 1,
     }  # fmt: skip
     # As Triton sees aligned tensors; what is said of codes is left to the kernel.

@@ -179,9 +179,9 @@ def test_an_entry_of_just_a_piece_is_not_cut(device):
 
 def test_one_copy_takes_lines_up_to_the_pitch_that_the_driver_takes():
     tensor = cuda._Tensor(0, 0, 64, cuda.MOST_PITCH, 8, range(3))
-    assert [each.num_lines for each in tensor.rectangles(slice(0, 3))] == [3]
+    assert [len(each.lines) for each in tensor.cut(slice(0, 3))] == [3]
     wider = tensor._replace(pitch=cuda.MOST_PITCH + 1)
-    assert [each.num_lines for each in wider.rectangles(slice(0, 3))] == [1, 1, 1]
+    assert [len(each.lines) for each in wider.cut(slice(0, 3))] == [1, 1, 1]
 
 
 class Journal:

@@ -70,6 +70,7 @@ _OPAQUE = (
 _SAMPLE_STRIDE = 16
 _MOST_NAMES = 3
 _ROOT = "model."
+_SIZE_WITH_DICT = type("WithDict", (), {}).__basicsize__  # of objects with nothing but __dict__
 _CAPTURING = "transformers.utils.output_capturing"  # its hooks return nothing
 # What transformers learns of a class while it runs, its name for this process, and methods that
 # a forward does not call.
@@ -299,10 +300,6 @@ class _Known:
         return self._digests[module_name]
 
 
-class _WithDict:
-    """A class whose objects keep everything in ``__dict__``."""
-
-
 class _Reading:
     """One walk through a model, and what tells cheaply whether another would find the same.
 
@@ -500,7 +497,7 @@ class _Reading:
         is_foreign = not (is_config or is_library(kind.__module__))
         is_patched = callable(value) and foreign_layer(value) is not None
         # What C code and slots hold makes objects larger.
-        has_more = kind.__basicsize__ != _WithDict.__basicsize__ or not hasattr(value, "__dict__")
+        has_more = kind.__basicsize__ != _SIZE_WITH_DICT or not hasattr(value, "__dict__")
         if is_foreign or is_patched or has_more:
             what = f"an object of class {kind.__qualname__} of module {kind.__module__}"
             self._find("foreign attribute", path, what, value)

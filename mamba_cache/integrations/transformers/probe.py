@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def _noise(
         return steps
     most = [0.0] * len(whole)
     for seed in range(_NOISY_RUNS):
-        hook = embedding.register_forward_hook(_Rounding(seed))
+        generator = torch.Generator().manual_seed(seed)
+        hook = embedding.register_forward_hook(partial(_round, generator))
         try:
             noisy = _differences(whole, _run(runner, layout, layout.initial, [tokens]))
         finally:
@@ -134,18 +136,15 @@ def _rounding_of(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
-class _Rounding:
-    """A hook that moves a module's outputs up or down by one rounding error."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        share = 1.0 if output.dtype.itemsize >= torch.float32.itemsize else _ROUNDED_SHARE
-        draws = torch.rand(output.shape, generator=self._generator, device="cpu")
-        signs = (draws < share / 2).float() - (draws >= 1 - share / 2).float()
-        factors = 1 + signs.to(output) * _rounding_of(output.dtype)
-        return output * factors
+def _round(
+    generator: torch.Generator, module: torch.nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """Move a module's outputs up or down by one rounding error, as a hook of its forward."""
+    share = 1.0 if output.dtype.itemsize >= torch.float32.itemsize else _ROUNDED_SHARE
+    draws = torch.rand(output.shape, generator=generator, device="cpu")
+    signs = (draws < share / 2).float() - (draws >= 1 - share / 2).float()
+    factors = 1 + signs.to(output) * _rounding_of(output.dtype)
+    return output * factors
 
 
 def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | None:

@@ -9,8 +9,7 @@ Either may be absent. Into quantised slots the states change their dtype on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
 import torch
 import triton
@@ -22,7 +21,6 @@ from mamba_cache.states.kernels.plan import WIDE_BYTES
 from mamba_cache.states.kernels.quantize import (
     STORE_OPTIONS,
     STORED_CODES,
-    TileSizes,
     quantize_tile,
     stored_tile_sizes,
 )
@@ -160,30 +158,21 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
 _launch = Launcher(_extract_kernel)
 
 
-class _StateTiles(NamedTuple):
-    """How the SSM states are cut up."""
+_Tiles: TypeAlias = tuple[int, tuple[int, int, int, int]]
+"""Tiles of one SSM state; HEAD_DIM, STATE_DIM, ROWS and COLUMNS of each."""
 
-    sizes: TileSizes  # of a tile
-    num_tiles: int  # of one state
-    widest: int  # bytes that a thread writes at a time where slots are aligned for it
-    options: Mapping[str, Any]  # how to compile the kernel
+_NO_TILES: _Tiles = (0, (1, 1, 1, 1))
 
 
-_NO_TILES = _StateTiles(TileSizes(1, 1, 1, 1), 0, 1, _COPY_OPTIONS)
-
-
-def _copied_tiles(states: torch.Tensor) -> _StateTiles:
+def _copied_tiles(states: torch.Tensor) -> _Tiles:
     size, tile = states.shape[1:].numel(), _COPIED_BYTES // states.element_size()
-    return _StateTiles(
-        TileSizes(1, size, 1, tile), triton.cdiv(size, tile), WIDE_BYTES, _COPY_OPTIONS
-    )
+    return triton.cdiv(size, tile), (1, size, 1, tile)
 
 
-def _quantized_tiles(states: torch.Tensor) -> _StateTiles:
+def _quantized_tiles(states: torch.Tensor) -> _Tiles:
     heads, head_dim, state_dim = states.shape[1:]
-    sizes = stored_tile_sizes(head_dim, state_dim)
-    num_tiles = heads * triton.cdiv(state_dim, sizes.columns)
-    return _StateTiles(sizes, num_tiles, STORED_CODES, STORE_OPTIONS)
+    rows, columns = stored_tile_sizes(head_dim, state_dim)
+    return heads * triton.cdiv(state_dim, columns), (head_dim, state_dim, rows, columns)
 
 
 def extract_states(
@@ -205,10 +194,13 @@ def extract_states(
     """
     if not len(slots):
         return
-    tiles = _NO_TILES
+    num_tiles, tile_sizes = _NO_TILES
+    widest, options = WIDE_BYTES, _COPY_OPTIONS
+    if slot_scales is not None:
+        widest, options = STORED_CODES, STORE_OPTIONS
     if chunk_states is not None:
         cut = _copied_tiles if slot_scales is None else _quantized_tiles
-        tiles = cut(chunk_states)
+        num_tiles, tile_sizes = cut(chunk_states)
     device = slots.get_device()
     entries = entries_per_program(len(slots), on_gpu=device >= 0, captured=_ENTRIES_IN_GRAPH)
     tensors = (slot_conv, slot_ssm, slot_scales, live_conv, chunk_states, conv_input)
@@ -219,23 +211,23 @@ def extract_states(
     alignment = 1
     if slot_ssm is not None:
         slot_bytes = strides[1] * slot_ssm.element_size()
-        alignment = math.gcd(tiles.widest, slot_ssm.data_ptr(), slot_bytes)
+        alignment = math.gcd(widest, slot_ssm.data_ptr(), slot_bytes)
     constants = (
         width,
         triton.next_power_of_2(width),
         _CHANNELS,
         alignment,
-        *tiles.sizes,
+        *tile_sizes,
         entries,
     )
     _launch(
         device,
         (layout_of(*tensors, *fields), sizes, constants),
-        (triton.cdiv(conv_dim, _CHANNELS) + tiles.num_tiles, triton.cdiv(len(slots), entries), 1),
+        (triton.cdiv(conv_dim, _CHANNELS) + num_tiles, triton.cdiv(len(slots), entries), 1),
         *tensors,
         *fields,
         len(slots),
         *sizes,
         *constants,
-        **tiles.options,
+        **options,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -78,12 +78,8 @@ class CopyPlan:
     num_tiles: int  # tiles of one row, some of them empty where a chunk is smaller than the largest
 
 
-class _Segment(NamedTuple):
-    source: int
-    destination: int
-    source_stride: int
-    destination_stride: int
-    size: int
+_Segment: TypeAlias = tuple[int, int, int, int, int]
+"""Addresses of the source and of the destination, their strides, and the bytes of one row."""
 
 
 def plan_copy(
@@ -103,8 +99,8 @@ def plan_copy(
     narrow = [segment for segment in segments if math.gcd(WIDE_BYTES, *segment) < WIDE_BYTES]
     narrow_bytes = math.gcd(_WIDEST_WORD_BYTES, *(value for segment in narrow for value in segment))
     most_words = max(
-        [segment.size // _WIDEST_WORD_BYTES for segment in wide]
-        + [segment.size // narrow_bytes for segment in narrow],
+        [size // _WIDEST_WORD_BYTES for *_, size in wide]
+        + [size // narrow_bytes for *_, size in narrow],
         default=0,
     )
     tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, _power_of_2(-(-most_words // TILE_WORDS)))
@@ -127,7 +123,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _segments(source: torch.Tensor, destination: torch.Tensor) -> Iterator[_Segment]:
     for layer in range(source.shape[0]):
-        yield _Segment(
+        yield (
             source.data_ptr() + layer * source.stride(0),
             destination.data_ptr() + layer * destination.stride(0),
             source.stride(1),
@@ -145,12 +141,12 @@ def _chunks(segments: Sequence[_Segment], word_bytes: int, tiles_per_chunk: int)
     """Cut a row of each segment into chunks: ``CopyPlan.chunks``."""
     chunk_words = tiles_per_chunk * TILE_WORDS
     tables = [np.empty((0, 5), dtype=np.int64)]
-    for segment in segments:
-        first_bytes = np.arange(0, segment.size, chunk_words * word_bytes, dtype=np.int64)
+    for source, destination, source_stride, destination_stride, size in segments:
+        first_bytes = np.arange(0, size, chunk_words * word_bytes, dtype=np.int64)
         table = np.empty((len(first_bytes), 5), dtype=np.int64)
-        table[:, 0] = segment.source + first_bytes
-        table[:, 1] = segment.destination + first_bytes
-        table[:, 2:4] = segment.source_stride, segment.destination_stride
-        table[:, 4] = np.minimum((segment.size - first_bytes) // word_bytes, chunk_words)
+        table[:, 0] = source + first_bytes
+        table[:, 1] = destination + first_bytes
+        table[:, 2:4] = source_stride, destination_stride
+        table[:, 4] = np.minimum((size - first_bytes) // word_bytes, chunk_words)
         tables.append(table)
     return np.concatenate(tables)

@@ -10,7 +10,7 @@ else is copied as it is.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +34,6 @@ from mamba_cache.states.kernels.plan import (
 __all__ = [
     "STORED_CODES",
     "STORE_OPTIONS",
-    "TileSizes",
     "copy_quantized",
     "quantize_tile",
     "stored_tile_sizes",
@@ -189,26 +188,17 @@ def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
 _launch = Launcher(_quantized_copy_kernel)
 
 
-class TileSizes(NamedTuple):
-    """Sizes of a head's state, and of a tile of it, which are powers of two."""
-
-    head_dim: int
-    state_dim: int
-    rows: int
-    columns: int
-
-
-def stored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
-    """Return the sizes of tiles that are quantised: a scale needs whole columns."""
+def stored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
+    """Return rows and columns of tiles that are quantised: a scale needs whole columns."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
-    return TileSizes(head_dim, state_dim, rows, min(columns, max(1, _STORED_ELEMENTS // rows)))
+    return rows, min(columns, max(1, _STORED_ELEMENTS // rows))
 
 
-def _restored_tile_sizes(head_dim: int, state_dim: int) -> TileSizes:
-    """Return the sizes of tiles that are restored, which need no whole columns, only long rows."""
+def _restored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
+    """Return the same of tiles that are restored, which need no whole columns, only long rows."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
     columns = min(columns, _MAX_RESTORED_COLUMNS)
-    return TileSizes(head_dim, state_dim, min(rows, _RESTORED_ELEMENTS // columns), columns)
+    return min(rows, _RESTORED_ELEMENTS // columns), columns
 
 
 def copy_quantized(
@@ -221,8 +211,9 @@ def copy_quantized(
 ) -> RowCopy:
     """Return what stores live states in slots, or restores them."""
     num_layers, _, heads, head_dim, state_dim = states.shape
-    tile = (stored_tile_sizes if is_store else _restored_tile_sizes)(head_dim, state_dim)
-    tiles_per_head = triton.cdiv(head_dim, tile.rows) * triton.cdiv(state_dim, tile.columns)
+    tile_sizes = stored_tile_sizes if is_store else _restored_tile_sizes
+    rows, columns = tile_sizes(head_dim, state_dim)
+    tiles_per_head = triton.cdiv(head_dim, rows) * triton.cdiv(state_dim, columns)
     num_state_tiles = num_layers * heads * tiles_per_head
     num_programs = num_state_tiles + unchanged.num_tiles
     tensors = (states, codes, scales)
@@ -231,7 +222,10 @@ def copy_quantized(
     widest = STORED_CODES if is_store else _RESTORED_CODES
     constants = (
         is_store,
-        *tile,
+        head_dim,
+        state_dim,
+        rows,
+        columns,
         math.gcd(widest, codes.data_ptr(), *codes.stride()[:2]),
         WORDS[unchanged.narrow_bytes],
         unchanged.tiles_per_chunk,

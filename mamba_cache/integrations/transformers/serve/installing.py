@@ -458,27 +458,25 @@ def _build_server(served: ServedModels, original: Callable[..., Any]) -> Callabl
                 if one is not None:
                     one.prepare()
         metrics = metrics_app(lambda: dict(served.caches(model_manager.loaded_models)))
-        app.add_middleware(_Entrance, metrics=metrics)
+        app.add_middleware(_entrance, metrics=metrics)
         return app
 
     return build_server
 
 
-class _Entrance:
-    """Answers ``/metrics``, and reads the header of all other requests."""
+def _entrance(app: _Call, metrics: _Call) -> _Call:
+    """Make a middleware that answers ``/metrics``, and reads the header of all other requests."""
 
-    def __init__(self, app: _Call, metrics: _Call) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def enter(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-                await self._metrics(scope, receive, send)
+                await metrics(scope, receive, send)
                 return
             given = [value for name, value in scope["headers"] if name.lower() == SALT_HEADER]
             salt_values.set(tuple(value.decode("latin-1") for value in given))
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return enter
 
 
 _REPLACEMENTS: dict[str, _Make] = {
