@@ -6,22 +6,19 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
-__all__ = ["WeakCallback"]
+__all__ = ["weak_callback"]
 
 
-class WeakCallback:
-    """Calls a bound method as long as its object is there, and does nothing afterwards.
+def weak_callback(method: Callable[..., object]) -> Callable[..., Any]:
+    """Return what calls a bound method while its object is there, and returns None afterwards.
 
     Objects that refer to each other go only when the garbage collector finds them, and until then
     so does the device memory of their tensors.
     """
+    find_method = WeakMethod(method)
 
-    __slots__ = ("_method",)
+    def call(*args: Any) -> Any:
+        found = find_method()
+        return None if found is None else found(*args)
 
-    def __init__(self, method: Callable[..., object]) -> None:
-        self._method = WeakMethod(method)
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the method; return None if its object is gone."""
-        method = self._method()
-        return None if method is None else method(*args)
+    return call

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 __all__ = [
     "KVBlockView",
-    "PrefillRequest",
     "RankAgreement",
     "SlotContext",
     "SlotsOfBlocks",
@@ -61,16 +60,6 @@ class SlotsOfBlocks(Protocol):
 
     def first_to_go(self, blocks: Any) -> int:
         """Return which of [n] int64 blocks with a state, 1 or more, is the least loss."""
-
-
-class PrefillRequest(Protocol):
-    """What checkpoint placement reads of a request."""
-
-    prompt_tokens: Any
-    """[prompt length] token ids; only its length is read."""
-
-    finished_chunk_token_count: int
-    """Prompt tokens of earlier prefill chunks."""
 
 
 class SlotContext(Protocol):

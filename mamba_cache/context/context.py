@@ -16,7 +16,7 @@ import torch
 from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._weak_callback import WeakCallback
+from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
@@ -228,8 +228,8 @@ class DynamicInferenceContext:
                 max_share=config.max_pinned_share,
                 clock=clock,
             )
-        self.slot_allocator.before_reset = WeakCallback(self._runner.require_none)
-        self.kv_block_allocator.before_reset = WeakCallback(self._require_no_blocks_held)
+        self.slot_allocator.before_reset = weak_callback(self._runner.require_none)
+        self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
 
     def _make_memory(
         self, state_spec: StateSpec, kv_spec: KVCacheSpec | None, shared: SharedStore | None
@@ -350,8 +350,8 @@ class DynamicInferenceContext:
                 self.kv_block_allocator,
                 slots,
                 block_size_tokens=config.block_size_tokens,
-                read=WeakCallback(self._saved_content),
-                remove=WeakCallback(self._remove_entry),
+                read=weak_callback(self._saved_content),
+                remove=weak_callback(self._remove_entry),
             )
         listeners = [] if self._verifier is None else [self._verifier.admitted]
         self._runner = StepRunner(
@@ -428,7 +428,7 @@ class DynamicInferenceContext:
         if self._tiering is None:
             return Prefetch(own.request_id, match.skip_tokens, 0, 0, timeout_seconds)
         handle = self._tiering.prefetch(own, chain, match, timeout_seconds)
-        handle.go_on = WeakCallback(self.poll_tiers)
+        handle.go_on = weak_callback(self.poll_tiers)
         return handle
 
     @guarded(changes=True)
@@ -995,8 +995,9 @@ class DynamicInferenceContext:
         known = self._layers.get(kind) if isinstance(kind, str) else None
         if known is None:
             raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
-        layer = check_int("layer", layer, minimum=0, maximum=known.num_layers - 1)
-        number, pairs = known.first + layer, paired(known, chunk_states, window_inputs)
+        numbers, names = known
+        layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
+        number, pairs = numbers[layer], paired(names, chunk_states, window_inputs)
         if not is_captured:
             handed_over = chunk_states.values(), window_inputs.values()
             extractions.check_all(number, *handed_over, metadata)

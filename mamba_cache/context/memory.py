@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -32,7 +32,6 @@ from mamba_cache.states import (
 
 __all__ = [
     "SLOT_FIELDS",
-    "KindLayers",
     "SharedStore",
     "check_shared",
     "kv_pool_size",
@@ -108,20 +107,15 @@ def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     return blocks_in_budget(budget, kv_spec, config.block_size_tokens)
 
 
-class KindLayers(NamedTuple):
-    """The layers of one kind."""
+def layers_by_kind(spec: StateSpec) -> dict[str, tuple[range, dict[str, str]]]:
+    """Number the layers of all kinds in order; return each kind's, and its tensors' names in pools.
 
-    first: int  # number of the first of them, where the layers of all kinds are counted in order
-    num_layers: int  # how many there are
-    names: dict[str, str]
-
-
-def layers_by_kind(spec: StateSpec) -> dict[str, KindLayers]:
-    """Number the layers of a spec."""
+    The names in a pool are by the names within a layer.
+    """
     layers, first = {}, 0
     for kind in spec.kinds:
         names = {name: kind.name_in_pool(name) for name in kind.names}
-        layers[kind.name] = KindLayers(first, kind.num_layers, names)
+        layers[kind.name] = range(first, first + kind.num_layers), names
         first += kind.num_layers
     return layers
 
@@ -140,7 +134,7 @@ _Pair = tuple[str | None, torch.Tensor | None, str | None, torch.Tensor | None]
 
 
 def paired(
-    layers: KindLayers,
+    names: Mapping[str, str],
     chunk_states: Mapping[str, torch.Tensor],
     window_inputs: Mapping[str, torch.Tensor],
 ) -> list[_Pair]:
@@ -151,9 +145,9 @@ def paired(
             f"got {type(chunk_states).__name__} and {type(window_inputs).__name__}"
         )
     given = [*chunk_states, *window_inputs]
-    if len(given) != len(layers.names) or set(given) != layers.names.keys():
+    if len(given) != len(names) or set(given) != names.keys():
         raise InvalidArgumentError(
-            f"a layer of this kind must hand over each of {[*layers.names]} once, as chunk_states "
+            f"a layer of this kind must hand over each of {[*names]} once, as chunk_states "
             f"or as window_inputs, got {[*chunk_states]} and {[*window_inputs]}"
         )
     tensors = [*chunk_states.values(), *window_inputs.values()]
@@ -162,8 +156,8 @@ def paired(
             "chunk_states and window_inputs must be tensors, one row for each chunk and each "
             f"prefill token, got {tensors!r}"
         )
-    states = [(layers.names[name], tensor) for name, tensor in chunk_states.items()]
-    windows = [(layers.names[name], tensor) for name, tensor in window_inputs.items()]
+    states = [(names[name], tensor) for name, tensor in chunk_states.items()]
+    windows = [(names[name], tensor) for name, tensor in window_inputs.items()]
     nothing = (None, None)
     return [(*a, *b) for a, b in zip_longest(states, windows, fillvalue=nothing)]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mamba_cache._checks import check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache._weak_callback import WeakCallback
+from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -63,7 +63,7 @@ class Pins:
         self._clock = clock
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._soonest = math.inf  # when the next pin ends
-        self._expire_due = WeakCallback(self.expire_due)
+        self._expire_due = weak_callback(self.expire_due)
         self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
         """[pool_size] how many pins hold each block."""
 

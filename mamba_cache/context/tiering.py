@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 from mamba_cache._guard import outside
-from mamba_cache._weak_callback import WeakCallback
+from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.matching import PrefixMatch
@@ -118,7 +118,7 @@ class Tiering:
         self._watched: dict[int, _Offer] = {}
         self._begun: tuple[Mark, int] | None = None
         self._timed: list[tuple[Mark, Mark, int]] = []
-        kv_blocks.listeners.add(WeakCallback(self._on_removed), Removed)
+        kv_blocks.listeners.add(weak_callback(self._on_removed), Removed)
 
     @property
     def num_copies(self) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from mamba_cache._checks import check_hashable, check_int, check_number
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache._weak_callback import WeakCallback
+from mamba_cache._weak_callback import weak_callback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import (
     DynamicInferenceContext,
@@ -133,7 +133,7 @@ class Engine:
             self.context,
             max_wait_steps=check_int("max_wait_steps", max_wait_steps, minimum=0),
             prefetch_seconds=check_number("prefetch_seconds", prefetch_seconds, maximum=1e9),
-            propose=WeakCallback(self._propose_drafts) if config.num_speculative_tokens else None,
+            propose=weak_callback(self._propose_drafts) if config.num_speculative_tokens else None,
         )
         self.decoding = DecodingStats()
         self._ids = count()

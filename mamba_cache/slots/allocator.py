@@ -17,7 +17,7 @@ from mamba_cache.errors import (
     MambaSlotCapacityError,
     MissingStateError,
 )
-from mamba_cache.protocols import PrefillRequest, SlotContext
+from mamba_cache.protocols import SlotContext
 from mamba_cache.slots.megatron_scratch import (
     CommitBatch,
     IntermediateTables,
@@ -348,7 +348,7 @@ class MambaSlotAllocator(SlotPool):
     @guarded(nests=True)
     def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
         self,
-        req: PrefillRequest,
+        req: Any,
         current_id: int,
         skip_tokens: int,
         prefill_chunk_length: int,
@@ -362,7 +362,8 @@ class MambaSlotAllocator(SlotPool):
         step, is dropped and counted in ``skipped_checkpoints_total``.
 
         Args:
-            req: The request.
+            req: The request. Read are the length of its ``prompt_tokens`` and its
+                ``finished_chunk_token_count``, the prompt tokens of earlier prefill chunks.
             current_id: Its row in the context.
             skip_tokens: Tokens of the chunk that are not computed.
             prefill_chunk_length: Tokens of the chunk, the skipped ones included.

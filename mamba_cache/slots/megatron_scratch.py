@@ -16,7 +16,7 @@ import torch
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.protocols import PrefillRequest, SlotContext
+from mamba_cache.protocols import SlotContext
 from mamba_cache.slots.placement import (
     CheckpointPlacement,
     PlacementFacts,
@@ -47,7 +47,7 @@ class CheckpointPlan:
 
 def plan_checkpoints(
     placement: CheckpointPlacement,
-    request: PrefillRequest,
+    request: Any,
     *,
     skip_tokens: int,
     prefill_chunk_length: int,

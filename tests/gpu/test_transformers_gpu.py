@@ -44,7 +44,7 @@ def distance(one, other):
 def test_captured_states_are_those_of_a_run_in_parts(model, generator):
     """As near as two runs in other parts are to each other at the prompt's end."""
     runner = ModelRunner(model)
-    layout, ids = probe(runner, BLOCK).layout, tokens(generator)
+    layout, ids = probe(runner, BLOCK)[0], tokens(generator)
     assert probe_capture(runner, layout) is not None
     parts, expected = runner.new_cache(), {}
     for begin, end in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):

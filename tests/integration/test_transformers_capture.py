@@ -37,7 +37,7 @@ def setting(request, monkeypatch):
     model.set_experts_implementation("eager")  # the default knows no float64
     runner = ModelRunner(model)
     bound = 1e-6 if request.param in IN_FLOAT32 else 1e-12
-    return model, runner, probe(runner, BLOCK).layout, bound
+    return model, runner, probe(runner, BLOCK)[0], bound
 
 
 def rooms_for(layout, positions):
@@ -86,7 +86,7 @@ def test_the_first_layers_are_equal_to_the_bit(name, generator):
     """The same calls, piece by piece, on what the layer's projections made of the whole prompt."""
     model = make_model(name)
     runner = ModelRunner(model)
-    layout = probe(runner, BLOCK).layout
+    layout = probe(runner, BLOCK)[0]
     tokens, calls = text(generator, LENGTH)[0].tolist(), []
     capture = StateCapture(model, layout.layers)
     originals = {scan: getattr(*scan) for scan in capture._scans}
@@ -131,13 +131,13 @@ def test_the_first_layers_are_equal_to_the_bit(name, generator):
 @pytest.mark.parametrize("name", INSEPARABLE)
 def test_what_cannot_be_captured_is_noticed(name):
     runner = ModelRunner(make_model(name))
-    assert probe_capture(runner, probe(runner, BLOCK).layout) is None
+    assert probe_capture(runner, probe(runner, BLOCK)[0]) is None
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
     runner = ModelRunner(make_model("nemotron_h"))
-    layout = probe(runner, BLOCK).layout
+    layout = probe(runner, BLOCK)[0]
     assert probe_capture(runner, layout) is not None
     original = capture_module.ScanRun
 
@@ -151,7 +151,7 @@ def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
 def test_forwards_of_other_threads_are_left_alone(generator):
     model = make_model("nemotron_h")
     runner = ModelRunner(model)
-    layout = probe(runner, BLOCK).layout
+    layout = probe(runner, BLOCK)[0]
     tokens, other = text(generator, LENGTH)[0].tolist(), text(generator, LENGTH)[0].tolist()
     expected = runner.forward(other, runner.new_cache(), 0)
     rooms, cache, got = rooms_for(layout, CUTS), runner.new_cache(), []
@@ -171,7 +171,7 @@ def test_forwards_of_other_threads_are_left_alone(generator):
 def test_a_forward_that_fails_leaves_everything_as_it_was(generator):
     model = make_model("nemotron_h")
     runner = ModelRunner(model)
-    layout = probe(runner, BLOCK).layout
+    layout = probe(runner, BLOCK)[0]
     names = ("mamba2_chunk_scan", "mamba2_selective_state_update")
     before = [getattr(modeling_nemotron_h, name) for name in names]
     cache, rooms = runner.new_cache(), rooms_for(layout, CUTS)

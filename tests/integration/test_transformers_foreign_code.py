@@ -396,8 +396,9 @@ def test_an_attribute_of_unknown_kind_is_foreign(shared, holder, name):
     holder.note = VALUES[name]
     fingerprint = ModelFingerprint(shared)
     fingerprint.begin()
-    assert fingerprint.foreign.kind == "foreign attribute"
-    assert fingerprint.foreign.place.startswith("lm_head.note")
+    kind, place = fingerprint.foreign
+    assert kind == "foreign attribute"
+    assert place.startswith("lm_head.note")
     assert fingerprint.portable_key() is None
     fingerprint.begin(variant="named")
     assert fingerprint.foreign is None

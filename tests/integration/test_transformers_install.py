@@ -22,7 +22,7 @@ from mamba_cache.errors import (
     StepOrderError,
 )
 from mamba_cache.events import Removed, Stored
-from mamba_cache.integrations.transformers.batching.graphs import DecodeGraphs
+from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 
 ANSWER = 6
 CONFIG = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1)
@@ -115,7 +115,7 @@ def test_graphs_outlive_an_optimizers_step(model, prompts):
     # They read the weights where they lie. Capturing them anew in each step of a training is slow.
     with make_cache(model) as cache, cache.install():
         installed_answers(model, prompts)
-        with mock.patch.object(DecodeGraphs, "forget", autospec=True) as forget:
+        with mock.patch.object(StepGraphs, "forget", autospec=True) as forget:
             change_weights(model)
             installed_answers(model, prompts)
             assert forget.call_count == 0

@@ -27,7 +27,6 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.presence import (
     FUNCTION_TYPES,
     KERNEL_PACKAGES,
-    ForeignCode,
     ForeignKind,
     foreign_layer,
     is_library,
@@ -97,9 +96,10 @@ class ModelFingerprint:
     Attributes:
         key: Names the settings as they were when ``begin`` was called last. While foreign code is
             present it is a random one, so that nothing is found under it later.
-        foreign: The foreign code that ``begin`` found last; None if there is none, or if a variant
-            names it.
-        foreign_attention: A foreign attention, mask or experts function that ``begin`` found.
+        foreign: The kind of the foreign code that ``begin`` found last, and where it is; None if
+            there is none, or if a variant names it.
+        foreign_attention: Where a foreign attention, mask or experts function is that ``begin``
+            found; None if there is none.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class ModelFingerprint:
         self._is_unchecked = True
         self._num_handles = 0
         self.key = ""
-        self.foreign: ForeignCode | None = None
-        self.foreign_attention: ForeignCode | None = None
+        self.foreign: tuple[ForeignKind, str] | None = None
+        self.foreign_attention: str | None = None
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
         """Call ``run``, forwards of the model; what they rewrite is neither setting nor weight."""
@@ -229,8 +229,8 @@ class ModelFingerprint:
         names = sorted(self._reading.modules_of_code)
         return [name for name in names if self._known.file_digest(name) is None]
 
-    def _foreign(self) -> ForeignCode | None:
-        found = self._reading.foreign.values()
+    def _foreign(self) -> tuple[ForeignKind, str] | None:
+        found = self._reading.foreign.items()
         return next(iter(found), None) if self._variant is None else None
 
     def _read(self) -> _Reading:
@@ -314,7 +314,7 @@ class _Reading:
         modules: The modules that were found, by path.
         modules_of_code: Names of the Python modules whose code is part of the model, libraries not
             counted.
-        foreign: Foreign code that was found, the first of each kind.
+        foreign: Where the first foreign code of each kind is.
         unknown: Identities of all that is foreign, by path.
         digest: Names all settings; empty before the walk.
     """
@@ -325,7 +325,7 @@ class _Reading:
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
         self.modules_of_code: set[str] = set()
-        self.foreign: dict[ForeignKind, ForeignCode] = {}
+        self.foreign: dict[ForeignKind, str] = {}
         self.unknown: dict[str, int] = {}
         self.digest = ""
         self._own: set[str] = set()
@@ -574,8 +574,7 @@ class _Reading:
     def _find(self, kind: ForeignKind, path: str, layer: str, value: object) -> None:
         self._say(path, "foreign")
         self.unknown[path] = id(value)
-        place = f"{path.removeprefix(_ROOT)} is {layer}"
-        self.foreign.setdefault(kind, ForeignCode(kind, place))
+        self.foreign.setdefault(kind, f"{path.removeprefix(_ROOT)} is {layer}")
 
     def _say(self, path: str, value: str, number: int = 0) -> None:
         self.values[path] = value, number

@@ -173,7 +173,7 @@ class Generation:
         fingerprint = self._runner.fingerprint
         fingerprint.begin(may_differ=self._store.is_empty, variant=self._variant)
         if prompts is None or fingerprint.foreign is not None:
-            self.bypass = fingerprint.foreign.kind if fingerprint.foreign else "hidden tokens"
+            self.bypass = fingerprint.foreign[0] if fingerprint.foreign else "hidden tokens"
             self._keeps_answers = False
             return forward(**kwargs)
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,9 @@ from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = [
     "CacheFiller",
-    "EmptyCache",
     "LayerParts",
     "SequenceMemory",
+    "copier_of",
     "learn_layers",
     "read_layers",
     "stack_memories",
@@ -207,18 +207,14 @@ def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMem
             layer.update(next(tokens), next(tokens))
 
 
-class EmptyCache:
-    """A cache that no forward has used, or ever will, from which others are copied."""
+def copier_of(cache: Any) -> Callable[[], Any]:
+    """Return what copies an empty cache; no two copies share anything that is written to."""
+    layers = [(type(layer), *_split(vars(layer))) for layer in _layers(cache)]
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self._layers = [(type(layer), *_split(vars(layer))) for layer in _layers(cache)]
-
-    def copy(self) -> Any:
-        """Return an empty cache that shares nothing with others that is written to."""
-        made = copy.copy(self._cache)
+    def copy_cache() -> Any:
+        made = copy.copy(cache)
         made.layers = []
-        for kind, plain, nested in self._layers:
+        for kind, plain, nested in layers:
             layer = object.__new__(kind)
             attributes = vars(layer)
             attributes.update(plain)
@@ -226,6 +222,8 @@ class EmptyCache:
                 attributes[name] = value.copy()
             made.layers.append(layer)
         return made
+
+    return copy_cache
 
 
 def _split(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:

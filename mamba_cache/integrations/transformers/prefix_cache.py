@@ -240,8 +240,7 @@ class PrefixCache:
         self._num_set_ups += 1
         self._is_closed = True  # if something here raises
         self._runner = ModelRunner(settings.model, settings.weights_check, settings.variant)
-        probed = probe(self._runner, settings.block_size_tokens)
-        layout, is_step_exact = probed.layout, probed.is_step_exact
+        layout, is_step_exact = probe(self._runner, settings.block_size_tokens)
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         num_slots = _count(
@@ -720,10 +719,9 @@ class PrefixCache:
         """
         self._check_ready()
         self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
-        if self._runner.fingerprint.foreign is not None:
-            raise MissingStateError(
-                f"nothing is cached of this model now: {self._runner.fingerprint.foreign.place}"
-            )
+        foreign = self._runner.fingerprint.foreign
+        if foreign is not None:
+            raise MissingStateError(f"nothing is cached of this model now: {foreign[1]}")
         record = self._store.open(
             read_prompt(input_ids, self._runner.vocabulary),
             cache_salt=cache_salt,
@@ -927,8 +925,7 @@ class PrefixCache:
         found = fingerprint.foreign_attention
         if found is not None:
             raise InvalidArgumentError(
-                f"generate_batch computes attention itself, and cannot call {found.place}; "
-                "generate does"
+                f"generate_batch computes attention itself, and cannot call {found}; generate does"
             )
         self._count_foreign()
 
@@ -936,9 +933,10 @@ class PrefixCache:
         """Count a call that foreign code made bypass the cache; say whether there was any."""
         foreign = self._runner.fingerprint.foreign
         if foreign is not None:
+            kind, place = foreign
             self._count_bypass(
-                foreign.kind,
-                f"the model has code that is not its libraries' ({foreign.place}), of which "
+                kind,
+                f"the model has code that is not its libraries' ({place}), of which "
                 "results may depend on anything; pass variant=, a name for what the code does",
             )
         return foreign is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -16,7 +15,6 @@ __all__ = [
     "FUNCTION_TYPES",
     "KERNEL_PACKAGES",
     "BypassReason",
-    "ForeignCode",
     "ForeignKind",
     "foreign_layer",
     "is_library",
@@ -42,19 +40,6 @@ _HUB_KERNEL = re.compile(r"/snapshots/[0-9a-f]{8,}/build/torch")
 FUNCTION_TYPES = (
     FunctionType, MethodType, partial, type(len), type(str.join), type(object.__init__), type,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignCode:
-    """A function that no library brought.
-
-    Attributes:
-        kind: What it is.
-        place: Where it is, and where it comes from.
-    """
-
-    kind: ForeignKind
-    place: str
 
 
 def is_library(module_name: str | None) -> bool:

@@ -18,7 +18,7 @@ from mamba_cache.integrations.transformers.layers import SequenceMemory, read_la
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 
-__all__ = ["ProbeResult", "probe", "probe_capture"]
+__all__ = ["probe", "probe_capture"]
 
 _SUFFIX_TOKENS = 8
 """More than a short convolution sees, and so few that no state has forgotten the prefix."""
@@ -34,20 +34,6 @@ same value, so that few of them differ, and by a whole unit in the last place.""
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What was learned of a model.
-
-    Attributes:
-        layout: What a slot and a KV block are made of.
-        is_step_exact: Single tokens leave behind what a prefill of them does, but for rounding.
-            Some models clamp their time steps in the prefill and not in decoding, for example.
-    """
-
-    layout: PrefixLayout
-    is_step_exact: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Trace:
     """One tensor that a run leaves behind."""
 
@@ -57,13 +43,18 @@ class _Trace:
     token_axis: int | None = None  # of tokens each of which must be right
 
 
-def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
+def probe(runner: ModelRunner, block_size_tokens: int) -> tuple[PrefixLayout, bool]:
     """Run random tokens whole, in two parts, the first a block, and token by token, and compare.
 
     The runs in parts begin with a cache that went through a slot and a KV block. All that the
     layers keep is compared, and the logits. What rounding does to this model is measured: whole
     runs over embeddings that are rounded otherwise differ from each other by no more. Products are
     of all digits meanwhile: with few of them one kernel's sums are far from another's.
+
+    Returns:
+        What a slot and a KV block are made of, and whether single tokens leave behind what a
+        prefill of them does, but for rounding. Some models clamp their time steps in the prefill
+        and not in decoding, for example.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = _random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
@@ -76,7 +67,7 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> ProbeResult:
             f"{type(runner.model).__name__} does not go on correctly from a saved state when given "
             f"several tokens at once: {fault}. A newer transformers may do better"
         )
-    return ProbeResult(layout, is_step_exact)
+    return layout, is_step_exact
 
 
 def _judge(

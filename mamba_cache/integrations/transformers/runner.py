@@ -15,8 +15,8 @@ import torch
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
 from mamba_cache.integrations.transformers.layers import (
-    EmptyCache,
     LayerParts,
+    copier_of,
     learn_layers,
     read_layers,
 )
@@ -55,7 +55,7 @@ class ModelRunner:
         self.check_mode()
         _check_rope(model)
         self.fingerprint = ModelFingerprint(model, weights_check, variant)
-        self._empty_cache: EmptyCache | None = None
+        self._copy_empty: Callable[[], Any] | None = None
         self._config_of_empty: dict[str, Any] = {}
         self._forward_within: Callable[..., Any] | None = None
 
@@ -89,10 +89,10 @@ class ModelRunner:
         # Reading the configuration takes longer than all else about it, so one cache is kept for
         # as long as that stays the same, and copied.
         config = self.config
-        if self._empty_cache is None or not is_same(vars(config), self._config_of_empty):
+        if self._copy_empty is None or not is_same(vars(config), self._config_of_empty):
             self._config_of_empty = copy.deepcopy(vars(config))
-            self._empty_cache = EmptyCache(transformers().DynamicCache(config=config))
-        return self._empty_cache.copy()
+            self._copy_empty = copier_of(transformers().DynamicCache(config=config))
+        return self._copy_empty()
 
     def forward(
         self, tokens: _Tokens, cache: Any, start: int, *, logits_to_keep: int = 1

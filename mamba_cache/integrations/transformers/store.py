@@ -15,7 +15,7 @@ import torch
 
 from mamba_cache._guard import CallGuard
 from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._weak_callback import WeakCallback
+from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.context import PrefixContent, Request, SharedStore
@@ -135,7 +135,7 @@ class PrefixStore:
             slots=self.slots,
             kv_cache=kv_cache,
             counters=self.counters,
-            on_admitted=None if self.verifier is None else WeakCallback(self._admitted),
+            on_admitted=None if self.verifier is None else weak_callback(self._admitted),
             pins=self.pins,
             refuses_states=self.tiers is None,  # each state is copied to them
         )
@@ -183,8 +183,8 @@ class PrefixStore:
             self.kv_blocks,
             self.slots,
             block_size_tokens=self.layout.block_size_tokens,
-            read=WeakCallback(self._read),
-            remove=WeakCallback(self._remove),
+            read=weak_callback(self._read),
+            remove=weak_callback(self._remove),
         )
 
     def sample(self, record: SequenceRecord) -> None:

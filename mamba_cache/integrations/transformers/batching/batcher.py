@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._weak_callback import WeakCallback
+from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
@@ -221,7 +221,7 @@ class Batcher:
         self._sizes = padded_sizes(settings.max_requests)
         self._sampler = Sampler(self.context.device)
         self._scheduler: Scheduler[BatchRequest] = Scheduler(
-            self.context, max_wait_steps=_MAX_WAIT_STEPS, find=WeakCallback(self._find)
+            self.context, max_wait_steps=_MAX_WAIT_STEPS, find=weak_callback(self._find)
         )
         self._decoding = _Decoding()
         self._num_requests = 0
