@@ -115,15 +115,15 @@ def test_graphs_outlive_an_optimizers_step(model, prompts):
     # They read the weights where they lie. Capturing them anew in each step of a training is slow.
     with make_cache(model) as cache, cache.install():
         installed_answers(model, prompts)
-        with mock.patch.object(StepGraphs, "forget", autospec=True) as forget:
+        with mock.patch.object(StepGraphs, "_drop", autospec=True) as drop:
             change_weights(model)
             installed_answers(model, prompts)
-            assert forget.call_count == 0
+            assert drop.call_count == 0
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
             installed_answers(model, prompts)
-            assert forget.call_count == 1  # of other addresses
+            assert drop.call_count == 1  # of other addresses
             cache.reset()
-            assert forget.call_count == 2
+            assert drop.call_count == 2
 
 
 def test_modes_are_as_they_were(model, prompts):
