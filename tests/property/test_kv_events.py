@@ -17,7 +17,6 @@ from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.events import EventPublisher
 from mamba_cache.integrations.events.view import (
     Announced,
-    Cleared,
     EventView,
     Withdrawn,
 )
@@ -28,7 +27,7 @@ MODES = ("resident", "reachable")
 def take_over(known, events):
     """Have a router hear of events that are not encoded."""
     for event in events:
-        if isinstance(event, Cleared):
+        if event.group is None:
             known.apply({"type": "AllBlocksCleared"})
         elif isinstance(event, Withdrawn):
             fields = {"block_hashes": event.hashes, "group_idx": event.group}

@@ -19,7 +19,6 @@ from mamba_cache.integrations.events.view import (
     EventMode,
     EventView,
     ViewEvent,
-    Withdrawn,
 )
 from mamba_cache.integrations.events.wire import (
     encode_batch,
@@ -389,8 +388,8 @@ def _encode_all(events: Iterable[ViewEvent], block_size: int) -> list[bytes]:
                 )
             )
             time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
-        elif isinstance(event, Withdrawn):
-            encoded.append(encode_removed(event.hashes, group=event.group))
-        else:
+        elif event.group is None:
             encoded.append(encode_cleared())
+        else:
+            encoded.append(encode_removed(event.hashes, group=event.group))
     return encoded

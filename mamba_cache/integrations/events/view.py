@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from mamba_cache.events import Removed, Stored
 
-__all__ = ["Announced", "Cleared", "EventMode", "EventView", "ViewEvent", "Withdrawn"]
+__all__ = ["Announced", "EventMode", "EventView", "ViewEvent", "Withdrawn"]
 
 EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
@@ -27,15 +27,11 @@ class Announced(NamedTuple):
 class Withdrawn(NamedTuple):
     """Blocks are not held any more."""
 
-    group: int
+    group: int | None  # None: nothing is held any more, in no group
     hashes: list[int]
 
 
-class Cleared(NamedTuple):
-    """Nothing is held any more."""
-
-
-ViewEvent: TypeAlias = "Announced | Withdrawn | Cleared"
+ViewEvent: TypeAlias = "Announced | Withdrawn"
 """What subscribers are told."""
 
 
@@ -153,7 +149,7 @@ class EventView:
         self._blocks.clear()
         self._children.clear()
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
-        self._events = [Cleared()]  # whatever came before is over as well
+        self._events = [Withdrawn(None, [])]  # whatever came before is over as well
 
     def _store_state(self, hash_id: int) -> None:
         if hash_id in self._states:
