@@ -180,6 +180,7 @@ class Search:
 def _functions(files: set[str]) -> dict[Key, list[FunctionType]]:
     """Finds the functions of the files, wherever a decorator or a class keeps them."""
     found: dict[Key, list[FunctionType]] = {}
+    gc.unfreeze()  # what was collected before is listed, too
     # `isinstance` would ask some objects for their `__class__`, and they warn.
     for function in (thing for thing in gc.get_objects() if type(thing) is FunctionType):
         code = function.__code__

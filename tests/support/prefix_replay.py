@@ -21,6 +21,7 @@ import torch
 from transformers_rig import BLOCK, make_cache, make_model
 
 from mamba_cache.cli.traces import TraceRequest, read_trace
+from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers import store as store_module
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.store import PrefixStore
@@ -64,7 +65,10 @@ def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixSt
     tensors, store_module.PrefixTensors = store_module.PrefixTensors, _NoTensors
     try:
         slot_policy = SLOT_POLICIES[policy]()
-        return _BooksOnly(layout, num_slots=slots, num_blocks=blocks, slot_policy=slot_policy)
+        return _BooksOnly(
+            layout, num_slots=slots, num_blocks=blocks, slot_policy=slot_policy,
+            listeners=Listeners(),
+        )  # fmt: skip
     finally:
         store_module.PrefixTensors = tensors
 

@@ -91,6 +91,46 @@ class TestBudgets:
             make(**{count: None, size: gb})
 
 
+class TestOneBudget:
+    """``cache_gb`` for blocks and slots together."""
+
+    @staticmethod
+    def make(**settings: Any) -> CacheConfig:
+        return make(num_kv_blocks=None, max_slots=None, **settings)
+
+    @pytest.mark.parametrize(
+        ("settings", "kv", "slots"),
+        [({}, 6, 2), ({"state_share": 0.5}, 4, 4), ({"state_share": 0}, 8, 0),
+         ({"state_share": 1}, 0, 8)],
+    )  # fmt: skip
+    def test_it_is_divided(self, settings: dict[str, Any], kv: float, slots: float) -> None:
+        config = self.make(cache_gb=8, **settings)
+        assert (config.kv_budget_gb, config.slot_budget_gb) == (kv, slots)
+
+    def test_all_of_it_is_for_blocks_without_prefix_caching(self) -> None:
+        config = self.make(cache_gb=8, enable_prefix_caching=False)
+        assert config.kv_budget_gb == 8
+
+    def test_budgets_of_their_own_are_kept(self) -> None:
+        config = self.make(kv_cache_gb=3, mamba_cache_gb=1)
+        assert (config.kv_budget_gb, config.slot_budget_gb) == (3, 1)
+
+    @pytest.mark.parametrize("size", ["kv_cache_gb", "mamba_cache_gb"])
+    def test_it_is_given_alone(self, size: str) -> None:
+        with pytest.raises(InvalidArgumentError, match=f"give cache_gb or {size}, not both"):
+            self.make(cache_gb=8, **{size: 1})
+
+    @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "0.5", None])
+    def test_a_share_is_between_none_and_all(self, share: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"state_share must be a number in \[0, 1\]"):
+            self.make(cache_gb=8, state_share=share)
+
+    @pytest.mark.parametrize("gb", [-1, float("inf"), "8", True])
+    def test_it_is_a_number_of_addressable_bytes(self, gb: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"cache_gb must be a number in \[0, "):
+            self.make(cache_gb=gb)
+
+
 def test_numpy_numbers_become_plain_ones() -> None:
     config = make(num_kv_blocks=np.int64(7), kv_cache_gb=np.float32(0.5))
     assert type(config.num_kv_blocks) is int

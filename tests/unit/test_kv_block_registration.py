@@ -147,6 +147,25 @@ def test_a_child_matches_again_when_a_chain_above_it_is_registered_anew(pool):
     assert pool.allocate_memory_blocks(4) == [child, *anew[::-1]]
 
 
+@pytest.mark.parametrize("num_children", [2, 12])
+def test_many_children_leave_the_block_that_their_parent_moved_to(num_children):
+    pool = KVBlockAllocator(num_children + 4)
+    [parent] = cache(pool, 1)
+    children = pool.allocate_memory_blocks(num_children)
+    for block_id in children:
+        branch = prefix(1, 100 + block_id)
+        pool.register_kv_block_hashes([block_id], branch[1:], parent_hash=branch[0])
+    pool.release_memory_blocks(children)
+    pool.deregister_blocks([parent])
+    [other, anew] = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes([anew], prefix(1))
+    pool.release_memory_blocks([other, anew])
+    pool.deregister_blocks(children)
+    pool.check_invariants()
+    assert pool.match_prefix(prefix(1)) == [anew]
+    assert len(pool.allocate_memory_blocks(num_children + 3)) == num_children + 3
+
+
 def test_children_of_a_parent_that_is_not_registered_are_counted(pool):
     root = prefix(1)[0]
     children = pool.allocate_memory_blocks(2)

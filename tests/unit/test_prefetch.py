@@ -296,6 +296,37 @@ def test_what_comes_after_a_reset_is_nobodys(context, tier) -> None:
     assert match(context).skip_tokens == 56
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("method", ["load", "put"])
+def test_a_tier_that_raises_has_no_row_left(context, tier, monkeypatch, method, is_slow) -> None:
+    """What it was handed ends once it has done it: at once, or at the reset."""
+    kept = getattr(tier, method)
+    answers = iter([False] if is_slow else [])
+    flush = tier.flush
+
+    def break_off(facts, payload, done):
+        if len(tier.loads) + len(tier.puts) == 3:
+            raise MemoryError("of the tier")
+        return kept(facts, payload, done)
+
+    monkeypatch.setattr(tier, method, break_off)
+    monkeypatch.setattr(tier, "flush", lambda *_: next(answers, True) and flush())
+
+    def store() -> None:
+        generate(context, OTHER, 2)
+        context.wait_for_tiers()
+
+    use = {"load": lambda: ask(context), "put": store}[method]
+    with pytest.raises(MemoryError, match="of the tier"):
+        use()
+    monkeypatch.undo()
+    context.reset()
+    assert not context.host_tier._lower
+    ask(context)
+    tier.end_loads()
+    assert match(context).skip_tokens == 56
+
+
 def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
     context, tier, monkeypatch
 ) -> None:
