@@ -933,32 +933,12 @@ class DynamicInferenceContext:
                 tensors are not as long as the step, or of another shape or dtype than the states,
                 or these are not of conv and SSM.
         """
-        extractions = self._extractions
-        if extractions.captured is not None:
-            extractions.check_layer(layer)
-        else:
-            extractions.check(layer, chunk_states, conv_input, metadata)
-            if not extractions.fields:
-                return
-            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
-                self._check_not_capturing()
-        slots = self.slot_allocator
         if self.mamba_conv_states is None:
             raise InvalidArgumentError(
                 "extract_checkpoint_states takes conv and SSM states (StateSpec.mamba): layers of "
                 f"the kinds {[*self._layers]} call extract_states"
             )
-        write = plan_extraction(
-            slots.conv_states[layer],
-            slots.ssm_states[layer],
-            self.mamba_conv_states[layer],
-            chunk_states,
-            conv_input,
-            fields=extractions.fields,
-            slot_scales=None if slots.ssm_scales is None else slots.ssm_scales[layer],
-        )
-        write()
-        extractions.record(layer, chunk_states, conv_input)
+        self.extract_states("", layer, {"ssm": chunk_states}, {"conv": conv_input}, metadata)
 
     def extract_states(
         self,
@@ -999,14 +979,13 @@ class DynamicInferenceContext:
         layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
         number, pairs = numbers[layer], paired(names, chunk_states, window_inputs)
         if not is_captured:
-            handed_over = chunk_states.values(), window_inputs.values()
-            extractions.check_all(number, *handed_over, metadata)
+            extractions.check(number, chunk_states.values(), window_inputs.values(), metadata)
             if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
                 self._check_not_capturing()
         # All are checked before the first is written.
         for write in [self._extraction(layer, *pair) for pair in pairs]:
             write()
-        extractions.record_all(number, chunk_states.values(), window_inputs.values())
+        extractions.record(number, chunk_states.values(), window_inputs.values())
 
     def _extraction(
         self,

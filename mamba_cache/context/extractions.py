@@ -97,29 +97,11 @@ class StepExtractions:
     def check(
         self,
         layer: int,
-        chunk_states: torch.Tensor,
-        conv_input: torch.Tensor,
-        metadata: StepMetadata,
-    ) -> None:
-        """Check what a layer hands over against the step, by sizes that the host knows.
-
-        In a step without checkpoints inside its chunks only the metadata are looked at.
-        """
-        if metadata is not self._metadata:
-            self._refuse(metadata)
-        if not metadata.num_checkpoints:
-            return
-        self.check_layer(layer)
-        self._check_lengths(layer, metadata, *_lengths(chunk_states, conv_input))
-
-    def check_all(
-        self,
-        layer: int,
         chunk_states: Iterable[torch.Tensor],
         window_inputs: Iterable[torch.Tensor],
         metadata: StepMetadata,
     ) -> None:
-        """Check the tensors of a layer of whatever kind against the step that asks for them."""
+        """Check the tensors of a layer against the step that asks for them."""
         for states in chunk_states:
             self._check_lengths(layer, metadata, len(states), metadata.num_prefill_tokens)
         for inputs in window_inputs:
@@ -149,20 +131,16 @@ class StepExtractions:
         if not is_right:
             check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
 
-    def record(self, layer: int, chunk_states: torch.Tensor, conv_input: torch.Tensor) -> None:
-        """Count a layer, whose part of the checkpoints is enqueued, or captured."""
-        if self.captured is None:
-            self._missing.discard(layer)
-        else:
-            self.captured.lengths[layer] = _lengths(chunk_states, conv_input)
-
-    def record_all(
+    def record(
         self,
         layer: int,
         chunk_states: Iterable[torch.Tensor],
         window_inputs: Iterable[torch.Tensor],
     ) -> None:
-        """Count a layer of several tensors, of which the shortest limit what can be replayed."""
+        """Count a layer, whose part of the checkpoints is enqueued, or captured.
+
+        Of several tensors the shortest limit what can be replayed.
+        """
         if self.captured is None:
             self._missing.discard(layer)
             return
@@ -210,17 +188,6 @@ class StepExtractions:
             if isinstance(metadata, StepMetadata)
             else f"metadata must be Step.metadata, got {type(metadata).__name__}"
         )
-
-
-def _lengths(chunk_states: torch.Tensor, conv_input: torch.Tensor) -> tuple[int, int]:
-    """Return how many chunks and tokens two tensors hold."""
-    try:
-        return len(chunk_states), len(conv_input)
-    except TypeError:
-        raise InvalidArgumentError(
-            "chunk_states and conv_input must be tensors, one row for each chunk and each prefill "
-            f"token, got {chunk_states!r} and {conv_input!r}"
-        ) from None
 
 
 def _are_lengths(lengths: object) -> bool:
