@@ -698,8 +698,6 @@ class DynamicInferenceContext:
             InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
                 said to be accepted that was none. The step is still in flight then.
         """
-        if isinstance(new_tokens, DeviceTokens):
-            return self._runner.commit_on_device(new_tokens)
         return self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
 
     @guarded()

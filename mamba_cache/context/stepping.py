@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -187,8 +187,11 @@ class StepRunner:
                 boundaries.append(CheckpointEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
 
-    def commit(self, sampled: Sampled) -> tuple[Hashable, ...]:
-        """Save boundary states, publish what was written, and append the sampled tokens."""
+    def commit(self, sampled: Sampled | DeviceTokens) -> tuple[Hashable, ...]:
+        """Save boundary states, publish what was written, and append the sampled tokens.
+
+        Tokens that only the device knows are sent to the host, for ``collect``.
+        """
         self._drop_unwritten()
         tiering = self._tiering
         damaged: Sequence[ActiveRequest] = ()
@@ -197,29 +200,50 @@ class StepRunner:
         if self._speculation is not None:
             self._advance(self._speculation, *self._in_batch_order(sampled))
         self._save_boundaries()
+        new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
         with self._guard.ending(self._slots.listeners):
-            tokens, counts = sampled
             work, num_decodes = self._work, len(self._work.group.ids)
-            if num_decodes:
-                own = None if counts is None else counts[:num_decodes]
-                self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
-                self._counters.computed_tokens += work.num_tokens
-            preempted: tuple[Hashable, ...] = ()
-            if self._prefills:
-                sampling = [active for active in self._prefills if active.current_chunk.samples]
+            in_batch = enumerate(self._prefills, num_decodes)
+            sampling = [pair for pair in in_batch if pair[1].current_chunk.samples]
+            firsts: Iterable[tuple[tuple[int, ActiveRequest], int]] = ()
+            if isinstance(new, SentTokens):
+                self._await(new, [pair for pair in sampling if pair[1] not in damaged])
+            else:
+                tokens, counts = new
+                if num_decodes:
+                    own = None if counts is None else counts[:num_decodes]
+                    self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
+                    self._counters.computed_tokens += work.num_tokens
                 firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
-                if damaged:
-                    preempted = self._preempt_damaged(damaged)
-                for active in self._prefills:
-                    self._end_chunk(active)
-                for active, token in firsts:
-                    if active not in damaged:
-                        self._rows.append_first_token(active.row, token)
+            preempted = self._preempt_damaged(damaged) if damaged else ()
+            for active in self._prefills:
+                self._end_chunk(active)
+            for (_, active), token in firsts:
+                if active not in damaged:
+                    self._rows.append_first_token(active.row, token)
             self._end_step()
         if tiering is not None:
             self._guard.is_changing = True
             tiering.end_step()
         return preempted
+
+    def _await(self, sent: SentTokens, sampling: Sequence[tuple[int, ActiveRequest]]) -> None:
+        """Keep what is needed of a step until its tokens are on the host."""
+        group, lengths = self._work.group, self._work.ends - self._work.most
+        own: Int64Array = np.array([active.row for _, active in sampling], dtype=np.int64)
+        rows = np.concatenate((group.rows, own))
+        places = [*range(len(group.ids)), *(place for place, _ in sampling)]
+        self._rows.num_in_doubt[group.rows] = lengths
+        self._uncollected = _Uncollected(
+            group=group,
+            lengths=lengths,
+            prefills=[active for _, active in sampling],
+            places=np.array(places, dtype=np.int64),
+            rows=rows,
+            num_releases=self._rows.num_releases[rows],
+            planned=self._planned,
+            sent=sent,
+        )
 
     def _take(
         self,
@@ -267,53 +291,6 @@ class StepRunner:
         self._checkpoints.publish(active, (checkpoint,))
         if checkpoint.epoch == self._slots.epoch:
             self._checkpoints.supersede_decode_state(active, checkpoint)
-
-    def commit_on_device(self, sampled: DeviceTokens) -> tuple[Hashable, ...]:
-        """Do what ``commit`` does as far as it needs no tokens on the host."""
-        num_requests = self.step.metadata.num_requests
-        self.require_collected()
-        if self._speculation is None:
-            raise InvalidArgumentError(
-                "tokens on the device need num_speculative_tokens of at least 1, got 0"
-            )
-        self._speculation.check_sampled(sampled, num_requests)
-        self._drop_unwritten()
-        tiering = self._tiering
-        damaged: Sequence[ActiveRequest] = ()
-        if tiering is not None and self._prefills:
-            damaged = tiering.verify(self._prefills)
-        self._advance(self._speculation, sampled.tokens, sampled.counts)
-        self._save_boundaries()
-        sent = SentTokens(sampled)
-        with self._guard.ending(self._slots.listeners):
-            work, count = self._work, len(self._work.group.ids)
-            sampling = [
-                (i, active)
-                for i, active in enumerate(self._prefills, count)
-                if active.current_chunk.samples and active not in damaged
-            ]
-            preempted = self._preempt_damaged(damaged) if damaged else ()
-            rows = np.array([active.row for _, active in sampling], dtype=np.int64)
-            rows = np.concatenate((work.group.rows, rows))
-            uncollected = _Uncollected(
-                group=work.group,
-                lengths=work.ends - work.most,
-                prefills=[active for _, active in sampling],
-                places=np.array([*range(count), *(place for place, _ in sampling)], dtype=np.int64),
-                rows=rows,
-                num_releases=self._rows.num_releases[rows],
-                planned=self._planned,
-                sent=sent,
-            )
-            self._rows.num_in_doubt[work.group.rows] = uncollected.lengths
-            for active in self._prefills:
-                self._end_chunk(active)
-            self._uncollected = uncollected
-            self._end_step()
-        if tiering is not None:
-            self._guard.is_changing = True
-            tiering.end_step()
-        return preempted
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them."""
@@ -369,10 +346,18 @@ class StepRunner:
 
     def read_sampled(
         self, new_tokens: object, counts: object, preparer: RequestPreparer
-    ) -> Sampled:
-        """Return the step's sampled tokens as arrays, checked."""
-        ids = self.step.sampling_ids
+    ) -> Sampled | DeviceTokens:
+        """Return the step's sampled tokens, checked: as arrays if they are on the host."""
+        step = self.step
         self.require_collected()
+        if isinstance(new_tokens, DeviceTokens):
+            if self._speculation is None:
+                raise InvalidArgumentError(
+                    "tokens on the device need num_speculative_tokens of at least 1, got 0"
+                )
+            self._speculation.check_sampled(new_tokens, step.metadata.num_requests)
+            return new_tokens
+        ids = step.sampling_ids
         id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
         sampled = read_sampled(new_tokens, counts, ids, id_set, preparer)
         check_accepted(self._work, sampled, ids)
@@ -449,8 +434,12 @@ class StepRunner:
         if chunk.samples:
             self._rows.saves_states[active.row] = self._checkpoints.saves_while_decoding(active)
 
-    def _in_batch_order(self, sampled: Sampled) -> tuple[Int64Array, Int64Array]:
+    def _in_batch_order(
+        self, sampled: Sampled | DeviceTokens
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Int64Array, Int64Array]:
         """Return the tokens of all requests of the step, and counts; some may not have sampled."""
+        if isinstance(sampled, DeviceTokens):
+            return sampled.tokens, sampled.counts
         tokens, counts = sampled
         if counts is None:
             counts = np.ones(len(tokens), dtype=np.int64)
