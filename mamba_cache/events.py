@@ -45,7 +45,7 @@ class Stored:
         block_ids: The blocks; of states, the blocks at whose ends they were saved.
         hash_ids: The hash id of each block.
         slots: The slot of each state.
-        digests: The digest of each block; None for one that was registered by id alone.
+        digests: The digest of each block.
         parent_hash: Hash id of the block before the first one; None at a sequence's start.
         parent_digest: Digest of that block; None also if it is unknown.
         tokens: [num_blocks * block_size_tokens] int32 array, the blocks' tokens in order. None if
@@ -57,7 +57,7 @@ class Stored:
     block_ids: tuple[int, ...]
     hash_ids: tuple[int, ...]
     slots: tuple[int, ...] = ()
-    digests: tuple[bytes | None, ...] = ()
+    digests: tuple[bytes, ...] = ()
     parent_hash: int | None = None
     parent_digest: bytes | None = None
     tokens: Any = None
@@ -73,7 +73,7 @@ class Removed:
         block_ids: The blocks, in the order of removal; of states, the blocks at their ends.
         hash_ids: The hash id by which each was found.
         slots: The slot of each state.
-        digests: The digest of each block, or None.
+        digests: The digest of each block.
         is_reset: All blocks, or all states, were removed.
     """
 
@@ -81,7 +81,7 @@ class Removed:
     block_ids: tuple[int, ...]
     hash_ids: tuple[int, ...]
     slots: tuple[int, ...] = ()
-    digests: tuple[bytes | None, ...] = ()
+    digests: tuple[bytes, ...] = ()
     is_reset: bool = False
 
 

@@ -13,7 +13,6 @@ from mamba_cache._checks import (
     INT32_MAX,
     INT64_MAX,
     as_ids,
-    as_items,
     check_choice,
     check_int,
 )
@@ -42,7 +41,7 @@ class _Registration(NamedTuple):
 
     block_ids: list[int]
     hash_ids: list[int]
-    digests: Sequence[bytes | None]
+    digests: Sequence[bytes]
     parents: Sequence[int | None]
     tokens: npt.NDArray[np.int32] | None
 
@@ -252,9 +251,8 @@ class KVBlockAllocator:
     def register_kv_block_hashes(
         self,
         block_ids: Iterable[int],
-        block_hashes: Sequence[int],
+        block_hashes: BlockHashes,
         *,
-        digests: Sequence[bytes] | None = None,
         parent_hash: int | None = None,
         tokens: Any = None,
     ) -> list[int | None]:
@@ -264,9 +262,7 @@ class KVBlockAllocator:
 
         Args:
             block_ids: RowIds that are used, or cached under the very same hash.
-            block_hashes: One hash id each, from 1 to 2**63 - 1; a ``BlockHashes`` brings its
-                digests along.
-            digests: One full digest each. A block registered without one is never found by one.
+            block_hashes: One hash each.
             parent_hash: Hash id of the block before the first one; None at a sequence's start.
             tokens: What the blocks hold, equally many in each, for listeners; of any kind that
                 ``compute_block_hashes`` takes. Not needed unless ``listeners.wants(Stored)``.
@@ -277,15 +273,15 @@ class KVBlockAllocator:
             another digest, be it as the id of an ancestor, or if prefix caching is off.
 
         Raises:
-            InvalidArgumentError: Lengths differ, a hash id is out of range, ids without digests
-                make a block its own ancestor, or the tokens are no ids or not equally many.
+            InvalidArgumentError: Lengths differ, the hashes are no ``BlockHashes``, ``parent_hash``
+                is no hash id, or the tokens are no ids or not equally many.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
         blocks = as_rows(ids)
         self._rows.without_references(ids, blocks)
-        plan = self._plan_registration(ids, block_hashes, digests, parent_hash, tokens)
+        plan = self._plan_registration(ids, block_hashes, parent_hash, tokens)
         own = values_at(self._tree.hash_at, self._hashes, blocks)
         are_new = _check_carried_hashes(ids, own, plan.hash_ids)
         if not self.enable_prefix_caching:
@@ -305,9 +301,7 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
         """
-        if not isinstance(hashes, BlockHashes):
-            raise InvalidArgumentError(f"hashes must be a BlockHashes, got {type(hashes).__name__}")
-        return self._tree.match(hashes)
+        return self._tree.match(_check_hashes(hashes))
 
     @query
     def find_block(self, hash_id: int, digest: bytes | None = None) -> int | None:
@@ -351,8 +345,8 @@ class KVBlockAllocator:
 
     def _reset(self) -> None:
         gone = {block_id: hash_id for hash_id, block_id in self._tree.items()}
-        digests = tuple(map(self._tree.digest_of, gone))
         block_ids, hash_ids = tuple(gone), tuple(gone.values())
+        digests = tuple(self._tree.digests_of(list(gone)))
         self._free_states(block_ids, hash_ids)
         self._clear()
         self.listeners.put(Removed("block", block_ids, hash_ids, digests=digests, is_reset=True))
@@ -364,23 +358,20 @@ class KVBlockAllocator:
     def _plan_registration(
         self,
         block_ids: list[int],
-        block_hashes: Sequence[int],
-        digests: Sequence[bytes] | None,
+        block_hashes: BlockHashes,
         parent_hash: int | None,
         tokens: Any,
     ) -> _Registration:
         """Check what is to be registered; the arguments are those of the public calls."""
-        hash_ids, given = _read_hashes(block_hashes, digests)
-        if not len(block_ids) == len(hash_ids) == len(given):
+        hash_ids = list(_check_hashes(block_hashes))
+        if len(block_ids) != len(hash_ids):
             raise InvalidArgumentError(
-                "block_ids, block_hashes and digests must be of one length, "
-                f"got {len(block_ids)}, {len(hash_ids)} and {len(given)}"
+                "block_ids and block_hashes must be of one length, "
+                f"got {len(block_ids)} and {len(hash_ids)}"
             )
         if parent_hash is not None:
             parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
         parents = [parent_hash, *hash_ids[:-1]]
-        if hash_ids and given[0] is None:
-            self._tree.check_ancestry(hash_ids, parents)
         if tokens is not None:
             tokens = as_token_array(tokens)
             if len(tokens) % max(1, len(block_ids)) or bool(len(tokens)) != bool(block_ids):
@@ -388,7 +379,7 @@ class KVBlockAllocator:
                     f"tokens must be equally many in each block, got {len(tokens)} of them for "
                     f"{len(block_ids)} blocks"
                 )
-        return _Registration(block_ids, hash_ids, given, parents, tokens)
+        return _Registration(block_ids, hash_ids, block_hashes.digests, parents, tokens)
 
     def _register_all(self, plan: _Registration, are_new: bool) -> list[int | None]:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
@@ -436,12 +427,12 @@ class KVBlockAllocator:
         )
 
     def _register(
-        self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None
+        self, block_id: int, hash_id: int, digest: bytes, parent: int | None
     ) -> int | None:
         """Make a block findable, unless another one is; return the one that is found."""
         holder = self._tree.find(hash_id)
         if holder is None:
-            if digest is not None and self._tree.closes_ring(hash_id, parent):
+            if self._tree.closes_ring(hash_id, parent):
                 self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
                 return None
             self._tree.add(block_id, hash_id, digest, parent)
@@ -601,17 +592,8 @@ def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[i
     return False
 
 
-def _read_hashes(
-    block_hashes: Sequence[int], digests: Sequence[bytes] | None
-) -> tuple[list[int], Sequence[bytes | None]]:
-    """Return hash ids and the digest of each, all of them None if none are given."""
-    if digests is None and isinstance(block_hashes, BlockHashes):
-        return list(block_hashes), block_hashes.digests
-    hash_ids = as_ids("block_hashes", block_hashes, INT64_MAX + 1, start=1)
-    if digests is None:
-        return hash_ids, [None] * len(hash_ids)
-    given = as_items("digests", digests, "bytes")
-    for digest in given:
-        if not isinstance(digest, bytes):
-            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
-    return hash_ids, given
+def _check_hashes(hashes: object) -> BlockHashes:
+    """Return what a caller gives as hashes, if they bring digests along."""
+    if not isinstance(hashes, BlockHashes):
+        raise InvalidArgumentError(f"hashes must be a BlockHashes, got {type(hashes).__name__}")
+    return hashes

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.cache import NONE, RowIds, as_rows, values_at
-from mamba_cache.errors import InvalidArgumentError
 
 __all__ = ["PrefixTree"]
 
@@ -97,13 +96,13 @@ class PrefixTree:
         return block_ids
 
     def digest_of(self, block_id: int) -> bytes | None:
-        """Return a block's full digest; None if it was registered by id alone, or is not."""
+        """Return a block's full digest; None if it is not registered."""
         digest: bytes | None = self._digests[block_id]
         return digest
 
-    def digests_of(self, blocks: RowIds) -> list[bytes | None]:
-        """Return the same of many blocks."""
-        digests: list[bytes | None] = self._digests[blocks].tolist()
+    def digests_of(self, blocks: RowIds) -> list[bytes]:
+        """Return the full digests of registered blocks."""
+        digests: list[bytes] = self._digests[blocks].tolist()
         return digests
 
     def parent_of(self, block_id: int) -> int | None:
@@ -117,7 +116,7 @@ class PrefixTree:
         self,
         block_ids: list[int],
         hash_ids: list[int],
-        digests: Sequence[bytes | None],
+        digests: Sequence[bytes],
         parent: int | None,
     ) -> bool:
         """Register consecutive blocks of one sequence if their hash ids are all new."""
@@ -149,7 +148,7 @@ class PrefixTree:
         self._join(block_ids[0], parent)
         return True
 
-    def add(self, block_id: int, hash_id: int, digest: bytes | None, parent: int | None) -> None:
+    def add(self, block_id: int, hash_id: int, digest: bytes, parent: int | None) -> None:
         """Register a block under a hash id that nobody holds."""
         self._block_of[hash_id] = block_id
         self.hash_at[block_id] = hash_id
@@ -240,29 +239,6 @@ class PrefixTree:
         block_id = self.find(hash_id)
         parent = NONE if block_id is None else self._parent_at[block_id]
         return None if parent == NONE else parent
-
-    def check_ancestry(self, hash_ids: Sequence[int], parents: Sequence[int | None]) -> None:
-        """Refuse ids without digests whose parents lead back to them, as made-up ones can.
-
-        As in ``closes_ring``, the parents are walked only if a new block has children already, or
-        is named twice.
-        """
-        pairs = reversed(list(zip(hash_ids, parents, strict=True)))  # the first mention counts
-        new = {hash_id: parent for hash_id, parent in pairs if self.find(hash_id) is None}
-        is_parent = not self._orphans.keys().isdisjoint(new)
-        may_close = is_parent or len({*hash_ids, *parents}) <= len(hash_ids)
-        walked: dict[int, int] = {}
-        starts = new if may_close else ()
-        for start in starts:
-            ancestor: int | None = start
-            while ancestor is not None and ancestor not in walked:
-                walked[ancestor] = start
-                ancestor = new[ancestor] if ancestor in new else self._parent_hash(ancestor)
-            if ancestor is not None and walked[ancestor] == start:
-                raise InvalidArgumentError(
-                    f"a block cannot be its own ancestor, got hash {ancestor} as one of its own "
-                    "parents"
-                )
 
     def counts_children_right(self, cached: Collection[int]) -> bool:
         """Say whether the counts of children are what the blocks' parents add up to."""

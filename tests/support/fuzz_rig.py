@@ -263,13 +263,6 @@ TARGETS = {
     "kv.register": method(
         kv_pool, "register_kv_block_hashes", block_ids=[4, 5], block_hashes=HASHES, parent_hash=5
     ),
-    "kv.register(ids)": method(
-        kv_pool,
-        "register_kv_block_hashes",
-        block_ids=[4, 5],
-        block_hashes=[8, 9],
-        digests=list(HASHES.digests),
-    ),
     "kv.match": method(kv_pool, "match_prefix", hashes=prefix(1, 2)),
     "kv.find": method(kv_pool, "find_block", hash_id=prefix(1)[0], digest=prefix(1).digest(0)),
     "kv.deregister": method(kv_pool, "deregister_blocks", block_ids=[0]),

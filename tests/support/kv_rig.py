@@ -12,6 +12,11 @@ def prefix(*tokens: int) -> BlockHashes:
     return compute_block_hashes(list(tokens), 1, hasher=HASHER)
 
 
+def by_id(*hash_ids: int) -> BlockHashes:
+    """Hashes with these ids, as digests that collide have them."""
+    return BlockHashes([hash_id.to_bytes(8, "little") + b"a digest" for hash_id in hash_ids])
+
+
 def snapshot(pool: KVBlockAllocator) -> tuple:
     arrays = (pool.block_ref_counts, pool.block_timestamps, pool.block_hashes)
     counts = (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks)

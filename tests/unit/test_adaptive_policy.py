@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from context_rig import make_config, make_context
 from drawn_traces import draw_conversations
+from kv_rig import by_id
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.cli.replay import run_replay
@@ -54,9 +55,7 @@ class Service:
             [hash_ids[d - 1] for _, d in kept],
         )
         if new:
-            self.kv_blocks.register_kv_block_hashes(
-                blocks, hash_ids, digests=[str(h).encode() for h in hash_ids]
-            )
+            self.kv_blocks.register_kv_block_hashes(blocks, by_id(*hash_ids))
             self.kv_blocks.release_memory_blocks(new)
         self._block_of.update(zip(hash_ids, blocks, strict=True))
         self.skipped += hit

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
+from kv_rig import by_id
 
 from mamba_cache import DeviceTokens, Request
 from mamba_cache.context import RequestStatus, ScheduledRequest
@@ -253,7 +254,7 @@ def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
     hash_id = kv_blocks.block_hashes[matched].item()
     kv_blocks.deregister_blocks([matched])
     [foreign] = kv_blocks.allocate_memory_blocks(1)
-    kv_blocks.register_kv_block_hashes([foreign], [hash_id], digests=[b"another prefix's"])
+    kv_blocks.register_kv_block_hashes([foreign], by_id(hash_id))
     context.commit_step({"a": 1})
     assert not context.slot_allocator.has_state(foreign)
     assert context.stats().reserved_slots == 0

@@ -68,9 +68,9 @@ def test_tokens_are_those_of_the_moment_and_of_each_block(pool):
 def test_what_nobody_told_is_not_made_up(pool):
     hashes = prefix(1, 2)
     [block] = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes([block], list(hashes[1:]), parent_hash=hashes[0])
+    pool.register_kv_block_hashes([block], hashes[1:], parent_hash=hashes[0])
     assert told(pool) == [
-        Stored("block", (block,), (hashes[1],), digests=(None,), parent_hash=hashes[0])
+        Stored("block", (block,), (hashes[1],), digests=hashes.digests[1:], parent_hash=hashes[0])
     ]
 
 
@@ -96,7 +96,7 @@ def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool
         with pytest.raises(InvalidArgumentError, match="token"):
             it.register_kv_block_hashes(blocks, prefix(1, 2), tokens=tokens)
         assert it.match_prefix(prefix(1, 2)) == []
-        assert it.register_kv_block_hashes([], [], tokens=[]) == []
+        assert it.register_kv_block_hashes([], prefix(), tokens=[]) == []
 
 
 def test_tokens_are_worth_gathering_only_if_somebody_listens(pool):

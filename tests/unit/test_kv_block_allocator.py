@@ -52,8 +52,7 @@ def test_arrays_are_exposed_as_tensors_of_the_same_memory():
 
 def test_ids_may_be_a_tensor_or_an_array(pool):
     block_ids = pool.allocate_memory_blocks(3)
-    hashes = np.array(list(prefix(1, 2, 3)))
-    assert pool.register_kv_block_hashes(torch.tensor(block_ids), hashes) == block_ids
+    assert pool.register_kv_block_hashes(torch.tensor(block_ids), prefix(1, 2, 3)) == block_ids
     pool.retain_memory_blocks(np.array(block_ids, dtype=np.int32))
     pool.release_memory_blocks([np.int64(block_id) for block_id in block_ids])
     assert pool.num_used_blocks == 3

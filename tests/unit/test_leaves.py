@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from kv_rig import by_id
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
@@ -104,8 +105,7 @@ def test_the_allocator_evicts_what_no_state_needs_before_what_one_needs():
     pool.ask_states(lambda: states)
     old, new = pool.allocate_memory_blocks(3), pool.allocate_memory_blocks(3)
     for blocks, first in ((old, 1), (new, 11)):
-        ids = list(range(first, first + 3))
-        pool.register_kv_block_hashes(blocks, ids, digests=[str(i).encode() for i in ids])
+        pool.register_kv_block_hashes(blocks, by_id(first, first + 1, first + 2))
         pool.release_memory_blocks(blocks)
     states.blocks = [old[2], new[1]]
     gone = []
