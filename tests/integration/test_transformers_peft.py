@@ -10,7 +10,16 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
 from changes_rig import check_change  # noqa: E402
-from model_changes import BYPASSED, KEYED, NOTICED, Kept, Kind, mixers, noise  # noqa: E402
+from model_changes import (  # noqa: E402
+    BYPASSED,
+    KEYED,
+    NOTICED,
+    Kept,
+    kind,
+    mixers,
+    noise,
+    rows_of_the_page,
+)
 from transformers_rig import make_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT about its own future
@@ -22,16 +31,12 @@ def adapters(model):
     return [m for m in model.modules() if hasattr(m, "lora_A")]
 
 
-def change(outcome, *, comes_back=True, matters=True):
-    def add(function):
-        name = function.__name__
-        KINDS[name] = Kind(name, outcome, function, None, "nemotron_h", matters, comes_back)
-        return function
-
-    return add
+def change(name, outcome, **others):
+    """As in ``model_changes``, for a model with two adapters of PEFT."""
+    return kind(name, outcome, kinds=KINDS, **others)
 
 
-@change(KEYED)
+@change("`set_scale` of PEFT", KEYED)
 def set_scale(model):
     for layer in adapters(model):
         layer.set_scale("default", 3.0)
@@ -40,7 +45,7 @@ def set_scale(model):
         layer.set_scale("default", 1.0)
 
 
-@change(KEYED)
+@change("`scale_layer` of PEFT", KEYED)
 def scale_layer(model):
     for layer in adapters(model):
         layer.scale_layer(2.0)
@@ -49,7 +54,7 @@ def scale_layer(model):
         layer.unscale_layer(2.0)
 
 
-@change(KEYED)
+@change("`rescale_adapter_scale` of PEFT", KEYED)
 def rescale_adapter_scale(model):
     from peft.helpers import rescale_adapter_scale as rescaled  # noqa: PLC0415
 
@@ -57,20 +62,27 @@ def rescale_adapter_scale(model):
         yield
 
 
-@change(KEYED)
+@change("`set_adapter` of PEFT", KEYED)
 def set_adapter(model):
     model.set_adapter("other")
     yield
     model.set_adapter("default")
 
 
-@change(KEYED)
+@change("`set_adapter` of PEFT, to two adapters", KEYED)
+def set_adapter_to_both(model):
+    model.base_model.set_adapter(["default", "other"])
+    yield
+    model.set_adapter("default")
+
+
+@change("`disable_adapter` of PEFT", KEYED)
 def disable_adapter(model):
     with model.disable_adapter():
         yield
 
 
-@change(NOTICED)
+@change("`merge_adapter` of PEFT", NOTICED)
 def merge_and_unmerge(model):
     kept = Kept(*(layer.base_layer.weight for layer in adapters(model)))
     model.merge_adapter()
@@ -79,7 +91,7 @@ def merge_and_unmerge(model):
     kept.restore()
 
 
-@change(KEYED, comes_back=False)
+@change("`add_weighted_adapter` of PEFT", KEYED, comes_back=False)
 def add_weighted_adapter(model):
     model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", "linear")
     model.set_adapter("both")
@@ -89,7 +101,7 @@ def add_weighted_adapter(model):
     model.delete_adapter("both")
 
 
-@change(NOTICED)
+@change("`delete_adapter` of PEFT, and another one under its name", NOTICED)
 def delete_and_load_another_under_its_name(model):
     kept = [p.detach().clone() for layer in adapters(model) for p in layer.lora_B.parameters()]
     model.set_adapter("other")
@@ -100,7 +112,7 @@ def delete_and_load_another_under_its_name(model):
     del kept
 
 
-@change(NOTICED)
+@change("`hotswap` of PEFT", NOTICED)
 def hotswap(model):
     from peft.utils.hotswap import hotswap_adapter_from_state_dict  # noqa: PLC0415
 
@@ -115,7 +127,7 @@ def hotswap(model):
     hotswap_adapter_from_state_dict(model, before, "default", config)
 
 
-@change(NOTICED)
+@change("training of an adapter of PEFT", NOTICED)
 def train_the_adapter(model):
     weights = [p for layer in adapters(model) for p in layer.lora_B["default"].parameters()]
     kept = Kept(*weights)
@@ -126,7 +138,7 @@ def train_the_adapter(model):
     kept.restore()
 
 
-@change(BYPASSED)
+@change("a hook of the user's, put on by accelerate", BYPASSED)
 def accelerate_hook_of_a_user(model):
     class Doubling(accelerate.hooks.ModelHook):
         def post_forward(self, module, output):
@@ -138,7 +150,7 @@ def accelerate_hook_of_a_user(model):
     accelerate.hooks.remove_hook_from_module(module)
 
 
-@change(KEYED, matters=False)
+@change("a hook of accelerate's own", KEYED, matters=False)
 def accelerate_hook(model):
     module = mixers(model)[0].in_proj
     accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
@@ -146,7 +158,11 @@ def accelerate_hook(model):
     accelerate.hooks.remove_hook_from_module(module)  # it leaves the bound method on the object
 
 
-@change(NOTICED)
+def offload(model):
+    accelerate.cpu_offload(mixers(model)[0].in_proj.base_layer)
+
+
+@change("weights that accelerate offloaded to the host", NOTICED, prepare=offload)
 def weights_that_accelerate_offloaded(model):
     module = mixers(model)[0].in_proj.base_layer
     maps = [getattr(hook, "weights_map", None) for hook in module._hf_hook.hooks]
@@ -158,11 +174,7 @@ def weights_that_accelerate_offloaded(model):
     kept.restore()
 
 
-def offload(model):
-    accelerate.cpu_offload(mixers(model)[0].in_proj.base_layer)
-
-
-@change(KEYED, matters=False, comes_back=False)
+@change("`AlignDevicesHook` of accelerate", KEYED, matters=False, comes_back=False)
 def accelerate_keeps_weights_on_the_host(model):
     module = mixers(model)[0].in_proj.base_layer
     hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", offload=True)
@@ -191,7 +203,11 @@ def test_a_prefix_of_the_model_before_is_never_served(name, generator):
     for layer in adapters(base):
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
     peft_model.set_adapter("default")
-    kind = KINDS[name]
-    if name == "weights_that_accelerate_offloaded":
-        offload(base)
-    check_change(replace(kind, change=lambda model: kind.change(peft_model)), base, generator)
+    one = KINDS[name]
+    one.prepare(base)
+    check_change(replace(one, change=lambda model: one.change(peft_model)), base, generator)
+
+
+def test_the_page_lists_these_kinds():
+    rows = rows_of_the_page()
+    assert {name: rows.get(name) for name in KINDS} == {n: x.outcome for n, x in KINDS.items()}

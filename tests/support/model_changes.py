@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from sources import ROOT
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+
+PAGE = (ROOT / "docs" / "explanation" / "model_changes.md").read_text(encoding="utf-8")
 
 NOTICED = "noticed"
 """The call raises ModelChangedError."""
@@ -43,23 +47,28 @@ class Kind:
     name: str
     outcome: str
     change: Callable[[nn.Module], Iterator[None]]
-    prepare: Callable[[nn.Module], object]
-    family: str
-    matters: bool
+    prepare: Callable[[nn.Module], object] = lambda model: None
+    family: str = "nemotron_h"
+    matters: bool = True
     comes_back: bool = True
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name, outcome, *, prepare=lambda model: None, family="nemotron_h", matters=True,
-         comes_back=True):  # fmt: skip
+def kind(name, outcome, *, kinds=KINDS, **others):
     def add(change):
-        assert name not in KINDS
-        KINDS[name] = Kind(name, outcome, change, prepare, family, matters, comes_back)
+        assert name not in kinds
+        kinds[name] = Kind(name, outcome, change, **others)
         return change
 
     return add
+
+
+def rows_of_the_page():
+    """The kinds that docs/explanation/model_changes.md lists, with their outcomes."""
+    outcomes = "noticed|keyed|bypassed|refused|harmless"
+    return dict(re.findall(rf"^\| ([^|]+) \| ({outcomes}) \|", PAGE, re.MULTILINE))
 
 
 def head(model):
@@ -67,15 +76,19 @@ def head(model):
 
 
 def norms(model):
-    return [m for m in model.modules() if hasattr(m, "variance_epsilon")]
+    return having(model, "variance_epsilon")
 
 
 def mixers(model, name="in_proj"):
-    return [m for m in model.modules() if hasattr(m, name)]
+    return having(model, name)
 
 
 def attention(model):
     return mixers(model, "q_proj")[0]
+
+
+def having(model, name):
+    return [module for module in model.modules() if hasattr(module, name)]
 
 
 def noise(tensor, scale=0.05):
@@ -90,15 +103,105 @@ class Kept:
         self.tensors, self.copies = tensors, [t.detach().clone() for t in tensors]
 
     def restore(self):
-        for tensor, copy in zip(self.tensors, self.copies, strict=True):
-            tensor.data.copy_(copy)
+        with torch.inference_mode():  # inference tensors can be written in no other
+            for tensor, copy in zip(self.tensors, self.copies, strict=True):
+                tensor.copy_(copy)
 
 
-# Weights, written in every way that a training loop has.
+def _projection(model):
+    return mixers(model)[0].in_proj
 
 
-def _optimizer(name, make):
-    @kind(f"optimizer step: {name}", NOTICED)
+def _projection_weight(model):
+    return _projection(model).weight
+
+
+def _head_weight(model):
+    return head(model).weight
+
+
+# Ways to change a model.
+
+
+def _write(name, write, find=_projection_weight, **others):
+    """A tensor is written, and its bits are written back."""
+
+    @kind(name, NOTICED, **others)
+    def change(model):
+        tensor = find(model)
+        kept = Kept(tensor)
+        write(tensor)
+        yield
+        kept.restore()
+
+
+def _put(name, outcome, find, attribute, value, **others):
+    """An attribute is given what ``value`` makes of the old one, and the old one afterwards."""
+
+    @kind(name, outcome, **others)
+    def change(model):
+        owner = find(model)
+        is_own, before = attribute in vars(owner), getattr(owner, attribute)
+        setattr(owner, attribute, value(before))
+        yield
+        setattr(owner, attribute, before)
+        if not is_own and attribute in vars(owner):  # a method, which the class has
+            delattr(owner, attribute)
+
+
+def _do(name, outcome, do, undo, **others):
+    @kind(name, outcome, **others)
+    def change(model):
+        do(model)
+        yield
+        undo(model)
+
+
+def _exchange(name, find, attribute):
+    """Two modules each get the other's."""
+
+    @kind(name, NOTICED)
+    def change(model):
+        one, other = find(model)
+        first, second = getattr(one, attribute), getattr(other, attribute)
+        setattr(one, attribute, second)
+        setattr(other, attribute, first)
+        yield
+        setattr(one, attribute, first)
+        setattr(other, attribute, second)
+
+
+def _hook(name, register):
+    @kind(name, BYPASSED)
+    def change(model):
+        handle = register(model)
+        yield
+        handle.remove()
+
+
+def _within(name, context, outcome=KEYED, **others):
+    @kind(name, outcome, **others)
+    def change(model):
+        with context():
+            yield
+
+
+def _switch(name, read, write, value, **others):
+    @kind(name, KEYED, matters=False, **others)
+    def change(model):
+        before = read()
+        write(value)
+        try:
+            yield
+        finally:  # or later tests had it, too
+            write(before)
+
+
+# Weights.
+
+
+def _step(name, make):
+    @kind(name, NOTICED)
     def change(model):
         kept = Kept(*model.parameters())
         optimizer = make(list(model.parameters()))
@@ -110,25 +213,6 @@ def _optimizer(name, make):
         kept.restore()
 
 
-for _kind, _options in (
-    ("plain", {"foreach": False, "fused": False}),
-    ("foreach", {"foreach": True}),
-    ("fused", {"fused": True}),
-):
-    _optimizer(f"SGD, {_kind}", functools.partial(torch.optim.SGD, lr=0.05, **_options))
-    _optimizer(f"AdamW, {_kind}", functools.partial(torch.optim.AdamW, lr=0.05, **_options))
-
-
-def _write(name, write):
-    @kind(name, NOTICED)
-    def change(model):
-        weight = mixers(model)[0].in_proj.weight
-        kept = Kept(weight)
-        write(weight)
-        yield
-        kept.restore()
-
-
 def _under(mode):
     def write(weight):
         with mode():
@@ -137,45 +221,14 @@ def _under(mode):
     return write
 
 
-def _swap(index, other):
-    def write(weight):
-        with torch.no_grad():
-            first, second = weight[index].clone(), weight[other].clone()
-            weight[index], weight[other] = second, first
-
-    return write
+def _swap_values(weight):
+    with torch.no_grad():
+        first, second = weight[2, 3].clone(), weight[7, 11].clone()
+        weight[2, 3], weight[7, 11] = second, first
 
 
-def _one_bit(weight):
+def _flip_one_bit(weight):
     weight.detach().view(torch.int32)[3, 5] ^= 1 << 22
-
-
-_write("write under no_grad", _under(torch.no_grad))
-_write("write under inference_mode", _under(torch.inference_mode))
-_write("write through .data", lambda weight: weight.data.add_(noise(weight)))
-_write("write through detach()", lambda weight: weight.detach().add_(noise(weight)))
-_write("write through a NumPy view", lambda weight: weight.detach().numpy().__imul__(1.5))
-_write("two rows swapped", _swap(0, 17))
-_write("two values swapped", _swap((2, 3), (7, 11)))
-_write("one bit of one value", _one_bit)
-_write("values rounded to int8 in place", lambda w: w.data.copy_((w.data * 20).round() / 20))
-
-
-@kind(".data put in place of .data", NOTICED)
-def data_replaced(model):
-    weight = head(model).weight
-    before = weight.data
-    weight.data = before + noise(before)
-    yield
-    weight.data = before
-
-
-@kind("a square weight transposed through .data", NOTICED, family="lfm2")
-def transposed(model):
-    weight = next(p for p in model.parameters() if p.dim() == 2 and p.shape[0] == p.shape[1])
-    weight.data = weight.data.t()
-    yield
-    weight.data = weight.data.t()
 
 
 def _in_inference_mode(model):
@@ -184,184 +237,30 @@ def _in_inference_mode(model):
         head(model).weight = nn.Parameter(weight, requires_grad=False)
 
 
-@kind("write to an inference tensor", NOTICED, prepare=_in_inference_mode)
-def inference_tensor(model):
-    weight = head(model).weight
-    with torch.inference_mode():
-        copy = weight.clone()
-        weight.add_(noise(weight))
-    yield
-    with torch.inference_mode():
-        weight.copy_(copy)
-
-
-@kind("load_state_dict", NOTICED)
-def state_dict_loaded(model):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict({name: value + noise(value) for name, value in before.items()})
-    yield
-    model.load_state_dict(before)
-
-
-@kind("load_state_dict(assign=True)", NOTICED)
-def state_dict_assigned(model):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    others = {name: value + noise(value) for name, value in before.items()}
-    model.load_state_dict(others, assign=True)
-    yield
-    model.load_state_dict(before, assign=True)
-
-
-@kind("load_state_dict(assign=True) of equal values", HARMLESS, matters=False)
-def same_state_dict_assigned(model):
-    model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
-    yield
-
-
-@kind("vector_to_parameters", NOTICED)
-def vector(model):
-    parameters = list(head(model).parameters())
-    before = nn.utils.parameters_to_vector(parameters).detach().clone()
-    nn.utils.vector_to_parameters(before + noise(before), parameters)
-    yield
-    nn.utils.vector_to_parameters(before, parameters)
-
-
-@kind("a parameter replaced", NOTICED)
-def parameter_replaced(model):
-    before = head(model).weight
-    head(model).weight = nn.Parameter(before.detach() + noise(before))
-    yield
-    head(model).weight = before
-
-
-@kind("parameters of two modules exchanged", NOTICED)
-def parameters_exchanged(model):
-    one, other = (mixer.in_proj for mixer in mixers(model)[:2])
-    one.weight, other.weight = other.weight, one.weight
-    yield
-    one.weight, other.weight = other.weight, one.weight
-
-
-@kind("two modules exchanged", NOTICED)
-def modules_exchanged(model):
-    one, other = mixers(model)[:2]
-    one.in_proj, other.in_proj = other.in_proj, one.in_proj
-    yield
-    one.in_proj, other.in_proj = other.in_proj, one.in_proj
-
-
-@kind("output embeddings tied to the input's", KEYED)
-def tied(model):
-    before = head(model).weight
-    head(model).weight = model.get_input_embeddings().weight
-    yield
-    head(model).weight = before
+def _assign_state_dict(model, make=torch.clone):
+    values = {name: make(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
 
 
 def _tie(model):
     head(model).weight = model.get_input_embeddings().weight
 
 
-@kind("output embeddings untied and written", KEYED, prepare=_tie)
-def untied(model):
-    weight = model.get_input_embeddings().weight
-    head(model).weight = nn.Parameter(weight.detach() + noise(weight))
-    yield
-    head(model).weight = weight
+def _other_parameter(weight):
+    return nn.Parameter(weight.detach() + noise(weight))
 
 
-@kind("a module replaced by one of its class", NOTICED)
-def module_replaced(model):
-    before = mixers(model)[0].in_proj
+def _other_linear(before):
     torch.manual_seed(5)
-    other = nn.Linear(before.in_features, before.out_features, bias=False)
-    mixers(model)[0].in_proj = other.eval()
-    yield
-    mixers(model)[0].in_proj = before
+    return nn.Linear(before.in_features, before.out_features, bias=False).eval()
 
 
-@kind("a bias added", KEYED)
-def bias_added(model):
-    head(model).bias = nn.Parameter(torch.linspace(-1, 1, head(model).out_features))
-    yield
-    head(model).bias = None
-
-
-@kind("a persistent buffer", NOTICED, family="nemotron_h with experts")
-def persistent_buffer(model):
-    router = next(m for m in model.modules() if "e_score_correction_bias" in m._buffers)
-    kept = Kept(router.e_score_correction_bias)
-    router.e_score_correction_bias.data.copy_(
-        torch.linspace(-9, 9, router.e_score_correction_bias.numel())
-    )
-    yield
-    kept.restore()
-
-
-@kind("a buffer that is not saved: rotary frequencies", NOTICED, family="falcon_h1")
-def rotary_buffer(model):
-    rotary = next(m for m in model.modules() if "inv_freq" in m._buffers)
-    kept = Kept(rotary.inv_freq)
-    rotary.inv_freq.mul_(1.5)
-    yield
-    kept.restore()
-
-
-@kind("dtype of one parameter", NOTICED)
-def parameter_halved(model):
-    mixer = mixers(model)[0]
-    before = mixer.A_log
-    mixer.A_log = nn.Parameter((before.detach() * 1.2345).bfloat16())
-    yield
-    mixer.A_log = before
-
-
-@kind("dtype of the model", NOTICED)
-def model_double(model):
-    model.double()
-    yield
-    model.float()
-
-
-# Weights that are computed from others.
-
-
-@kind("weight norm put on", KEYED, matters=False, comes_back=False)
-def weight_norm(model):
-    before = head(model).weight
+def _add_weight_norm(model):
     parametrizations.weight_norm(head(model))
-    yield
-    parametrize.remove_parametrizations(head(model), "weight")
-    head(model).weight = before
 
 
-@kind("a parametrised weight's own parameter", NOTICED,
-      prepare=lambda model: parametrizations.weight_norm(head(model)))  # fmt: skip
-def weight_norm_changed(model):
-    scale = head(model).parametrizations.weight.original0
-    kept = Kept(scale)
-    scale.data.mul_(1.5)
-    yield
-    kept.restore()
-
-
-@kind("pruning put on", NOTICED)
-def pruned(model):
-    before = head(model).weight
+def _prune(model):
     prune.random_unstructured(head(model), "weight", 0.5)
-    yield
-    prune.remove(head(model), "weight")
-    head(model).weight = before
-
-
-@kind("a pruning mask", NOTICED,
-      prepare=lambda model: prune.random_unstructured(head(model), "weight", 0.5))  # fmt: skip
-def pruning_mask(model):
-    kept = Kept(head(model).weight_mask)
-    head(model).weight_mask.data.copy_(1 - head(model).weight_mask)
-    yield
-    kept.restore()
 
 
 class Int8Linear(nn.Module):
@@ -377,197 +276,183 @@ class Int8Linear(nn.Module):
         return x @ (self.codes.to(x) * self.scale).T
 
 
-@kind("a module quantised in place", KEYED)
-def quantised(model):
-    before = mixers(model)[0].in_proj
-    mixers(model)[0].in_proj = Int8Linear(before).eval()
-    yield
-    mixers(model)[0].in_proj = before
-
-
 def _quantise(model):
-    mixers(model)[0].in_proj = Int8Linear(mixers(model)[0].in_proj).eval()
+    mixers(model)[0].in_proj = Int8Linear(_projection(model)).eval()
 
 
-@kind("codes of a quantised weight", NOTICED, prepare=_quantise)
-def codes(model):
-    kept = Kept(mixers(model)[0].in_proj.codes)
-    mixers(model)[0].in_proj.codes.data.bitwise_xor_(16)
+_step("optimizer step: SGD", functools.partial(torch.optim.SGD, lr=0.05))
+_step("optimizer step: AdamW, fused", functools.partial(torch.optim.AdamW, lr=0.05, fused=True))
+_write("write under no_grad", _under(torch.no_grad))
+_write("write under inference_mode", _under(torch.inference_mode))
+_write("write through .data", lambda weight: weight.data.add_(noise(weight)))
+_write("write through a NumPy view", lambda weight: weight.detach().numpy().__imul__(1.5))
+_write("two values swapped", _swap_values)
+_write("one bit of one value", _flip_one_bit)
+_write("write to an inference tensor", _under(torch.inference_mode), _head_weight,
+       prepare=_in_inference_mode)  # fmt: skip
+_write("a persistent buffer",
+       lambda bias: bias.copy_(torch.linspace(-9, 9, bias.numel())),
+       lambda model: having(model, "e_score_correction_bias")[0].e_score_correction_bias.data,
+       family="nemotron_h with experts")  # fmt: skip
+_write("a buffer that is not saved: rotary frequencies", lambda buffer: buffer.mul_(1.5),
+       lambda model: having(model, "inv_freq")[0].inv_freq, family="falcon_h1")  # fmt: skip
+_write("a parametrised weight's own parameter", lambda scale: scale.data.mul_(1.5),
+       lambda model: head(model).parametrizations.weight.original0,
+       prepare=_add_weight_norm)  # fmt: skip
+_write("a pruning mask", lambda mask: mask.copy_(1 - mask), lambda model: head(model).weight_mask,
+       prepare=_prune)  # fmt: skip
+_write("codes of a quantised weight", lambda codes: codes.bitwise_xor_(16),
+       lambda model: _projection(model).codes, prepare=_quantise)  # fmt: skip
+_put(".data put in place of .data", NOTICED, _head_weight, "data",
+     lambda data: data + noise(data))  # fmt: skip
+_put("a square weight transposed through .data", NOTICED,
+     lambda model: next(p for p in model.parameters() if p.dim() == 2 and len(set(p.shape)) == 1),
+     "data", torch.t, family="lfm2")  # fmt: skip
+_put("a parameter replaced", NOTICED, head, "weight", _other_parameter)
+_put("a module replaced by one of its class", NOTICED, lambda model: mixers(model)[0], "in_proj",
+     _other_linear)  # fmt: skip
+_put("dtype of one parameter", NOTICED, lambda model: mixers(model)[0], "A_log",
+     lambda before: nn.Parameter((before.detach() * 1.2345).bfloat16()))  # fmt: skip
+_put("output embeddings untied and written", KEYED, head, "weight", _other_parameter,
+     prepare=_tie)  # fmt: skip
+_put("a bias added", KEYED, head, "bias",
+     lambda _: nn.Parameter(torch.linspace(-1, 1, 97)))  # fmt: skip
+_put("a module quantised in place", KEYED, lambda model: mixers(model)[0], "in_proj",
+     lambda before: Int8Linear(before).eval())  # fmt: skip
+_do("dtype of the model", NOTICED, nn.Module.double, nn.Module.float)
+_do("load_state_dict(assign=True) of equal values", HARMLESS, _assign_state_dict,
+    lambda model: None, matters=False)  # fmt: skip
+_exchange("parameters of two modules exchanged",
+          lambda model: [mixer.in_proj for mixer in mixers(model)[:2]], "weight")  # fmt: skip
+_exchange("two modules exchanged", lambda model: mixers(model)[:2], "in_proj")
+
+
+@kind("load_state_dict(assign=True)", NOTICED)
+def state_dict_assigned(model):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _assign_state_dict(model, lambda value: value + noise(value))
     yield
-    kept.restore()
+    model.load_state_dict(before, assign=True)
 
 
-# Adapters: a stand-in that keeps its settings as PEFT's LoRA layers do.
-
-
-class Lora(nn.Module):
-    """As PEFT's: dicts of weights and scaling by adapter, changed in place."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
-        self.scaling = {}
-        self._active_adapter = ["default"]
-        self._disable_adapters = False
-        self.merged_adapters = []
-        for seed, name in enumerate(("default", "other")):
-            self.add(name, seed)
-        self.eval()
-
-    def add(self, name, seed):
-        torch.manual_seed(seed + 7)
-        base = self.base_layer
-        self.lora_A[name] = nn.Linear(base.in_features, 2, bias=False)
-        self.lora_B[name] = nn.Linear(2, base.out_features, bias=False)
-        self.scaling[name] = 2.0
-
-    def delta(self, name):
-        return self.scaling[name] * self.lora_B[name].weight @ self.lora_A[name].weight
-
-    def forward(self, x):
-        result = self.base_layer(x)
-        if self._disable_adapters or self.merged_adapters:
-            return result
-        for name in self._active_adapter:
-            result = result + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
-        return result
-
-
-def with_lora(model):
-    for mixer in mixers(model):
-        mixer.in_proj = Lora(mixer.in_proj)
-
-
-def loras(model):
-    return [m for m in model.modules() if isinstance(m, Lora)]
-
-
-def _adapter(name, outcome, *, matters=True):
-    return kind(f"adapter {name}", outcome, prepare=with_lora, matters=matters)
-
-
-@_adapter("set_scale", KEYED)
-def set_scale(model):
-    for lora in loras(model):
-        lora.scaling["default"] = 5.0
+@kind("output embeddings tied to the input's", KEYED)
+def tied(model):
+    before = head(model).weight
+    _tie(model)
     yield
-    for lora in loras(model):
-        lora.scaling["default"] = 2.0
+    head(model).weight = before
 
 
-@_adapter("scale_layer", KEYED)
-def scale_layer(model):
-    loras(model)[-1].scaling["default"] *= 4
+@kind("weight norm put on", KEYED, matters=False, comes_back=False)
+def weight_norm(model):
+    before = head(model).weight
+    _add_weight_norm(model)
     yield
-    loras(model)[-1].scaling["default"] /= 4
+    parametrize.remove_parametrizations(head(model), "weight")
+    head(model).weight = before
 
 
-@_adapter("disabled", KEYED)
-def adapter_disabled(model):
-    for lora in loras(model):
-        lora._disable_adapters = True
+@kind("pruning put on", NOTICED)
+def pruned(model):
+    before = head(model).weight
+    _prune(model)
     yield
-    for lora in loras(model):
-        lora._disable_adapters = False
-
-
-@_adapter("exchanged for another", KEYED)
-def adapter_set(model):
-    for lora in loras(model):
-        lora._active_adapter[0] = "other"
-    yield
-    for lora in loras(model):
-        lora._active_adapter[0] = "default"
-
-
-@_adapter("added beside it", KEYED)
-def adapter_added(model):
-    for lora in loras(model):
-        lora._active_adapter.append("other")
-    yield
-    for lora in loras(model):
-        lora._active_adapter.pop()
-
-
-@_adapter("loaded and made active", KEYED)
-def adapter_loaded(model):
-    for lora in loras(model):
-        lora.add("third", 3)
-        lora._active_adapter = ["third"]
-        lora.eval()
-    yield
-    for lora in loras(model):
-        lora._active_adapter = ["default"]
-        del lora.lora_A["third"], lora.lora_B["third"], lora.scaling["third"]
-
-
-@_adapter("hot-swapped", NOTICED)
-def hot_swapped(model):
-    kept = Kept(*(p for lora in loras(model) for p in lora.lora_B.parameters()))
-    for lora in loras(model):
-        lora.lora_B["default"].weight.data.copy_(noise(lora.lora_B["default"].weight, 1))
-    yield
-    kept.restore()
-
-
-@_adapter("merged", NOTICED)
-def merged(model):
-    kept = Kept(*(lora.base_layer.weight for lora in loras(model)))
-    for lora in loras(model):
-        lora.base_layer.weight.data += lora.delta("default")
-        lora.merged_adapters.append("default")
-    with torch.no_grad():
-        loras(model)[0].base_layer.weight.add_(0.01)
-    yield
-    for lora in loras(model):
-        lora.merged_adapters.clear()
-    kept.restore()
-
-
-@kind("adapters put on", KEYED)
-def injected(model):
-    with_lora(model)
-    yield
-    for mixer in mixers(model):
-        mixer.in_proj = mixer.in_proj.base_layer
+    prune.remove(head(model), "weight")
+    head(model).weight = before
 
 
 # Settings.
 
 
-def _attribute(name, find, attribute, value, *, family="nemotron_h", matters=True):
-    @kind(name, KEYED, family=family, matters=matters)
-    def change(model):
-        owner = find(model)
-        before = getattr(owner, attribute)
-        setattr(owner, attribute, value)
-        yield
-        setattr(owner, attribute, before)
+def _first_with(name):
+    return lambda model: having(model, name)[0]
 
 
-_attribute("a norm's epsilon", lambda m: norms(m)[0], "variance_epsilon", 0.5)
-_attribute("an attention's scale", attention, "scaling", 3.0)
-_attribute("limits of time steps", lambda m: mixers(m)[0], "time_step_limit", (0.5, 2.0))
-_attribute("a multiplier of residuals", lambda m: next(
-    x for x in m.modules() if hasattr(x, "residual_multiplier")), "residual_multiplier", 0.3,
-    family="granite 4")  # fmt: skip
-_attribute("a value of the configuration", lambda m: m.config, "logits_scaling", 7.0,
-           family="granite 4", matters=True)  # fmt: skip
-_attribute("a rotary embedding's scale", lambda m: next(
-    x for x in m.modules() if hasattr(x, "attention_scaling")), "attention_scaling", 0.5,
-    family="falcon_h1")  # fmt: skip
-_attribute("an activation function", lambda m: next(
-    x for x in m.modules() if hasattr(x, "act_fn")), "act_fn", nn.Sigmoid())  # fmt: skip
-_attribute("the class of a module", lambda m: norms(m)[0], "__class__", nn.Identity)
+def _add_attribute(model):
+    attention(model).scaling = 0.01
+    attention(model).note = {"scale": [0.01]}
 
 
-@kind("attention implementation", KEYED, matters=False)
-def attn_implementation(model):
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+def _remove_attribute(model):
+    attention(model).scaling = 16**-0.5
+    del attention(model).note
+
+
+def _require_no_grad(model):
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def _require_grad(model):
+    model.zero_grad()
+    model.requires_grad_(True)
+
+
+for _name, _find, _attribute, _value, _family in (
+    ("a norm's epsilon", lambda m: norms(m)[0], "variance_epsilon", 0.5, "nemotron_h"),
+    ("an attention's scale", attention, "scaling", 3.0, "nemotron_h"),
+    ("a value of the configuration", lambda m: m.config, "logits_scaling", 7.0, "granite 4"),
+    ("a rotary embedding's scale", _first_with("attention_scaling"), "attention_scaling", 0.5,
+     "falcon_h1"),
+    ("an activation function", _first_with("act_fn"), "act_fn", nn.Sigmoid(), "nemotron_h"),
+    ("the class of a module", lambda m: norms(m)[0], "__class__", nn.Identity, "nemotron_h"),
+):  # fmt: skip
+    _put(_name, KEYED, _find, _attribute, lambda _, value=_value: value, family=_family)
+_put("probability of dropout, in eval mode", KEYED, _first_with("attention_dropout"),
+     "attention_dropout", lambda _: 0.3, family="granite 4", matters=False)  # fmt: skip
+_do("a new plain attribute that forward reads", KEYED, _add_attribute, _remove_attribute)
+_do("attention implementation", KEYED, lambda m: m.set_attn_implementation("eager"),
+    lambda m: m.set_attn_implementation("sdpa"), matters=False)  # fmt: skip
+_do("one submodule in training mode", REFUSED, lambda m: attention(m).train(),
+    lambda m: attention(m).eval(), matters=False)  # fmt: skip
+_do("the model in training mode", REFUSED, nn.Module.train, nn.Module.eval, matters=False)
+_do("requires_grad and gradients", HARMLESS, _require_no_grad, _require_grad, matters=False)
+
+
+# Code: hooks, forwards that are replaced, compilation.
+
+
+def _doubled(function):
+    return lambda *args: function(*args) * 2
+
+
+def _hook_all_modules(model):
+    target = norms(model)[0]
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: output * 2 if module is target else None
+    )
+
+
+_hook("a forward hook", lambda model: attention(model).register_forward_hook(
+    lambda _, __, output: (output[0] * 2, output[1])))  # fmt: skip
+_hook("a forward pre-hook", lambda model: _projection(model).register_forward_pre_hook(
+    lambda _, args: (args[0] * 2,)))  # fmt: skip
+_hook("a hook of all modules", _hook_all_modules)
+_put("a forward replaced on the object", BYPASSED, _projection, "forward", _doubled)
+_put("a class's forward replaced", BYPASSED, lambda m: type(norms(m)[0]), "forward", _doubled)
+
+
+def _compile(find):
+    return {
+        "do": lambda model: find(model).compile(backend="eager"),
+        "undo": lambda model: delattr(find(model), "_compiled_call_impl"),
+        "matters": False,
+    }
+
+
+_do("a submodule compiled in place", KEYED, **_compile(lambda model: norms(model)[0]))
+_do("the model compiled in place", KEYED, **_compile(lambda model: model))
+
+
+@kind("a submodule replaced by its compiled form", KEYED, matters=False)
+def compiled_submodule(model):
+    mixer = mixers(model)[0]
+    before = mixer.in_proj
+    mixer.in_proj = torch.compile(before, backend="eager")
     yield
-    model.set_attn_implementation(before)
+    mixer.in_proj = before
+    del before._is_torch_compile
 
 
 @kind("a function registered for the attention in use", BYPASSED)
@@ -586,98 +471,6 @@ def attention_registered(model):
     del ALL_ATTENTION_FUNCTIONS[name]
 
 
-@kind("a new plain attribute that forward reads", KEYED)
-def added_attribute(model):
-    attention(model).scaling = 0.01
-    attention(model).note = {"scale": [0.01]}
-    yield
-    attention(model).scaling = 16**-0.5
-    del attention(model).note
-
-
-@kind("probability of dropout, in eval mode", KEYED, family="granite 4", matters=False)
-def dropout_probability(model):
-    owner = next(m for m in model.modules() if hasattr(m, "attention_dropout"))
-    before = owner.attention_dropout
-    owner.attention_dropout = 0.3
-    yield
-    owner.attention_dropout = before
-
-
-@kind("one submodule in training mode", REFUSED, matters=False)
-def submodule_trains(model):
-    attention(model).train()
-    yield
-    attention(model).eval()
-
-
-@kind("the model in training mode", REFUSED, matters=False)
-def model_trains(model):
-    model.train()
-    yield
-    model.eval()
-
-
-@kind("requires_grad", HARMLESS, matters=False)
-def frozen(model):
-    model.requires_grad_(False)
-    yield
-    model.requires_grad_(True)
-
-
-@kind("gradients", HARMLESS, matters=False)
-def gradients(model):
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    yield
-    model.zero_grad()
-
-
-# Code: hooks, forwards that are replaced, compilation.
-
-
-@kind("a forward hook", BYPASSED)
-def forward_hook(model):
-    hook = attention(model).register_forward_hook(lambda _, __, output: (output[0] * 2, output[1]))
-    yield
-    hook.remove()
-
-
-@kind("a forward pre-hook", BYPASSED)
-def forward_pre_hook(model):
-    hook = mixers(model)[0].in_proj.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-    yield
-    hook.remove()
-
-
-@kind("a hook of all modules", BYPASSED)
-def global_hook(model):
-    target = norms(model)[0]
-    hook = nn.modules.module.register_module_forward_hook(
-        lambda module, _, output: output * 2 if module is target else None
-    )
-    yield
-    hook.remove()
-
-
-@kind("a forward replaced on the object", BYPASSED)
-def forward_replaced(model):
-    mixer = mixers(model)[0].in_proj
-    original = mixer.forward
-    mixer.forward = lambda x: original(x) * 2
-    yield
-    del mixer.forward
-
-
-@kind("a class's forward replaced", BYPASSED)
-def class_forward(model):
-    owner = type(norms(model)[0])
-    original = owner.forward
-    owner.forward = lambda self, x: original(self, x) * 2
-    yield
-    owner.forward = original
-
-
 @kind("a function of the model's file replaced", KEYED, matters=False)
 def function_replaced(model):
     namespace = attention(model).forward.__func__.__globals__
@@ -687,57 +480,13 @@ def function_replaced(model):
     namespace["eager_attention_forward"] = original
 
 
-@kind("a submodule compiled in place", KEYED, matters=False)
-def compiled_in_place(model):
-    module = norms(model)[0]
-    module.compile(backend="eager")
-    yield
-    del module._compiled_call_impl
-
-
-@kind("the model compiled in place", KEYED, matters=False)
-def model_compiled(model):
-    model.compile(backend="eager")
-    yield
-    del model._compiled_call_impl
-
-
-@kind("a submodule replaced by its compiled form", KEYED, matters=False)
-def compiled_submodule(model):
-    mixer = mixers(model)[0]
-    before = mixer.in_proj
-    mixer.in_proj = torch.compile(before, backend="eager")
-    yield
-    mixer.in_proj = before
-    del before._is_torch_compile
-
-
 # What holds for the whole process.
 
-
-def _within(name, context, *, outcome=KEYED, matters=False):
-    @kind(name, outcome, matters=matters)
-    def change(model):
-        with context():
-            yield
-
-
-def _switch(name, read, write, value, *, comes_back=True):
-    @kind(name, KEYED, matters=False, comes_back=comes_back)
-    def change(model):
-        before = read()
-        write(value)
-        try:
-            yield
-        finally:  # or later tests had it, too
-            write(before)
-
-
-_within("autocast to bfloat16", lambda: torch.autocast("cpu", torch.bfloat16), matters=True)
-_within("autocast to float16", lambda: torch.autocast("cpu", torch.float16), matters=True)
+_within("autocast to bfloat16", lambda: torch.autocast("cpu", torch.bfloat16))
+_within("autocast to float16", lambda: torch.autocast("cpu", torch.float16))
 _within("only some attention kernels", lambda: nn.attention.sdpa_kernel(
-    nn.attention.SDPBackend.MATH))  # fmt: skip
-_within("inference_mode around the call", torch.inference_mode, outcome=HARMLESS)
+    nn.attention.SDPBackend.MATH), matters=False)  # fmt: skip
+_within("inference_mode around the call", torch.inference_mode, HARMLESS, matters=False)
 _switch("precision of float32 products", torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision, "medium", comes_back=False)  # fmt: skip
 _switch("precision of float32 products on the CPU",
