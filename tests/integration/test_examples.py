@@ -1,21 +1,35 @@
 """Examples print what the documentation shows of them, and do what they are there for."""
 
+import contextlib
 import importlib.util
+import io
+import json
 import re
-import subprocess
+import runpy
 import sys
 
 import numpy as np
 import pytest
+import torch
+from clocks import Clock
 from sources import ROOT
 
+from mamba_cache import CacheConfig, DynamicInferenceContext, Request
+from mamba_cache.errors import BlockCapacityError
+from mamba_cache.reference import HybridModel, engine
 from mamba_cache.slots import PlacementFacts
+
+EXAMPLES = ROOT / "examples"
 
 
 def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # where a dataclass looks up its annotations
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
     return module
 
 
@@ -32,9 +46,12 @@ def shown(page: str, command: str) -> str:
         ("tutorial/embed.md", "embed_in_your_engine"),
         ("explanation/placement.md", "custom_policy"),
         ("how-to/forks.md", "forks"),
+        ("how-to/batching.md", "transformers_batch"),
     ],
 )
 def test_output_is_as_shown(page, name, capsys):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers", reason="needs the extra transformers")
     assert load(name).main() == 0
     assert capsys.readouterr().out == shown(page, f"python examples/{name}.py")
 
@@ -49,11 +66,11 @@ CHOOSER = (
 @pytest.mark.parametrize("name", CHOOSER)
 def test_what_the_chooser_leads_to_is_short_and_compares(name):
     """Each is under 100 lines, ends in a comparison, and fails if that finds a difference."""
-    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 100
     assert "{'agree' if " in text
     assert "return 0 if " in text
-    assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert f"`{name}.py`" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
@@ -71,12 +88,15 @@ def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
         assert skipped[turn] == said_before // block * block
 
 
-def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
-    chat = load("own_engine")
-    turns = iter([[(2, 0, [7])], [(2, 0, [8])]])
-    monkeypatch.setattr(chat, "converse", lambda *_: next(turns))
-    assert chat.main() == 1
-    assert "DO NOT AGREE" in capsys.readouterr().out
+def test_questions_on_one_text_compute_what_is_new_from_the_second_on(capsys):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    assert load("transformers_script").main() == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^.*\? +(\d+) +(\d+) .* ms$", printed, re.M)
+    skipped = [int(number) for _, number in rows]
+    assert skipped == [0, 896, 896]
+    computed = sum(int(length) for length, _ in rows) - sum(skipped)
+    assert f"Prompt tokens computed: {computed:,} with the cache" in printed
 
 
 @pytest.mark.parametrize(
@@ -87,19 +107,13 @@ def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
         ("megatron_core", "megatron", r"needs Megatron Core: .*pip install -e '\.\[megatron\]'"),
     ],
 )
-def test_an_example_whose_engine_is_missing_says_what_to_install(name, package, said):
-    example = ROOT / "examples" / f"{name}.py"
+def test_an_example_whose_engine_is_missing_says_what_to_install(monkeypatch, name, package, said):
+    for module in ("transformers", "transformers.serve", "megatron"):
+        importlib.import_module(f"mamba_cache.integrations.{module}")  # before it is blocked
     # Blocked, so that the test is the same where the engine is installed.
-    program = (
-        f"import runpy, sys; sys.modules[{package!r}] = None; "
-        f"runpy.run_path({str(example)!r}, run_name='__main__')"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True
-    )
-    [line] = result.stderr.splitlines()
-    assert result.returncode == 1
-    assert re.search(said, line)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=said):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
 def test_the_own_policy_keeps_what_was_used_most():
@@ -126,10 +140,232 @@ def test_the_own_placement_doubles():
 
 def test_the_page_on_examples_lists_each_with_its_length():
     """`examples/README.md` says which to read first."""
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     listed = {name: int(lines) for name, lines in re.findall(r"`(\w+)\.py` \| (\d+) \|", page)}
     lengths = {
         path.stem: len(path.read_text(encoding="utf-8").splitlines())
-        for path in (ROOT / "examples").glob("*.py")
+        for path in EXAMPLES.glob("*.py")
     }
     assert listed == lengths
+
+
+# Examples that print a report, as a table or as JSON.
+
+
+class Reporting:
+    """An example, and the report of one run of it."""
+
+    def __init__(self, name):
+        self.example = load(name)
+        if name == "speculative_decoding":
+            self.example.TEXTS = self.example.TEXTS[1:2]  # one is enough here
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            patch.setattr(engine, "time", Clock(0.001))
+            patch.setattr(sys, "argv", [f"{name}.py", "--json"])
+            assert self.example.main() == 0
+        assert stderr.getvalue() == ""
+        self.report = json.loads(stdout.getvalue())
+
+
+@pytest.fixture(scope="module")
+def reuse():
+    """The first command of the README."""
+    return Reporting("prefix_reuse")
+
+
+@pytest.fixture(scope="module")
+def speculation():
+    return Reporting("speculative_decoding")
+
+
+@pytest.fixture(params=["reuse", "speculation"])
+def each(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_outputs_that_differ_fail_the_script(each, monkeypatch, capsys):
+    monkeypatch.setattr(each.example, "play", lambda: ({}, {}))
+    monkeypatch.setattr(each.example, "report", lambda *_: each.report | {"outputs_match": False})
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    assert each.example.main() == 1
+    assert "DO NOT AGREE" in capsys.readouterr().out
+
+
+def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
+    chat = load("own_engine")
+    turns = iter([[(2, 0, [7])], [(2, 0, [8])]])
+    monkeypatch.setattr(chat, "converse", lambda *_: next(turns))
+    assert chat.main() == 1
+    assert "DO NOT AGREE" in capsys.readouterr().out
+
+
+def test_the_table_names_each_request_or_run(each, capsys):
+    each.example.show(each.report)
+    printed = capsys.readouterr().out
+    assert all(request["name"] in printed for request in each.report.get("requests", ()))
+    assert printed.count("up to") == len(each.report.get("runs", ()))
+    assert all(len(line) <= 88 for line in printed.splitlines())
+
+
+FIELDS = {
+    "name": str,
+    "prompt_tokens": int,
+    "kv_matched_blocks": int,
+    "state_matched_blocks": int,
+    "skipped_tokens": int,
+    "computed_tokens": int,
+    "ttft_ms": float,
+}
+
+
+def test_every_request_has_its_fields(reuse):
+    requests = reuse.report["requests"]
+    assert len({request["name"] for request in requests}) == reuse.example.NUM_PROMPTS
+    for request in requests:
+        assert {name: type(request[name]) for name in FIELDS} == FIELDS
+        assert request["skipped_tokens"] + request["computed_tokens"] == request["prompt_tokens"]
+        assert request["state_matched_blocks"] <= request["kv_matched_blocks"]
+        assert request["ttft_ms"] > 0
+    assert len(requests) == reuse.example.NUM_PROMPTS
+
+
+def test_outputs_match_and_half_of_the_prefill_is_skipped(reuse):
+    report = reuse.report
+    assert report["outputs_match"] is True
+    computed = sum(request["computed_tokens"] for request in report["requests"])
+    needed = sum(request["prompt_tokens"] for request in report["requests"])
+    assert report["prefill_tokens_computed"] == computed
+    assert report["prefill_tokens_without_cache"] == needed
+    assert computed <= needed / 2
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    skipped = f"| {1 - computed / needed:.0%}, the same tokens | `python examples/prefix_reuse.py`"
+    assert skipped in readme
+
+
+def test_each_scene_shows_what_it_is_there_for(reuse):
+    requests = {request["name"]: request for request in reuse.report["requests"]}
+    skipped = {name: request["skipped_tokens"] for name, request in requests.items()}
+    kv_blocks = {name: request["kv_matched_blocks"] for name, request in requests.items()}
+    assert all(skipped[f"system prompt {n}"] > 2000 for n in (2, 3, 4))
+    assert all(skipped[f"conversation {n}"] > 1000 for n in (2, 3, 4))
+    assert kv_blocks["branch 2"] == kv_blocks["branch 3"] > 0
+    assert skipped["branch 2"] == 0 < skipped["branch 3"]
+    assert skipped["eviction 6: B"] == 0 < skipped["eviction 5: A"]
+
+
+def test_drafts_save_steps_and_change_no_token(speculation):
+    report, example = speculation.report, speculation.example
+    assert report["outputs_match"] is True
+    plain = {run["sampling"]: run for run in report["runs"] if run["num_speculative_tokens"] == 0}
+    assert plain.keys() == {"greedy", "drawn"}
+    assert len(report["runs"]) == 6
+    for run in report["runs"]:
+        without = plain[run["sampling"]]
+        assert run["tokens"] == run["steps"] + run["accepted_tokens"] == without["steps"]
+        if run is not without:
+            assert run["tokens_per_step"] > 1.3
+            assert run["accepted_tokens"] <= run["drafted_tokens"]
+        # The second turn resumes behind the first answer.
+        assert run["skipped_tokens"] > len(example.TEXTS) * example.PROMPT_TOKENS
+
+
+def test_answers_that_differ_are_noticed(speculation):
+    example = speculation.example
+
+    def outcome(token):
+        return example.Outcome([(1, token)], example.DecodingStats(), 0, 1.0)
+
+    same = {("greedy", 0): outcome(2), ("greedy", 3): outcome(2), ("drawn", 0): outcome(9)}
+    assert example.report(same)["outputs_match"] is True
+    assert example.report(same | {("greedy", 3): outcome(3)})["outputs_match"] is False
+
+
+# The engine of the tutorial: right with little memory too, and when the model fails.
+
+
+@pytest.fixture(scope="module")
+def model():
+    return HybridModel(dtype=torch.float64)
+
+
+@pytest.fixture
+def make_engine(model, rng):
+    """Makes engines that are asked the same, given blocks, a cache or none, and settings.
+
+    Some prompts share a beginning of up to two blocks; all grow into another while decoding.
+    """
+    example, shared = load("embed_in_your_engine"), rng.integers(0, 256, 128).tolist()
+    prompts = [shared + rng.integers(0, 256, n).tolist() for n in (250, 120, 180, 62, 190)]
+
+    def make(*, num_kv_blocks, cached=True, forward=model.forward, **settings):
+        config = CacheConfig(
+            block_size_tokens=64,
+            max_requests=4,
+            max_tokens=256,
+            max_sequence_length=1024,
+            ssm_chunk_size=64,
+            num_kv_blocks=num_kv_blocks,
+            max_slots=4,
+            enable_prefix_caching=cached,
+        )
+        context = DynamicInferenceContext(
+            config, model.config.state_spec(model.dtype), model.config.kv_spec(model.dtype)
+        )
+        made = example.TinyEngine(context, forward, example.most_likely, **settings)
+        for name, prompt in enumerate(prompts):
+            made.queue.append(Request(request_id=name, prompt_tokens=prompt))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("num_kv_blocks", [8, 32])
+def test_answers_do_not_depend_on_memory(make_engine, num_kv_blocks):
+    engines = [
+        make_engine(num_kv_blocks=num_kv_blocks, chunk_tokens=96, max_new_tokens=80),
+        make_engine(num_kv_blocks=64, cached=False, max_new_tokens=80),
+    ]
+    for one in engines:
+        one.run()
+        one.context.check_invariants()
+    assert engines[0].answers == engines[1].answers
+    assert engines[0].answers.keys() == set(range(5))
+    assert bool(engines[0].context.stats().preemptions) == (num_kv_blocks == 8)
+
+
+def test_what_does_not_fit_alone_is_told(make_engine):
+    with pytest.raises(BlockCapacityError):
+        make_engine(num_kv_blocks=5).run()
+
+
+def test_goes_on_after_a_model_that_failed(make_engine, model):
+    calls = []
+
+    def forward(metadata, context):
+        calls.append(metadata.num_tokens)
+        logits = model.forward(metadata, context)
+        if len(calls) == 3:
+            raise RuntimeError("the device is gone")
+        return logits
+
+    failing = make_engine(num_kv_blocks=32, forward=forward)
+    uncached = make_engine(num_kv_blocks=64, cached=False)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        failing.run()
+    failing.run()
+    uncached.run()
+    assert failing.context.stats().aborted_steps == 1
+    assert failing.answers == uncached.answers
+
+
+def test_engine_is_short():
+    """The tutorial promises an engine of about a hundred lines."""
+    lines = (EXAMPLES / "embed_in_your_engine.py").read_text(encoding="utf-8").splitlines()
+    start = lines.index("class TinyEngine:")
+    end = next(i for i in range(start, len(lines)) if lines[i].startswith("def make_context"))
+    assert end - start <= 105

@@ -1,14 +1,11 @@
 """Batches of requests that come and go: each says what it says alone."""
 
-import importlib.util
-
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from batch_rig import SERVED, answers, batch, subject, tokens
-from sources import ROOT
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -270,17 +267,6 @@ def test_answers_are_reused_if_they_are_kept(nemotron, generator):
         assert answers(outputs) == [nemotron.answer(longer, 6)]
         assert cache.stats().skipped_tokens - before == hit
         assert cache.stats().kv_matched_blocks == hit // BLOCK
-
-
-def test_the_example_prints_what_the_page_shows(capsys):
-    path = ROOT / "examples" / "transformers_batch.py"
-    spec = importlib.util.spec_from_file_location("transformers_batch", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.main() == 0
-    page = (ROOT / "docs" / "how-to" / "batching.md").read_text(encoding="utf-8")
-    command = "$ python examples/transformers_batch.py\n"
-    assert capsys.readouterr().out == page.split(command)[1].split("```")[0]
 
 
 def test_weights_that_change_between_calls_are_noticed(generator):

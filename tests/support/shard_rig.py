@@ -404,6 +404,14 @@ def run_tiered_and_stored(rank, world_size, folder, *arguments):
     torch.save(reports, f"{folder}/{rank}.pt")
 
 
+def run_all(rank, world_size, folder, seed, num_steps, backend):
+    """One rank with its shard, and after that over tiers of its own."""
+    run_shard(rank, world_size, folder, seed, num_steps, backend)
+    own = Path(folder, "tiers")
+    own.mkdir(exist_ok=True)
+    run_tiered_and_stored(rank, world_size, own, seed, 60, backend)
+
+
 def run_over(rank, world_size, folder, seed, num_requests, backend, **settings):
     device = join(rank, world_size, folder, backend)
     assert GroupAgreement().largest([rank, -rank]) == [world_size - 1, 0]  # over the backend
