@@ -13,7 +13,6 @@ from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
-    Chunk,
     PlannedLoad,
     RequestStatus,
 )
@@ -187,23 +186,17 @@ class Admitter:
         active.status = RequestStatus.SCHEDULED
 
     def renew_restore(self, active: ActiveRequest) -> None:
-        """Plan a chunk again if its state, or the slots reserved for it, went with a reset.
+        """Plan a chunk again if the state that it resumes from is gone."""
+        lease = active.current_chunk.lease
+        if lease is not None and not self._slots.is_current(lease):
+            self.plan_again(active)
 
-        A chunk whose state is gone starts at the farthest state that is left among the matched
-        blocks, or at the prompt's beginning, and computes as many tokens as it was to, from there.
+    def plan_again(self, active: ActiveRequest) -> None:
+        """Plan a chunk again that cannot resume from the state which it was planned with.
+
+        It starts at the farthest state that is left among the matched blocks, or at the prompt's
+        beginning, and computes as many tokens as it was to, from there.
         """
-        chunk = active.current_chunk
-        has_state = chunk.lease is None or self._slots.is_current(chunk.lease)
-        planned = chunk.checkpoints  # all of one epoch
-        if has_state and (not planned or planned[0].epoch == self._slots.epoch):
-            return
-        self._plan_again(active, has_state=has_state and chunk.load is None)
-
-    def resume_without_load(self, active: ActiveRequest) -> None:
-        """Plan a chunk again whose load is given up: from the farthest state on the GPU."""
-        self._plan_again(active, has_state=False)
-
-    def _plan_again(self, active: ActiveRequest, *, has_state: bool) -> None:
         chunk = active.current_chunk
         self._checkpoints.cancel(chunk)
         # If what follows fails, nothing of the old plan may be taken back twice.
@@ -211,11 +204,6 @@ class Admitter:
         chunk = replace(chunk, lease=None, load=None, inside=(), boundary=None)
         active.chunk = chunk
         self._cancel_load(load)
-        if not has_state:
-            chunk = self._resume_elsewhere(active, chunk)
-        self._checkpoints.plan(active, chunk)
-
-    def _resume_elsewhere(self, active: ActiveRequest, chunk: Chunk) -> Chunk:
         admission = active.current_admission
         active.num_shared_blocks = active.num_published  # blocks to be loaded are not
         shared = active.block_ids[: active.num_shared_blocks]
@@ -232,7 +220,7 @@ class Admitter:
             loaded_blocks=0,
             loads_state=False,
         )
-        return active.chunk
+        self._checkpoints.plan(active, active.chunk)
 
     def end_chunk(self, active: ActiveRequest) -> None:
         """End a committed chunk: its source may be evicted from now on."""

@@ -96,8 +96,7 @@ class Checkpoints:
         position = (active.num_computed // self._block_size + 1) * self._block_size
         if not self._save_decode_states and not active.wants_state_at(position):
             return
-        before = active.checkpoint
-        if before is None or before.epoch != self._slots.epoch:
+        if active.checkpoint is None:
             kept = self._reserve(active, [position], self._propose_unfinished)
             active.checkpoint = kept[0] if kept else None
         # Else the step before may get there, or this one: one slot does for both.
@@ -193,8 +192,6 @@ class Checkpoints:
             saved_tokens.append(num_saved)
             if not checkpoint.is_loaded:
                 computed[checkpoint.slot] = checkpoint.position
-        if checkpoints[0].epoch != self._slots.epoch:
-            return  # the slots' owner has reset them, and what was reserved with them
         if private:
             self._slots.cancel_reserved(private)
         if slots:
@@ -316,15 +313,9 @@ class Checkpoints:
                 ]
         blocks = [active.block_before(p) for p in positions]
         slots = self._slots.reserve_slots(blocks, proposals)
-        epoch = self._slots.epoch
-        return [
-            Checkpoint(p, slot, epoch)
-            for p, slot in zip(positions, slots, strict=True)
-            if slot is not None
-        ]
+        pairs = zip(positions, slots, strict=True)
+        return [Checkpoint(p, slot) for p, slot in pairs if slot is not None]
 
     def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Give slots back, unless a reset has taken them since: all are of one epoch."""
         if checkpoints:
-            slots = [checkpoint.slot for checkpoint in checkpoints]
-            self._slots.cancel_reserved(slots, epoch=checkpoints[0].epoch)
+            self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])

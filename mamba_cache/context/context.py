@@ -228,7 +228,7 @@ class DynamicInferenceContext:
                 max_share=config.max_pinned_share,
                 clock=clock,
             )
-        self.slot_allocator.before_reset = weak_callback(self._runner.require_none)
+        self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
         self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
 
     def _make_memory(
@@ -1238,6 +1238,16 @@ class DynamicInferenceContext:
         if len(self._pins):
             raise StepOrderError(
                 f"{len(self._pins)} pins hold KV blocks: unpin them first, or reset the context"
+            )
+
+    def _require_no_slots_reserved(self) -> None:
+        """Check that no step is in flight or planned that writes into slots."""
+        self._runner.require_none()
+        reserving = [a.request_id for a in self.request_table if a.checkpoints]
+        if reserving:
+            raise StepOrderError(
+                f"requests {reserving[:8]} have reserved slots: finish or preempt them first, or "
+                "reset the context, which ends them"
             )
 
     def _end(self, active: ActiveRequest) -> None:

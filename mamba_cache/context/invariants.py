@@ -36,8 +36,7 @@ def check_requests(
             _check_decoding(active, is_in_step=is_in_step)
         else:
             _check_chunk(active, is_in_step=is_in_step)
-        planned += active.chunk.checkpoints if active.chunk else ()
-        planned += [active.checkpoint] if active.checkpoint else []
+        planned += active.checkpoints
     _check_reserved(planned, slots)
     chunks = [active.chunk for active in requests if active.chunk is not None]
     read = [chunk.lease for chunk in chunks if chunk.lease is not None]
@@ -71,7 +70,7 @@ def _check_chunk(active: ActiveRequest, *, is_in_step: bool) -> None:
 
 
 def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) -> None:
-    current = [checkpoint.slot for checkpoint in planned if checkpoint.epoch == slots.epoch]
+    current = [checkpoint.slot for checkpoint in planned]
     reserved = slots.pool.reserved.keys()
     if len(set(current)) < len(current) or set(current) != reserved:
         raise InvariantError(

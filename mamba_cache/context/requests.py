@@ -230,7 +230,6 @@ class Checkpoint(NamedTuple):
 
     position: int  # the boundary, in tokens from the sequence's start
     slot: int  # the slot reserved for it
-    epoch: int  # the epoch of the slots in which it was reserved
     is_loaded: bool = False  # whether it comes from a tier, and is not computed
 
 
@@ -433,6 +432,12 @@ class ActiveRequest:
         """The chunk of a request that is scheduled or in flight."""
         assert self.chunk is not None, f"{self.request_id!r} is in no step"
         return self.chunk
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The states that it is to save, for each of which a slot is reserved."""
+        inside = () if self.chunk is None else self.chunk.checkpoints
+        return inside if self.checkpoint is None else (*inside, self.checkpoint)
 
     @property
     def current_load(self) -> PlannedLoad:

@@ -165,7 +165,7 @@ class StepRunner:
     def _begin_loads(self, tiering: Tiering) -> None:
         """Enqueue what the step's requests load; those that cannot load compute instead."""
         for active in tiering.begin(self._prefills):
-            self._admitter.resume_without_load(active)
+            self._admitter.plan_again(active)
 
     def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
         """Take requests out of the step; what they computed is of no use. Return their ids."""
@@ -182,7 +182,7 @@ class StepRunner:
             active = work.group.requests[index]
             self._checkpoints.plan_decode(active)
             checkpoint = active.checkpoint
-            if checkpoint is not None and checkpoint.epoch == self._slots.epoch:
+            if checkpoint is not None:
                 self._planned[index] = checkpoint
                 boundaries.append(CheckpointEntry(index, checkpoint.position, checkpoint.slot))
         return boundaries
@@ -273,7 +273,7 @@ class StepRunner:
             start = end - (1 if counts is None else counts.item(index))
             checkpoint = checkpoints.get(index)
             if checkpoint is not active.checkpoint:
-                checkpoint = None  # of slots that were reset since, and replaced
+                checkpoint = None  # the step before has reached it already
             if checkpoint is not None and not start < checkpoint.position <= end:
                 if not (stays and checkpoint in self._planned.values()):
                     self._checkpoints.cancel_decode(active)
@@ -289,8 +289,7 @@ class StepRunner:
             return
         active.checkpoint = None
         self._checkpoints.publish(active, (checkpoint,))
-        if checkpoint.epoch == self._slots.epoch:
-            self._checkpoints.supersede_decode_state(active, checkpoint)
+        self._checkpoints.supersede_decode_state(active, checkpoint)
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them."""

@@ -92,8 +92,6 @@ class SlotPool:
             is cached its readers.
         generations: [max_slots] int64. Which of its states each slot holds: another number whenever
             it is taken from a block.
-        epoch: The generation that the last reset gave to all slots. Who reserves slots keeps it,
-            to learn of a reset.
         reserved: Block for which each reserved slot was taken.
         hash_to_block_id: The block whose state each hash id finds, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
@@ -142,7 +140,6 @@ class SlotPool:
         self.slot_to_block = as_tensor(self._slot_to_block)
         self.pin_counts = self._rows.refs
         self.generations = np.zeros(self.max_slots, np.int64)
-        self.epoch = 0
         self.reserved: dict[int, int] = {}
         self._awaited: set[int] = set()  # blocks for which a slot is reserved
         # Slot, block and hash of each state stored or removed, until listeners are told.
@@ -412,7 +409,6 @@ class SlotPool:
         hashes: Iterable[int],
         *,
         saved_tokens: Sequence[int] | None = None,
-        epoch: int | None = None,
     ) -> list[int]:
         """Make reserved slots findable, after the work that writes them has been enqueued.
 
@@ -423,12 +419,9 @@ class SlotPool:
             hashes: The hash id of each block; one that is not positive is not registered.
             saved_tokens: For each, the tokens that its state saves beyond the state before it in
                 the same prefix, for policies that ask; None: unknown, so all are alike.
-            epoch: The ``epoch`` in which the slots were reserved; None: the current one. After a
-                reset the slots are another's, and nothing is committed.
 
         Returns:
-            The slot that caches each block now: the reserved one, or the one that it had; -1 if it
-            has none after a reset.
+            The slot that caches each block now: the reserved one, or the one that it had.
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
@@ -436,8 +429,6 @@ class SlotPool:
                 to 2**31 - 1, or a slot is not reserved or comes twice. Nothing was committed.
         """
         ids = self._block_ids(block_ids)
-        if self._is_over(epoch):
-            return self._slots_of(ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
         hash_ids, saved = _read_states(taken, ids, hashes, saved_tokens)
         self._guard.is_changing = True
@@ -446,20 +437,16 @@ class SlotPool:
         return self._publish(taken, ids, hash_ids, saved)
 
     @guarded(nests=True)
-    def cancel_reserved(self, slots: Sequence[int], *, epoch: int | None = None) -> None:
+    def cancel_reserved(self, slots: Sequence[int]) -> None:
         """Give reserved slots back, as when a step is aborted.
 
         Args:
             slots: Reserved slots.
-            epoch: The ``epoch`` in which they were reserved; None: the current one. After a reset
-                nothing is left to give back.
 
         Raises:
             InvalidArgumentError: A slot is outside the pool.
             DoubleFreeError: A slot is not reserved, or comes twice. Nothing was given back.
         """
-        if self._is_over(epoch):
-            return
         taken = self._check_reserved(slots, DoubleFreeError)
         self._guard.is_changing = True
         for slot in taken:
@@ -627,8 +614,8 @@ class SlotPool:
     def reset(self) -> None:
         """Free every slot, reserved and pinned ones too, and forget every hash and count.
 
-        In a context it is refused with ``StepOrderError`` while a step is in flight, whose forward
-        writes into slots that somebody else might reserve meanwhile.
+        In a context it is refused with ``StepOrderError`` while a step is in flight or a request
+        has reserved slots: its forward would write into slots of others.
         """
         if self.before_reset is not None:
             self.before_reset()
@@ -637,8 +624,7 @@ class SlotPool:
 
     def _reset(self) -> None:
         self._last_generation += 1
-        self.epoch = self._last_generation
-        self.generations.fill(self.epoch)
+        self.generations.fill(self._last_generation)
         gone = [
             (self._block_to_slot.item(block_id), block_id, hash_id)
             for block_id, hash_id in self._hash_of.items()
@@ -713,9 +699,6 @@ class SlotPool:
     def _slots_of(self, block_ids: Iterable[int]) -> list[int]:
         slot_at = self._slot_at
         return [slot_at[block_id] for block_id in block_ids]
-
-    def _is_over(self, epoch: int | None) -> bool:
-        return epoch is not None and check_int("epoch", epoch, minimum=0) != self.epoch
 
     def _check_reserved(self, slots: Sequence[int], error: type[InvalidArgumentError]) -> list[int]:
         taken = as_ids("slots", slots, self.max_slots)

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 from context_rig import BLOCK, CHUNK, MODEL, VOCAB, UncachedRuns, make_config, make_context
 from fingerprints import fingerprint
@@ -14,6 +15,7 @@ from mamba_cache.errors import (
     MambaCacheError,
     MissingStateError,
     SequenceLengthError,
+    StepOrderError,
 )
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
@@ -432,6 +434,10 @@ class ContextMachine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(["requests", "slots", "everything"]))
     def reset(self, what):
         if what == "slots":
+            if self.context.stats().reserved_slots:
+                with pytest.raises(StepOrderError, match="have reserved slots"):
+                    self.context.slot_allocator.reset()
+                return
             self.context.slot_allocator.reset()
             self.surely_saved.clear()
             self.pinned.clear()

@@ -47,9 +47,8 @@ def test_a_step_reserves_a_slot_only_if_it_can_end_a_block():
     assert reserved == [0] * 5 + [1]
 
 
-def test_two_steps_share_a_checkpoint_after_the_slots_were_reset_as_well():
+def test_two_steps_share_a_checkpoint():
     context = make_context(make_config(num_speculative_tokens=2))
-    context.slot_allocator.reset()
     prompt = PROMPT[: BLOCK - 1]
     add(context, "x", prompt)
     run_step(context)

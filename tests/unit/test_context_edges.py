@@ -17,7 +17,7 @@ from context_rig import (
     saved_prefix_lengths,
 )
 
-from mamba_cache import DeviceTokens, errors
+from mamba_cache import errors
 from mamba_cache.context import DynamicInferenceContext, MissReason
 from mamba_cache.context.stats import StatsCounters, collect_stats
 from mamba_cache.slots import EveryNthBlock, LastBlock
@@ -191,20 +191,6 @@ def test_a_resumed_request_may_be_cut_into_chunks():
     context.preempt("x")
     assert context.resume_request("x", chunk_tokens=2).chunk_tokens == 2
     assert context.begin_step().requests[0].num_tokens == 2
-
-
-def test_an_unreached_checkpoint_of_slots_that_were_reset_is_given_back_to_nobody():
-    """The slot may be reserved for another by then."""
-    context = make_context(make_config(num_speculative_tokens=2))
-    add(context, "x", [1, 2, 3, 4, 5, 6])
-    run_step(context)
-    context.begin_step(drafts={"x": [1, 2]})
-    assert context.slot_allocator.num_reserved_slots == 1
-    context.commit_step(DeviceTokens(torch.tensor([[1, 0, 0]]), torch.tensor([1]).int()))
-    context.slot_allocator.reset()
-    context.slot_allocator.reserve_slots(range(100))
-    assert context.collect_step() == {"x": [1]}
-    assert context.slot_allocator.num_reserved_slots == 100
 
 
 def test_counters_of_several_requests_add_up():

@@ -1,6 +1,5 @@
 """What a reset ends, and what it keeps."""
 
-import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context, run_step
 from fingerprints import fingerprint
@@ -35,22 +34,6 @@ def test_reset_gives_the_context_that_was_made():
             one.add_request(request(name, [1] * 20))
         rows.append([piece.row for piece in one.begin_step().requests])
     assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("end", ["finish", "step"])
-def test_slots_may_be_reset_under_a_request(end):
-    """What was reserved before was given back a second time, and the row was lost."""
-    context = make_context()
-    context.add_request(request("x", PROMPT[: 2 * BLOCK]))
-    context.slot_allocator.reset()
-    context.check_invariants()
-    if end == "step":
-        run_step(context)
-    context.check_invariants()
-    context.finish("x")
-    context.check_invariants()
-    assert context.stats().saved_states == (2 if end == "step" else 0)
-    assert context.stats().reserved_slots == 0
 
 
 def test_reset_heals_whatever_happened():

@@ -215,30 +215,33 @@ def test_an_answer_is_read_from_a_token_on(context, start):
 
 
 class Sulking:
-    """A placement that fails when it is asked for the second time."""
+    """A placement that fails when it is told to."""
 
-    def __init__(self):
-        self.num_asked = 0
+    fails = False
 
     def positions(self, facts):
-        self.num_asked += 1
-        if self.num_asked == 2:
+        if self.fails:
             raise OSError("asked again")
         return [BLOCK, 2 * BLOCK]
 
 
 def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one():
-    """The slots that the chunk had reserved went with the reset; nobody gives them back twice."""
-    context = make_context(placement=Sulking())
-    add(context, "a", PROMPT[: 2 * BLOCK])
-    context.slot_allocator.reset()
+    """The slots that the chunk had reserved are given back once."""
+    placement = Sulking()
+    context = make_context(placement=placement)
+    generate(context, PROMPT[: BLOCK + 1], 1)
+    assert add(context, "a", PROMPT[: 2 * BLOCK]).skip_tokens == BLOCK
+    context.slot_allocator.invalidate_block(context.request_table.find("a").block_ids[0])
+    placement.fails = True
     with pytest.raises(OSError, match="asked again"):
         context.begin_step()
     assert context.status("a") is RequestStatus.PREEMPTED
     context.check_invariants()
+    assert context.stats().reserved_slots == 0
+    placement.fails = False
     context.resume_request("a")
     run_step(context)
-    assert context.stats().saved_states == 2
+    assert context.stats().saved_states == 1 + 2
 
 
 def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():

@@ -160,14 +160,6 @@ def test_int8_slots_are_counted_too():
     assert saved_prefix_lengths(context, OTHER) == [1, 2, 3]
 
 
-def test_slots_reset_before_the_step_have_nothing_to_give_back(context):
-    add(context, "a", PROMPT)
-    context.slot_allocator.reset()
-    with pytest.warns(UnwrittenStateWarning):
-        forgetful_step(context, [0])
-    context.check_invariants()
-
-
 def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):
     def fail(*_, **__):
         raise OSError("launch failed")

@@ -9,7 +9,6 @@ from context_rig import (
     make_config,
     make_context,
     prepared,
-    run_step,
 )
 from fingerprints import fingerprint
 
@@ -86,21 +85,6 @@ def _few_digests(init, num_bytes_read):
         self.digest = lambda data: digest(data[:num_bytes_read])
 
     return patched
-
-
-def test_slots_reset_under_a_scheduled_request_are_reserved_anew():
-    """Two requests of a step wrote into one slot: the first with a reservation from before."""
-    context = make_context()
-    add(context, "first", PROMPT)
-    context.slot_allocator.reset()
-    add(context, "second", OTHER)
-    run_step(context)
-    context.check_invariants()
-    for name, prompt in (("first", PROMPT), ("second", OTHER)):
-        context.finish(name)
-        run = generate(context, prompt, 2)
-        assert run[2].skip_tokens == 3 * BLOCK
-        assert_same_run(run, prompt)
 
 
 def test_slots_are_not_reset_under_a_step():

@@ -114,14 +114,6 @@ def test_no_two_states_of_a_slot_have_one_generation():
     assert len(seen) == 6
 
 
-def test_no_two_resets_end_one_epoch():
-    pool, seen = make_pool(1, 1), set()
-    for _ in range(3):
-        seen.add(pool.epoch)
-        pool.reset()
-    assert len(seen) == 3
-
-
 def test_slot_zero_holds_states_like_any_other(generator):
     context = make_context()
     add_live_states(context, generator)
@@ -215,12 +207,6 @@ def test_a_state_may_save_no_tokens():
     allocator.reset()
     slots = allocator.reserve_slots([0])
     assert allocator.commit_reserved(slots, [0], [5], saved_tokens=[0]) == slots
-
-
-def test_an_epoch_is_not_negative():
-    allocator = full(slots=1)
-    with pytest.raises(InvalidArgumentError, match=r"epoch must be .*got -1"):
-        allocator.cancel_reserved([], epoch=-1)
 
 
 def test_plans_of_copies_are_made_anew_for_other_live_tensors_alone(generator, monkeypatch):

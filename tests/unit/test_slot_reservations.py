@@ -23,32 +23,15 @@ def test_reserved_slots_are_not_evicted():
 
 def test_what_was_reserved_before_a_reset_is_neither_committed_nor_cancelled_after_it():
     allocator = make_allocator(2)
-    epoch = allocator.epoch
     old = allocator.reserve_slots([5, 6])
     allocator.reset()
-    allocator.cancel_reserved(old, epoch=epoch)
-    assert allocator.commit_reserved(old, [5, 6], [55, 66], epoch=epoch) == [-1, -1]
-    assert (allocator.num_cached_slots, allocator.hash_to_block_id) == (0, {})
-    # Another has the same slots now: they stay its own.
-    new = allocator.reserve_slots([7, 8])
-    assert sorted(new) == sorted(old)
-    allocator.cancel_reserved(old, epoch=epoch)
-    allocator.commit_reserved(old, [5, 6], [55, 66], epoch=epoch)
-    assert allocator.num_reserved_slots == 2
-    assert allocator.commit_reserved(new, [7, 8], [77, 88], epoch=allocator.epoch) == new
-    allocator.check_invariants()
-
-
-def test_only_a_reset_begins_a_new_epoch():
-    allocator = make_allocator(2)
-    epoch = allocator.epoch
-    [slot] = allocator.reserve_slots([5])
-    allocator.cancel_reserved([slot], epoch=epoch)
+    assert allocator.num_reserved_slots == 0
     with pytest.raises(DoubleFreeError):
-        allocator.cancel_reserved([slot], epoch=epoch)
-    assert allocator.epoch == epoch
-    allocator.reset()
-    assert allocator.epoch == epoch + 1
+        allocator.cancel_reserved(old)
+    with pytest.raises(InvalidArgumentError, match="reserved"):
+        allocator.commit_reserved(old, [5, 6], [55, 66])
+    assert (allocator.num_cached_slots, allocator.hash_to_block_id) == (0, {})
+    allocator.check_invariants()
 
 
 def test_a_consumed_state_outlives_those_stored_after_it():
