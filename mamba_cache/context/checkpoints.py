@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -9,7 +10,6 @@ from typing import Literal
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, Checkpoint, Chunk, RequestStatus
-from mamba_cache.context.stats import StatsCounters
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvariantError
 from mamba_cache.events import Stored
@@ -39,7 +39,7 @@ class Checkpoints:
         placement: CheckpointPlacement,
         kv_blocks: KVBlockAllocator,
         slots: MambaSlotAllocator,
-        counters: StatsCounters,
+        counters: Counter[str],
         *,
         tiering: Tiering | None = None,
         refuses: bool = True,
@@ -197,7 +197,7 @@ class Checkpoints:
         if slots:
             kept = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
             stored = [a for a, b in zip(kept, slots, strict=True) if a == b and a in computed]
-            self._counters.saved_states += len(stored)
+            self._counters["saved_states"] += len(stored)
             if self._tiering is not None:
                 is_decoding = active.status is RequestStatus.DECODING
                 propose = self._propose_unfinished if is_decoding else self._propose
@@ -236,7 +236,7 @@ class Checkpoints:
 
     def _lease_of(self, boundary: Checkpoint) -> SlotLease | None:
         """Name the state that ``boundary`` saved; None if another request had saved it before."""
-        if self._slots.pool.slot_to_block[boundary.slot] < 0:
+        if self._slots.slot_to_block[boundary.slot] < 0:
             return None
         lease = self._slots.pin_slots([boundary.slot])[0]
         self._slots.unpin_slots([lease])

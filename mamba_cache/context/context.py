@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -56,7 +57,7 @@ from mamba_cache.context.speculation import (
     Speculation,
     plan_decodes,
 )
-from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
+from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
@@ -217,7 +218,7 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
                 self._closes_lower = finalize(self, self._tiering.lower.abandon)
-        self._counters = StatsCounters() if shared is None else shared.counters
+        self._counters = Counter[str]() if shared is None else shared.counters
         self._make_parts(placement, shared)
         if shared is not None and shared.pins is not None:
             self._pins = shared.pins
@@ -792,7 +793,7 @@ class DynamicInferenceContext:
         )
         with self._guard.ending(self.listeners):
             self._admitter.release(active)
-            self._counters.preemptions += 1
+            self._counters["preemptions"] += 1
 
     @guarded()
     def finish(self, request_id: Hashable) -> list[int]:
@@ -1085,7 +1086,7 @@ class DynamicInferenceContext:
             self._pins.forget()
             self.kv_block_allocator.reset()
             self._checkpoints.reset()
-            self._counters.reset()
+            self._counters.clear()
             if self._verifier is not None:
                 self._verifier.reset()
             if self._tiering is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from mamba_cache._guard import CallGuard, outside
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, RequestPreparer, RequestStatus
 from mamba_cache.context.speculation import Speculation
-from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.states import StateCopier, StatePool
 
@@ -58,7 +58,7 @@ class Forker:
         kv_cache: torch.Tensor | None,
         preparer: RequestPreparer,
         speculation: Speculation | None,
-        counters: StatsCounters,
+        counters: Counter[str],
     ) -> None:
         self._guard = guard
         self._counters = counters
@@ -103,7 +103,7 @@ class Forker:
                 self._requests.mark(row, num_due=0, is_decoding=False)
                 self._requests.give_back(row)
             raise
-        self._counters.forks += len(forks)
+        self._counters["forks"] += len(forks)
         return made
 
     def _copy(

@@ -71,7 +71,7 @@ def _check_chunk(active: ActiveRequest, *, is_in_step: bool) -> None:
 
 def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) -> None:
     current = [checkpoint.slot for checkpoint in planned]
-    reserved = slots.pool.reserved.keys()
+    reserved = slots.reserved.keys()
     if len(set(current)) < len(current) or set(current) != reserved:
         raise InvariantError(
             f"slots {sorted(reserved)} are reserved, but chunks plan for {sorted(current)}"
@@ -81,7 +81,7 @@ def _check_reserved(planned: Sequence[Checkpoint], slots: MambaSlotAllocator) ->
 def check_pinned(leases: Sequence[SlotLease], slots: SlotPool) -> None:
     """Prove that slots are pinned by just these leases."""
     read = Counter(lease.slot for lease in leases if slots.is_current(lease))
-    pins = slots.pool.pin_counts
-    pinned = [slot for slot in np.flatnonzero(pins).tolist() if slot not in slots.pool.reserved]
+    pins = slots.pin_counts
+    pinned = [slot for slot in np.flatnonzero(pins).tolist() if slot not in slots.reserved]
     if read != {slot: pins.item(slot) for slot in pinned}:
         raise InvariantError(f"slots {pinned} are pinned, but {sorted(read)} are read")

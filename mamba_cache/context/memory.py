@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,7 +14,6 @@ import torch
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
-from mamba_cache.context.stats import StatsCounters
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import (
@@ -75,7 +75,7 @@ class SharedStore:
 
     slots: MambaSlotAllocator
     kv_cache: torch.Tensor | None
-    counters: StatsCounters
+    counters: Counter[str]
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
     pins: Pins | None = None
     refuses_states: bool = True

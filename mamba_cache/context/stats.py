@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.slots import SlotPool
 
-__all__ = ["CacheStats", "StatsCounters", "collect_stats"]
+__all__ = ["CacheStats", "collect_stats", "count_admission"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,60 +86,34 @@ class CacheStats:
     bypasses: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class StatsCounters:
-    """The counters behind ``CacheStats`` that the context itself keeps.
+_COUNTED = (
+    "requests", "hits", "kv_matched_blocks", "state_matched_blocks", "skipped_tokens",
+    "computed_tokens", "saved_states", "unwritten_states", "aborted_steps", "preemptions",
+    "self_resets", "forks",
+)  # fmt: skip
+"""The fields of ``CacheStats`` that the context counts; misses are counted by their reason."""
 
-    The attributes mean what they mean there.
-    """
 
-    requests: int = 0
-    hits: int = 0
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    kv_matched_blocks: int = 0
-    state_matched_blocks: int = 0
-    skipped_tokens: int = 0
-    computed_tokens: int = 0
-    saved_states: int = 0
-    unwritten_states: int = 0
-    aborted_steps: int = 0
-    preemptions: int = 0
-    self_resets: int = 0
-    forks: int = 0
-
-    def reset(self) -> None:
-        """Set every counter to 0."""
-        self.restore(StatsCounters())
-
-    def restore(self, counters: StatsCounters) -> None:
-        """Set every counter to what another's says."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(counters, name))
-
-    def count_admission(self, admission: PrefixMatch) -> None:
-        """Count a request that began to run."""
-        self.requests += 1
-        if admission.miss_reason is None:
-            self.hits += 1
-        else:
-            self.misses[admission.miss_reason] += 1
-        self.kv_matched_blocks += admission.kv_matched_blocks
-        self.state_matched_blocks += admission.state_matched_blocks
-        self.skipped_tokens += admission.skip_tokens
+def count_admission(counters: Counter[str], admission: PrefixMatch) -> None:
+    """Count a request that began to run."""
+    counters["requests"] += 1
+    counters[admission.miss_reason or "hits"] += 1
+    counters["kv_matched_blocks"] += admission.kv_matched_blocks
+    counters["state_matched_blocks"] += admission.state_matched_blocks
+    counters["skipped_tokens"] += admission.skip_tokens
 
 
 def collect_stats(
-    counters: StatsCounters,
+    counters: Counter[str],
     kv_blocks: KVBlockAllocator,
     slots: SlotPool,
     bytes_per_slot: int,
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""
-    own = {name: getattr(counters, name) for name in counters.__slots__}
-    # Another thread may be counting: a dict that grows cannot be iterated over.
-    own["misses"] = {reason.value: n for reason in MissReason if (n := own["misses"][reason])}
+    own: dict[str, Any] = {name: counters[name] for name in _COUNTED}
     return CacheStats(
         **own,
+        misses={reason.value: n for reason in MissReason if (n := counters[reason])},
         refused_states=slots.refused_states_total,
         skipped_checkpoints=slots.skipped_checkpoints_total,
         evicted_blocks=kv_blocks.evicted_blocks_total,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from mamba_cache.context.speculation import (
     check_accepted,
     read_sampled,
 )
-from mamba_cache.context.stats import StatsCounters
+from mamba_cache.context.stats import count_admission
 from mamba_cache.context.step import (
     NOBODY_DECODES,
     DecodeWork,
@@ -74,7 +75,7 @@ class StepRunner:
         slots: MambaSlotAllocator,
         checkpoints: Checkpoints,
         admitter: Admitter,
-        counters: StatsCounters,
+        counters: Counter[str],
         speculation: Speculation | None,
         extractions: StepExtractions,
         tiering: Tiering | None = None,
@@ -213,7 +214,7 @@ class StepRunner:
                 if num_decodes:
                     own = None if counts is None else counts[:num_decodes]
                     self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
-                    self._counters.computed_tokens += work.num_tokens
+                    self._counters["computed_tokens"] += work.num_tokens
                 firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
             preempted = self._preempt_damaged(damaged) if damaged else ()
             for active in self._prefills:
@@ -314,7 +315,7 @@ class StepRunner:
         with self._guard.ending(self._slots.listeners):
             self._rows.num_in_doubt[group.rows] = 0
             self._take(group, tokens[:count], counts[:count], planned, stays=True)
-            self._counters.computed_tokens += int(lengths.sum())
+            self._counters["computed_tokens"] += int(lengths.sum())
             self._rows.append_token(rows[count:], tokens[count:, 0])
             self._uncollected = None
         if self._tiering is not None:
@@ -329,7 +330,7 @@ class StepRunner:
         ids = self.step.request_ids
         with self._guard.ending(self._slots.listeners):
             self._preempt_all()
-            self._counters.aborted_steps += 1
+            self._counters["aborted_steps"] += 1
         return ids
 
     def drop(self) -> None:
@@ -406,7 +407,7 @@ class StepRunner:
         for active in lacking:
             chunk = active.current_chunk
             active.chunk = self._checkpoints.drop_inside(chunk)
-            self._counters.unwritten_states += len(chunk.inside)
+            self._counters["unwritten_states"] += len(chunk.inside)
 
     def _save_boundaries(self) -> None:
         if not self._num_boundaries:
@@ -422,9 +423,9 @@ class StepRunner:
         if chunk.lease is not None:
             self._checkpoints.mark_used(chunk.lease)
         self._checkpoints.publish(active, chunk.checkpoints)
-        self._counters.computed_tokens += chunk.num_tokens
+        self._counters["computed_tokens"] += chunk.num_tokens
         if active.admission is not None:
-            self._counters.count_admission(active.admission)
+            count_admission(self._counters, active.admission)
             for listener in self._on_admitted:
                 listener(active, active.admission)
             active.admission = None

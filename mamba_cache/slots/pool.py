@@ -172,11 +172,6 @@ class SlotPool:
         self.policy.reset(self.max_slots)
 
     @property
-    def pool(self) -> SlotPool:
-        """This pool itself: an allocator is its own."""
-        return self
-
-    @property
     def free_count(self) -> int:
         """Free slots: the height of the stack ``free_slots``."""
         return self._rows.num_free

@@ -188,7 +188,7 @@ def _allocate_slots_us(pool_size: int, max_slots: int, runs: int) -> float:
     slots.allocate_slots_batch(range(max_slots))
     seconds = []
     for _ in range(runs):
-        bare = np.flatnonzero(slots.pool.block_to_slot[: 2 * max_slots] < 0)
+        bare = np.flatnonzero(slots.block_to_slot[: 2 * max_slots] < 0)
         block_ids = rng.choice(bare, 3, replace=False).tolist()
         start = time.perf_counter()
         slots.allocate_slots_batch(block_ids)

@@ -91,7 +91,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         elif isinstance(self.allocator.policy, (ScoreSlotPolicy, AdaptiveSlotPolicy)):
             # What these know has tests of its own; here, that the pool does as they say.
             slots = np.array(evictable, np.int64)
-            of_slots = self.allocator.pool.slot_to_block.numpy()[slots]
+            of_slots = self.allocator.slot_to_block.numpy()[slots]
             evictable = self.allocator.policy.choose(len(slots), slots, of_slots, self.kv_blocks)
         elif isinstance(self.allocator.policy, ConsumedSlotPolicy):
             evictable.sort(key=lambda slot: self.last_use.get(slot, 0))
@@ -160,12 +160,12 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         victims = self.victims(wanted)
         short = max(len(new) - self.num_free, 0)
         if short > len(victims):
-            before = books(self.allocator.pool)
+            before = books(self.allocator)
             with pytest.raises(MambaSlotCapacityError) as caught:
                 self.allocator.allocate_slots_batch(wanted)
             assert caught.value.required == len(new)
             assert caught.value.available == self.num_free + len(victims)
-            assert books(self.allocator.pool) == before
+            assert books(self.allocator) == before
             return
         slots = self.allocator.allocate_slots_batch(wanted)
         self.evict(victims[:short])
@@ -193,7 +193,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert len([s for s in got if s is not None]) == len(kept)
         self.reserved.update((slot, block) for block, slot in taken.items())
 
-    @precondition(lambda self: self.allocator.pool.knows_prompts)
+    @precondition(lambda self: self.allocator.knows_prompts)
     @rule(
         wanted=st.lists(blocks, min_size=1, max_size=3, unique=True),
         length=st.integers(3, 6),
@@ -202,7 +202,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     )
     def reserve_for_a_prompt(self, wanted, length, first, is_asked):
         """The policy may refuse what nobody asked for; whatever it gives up could be evicted."""
-        pool = self.allocator.pool
+        pool = self.allocator
         hash_ids = [10 * first + n for n in range(length)]
         prompt = pool.begin_request(PromptFacts(hash_ids, 16, 0, length))
         proposals = [
@@ -391,7 +391,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
 
     @rule(bad=st.sampled_from([-1, NUM_BLOCKS]), block=blocks)
     def misuse(self, bad, block):
-        before = books(self.allocator.pool)
+        before = books(self.allocator)
         for call in (
             self.allocator.allocate_slots_batch,
             self.allocator.reserve_slots,
@@ -400,7 +400,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         ):
             with pytest.raises(UnknownBlockError):
                 call([block, bad])
-        assert books(self.allocator.pool) == before
+        assert books(self.allocator) == before
 
     # What must hold.
 
@@ -411,7 +411,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert {
             slot: block for slot, block in enumerate(allocator.slot_to_block.tolist()) if block >= 0
         } == self.cached
-        assert allocator.pool.reserved == self.reserved
+        assert allocator.reserved == self.reserved
         assert allocator.hash_to_block_id == self.found
         assert allocator.free_count == self.num_free
         assert allocator.num_reserved_slots == len(self.reserved)

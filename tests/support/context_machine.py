@@ -107,7 +107,7 @@ class Breaking:
             rows = tensor.unflatten(1, (-1, per_request))
             rows[:, [request.row for request in self._step.requests]] = torch.nan
         slots = self._context.slot_allocator
-        reserved = list(slots.pool.reserved)
+        reserved = list(slots.reserved)
         for tensor in slots.states.tensors.values():
             tensor[:, reserved] = torch.nan
         places = metadata.kv_slot_mapping[: metadata.num_tokens].long()

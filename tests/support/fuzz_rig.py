@@ -280,7 +280,7 @@ TARGETS = {
         slot_allocator,
         lambda it, **given: it.commit_reserved(**given),
         lambda it: {
-            "slots": list(it.pool.reserved),
+            "slots": list(it.reserved),
             "block_ids": [7],
             "hashes": [55],
             "saved_tokens": [8],
@@ -289,7 +289,7 @@ TARGETS = {
     "slots.cancel": Target(
         slot_allocator,
         lambda it, **given: it.cancel_reserved(**given),
-        lambda it: {"slots": list(it.pool.reserved)},
+        lambda it: {"slots": list(it.reserved)},
     ),
     "slots.pin": method(slot_allocator, "pin_slots", slots=[1]),
     "slots.unpin": method(slot_allocator, "unpin_slots", leases=[]),

@@ -21,6 +21,7 @@ import torch
 from transformers_rig import BLOCK, make_cache, make_model
 
 from mamba_cache.cli.traces import TraceRequest, read_trace
+from mamba_cache.context.stats import count_admission
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers import store as store_module
 from mamba_cache.integrations.transformers.prompts import PromptHint
@@ -114,7 +115,7 @@ def replay(
         began, num_tokens = time.process_time(), len(prompt)
         total += num_tokens
         record = store.open(prompt, cache_salt=None, lora_id=None, min_computed=1)
-        store.counters.count_admission(record.match)
+        count_admission(store.counters, record.match)
         start = record.match.skip_tokens
         if start:
             store.slots.note_consumed([store.slots.get_slot(record.restored_blocks[-1])])
@@ -139,9 +140,9 @@ def replay(
         seconds += time.process_time() - began
     store.check_invariants()
     return {
-        "token_hit_rate": store.counters.skipped_tokens / total,
+        "token_hit_rate": store.counters["skipped_tokens"] / total,
         "us_per_request": 1e6 * seconds / len(turns),
-        "saved_states": store.counters.saved_states,
+        "saved_states": store.counters["saved_states"],
         "refused_states": store.slots.refused_states_total,
     }
 

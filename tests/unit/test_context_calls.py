@@ -339,7 +339,7 @@ def test_prepared_tokens_cannot_be_changed():
 
 
 def test_invariants_see_a_lost_reservation(busy):
-    busy.slot_allocator.cancel_reserved(list(busy.slot_allocator.pool.reserved)[:1])
+    busy.slot_allocator.cancel_reserved(list(busy.slot_allocator.reserved)[:1])
     with pytest.raises(errors.InvariantError, match="are reserved, but"):
         busy.check_invariants()
 

@@ -172,7 +172,7 @@ def test_recycled_row_starts_from_zero():
 
 
 def pinned_slots(context):
-    pool = context.slot_allocator.pool
+    pool = context.slot_allocator
     return [slot for slot in np.flatnonzero(pool.pin_counts) if slot not in pool.reserved]
 
 

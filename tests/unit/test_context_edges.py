@@ -1,6 +1,6 @@
 """The context at its edges: the second of two calls, and what errors and plans say in numbers."""
 
-import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from context_rig import (
 
 from mamba_cache import errors
 from mamba_cache.context import DynamicInferenceContext, MissReason
-from mamba_cache.context.stats import StatsCounters, collect_stats
+from mamba_cache.context.stats import _COUNTED, collect_stats
 from mamba_cache.slots import EveryNthBlock, LastBlock
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -47,13 +47,9 @@ def test_every_hit_counts_and_every_aborted_step():
 
 def test_statistics_are_the_counters_of_the_same_names():
     context = make_context()
-    counters = StatsCounters()
-    names = [f.name for f in dataclasses.fields(counters) if f.name != "misses"]
-    numbers = {name: number for number, name in enumerate(names, start=1)}
-    for name, number in numbers.items():
-        setattr(counters, name, number)
-    stats = collect_stats(counters, context.kv_block_allocator, context.slot_allocator, 77)
-    assert {name: getattr(stats, name) for name in names} == numbers
+    numbers = {name: number for number, name in enumerate(_COUNTED, start=1)}
+    stats = collect_stats(Counter(numbers), context.kv_block_allocator, context.slot_allocator, 77)
+    assert {name: getattr(stats, name) for name in numbers} == numbers
     assert stats.bytes_per_slot == 77
 
 
@@ -61,7 +57,7 @@ def test_statistics_are_the_totals_of_the_allocators():
     context = make_context()
     kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
     kv_blocks.evicted_blocks_total, kv_blocks.hash_collisions_total = 11, 12
-    slots.skipped_checkpoints_total, slots.pool.evicted_slots_total = 13, 14
+    slots.skipped_checkpoints_total, slots.evicted_slots_total = 13, 14
     slots.reserve_slots([3])
     stats = context.stats()
     assert (stats.evicted_blocks, stats.hash_collisions) == (11, 12)
@@ -130,7 +126,7 @@ def hit_whose_state_is_gone(placement):
 def test_a_hit_from_further_back_counts_as_what_it_became():
     context = hit_whose_state_is_gone(EveryNthBlock(1))
     context.begin_step()
-    assert context.slot_allocator.pool.pin_counts.sum() == 1
+    assert context.slot_allocator.pin_counts.sum() == 1
     context.check_invariants()
     context.commit_step({})
     stats = context.stats()
@@ -144,8 +140,8 @@ def test_states_that_are_read_agree_with_the_pins():
     generate(context, PROMPT, 1)
     add(context, "reader", PROMPT)
     context.check_invariants()
-    [slot] = np.flatnonzero(context.slot_allocator.pool.pin_counts)
-    context.slot_allocator.pool.pin_counts[slot] += 1
+    [slot] = np.flatnonzero(context.slot_allocator.pin_counts)
+    context.slot_allocator.pin_counts[slot] += 1
     with pytest.raises(errors.InvariantError, match=rf"slots \[{slot}\] are pinned, .* \[{slot}\]"):
         context.check_invariants()
 

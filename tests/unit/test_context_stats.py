@@ -2,13 +2,14 @@
 
 import sys
 import threading
+from collections import Counter
 
 import pytest
 import torch
 from context_rig import MODEL_CONFIG, make_config, make_context
 
 from mamba_cache.context import MissReason
-from mamba_cache.context.stats import StatsCounters, collect_stats
+from mamba_cache.context.stats import collect_stats
 
 
 @pytest.fixture
@@ -22,14 +23,14 @@ def many_switches():
 def test_regression_reasons_may_come_up_while_another_thread_reads(many_switches):
     """A dict that grows under an iteration raises; a scrape of metrics met that."""
     context = make_context()
-    counters = StatsCounters()
+    counters = Counter()
     running = threading.Event()
 
     def count_and_reset():
         while not running.is_set():
             for reason in MissReason:
-                counters.misses[reason] += 1
-            counters.misses.clear()
+                counters[reason] += 1
+            counters.clear()
 
     writer = threading.Thread(target=count_and_reset)
     writer.start()

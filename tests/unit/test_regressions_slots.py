@@ -84,13 +84,13 @@ def test_a_slot_without_a_hash_does_not_survive_its_block(allocator):
 
 def test_an_aborted_step_publishes_nothing(allocator):
     """vLLM #56525, #57580: a hash was visible before its state was written, then never written."""
-    before = books(allocator.pool)
+    before = books(allocator)
     slots = allocator.reserve_slots([4, 5])
     assert set(allocator.hash_to_block_id) == {100, 101}
     allocator.cancel_reserved(slots)
     allocator.cancel_reserved(allocator.reserve_slots([4, 5]))
-    assert books(allocator.pool)[1:] == before[1:]
-    assert sorted(books(allocator.pool)[0]) == sorted(before[0])
+    assert books(allocator)[1:] == before[1:]
+    assert sorted(books(allocator)[0]) == sorted(before[0])
 
 
 def test_a_second_request_of_the_step_cannot_read_an_unwritten_state(allocator):
@@ -113,13 +113,13 @@ def test_no_slot_to_be_had_is_no_error_for_optional_work(allocator):
 
 def test_slots_taken_at_match_time_come_back_when_admission_fails(allocator):
     """SGLang #16067, #20182: the slot of a request that was never admitted leaked."""
-    before = books(allocator.pool)
+    before = books(allocator)
     for _ in range(10):
         leases = allocator.pin_slots([allocator.get_slot(0)])
         slots = allocator.reserve_slots([4, 5])
         allocator.cancel_reserved(slots)
         allocator.unpin_slots(leases)
-    assert books(allocator.pool)[1:] == before[1:]
+    assert books(allocator)[1:] == before[1:]
     allocator.check_invariants()
 
 

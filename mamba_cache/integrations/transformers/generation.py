@@ -204,7 +204,7 @@ class Generation:
             output = forward(**kwargs)
         # The forward is enqueued by now, and no token has left: a streamer gets the first one soon.
         self._runner.fingerprint.confirm()
-        self._store.counters.computed_tokens += sum(
+        self._store.counters["computed_tokens"] += sum(
             len(prompt.tokens) + prompt.padding - start for prompt in prompts
         )
         return output
@@ -334,7 +334,7 @@ class Generation:
 
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
         answer = self._answer(index)
-        self._store.counters.computed_tokens += len(answer)
+        self._store.counters["computed_tokens"] += len(answer)
         # A token that was taken back may have completed the block.
         if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
             return

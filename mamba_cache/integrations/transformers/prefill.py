@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache.blocks import ExtraKey
+from mamba_cache.context.stats import count_admission
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
     CacheFiller,
@@ -199,7 +200,7 @@ class Prefiller:
             tokens = prefill.tokens[segment.start : segment.end]
             with self.captured(prefill, segment) as captured:
                 self._runner.forward(tokens, prefill.cache, segment.start)
-            self._store.counters.computed_tokens += len(tokens)
+            self._store.counters["computed_tokens"] += len(tokens)
             self._runner.fingerprint.confirm()
             is_end = segment.end in segment.checkpoints or segment is prefill.segments[-1]
             memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
@@ -252,7 +253,7 @@ class Prefiller:
             chain.hashes, len(tokens), will_continue=hint.will_continue, cache_salt=salt
         )
         self._store.sample(record)
-        self._store.counters.count_admission(record.match)
+        count_admission(self._store.counters, record.match)
 
     def _positions(self, record: SequenceRecord, task: PrefillTask, start: int) -> set[int]:
         """Decide after which tokens of a prompt beyond ``start`` states are saved."""

@@ -870,9 +870,9 @@ class PrefixCache:
 
     def _heal(self) -> None:
         """Reset the cache after a change of its bookkeeping broke off, and count it."""
-        num_before = self._store.counters.self_resets
+        num_before = self._store.counters["self_resets"]
         self._make_new()
-        self._store.counters.self_resets = num_before + 1
+        self._store.counters["self_resets"] = num_before + 1
 
     def _make_new(self, *, keeps_graphs: bool = False) -> None:
         with self._guard.ending(renews=True):

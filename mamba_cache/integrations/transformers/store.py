@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from mamba_cache.context import PrefixContent, Request, SharedStore
 from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
 from mamba_cache.context.matching import PrefixMatch, find_prefix
 from mamba_cache.context.pins import Pins
-from mamba_cache.context.stats import CacheStats, StatsCounters, collect_stats
+from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
@@ -96,7 +97,7 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, slot_policy)
         self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
-        self.counters = StatsCounters()
+        self.counters = Counter[str]()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
@@ -193,7 +194,7 @@ class PrefixStore:
         if self.verifier is None or not record.match.skip_tokens:
             return
         request = Request(
-            request_id=f"generate-{self.counters.requests}",
+            request_id=f"generate-{self.counters['requests']}",
             prompt_tokens=tokens,
             cache_salt=cast("str | None", salt),
             lora_id=cast("str | None", self.key_for(lora_id)),
@@ -303,7 +304,7 @@ class PrefixStore:
         self.slots.reset()
         self.pins.forget()
         self.kv_blocks.reset()
-        self.counters.reset()
+        self.counters.clear()
         self.live_dtypes.clear()
         self._told_lora_id = None
         if self.verifier is not None:
@@ -578,7 +579,7 @@ class SequenceRecord:
         slots = self._store.slots
         slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
         self._tokens_to_state = position
-        self._store.counters.saved_states += 1
+        self._store.counters["saved_states"] += 1
         self._offer(EntryKind.STATE, position // self._store.layout.block_size_tokens - 1, block)
 
     def _offer(self, kind: EntryKind, index: int, block: int) -> None:

@@ -477,7 +477,7 @@ class Batcher:
                 self._scheduler.rename(old, request)
                 self._num_requests += 1
                 self.counts["moves"] += 1
-                self._store.counters.forks -= 1  # it is none of an answer
+                self._store.counters["forks"] -= 1  # it is none of an answer
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
         """Computes the decoding requests; returns logits by row of the live states."""
@@ -702,8 +702,7 @@ class Batcher:
         self, prompts: Sequence[Sequence[int]], saves_states: bool = False
     ) -> Iterator[None]:
         """Add requests that nobody asked for, and forget them and what they cached at the end."""
-        blocks, before = self.context.kv_block_allocator, replace(self._store.counters)
-        before.misses = Counter(before.misses)
+        blocks, before = self.context.kv_block_allocator, self._store.counters.copy()
         salt, self._placement.is_off = os.urandom(16), not saves_states
         verifier, self._store.verifier = self._store.verifier, None
         counts = Counter(self.counts)
@@ -720,7 +719,8 @@ class Batcher:
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
                 blocks.deregister_blocks(blocks.match_prefix(one.hashes))
-            self._store.counters.restore(before)
+            self._store.counters.clear()
+            self._store.counters.update(before)
             captures = self.counts["captures"]
             self.counts.clear()
             self.counts.update(counts | Counter(captures=captures))
