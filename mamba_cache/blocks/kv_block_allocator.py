@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -19,7 +20,6 @@ from mamba_cache._checks import (
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.blocks.hashing import BlockHashes
 from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
-from mamba_cache.blocks.prefix_tree import PrefixTree
 from mamba_cache.blocks.tokens import as_token_array
 from mamba_cache.cache import NONE, RowIds, Rows, as_rows, ids_of, values_at
 from mamba_cache.config import EvictionPolicy
@@ -48,6 +48,9 @@ class _Registration(NamedTuple):
 
 _MOST_REFERENCES = 1 << 20
 """Given in one call: counts are int32."""
+
+# Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
+_STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
 
 
 class KVBlockAllocator:
@@ -120,8 +123,20 @@ class KVBlockAllocator:
 
     def _make_arrays(self, as_tensor: Callable[[Any], Any]) -> None:
         self._timestamps = np.empty(self.pool_size, dtype=np.int64)
-        self._tree = PrefixTree(self.pool_size)
-        self._hashes = self._tree.hashes
+        # Of each registered block: its hash and digest, its parent's hash, and where the parent's
+        # block was. That is believed as long as the block there has this hash: so children may
+        # outlive their parent, and many of them are counted at it by whole arrays.
+        self._hashes = np.empty(self.pool_size, np.int64)  # NONE for a block without one
+        self._digests = np.empty(self.pool_size, object)
+        self._parents = np.empty(self.pool_size, np.int64)
+        self._parent_blocks = np.empty(self.pool_size, np.intp)
+        self._num_children = np.zeros(self.pool_size, np.int32)
+        self._num_cached_children = np.zeros(self.pool_size, np.int32)
+        # Single elements are read and written several times faster through memoryviews.
+        self._hash_at = self._hashes.data
+        self._parent_at, self._parent_block_at = self._parents.data, self._parent_blocks.data
+        self._children_at = self._num_children.data
+        self._cached_children_at = self._num_cached_children.data
         self._rows = Rows("block", self.dummy_block_id, self._hashes)
         self._refs_at, self._used_at = self._rows.ref_at, self._timestamps.data
         self.block_ref_counts = as_tensor(self._rows.refs)
@@ -130,7 +145,13 @@ class KVBlockAllocator:
 
     def _clear(self) -> None:
         self._timestamps.fill(0)
-        self._tree.clear()
+        self._block_of: dict[int, int] = {}  # by hash
+        self._hashes.fill(NONE)
+        self._digests.fill(None)
+        self._parents.fill(NONE)
+        self._parent_blocks.fill(self.dummy_block_id)
+        # By the hash id of a parent that is not registered: its children, and the cached ones.
+        self._orphans: dict[int, list[int]] = {}
         self._rows.clear()
         self._rows.free[:] = np.arange(self.dummy_block_id)[::-1]  # the lower ids first
         self._leaves.clear()
@@ -212,7 +233,7 @@ class KVBlockAllocator:
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
             blocks = blocks if len(reused) == len(ids) else as_rows(reused)
-            self._offer_for_eviction(as_rows(self._tree.count_cached(blocks, -1)))
+            self._offer_for_eviction(as_rows(self._count_cached(blocks, -1)))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -233,7 +254,7 @@ class KVBlockAllocator:
             return
         blocks = blocks if len(cached) == len(blocks) else as_rows(cached)
         self._num_cached += len(cached)
-        self._leaves.discard(self._tree.count_cached(blocks, 1))
+        self._leaves.discard(self._count_cached(blocks, 1))
         self._offer_for_eviction(blocks)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(blocks, blocks)
@@ -282,7 +303,7 @@ class KVBlockAllocator:
         blocks = as_rows(ids)
         self._rows.without_references(ids, blocks)
         plan = self._plan_registration(ids, block_hashes, parent_hash, tokens)
-        own = values_at(self._tree.hash_at, self._hashes, blocks)
+        own = values_at(self._hash_at, self._hashes, blocks)
         are_new = _check_carried_hashes(ids, own, plan.hash_ids)
         if not self.enable_prefix_caching:
             return [None] * len(ids)
@@ -301,7 +322,17 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
         """
-        return self._tree.match(_check_hashes(hashes))
+        _check_hashes(hashes)
+        if not hashes or hashes[0] not in self._block_of:
+            return []  # without reading the ids of a long prompt that nobody has seen
+        block_ids = []
+        find, own_digests = self._block_of.get, self._digests
+        for hash_id, digest in zip(hashes, hashes.digests, strict=True):
+            block_id = find(hash_id)
+            if block_id is None or own_digests[block_id] != digest:
+                break
+            block_ids.append(block_id)
+        return block_ids
 
     @query
     def find_block(self, hash_id: int, digest: bytes | None = None) -> int | None:
@@ -314,8 +345,8 @@ class KVBlockAllocator:
         """
         if digest is not None and not isinstance(digest, bytes):
             raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
-        block_id = self._tree.find(check_int("a hash id", hash_id))
-        if block_id is None or (digest is not None and self._tree.digest_of(block_id) != digest):
+        block_id = self._block_of.get(check_int("a hash id", hash_id))
+        if block_id is None or (digest is not None and self._digests[block_id] != digest):
             return None
         return block_id
 
@@ -344,9 +375,9 @@ class KVBlockAllocator:
             self._reset()
 
     def _reset(self) -> None:
-        gone = {block_id: hash_id for hash_id, block_id in self._tree.items()}
+        gone = {block_id: hash_id for hash_id, block_id in self._block_of.items()}
         block_ids, hash_ids = tuple(gone), tuple(gone.values())
-        digests = tuple(self._tree.digests_of(list(gone)))
+        digests = tuple(self._digests[list(gone)].tolist())
         self._free_states(block_ids, hash_ids)
         self._clear()
         self.listeners.put(Removed("block", block_ids, hash_ids, digests=digests, is_reset=True))
@@ -385,7 +416,7 @@ class KVBlockAllocator:
         """Make blocks findable; ``are_new`` says that they are different and have no hash yet."""
         block_ids, parents = plan.block_ids, plan.parents
         is_chain = are_new and bool(block_ids)
-        if is_chain and self._tree.add_chain(*plan[:3], parents[0]):
+        if is_chain and self._add_chain(*plan[:3], parents[0]):
             self._offer_parent(block_ids[0])
             if self.listeners.wants(Stored):
                 self.listeners.put(self._storage(plan, slice(0, len(block_ids))))
@@ -393,7 +424,7 @@ class KVBlockAllocator:
         holders: list[int | None] = []
         new: list[int] = []
         for index, block_id in enumerate(block_ids):
-            is_new = self._tree.hash_at[block_id] == NONE
+            is_new = self._hash_at[block_id] == NONE
             entry = plan.hash_ids[index], plan.digests[index], parents[index]
             holders.append(self._register(block_id, *entry))
             if is_new and holders[-1] == block_id:
@@ -409,8 +440,8 @@ class KVBlockAllocator:
         if run.start:
             parent_digest = plan.digests[run.start - 1]
         else:
-            parent = self._tree.find(parent_hash)
-            parent_digest = None if parent is None else self._tree.digest_of(parent)
+            parent = self._block_of.get(parent_hash or NONE)
+            parent_digest = None if parent is None else self._digests[parent]
         tokens = plan.tokens
         if tokens is not None:
             size = len(tokens) // len(plan.block_ids)
@@ -430,15 +461,15 @@ class KVBlockAllocator:
         self, block_id: int, hash_id: int, digest: bytes, parent: int | None
     ) -> int | None:
         """Make a block findable, unless another one is; return the one that is found."""
-        holder = self._tree.find(hash_id)
+        holder = self._block_of.get(hash_id)
         if holder is None:
-            if self._tree.closes_ring(hash_id, parent):
+            if self._closes_ring(hash_id, parent):
                 self.hash_collisions_total += 1  # chained digests cannot do that, only their ids
                 return None
-            self._tree.add(block_id, hash_id, digest, parent)
+            self._add(block_id, hash_id, digest, parent)
             self._offer_parent(block_id)
             return block_id
-        if self._tree.digest_of(holder) != digest:
+        if self._digests[holder] != digest:
             self.hash_collisions_total += 1
             return None
         return holder
@@ -460,9 +491,9 @@ class KVBlockAllocator:
         """
         victims: list[int] = []
         chosen_children: dict[int, int] = {}  # of parents that have several
-        leaves, tree, as_leaf = self._leaves, self._tree, self._as_leaf
+        leaves, as_leaf = self._leaves, self._as_leaf
         leaves.look()
-        parent_of, num_cached_children = tree.parent_of, tree.cached_children_at
+        parent_of, num_cached_children = self._parent_of, self._cached_children_at
         new_leaf: tuple[int, int] | None = None
         num_wanted = num_blocks - self._rows.num_free
         while len(victims) < num_wanted:
@@ -488,20 +519,19 @@ class KVBlockAllocator:
 
         None if it is used, or not all of its cached children are among those chosen.
         """
-        tree = self._tree
-        num_cached = tree.cached_children_at[block_id]
+        num_cached = self._cached_children_at[block_id]
         if num_cached != num_chosen_children or self._refs_at[block_id]:
             return None
-        delay = LAST_RESORT if tree.children_at[block_id] > num_cached else 0
+        delay = LAST_RESORT if self._children_at[block_id] > num_cached else 0
         return block_id, self._used_at[block_id] + delay
 
     def _offer_for_eviction(self, blocks: RowIds) -> None:
         """Queue those of some blocks that are cached, and none of whose children are."""
         if not isinstance(blocks, list):
-            is_leaf = (self._rows.refs[blocks] | self._tree.num_cached_children[blocks]) == 0
+            is_leaf = (self._rows.refs[blocks] | self._num_cached_children[blocks]) == 0
             blocks = blocks[is_leaf].tolist()
         for block_id in blocks:
-            if self._tree.hash_at[block_id] != NONE:
+            if self._hash_at[block_id] != NONE:
                 self._offer(block_id)
 
     def _offer(self, block_id: int) -> None:
@@ -512,13 +542,13 @@ class KVBlockAllocator:
 
     def _offer_parent(self, block_id: int) -> None:
         """Queue a registered block's parent, if it is cached and none of its children are."""
-        parent = self._tree.parent_of(block_id)
+        parent = self._parent_of(block_id)
         if parent is not None:
             self._offer(parent)
 
     def _registered(self, ids: Iterable[int]) -> tuple[RowIds, RowIds]:
         """Return those blocks that are registered, and those of them that are cached."""
-        registered = [block_id for block_id in ids if self._tree.hash_at[block_id] != NONE]
+        registered = [block_id for block_id in ids if self._hash_at[block_id] != NONE]
         cached = [block_id for block_id in registered if not self._refs_at[block_id]]
         return as_rows(registered), as_rows(cached)
 
@@ -534,15 +564,142 @@ class KVBlockAllocator:
         block_ids = ids_of(blocks)
         if not block_ids:
             return
-        hash_ids = values_at(self._tree.hash_at, self._hashes, blocks)
+        hash_ids = values_at(self._hash_at, self._hashes, blocks)
         self._free_states(block_ids, hash_ids)
         if self.listeners.wants(Removed):
-            digests = tuple(self._tree.digests_of(blocks))
+            digests = tuple(self._digests[blocks].tolist())
             self.listeners.put(Removed("block", (*block_ids,), (*hash_ids,), digests=digests))
         self._leaves.discard(block_ids)
         self._num_cached -= len(cached)
-        for parent in self._tree.remove(blocks, cached):
-            self._offer(parent)
+        self._count_cached(cached, -1)
+        parents = self._count(self._num_children, 0, blocks, -1)
+        if isinstance(blocks, list):
+            for block_id in blocks:
+                self._hash_at[block_id], self._digests[block_id] = NONE, None
+        else:
+            self._hashes[blocks], self._digests[blocks] = NONE, None
+        counts = values_at(self._children_at, self._num_children, blocks)
+        for block_id, hash_id, num_children in zip(block_ids, hash_ids, counts, strict=True):
+            del self._block_of[hash_id]
+            if num_children:
+                self._orphans[hash_id] = [num_children, self._cached_children_at[block_id]]
+        for parent in parents:
+            if self._hash_at[parent] != NONE:
+                self._offer(parent)
+
+    def _parent_of(self, block_id: int) -> int | None:
+        """Return the block that is a registered block's parent; None if it is not registered."""
+        parent, block = self._parent_at[block_id], self._parent_block_at[block_id]
+        if self._hash_at[block] != parent:
+            return self._block_of.get(parent)
+        return None if block == self.dummy_block_id else block
+
+    def _add_chain(
+        self,
+        block_ids: list[int],
+        hash_ids: list[int],
+        digests: Sequence[bytes],
+        parent: int | None,
+    ) -> bool:
+        """Register consecutive blocks of one sequence if their hash ids are all new."""
+        # One look at each id tells whose it is, and makes it the block's where it is nobody's.
+        holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
+        parent_block = self._block_of.get(NONE if parent is None else parent)
+        is_own_parent = parent_block is not None and self._hash_at[parent_block] == NONE
+        if holders != block_ids or is_own_parent or not self._orphans.keys().isdisjoint(hash_ids):
+            for hash_id, holder, block_id in zip(hash_ids, holders, block_ids, strict=True):
+                if holder == block_id:
+                    del self._block_of[hash_id]
+            return False
+        blocks = as_rows(block_ids)
+        if isinstance(blocks, list):
+            last, last_hash = self.dummy_block_id, NONE
+            for block_id, hash_id, digest in zip(block_ids, hash_ids, digests, strict=True):
+                self._hash_at[block_id], self._digests[block_id] = hash_id, digest
+                self._parent_at[block_id], self._parent_block_at[block_id] = last_hash, last
+                self._children_at[block_id], self._cached_children_at[block_id] = 1, 0
+                last, last_hash = block_id, hash_id
+        else:
+            self._hashes[blocks] = hash_ids
+            self._digests[blocks] = digests
+            before, after = blocks[:-1], blocks[1:]
+            self._parents[after], self._parent_blocks[after] = self._hashes[before], before
+            self._num_children[before] = 1
+            self._num_cached_children[blocks] = 0
+        self._children_at[block_ids[-1]] = 0
+        self._join(block_ids[0], parent)
+        return True
+
+    def _add(self, block_id: int, hash_id: int, digest: bytes, parent: int | None) -> None:
+        """Register a block under a hash id that nobody holds."""
+        self._block_of[hash_id] = block_id
+        self._hash_at[block_id] = hash_id
+        self._digests[block_id] = digest
+        children = self._orphans.pop(hash_id, (0, 0)) if self._orphans else (0, 0)
+        self._children_at[block_id], self._cached_children_at[block_id] = children
+        self._join(block_id, parent)
+
+    def _join(self, block_id: int, parent: int | None) -> None:
+        """Make a block the child of the one with a hash id."""
+        parent_block = self.dummy_block_id
+        if parent is None:
+            parent = NONE
+        elif parent in self._block_of:
+            parent_block = self._block_of[parent]
+            self._children_at[parent_block] += 1
+        else:
+            self._orphans.setdefault(parent, [0, 0])[0] += 1
+        self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
+
+    def _count_cached(self, blocks: RowIds, step: int) -> list[int]:
+        """Count registered blocks as cached from now on, or with ``step`` -1 no longer."""
+        return self._count(self._num_cached_children, 1, blocks, step)
+
+    def _count(
+        self, counts: npt.NDArray[np.int32], kind: int, blocks: RowIds, step: int
+    ) -> list[int]:
+        """Change a count at the parents of blocks; ``kind`` is its place among those of orphans."""
+        if isinstance(blocks, list):
+            found, count_at = [], counts.data
+            for block_id in blocks:
+                parent, hash_id = self._parent_block_at[block_id], self._parent_at[block_id]
+                if self._hash_at[parent] != hash_id:
+                    parent = self._count_moved(hash_id, kind, step)
+                count_at[parent] += step
+                found.append(parent)
+            return found
+        parents, hash_ids = self._parent_blocks[blocks], self._parents[blocks]
+        now = self._hashes[parents]
+        for index in (now != hash_ids).nonzero()[0].tolist():
+            parents[index] = self._count_moved(hash_ids.item(index), kind, step)
+        np.add.at(counts, parents, _STEPS[step])
+        as_list: list[int] = parents.tolist()
+        return as_list
+
+    def _count_moved(self, parent: int, kind: int, step: int) -> int:
+        """Return the block of a parent that had another; if there is none, count at its hash id."""
+        block_id = self._block_of.get(parent)
+        if block_id is not None:
+            return block_id
+        self._orphans[parent][kind] += step
+        if not self._orphans[parent][0]:
+            del self._orphans[parent]
+        return self.dummy_block_id
+
+    def _closes_ring(self, hash_id: int, parent: int | None) -> bool:
+        """Say whether a block's ancestors would lead back to it: none of them could be evicted.
+
+        Hashes are chained, so that takes an id that an ancestor's other digest had, too. It needs
+        children that are there already; only then are the parents walked, because registering a
+        block must not cost as much as its prefix is long.
+        """
+        if hash_id not in self._orphans:
+            return hash_id == parent
+        ancestor = NONE if parent is None else parent
+        while ancestor not in (NONE, hash_id):
+            block_id = self._block_of.get(ancestor)
+            ancestor = NONE if block_id is None else self._parent_at[block_id]
+        return ancestor == hash_id
 
     def check_invariants(self) -> None:
         """Check all bookkeeping against itself, in O(pool_size).
@@ -550,12 +707,11 @@ class KVBlockAllocator:
         Raises:
             InvariantError: Something contradicts something else: a bug in this package.
         """
-        tree = self._tree
-        cached = {block_id for block_id in tree.blocks() if not self._refs_at[block_id]}
-        evictable = {b for b in cached if not tree.num_cached_children[b]}
+        cached = {block_id for block_id in self._block_of.values() if not self._refs_at[block_id]}
+        evictable = {b for b in cached if not self._num_cached_children[b]}
         statements = {
-            "block_hashes and the registered blocks agree": tree.agrees_with_hashes(),
-            "children are counted by what their parents say": tree.counts_children_right(cached),
+            "block_hashes and the registered blocks agree": self._agrees_with_hashes(),
+            "children are counted by what their parents say": self._counts_children_right(cached),
             "cached blocks are counted right": self._num_cached == len(cached),
             "the queue holds exactly the cached blocks without cached children": (
                 len(self._leaves) == len(evictable) and all(b in self._leaves for b in evictable)
@@ -565,6 +721,25 @@ class KVBlockAllocator:
         breaches += self._rows.breaches()
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
+
+    def _counts_children_right(self, cached: Collection[int]) -> bool:
+        """Say whether the counts of children are what the blocks' parents add up to."""
+        parents = {b: p for b in self._block_of.values() if (p := self._parent_at[b]) != NONE}
+        children = Counter(parents.values())
+        cached_children = Counter(parents[b] for b in parents if b in cached)
+        missing = children.keys() - self._block_of.keys()
+        orphans = {parent: [children[parent], cached_children[parent]] for parent in missing}
+        return self._orphans == orphans and all(
+            self._num_children[block_id] == children[hash_id]
+            and self._num_cached_children[block_id] == cached_children[hash_id]
+            for hash_id, block_id in self._block_of.items()
+        )
+
+    def _agrees_with_hashes(self) -> bool:
+        """Say whether both directions, from hash to block and from block to hash, say the same."""
+        with_hash = np.flatnonzero(self._hashes != NONE)
+        by_block = zip(self._hashes[with_hash].tolist(), with_hash.tolist(), strict=True)
+        return self._block_of == dict(by_block) and len(self._block_of) == len(with_hash)
 
 
 def _runs_of(indices: list[int]) -> list[slice]:

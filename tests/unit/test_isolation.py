@@ -56,7 +56,7 @@ def test_hashes_are_made_with_the_algorithm_and_secret_of_the_settings(algorithm
 @pytest.mark.parametrize("num_ids", [1, 3])
 @pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
 def test_forced_collisions_of_ids_serve_nothing_foreign(monkeypatch, algorithm, num_ids):
-    """Removed to see it fail: the comparison of digests in ``PrefixTree.match``."""
+    """Removed to see it fail: the comparison of digests in ``KVBlockAllocator.match_prefix``."""
     monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", num_ids)
     context = make_context(make_config(hash_algorithm=algorithm), placement=EveryNthBlock(1))
     for salt in ("a", "b", "a"):

@@ -5,7 +5,6 @@ import pytest
 from kv_rig import by_id, cache, prefix, snapshot
 
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
-from mamba_cache.blocks.prefix_tree import PrefixTree
 from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,
@@ -56,12 +55,17 @@ def test_a_hash_named_twice_in_a_call_is_no_ring(pool):
     assert len(pool.allocate_memory_blocks(8)) == 8
 
 
-def test_registering_does_not_walk_the_prefix(pool, monkeypatch):
+def test_registering_does_not_walk_the_prefix(pool):
     cached = cache(pool, 1, 2, 3, 4, 5)
     hashes = prefix(1, 2, 3, 4, 5, 6)
     found = []
-    find = PrefixTree.find
-    monkeypatch.setattr(PrefixTree, "find", lambda *a: found.append(a) or find(*a))
+
+    class Watched(dict):
+        def get(self, key):
+            found.append(key)
+            return super().get(key)
+
+    pool._block_of = Watched(pool._block_of)
     [block_id] = pool.allocate_memory_blocks(1)
     pool.register_kv_block_hashes([block_id], hashes[5:], parent_hash=hashes[4])
     assert len(found) < len(cached)
@@ -184,9 +188,9 @@ def test_a_chain_hangs_on_the_block_that_is_named_as_its_parent(num_children):
 
 
 def test_counts_of_a_tree_are_as_small_as_said():
-    tree = PrefixTree(3)
-    assert tree.hashes.dtype == np.int64
-    assert tree.num_children.dtype == tree.num_cached_children.dtype == np.int32
+    pool = KVBlockAllocator(3)
+    assert pool._hashes.dtype == pool._parents.dtype == np.int64
+    assert pool._num_children.dtype == pool._num_cached_children.dtype == np.int32
 
 
 def test_nothing_is_registered_under_a_parent(pool):
