@@ -160,15 +160,6 @@ class KVBlockAllocator:
         self.evicted_blocks_total = 0
         self.hash_collisions_total = 0
 
-    def ask_states(self, find_states: Callable[[], SlotsOfBlocks | None]) -> None:
-        """Have blocks with states evicted after those without, and in the order of their worth.
-
-        Args:
-            find_states: Returns who knows of states, or None while nobody does. It is called at
-                each eviction, so it need not keep them alive.
-        """
-        self._leaves.ask(find_states)
-
     @property
     def num_free_blocks(self) -> int:
         """Blocks that are neither used nor cached."""
@@ -190,6 +181,13 @@ class KVBlockAllocator:
         Only a weak reference is kept. Slots attached earlier are forgotten.
         """
         self._find_slots = ref(slots)
+
+    def ask_states(self) -> None:
+        """Have blocks with states evicted after those without, and in the order of their worth.
+
+        The slots attached last are asked, whose policy must be one that knows prompts.
+        """
+        self._leaves.find_states = self._find_slots
 
     def _free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
         slots = self._find_slots()

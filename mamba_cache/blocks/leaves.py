@@ -23,23 +23,19 @@ class LeafQueue:
     state lies below a leaf, so nothing is lost with a leaf that has none itself.
     """
 
-    __slots__ = ("_aside", "_find_states", "_queue")
+    __slots__ = ("_aside", "_queue", "find_states")
 
     def __init__(self) -> None:
         self._queue = EvictionQueue()
         # Leaves that had a state when it was their turn, with their priority.
         self._aside: dict[int, int] = {}
-        self._find_states: Callable[[], SlotsOfBlocks | None] = _no_states
+        self.find_states: Callable[[], SlotsOfBlocks | None] = _no_states
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._aside)
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._queue or block_id in self._aside
-
-    def ask(self, find_states: Callable[[], SlotsOfBlocks | None]) -> None:
-        """Ask what this returns of the states of blocks from now on; None: nobody knows."""
-        self._find_states = find_states
 
     def push(self, block_id: int, priority: int) -> None:
         """Add a block, or move it to ``priority`` if it is there."""
@@ -56,7 +52,7 @@ class LeafQueue:
     def look(self) -> None:
         """Look which blocks that were set aside have lost their states; before a row of pops."""
         if self._aside:
-            states = self._find_states()
+            states = self.find_states()
             blocks = np.array(list(self._aside), np.intp)
             lost = blocks if states is None else blocks[~states.have_states(blocks)]
             for block_id in lost.tolist():
@@ -64,14 +60,14 @@ class LeafQueue:
 
     def push_pop(self, block_id: int, priority: int) -> int:
         """Add a block that is not there, then ``pop``."""
-        if self._find_states is _no_states:
+        if self.find_states is _no_states:
             return self._queue.push_pop(block_id, priority)[0]
         self._queue.push(block_id, priority)
         return self.pop()
 
     def pop(self) -> int:
         """Remove and return the block to evict first."""
-        states = self._find_states()
+        states = self.find_states()
         while states is not None and self._queue:
             block_id, priority = self._queue.pop()
             if states.holds_state(block_id):

@@ -6,10 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import SimpleNamespace
 from typing import cast
-from weakref import ReferenceType, finalize, proxy, ref
+from weakref import finalize, proxy
 
 import numpy as np
 import torch
@@ -71,10 +70,9 @@ from mamba_cache.context.verification import (
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepBuffers, StepMetadata
-from mamba_cache.protocols import RankAgreement, SlotContext, SlotsOfBlocks
+from mamba_cache.protocols import RankAgreement, SlotContext
 from mamba_cache.slots import (
     CheckpointPlacement,
-    MambaSlotAllocator,
     SlotEvictionPolicy,
 )
 from mamba_cache.slots.placement import check_placement
@@ -313,8 +311,8 @@ class DynamicInferenceContext:
             self.slot_allocator.embed(cast(SlotContext, fields))
             return
         self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
-        slots = ref(self.slot_allocator)
-        self.kv_block_allocator.ask_states(partial(_states_of_blocks, slots))
+        if self.slot_allocator.knows_prompts:
+            self.kv_block_allocator.ask_states()
 
     def _make_parts(
         self,
@@ -1255,9 +1253,3 @@ class DynamicInferenceContext:
         if active.status is not RequestStatus.PREEMPTED:
             self._admitter.release(active)
         self.request_table.remove(active)
-
-
-def _states_of_blocks(slots: ReferenceType[MambaSlotAllocator]) -> SlotsOfBlocks | None:
-    """Return who knows what states are worth; None if their policy does not tell."""
-    pool = slots()
-    return pool if pool is not None and pool.knows_prompts else None

@@ -1,9 +1,11 @@
 """Slots for saved states: the pool, eviction policies, checkpoint placement, the allocator."""
 
+from collections.abc import Callable
+from typing import Final
+
 from mamba_cache.slots.adaptive import AdaptiveSlotPolicy
 from mamba_cache.slots.allocator import MambaSlotAllocator
 from mamba_cache.slots.megatron_scratch import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
-from mamba_cache.slots.named_policies import SLOT_POLICIES
 from mamba_cache.slots.placement import (
     BranchPoint,
     CheckpointPlacement,
@@ -48,3 +50,11 @@ __all__ = [
     "SlotPool",
     "StateProposal",
 ]
+
+SLOT_POLICIES: Final[dict[str, Callable[[], SlotEvictionPolicy]]] = {
+    "adaptive": AdaptiveSlotPolicy,
+    "lru": LruSlotPolicy,
+    "consumed": ConsumedSlotPolicy,
+    "score": ScoreSlotPolicy,
+}
+"""What makes each slot policy, by the name that settings and commands give it."""

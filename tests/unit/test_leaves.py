@@ -16,6 +16,9 @@ class States:
         self.blocks = list(blocks)
         self.asked = 0
 
+    def free_states(self, block_ids, hash_ids):
+        pass
+
     def holds_state(self, block_id):
         self.asked += 1
         return block_id in self.blocks
@@ -29,7 +32,7 @@ class States:
 
 def queue_of(states, **priorities):
     queue = LeafQueue()
-    queue.ask(lambda: states)
+    queue.find_states = lambda: states
     for name, priority in priorities.items():
         queue.push(int(name[1:]), priority)
     return queue
@@ -91,7 +94,7 @@ def test_who_is_gone_is_not_asked():
     states = States(2)
     knows = [states]
     queue = LeafQueue()
-    queue.ask(lambda: knows[0])
+    queue.find_states = lambda: knows[0]
     for block, priority in ((2, 1), (3, 2)):
         queue.push(block, priority)
     assert queue.pop() == 3
@@ -102,7 +105,8 @@ def test_who_is_gone_is_not_asked():
 def test_the_allocator_evicts_what_no_state_needs_before_what_one_needs():
     pool = KVBlockAllocator(8)
     states = States()
-    pool.ask_states(lambda: states)
+    pool.attach_slots(states)
+    pool.ask_states()
     old, new = pool.allocate_memory_blocks(3), pool.allocate_memory_blocks(3)
     for blocks, first in ((old, 1), (new, 11)):
         pool.register_kv_block_hashes(blocks, by_id(first, first + 1, first + 2))
