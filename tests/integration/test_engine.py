@@ -8,16 +8,10 @@ from engine_rig import (
     draw_prompt,
     greedy,
     make_engine,
-    prompts_with_shared_prefixes,
     run_checked,
     run_together,
     step_checked,
 )
-from example_counts import examples
-from hypothesis import given
-from hypothesis import strategies as st
-
-from mamba_cache.reference import SamplingParams
 
 
 def with_common_root(rng, count, *, root_blocks, tail=7):
@@ -71,12 +65,6 @@ def test_a_conversation_reuses_prompts_and_answers(rng):
         history += draw_prompt(rng, 3)
 
 
-@pytest.mark.parametrize("max_tokens", [1, BLOCK + 1])
-def test_token_budgets_change_no_token(rng, max_tokens):
-    prompts = [*with_common_root(rng, 3, root_blocks=2), draw_prompt(rng, 20), draw_prompt(rng, 2)]
-    run_together(make_engine(max_tokens=max_tokens), prompts, greedy(6))
-
-
 def test_chunks_smaller_than_a_block_still_make_progress(rng):
     """A chunk length rounded down to whole blocks must not become 0."""
     engine = make_engine(max_tokens=3)
@@ -116,32 +104,3 @@ def test_prompts_that_fill_memory_half_way_do_not_block_each_other(rng):
     engine = make_engine(num_kv_blocks=8, max_tokens=2 * BLOCK)
     prompts = [draw_prompt(rng, 6 * BLOCK + 1) for _ in range(3)]
     run_together(engine, prompts, greedy(2))
-
-
-def test_more_decoding_requests_than_the_token_budget_take_turns(rng):
-    prompts = [draw_prompt(rng, 2) for _ in range(5)]
-    run_together(make_engine(max_tokens=2), prompts, greedy(4))
-
-
-@examples(25)
-@given(
-    prompts=prompts_with_shared_prefixes(),
-    sampling=st.builds(
-        SamplingParams,
-        max_new_tokens=st.integers(1, 2 * BLOCK),
-        temperature=st.sampled_from([0.0, 1.0]),
-    ),
-    settings=st.fixed_dictionaries(
-        {
-            "max_requests": st.integers(1, 4),
-            "max_tokens": st.sampled_from([5, 17, 40, 200]),
-            "num_kv_blocks": st.integers(12, 24),
-            "max_slots": st.sampled_from([0, 1, 4, 32]),
-            "max_wait_steps": st.integers(0, 8),
-            "eviction_policy": st.sampled_from(["lru", "ref_zero"]),
-        }
-    ),
-    failing_steps=st.sets(st.integers(1, 20), max_size=3),
-)
-def test_no_mix_of_requests_changes_a_token(prompts, sampling, settings, failing_steps):
-    run_together(make_engine(FailingModel(*failing_steps), **settings), prompts, sampling)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from batch_rig import answer, batch, subject, tokens
+from batch_rig import answer, subject, tokens
 from transformers_rig import BLOCK
 
 from mamba_cache.errors import ConcurrentUseError, PoisonedError
@@ -70,33 +70,24 @@ def test_a_forward_that_raises_keeps_the_cache(
     check_kept(cache, prompt, nemotron, is_batch=is_batch)
 
 
-@pytest.mark.parametrize("error", FOREIGN)
-def test_a_stopping_criterion_that_raises_keeps_the_cache_and_its_pins(
-    nemotron, warm, generator, error
+@pytest.mark.parametrize(
+    ("error", "is_batch"), [(OSError, False), (KeyboardInterrupt, False), (KeyboardInterrupt, True)]
+)
+def test_a_callback_that_raises_keeps_the_cache_and_its_pins(
+    nemotron, warm, generator, error, is_batch
 ):
+    """A stopping criterion, and a streamer of batches."""
     cache, prompt = warm
     pin = cache.pin(prompt)
 
     def stop(*_):
         raise error("struck")
 
+    options = {"streamer": stop} if is_batch else {"stopping_criteria": [stop]}
     with pytest.raises(error, match="struck"):
-        answer(cache, tokens(generator, BLOCK), is_batch=False, stopping_criteria=[stop])
+        answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch, **options)
     assert cache.pins == (pin,)
-    check_kept(cache, prompt, nemotron, is_batch=False)
-
-
-def test_an_interrupt_in_a_streamer_keeps_the_cache_and_its_pins(nemotron, warm, generator):
-    cache, prompt = warm
-    pin = cache.pin(prompt)
-
-    def stop(*_):
-        raise KeyboardInterrupt("struck")
-
-    with pytest.raises(KeyboardInterrupt, match="struck"):
-        batch(cache, [tokens(generator, 2 * BLOCK)] * 2, streamer=stop)
-    assert cache.pins == (pin,)
-    check_kept(cache, prompt, nemotron, is_batch=True)
+    check_kept(cache, prompt, nemotron, is_batch=is_batch)
 
 
 @both_ways

@@ -2,17 +2,17 @@
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from batch_rig import SERVED, answers, batch, subject, tokens
+from batch_rig import answers, batch, subject, tokens
 from transformers_rig import BLOCK, budgets
 
 from mamba_cache.events import Removed, Stored
-from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy
 
 
@@ -34,35 +34,6 @@ def hit(cache, call):
     before = cache.stats().skipped_tokens
     call()
     return cache.stats().skipped_tokens - before
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_a_batch_goes_on_from_what_generate_has_cached(name, generator):
-    one = subject(name)
-    cache, prompt = one.cache(), tokens(generator, 2 * BLOCK)
-    first = alone(cache, prompt)
-    assert first == one.answer(prompt, 6)
-    for longer in (prompt + tokens(generator, 5), prompt + first[:-1] + tokens(generator, 3)):
-        found = hit(cache, lambda longer=longer: answers(batch(cache, [longer])))
-        assert found >= 2 * BLOCK
-        assert answers(batch(cache, [longer])) == [one.answer(longer, 6)]
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_generate_goes_on_from_what_a_batch_has_cached(name, generator):
-    one = subject(name)
-    cache = one.cache()
-    prompts = [tokens(generator, n) for n in (3 * BLOCK, 3 * BLOCK + 7, 5)]
-    assert answers(batch(cache, prompts, max_new_tokens=2 * BLOCK)) == [
-        one.answer(prompt, 2 * BLOCK) for prompt in prompts
-    ]
-    for prompt in prompts[:2]:
-        longer = prompt + tokens(generator, 3)
-        assert hit(cache, lambda longer=longer: alone(cache, longer)) == 3 * BLOCK
-        assert alone(cache, longer) == one.answer(longer, 6)
-    if cache._prefiller.fewest_tokens == 1:  # else answers are not kept
-        longer = prompts[0] + one.answer(prompts[0], 2 * BLOCK) + [5]
-        assert hit(cache, lambda: alone(cache, longer)) >= 4 * BLOCK
 
 
 def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, generator):
@@ -99,17 +70,6 @@ def test_observers_stay_when_the_first_batch_comes(nemotron, generator):
     assert len(seen) > after
 
 
-def test_a_batch_writes_no_state_beside_the_logits_of_another(nemotron, generator):
-    """A slot goes from ``generate`` to a batch and back."""
-    cache = nemotron.cache(**budgets(nemotron.cache(), slots=2, blocks=40))
-    for _ in range(3):
-        prompt, other = tokens(generator, 2 * BLOCK), tokens(generator, 2 * BLOCK)
-        assert alone(cache, prompt) == nemotron.answer(prompt, 6)
-        assert answers(batch(cache, [other])) == [nemotron.answer(other, 6)]
-        assert alone(cache, other) == nemotron.answer(other, 6)
-        assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
-
-
 def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
     cache = nemotron.cache()
     cache.generate_batch([[5, 6]], max_new_tokens=1)
@@ -125,25 +85,6 @@ def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
     finally:
         gc.enable()
     assert [storage() for storage in held] == [None] * len(held)
-
-
-def test_what_breaks_off_a_batch_leaves_what_generate_cached(nemotron, generator, monkeypatch):
-    cache, prompt = nemotron.cache(), tokens(generator, 2 * BLOCK + 3)
-    alone(cache, prompt)
-    step, calls = Batcher.step, []
-
-    def broken(self):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("out of order")
-        return step(self)
-
-    monkeypatch.setattr(Batcher, "step", broken)
-    with pytest.raises(RuntimeError, match="out of order"):
-        batch(cache, [prompt, tokens(generator, 30)])
-    cache.check_invariants()
-    assert hit(cache, lambda: alone(cache, prompt)) == 2 * BLOCK
-    assert alone(cache, prompt) == nemotron.answer(prompt, 6)
 
 
 def test_reset_forgets_what_either_has_cached(nemotron, generator):
@@ -173,19 +114,20 @@ def test_what_was_brought_from_host_memory_is_found_by_batches(nemotron, generat
         assert cache.tier_stats()[0].restored > 0
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_cache_that_was_made_in_inference_mode_or_out_of_it(nemotron, generator, first):
+@pytest.mark.parametrize(("made", "used"), [*product([False, True], repeat=2)])
+def test_it_may_be_made_and_used_in_and_out_of_inference_mode(nemotron, generator, made, used):
     prompts = [tokens(generator, 2 * BLOCK + n) for n in (3, 5)]
-    with torch.inference_mode(first):
+    wanted = [nemotron.answer(prompt, 6) for prompt in prompts]
+    with torch.inference_mode(made):
         cache = nemotron.cache()
-        assert alone(cache, prompts[0]) == nemotron.answer(prompts[0], 6)
-        cache.prepare_batches()
-    with torch.inference_mode(not first):
-        found = answers(batch(cache, prompts))
-    assert found == [nemotron.answer(prompt, 6) for prompt in prompts]
-    with torch.inference_mode(first):
-        assert alone(cache, prompts[1]) == nemotron.answer(prompts[1], 6)
+    for mode in (used, not used):
+        with torch.inference_mode(mode):
+            assert alone(cache, prompts[0]) == wanted[0]
+            assert answers(batch(cache, prompts)) == wanted
+    assert cache.stats().hits >= 4
+    with torch.inference_mode(used):
         cache.reset()
+        assert alone(cache, prompts[1]) == wanted[1]
 
 
 @pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy])

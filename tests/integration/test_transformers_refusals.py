@@ -123,8 +123,10 @@ def test_a_moved_model_needs_another_cache(model, cache, prompt):
 def test_a_closed_cache_is_of_no_use(model, prompt):
     with make_cache(model) as cache:
         cached(cache, prompt)
-    with pytest.raises(StepOrderError, match="closed"):
-        cache.generate(prompt)
+        cache.generate_batch(prompt.tolist(), max_new_tokens=1)
+    for call in (cache.generate, cache.generate_batch, cache.prefill):
+        with pytest.raises(StepOrderError, match="closed"):
+            call(prompt)
     assert not model._forward_pre_hooks
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 from engine_rig import BLOCK, FailingModel, ModelFailure, alone, cache_config, step_checked
 from example_counts import examples
@@ -43,12 +44,24 @@ class Guesser:
         return [token if place % 5 else (token + 1) % 256 for place, token in guessed]
 
 
+class Wild:
+    """Guesses at random, more than it is asked for."""
+
+    def __init__(self):
+        self._random = Random(0)
+
+    def propose(self, tokens, max_drafts):
+        return [
+            self._random.randrange(256) for _ in range(self._random.randrange(2 * max_drafts + 1))
+        ]
+
+
 class EngineMachine(RuleBasedStateMachine):
     """``self.wanted`` holds each request's prompt, sampling and answer until it is finished."""
 
     @initialize(
         num_speculative_tokens=st.sampled_from([0, 1, 3]),
-        guesses=st.booleans(),
+        drafter=st.sampled_from([None, None, NgramDrafter, Wild]),
         num_kv_blocks=st.sampled_from([3, 7, 12, 100]),
         max_slots=st.sampled_from([0, 1, 3, 50]),
         max_requests=st.sampled_from([1, 3, 8]),
@@ -60,15 +73,14 @@ class EngineMachine(RuleBasedStateMachine):
         save_decode_states=st.booleans(),
         min_computed_tokens=st.sampled_from([1, 1, 5]),
     )
-    def start(self, guesses, max_wait_steps, placement, **changes):
+    def start(self, drafter, max_wait_steps, placement, **changes):
         self.model = FailingModel()
-        self.guesses = guesses
         self.engine = Engine(
             self.model,
             cache_config(**changes),
             max_wait_steps=max_wait_steps,
             placement=placement,
-            drafter=lambda: Guesser(*self.newest) if self.guesses else NgramDrafter(),
+            drafter=drafter or (lambda: Guesser(*self.newest)),
         )
         self.config = self.engine.context.config
         self.wanted = {}
@@ -154,4 +166,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = examples(18)
+TestEngineMachine.settings = examples(22)

@@ -63,8 +63,8 @@ def test_each_answer_is_the_models_own_whoever_cached_what(name, calls, room, se
         assert stats.hits + sum(stats.misses.values()) == stats.requests >= requests
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
-@examples(6)
+@pytest.mark.parametrize("name", SERVED)
+@examples(3)
 @given(
     length=st.integers(1, 4 * BLOCK),
     turns=st.lists(
