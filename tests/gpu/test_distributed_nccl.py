@@ -3,16 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from shard_rig import (
-    assert_joined,
-    assert_resumed_alike,
-    bits,
-    run_alone,
-    run_model,
-    run_shard,
-    run_tiered,
-    spawn,
-)
+from shard_rig import assert_joined, run_alone, run_shard, spawn
 
 from mamba_cache.integrations.distributed import agree_on_num_slots
 
@@ -29,20 +20,6 @@ def test_shards_on_two_gpus_decide_and_join_as_one_process(tmp_path, seed):
     assert [report["fingerprints"] for report in reports] == [fingerprints] * 2
     assert_joined(reports, snapshots)
     assert [report["num_slots"] for report in reports] == [10, 10]
-
-
-@needs_two
-def test_the_reference_model_on_two_gpus_decides_and_holds_the_same(tmp_path, seed):
-    one, other = spawn(run_model, 2, tmp_path, seed, NUM_STEPS, "nccl")
-    assert len(set(one["fingerprints"])) == NUM_STEPS
-    assert one["fingerprints"] == other["fingerprints"]
-    for name, tensor in one["snapshots"][0].items():
-        assert torch.equal(bits(tensor), bits(other["snapshots"][0][name])), name
-
-
-@needs_two
-def test_two_gpus_resume_alike_from_tiers_that_hold_other_things(tmp_path, seed):
-    assert_resumed_alike(spawn(run_tiered, 2, tmp_path, seed, 40, "nccl"))
 
 
 @pytest.fixture

@@ -69,40 +69,6 @@ def test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, ge
     assert ours.skipped == [0, 0, 3 * BLOCK, 2 * BLOCK, BLOCK, 0]
 
 
-@pytest.mark.parametrize("rest", [0, 9])
-def test_a_prompt_in_pieces(serve, generator, rest):
-    server = serve(chunked=True)
-    prompt = random_tokens(generator, 4 * BLOCK + rest)
-    assert server.add(prompt, chunk=2 * BLOCK + 100) == 0
-    server.step()
-    server.finish()
-    assert server.go_on() == 0
-    server.step()
-    server.finish(0)
-    assert server.add(prompt + random_tokens(generator, 30)) >= BLOCK
-    server.step()
-
-
-def test_slots_and_kv_blocks_are_evicted(serve, generator):
-    server = serve(num_blocks=9, num_slots=2)
-    for _ in range(6):
-        server.add(random_tokens(generator, 3 * BLOCK + 5))
-        server.step()
-        server.finish(0)
-    assert 0 < server.num_found <= 2
-    assert server.slots.free_count == 2 - server.slots.num_cached_slots
-
-
-def test_a_request_that_is_released_before_its_commit_leaves_nothing_recorded(serve, generator):
-    server = serve()
-    server.add(random_tokens(generator, 3 * BLOCK))
-    assert server.slots._intermediate_counts_cpu.sum() > 0
-    rows = torch.tensor([0], device=server.context.request_ids.device)
-    server.context.release_memory_blocks_from_request_indexes(rows)
-    assert server.slots._intermediate_counts_cpu.tolist() == [0] * 4
-    assert server.slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
-
-
 def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
     core, serve, generator, monkeypatch
 ):

@@ -50,9 +50,13 @@ def test_committing_a_step_while_the_device_is_busy(allocator, context):
     inside, ends = three_prefills(allocator, context)
     expected = [scratch_bits(allocator, i) for i in range(3)]
     expected += [request_bits(context, request) for request in (3, 4)]
+    planned = [table.tolist() for table in allocator.get_intermediate_cpu_data()]
     with waiting_raises():
         torch.cuda._sleep(BUSY_CYCLES)
-        allocator.get_intermediate_gpu_data()
+        sent = [table.clone() for table in allocator.get_intermediate_gpu_data()]
         allocator.commit_intermediate_states()
     slots = [allocator.get_slot(block) for block in inside + ends]
     assert [slot_bits(allocator, slot) for slot in slots] == expected
+    # The tables are cleared before the device reads them; they arrive as they were.
+    assert not allocator._has_intermediates
+    assert [table.tolist() for table in sent] == planned

@@ -4,12 +4,8 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, make_config, saved_prefix_lengths, uncached
 from gpu_rig import waiting_raises
-from step_plans import decode_batch
 
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.context.decode_rows import DecodeRows
-from mamba_cache.context.kernels import decode, decode_numpy
-from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
 from mamba_cache.reference import HybridModel, verify_greedy_on_device
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +13,6 @@ pytestmark = pytest.mark.gpu
 DRAFTS = 3
 PROMPTS = [[(7 * i * i + 3 * i + n) % VOCAB for i in range(2 * BLOCK + n)] for n in range(4)]
 ANSWER = 4 * BLOCK
-ROWS = 64
 
 
 @pytest.fixture(scope="module")
@@ -109,65 +104,3 @@ def test_answers_are_those_of_plain_runs(context, model):
     again, _ = run_ahead(context, model, longer, rest)
     assert again == [answer[:ANSWER] for answer in rest]
     assert context.stats().hits == len(PROMPTS)
-
-
-class Case:
-    """A step of random requests, and how far they are."""
-
-    def __init__(self, generator):
-        self.generator = generator
-        self.k = int(self.ints(1, 6))
-        count = int(self.ints(1, ROWS + 1))
-        decodes = int(self.ints(0, count + 1))
-        order = torch.randperm(ROWS, generator=generator)[:count].tolist()
-        lengths = self.ints(1, self.k + 2, count).tolist()
-        pieces = [
-            SequenceSlice(row, 0, self.ints(0, 99, length).numpy())
-            for row, length in zip(order, lengths, strict=True)
-        ]
-        saved = torch.randperm(count, generator=generator)[: count // 2].tolist()
-        self.plan = StepPlan(
-            decodes=decode_batch(pieces[:decodes]),
-            prefills=pieces[decodes:],
-            boundaries=[CheckpointEntry(i, int(self.ints(1, 100)), 7) for i in saved],
-        )
-        self.tables = self.ints(0, 2**27, ROWS, 8).int().numpy()
-        self.start = {
-            "num_computed": self.ints(0, 100, ROWS).int(),
-            "cursors": self.ints(0, self.k + 2, ROWS).int(),
-            "last_tokens": self.ints(0, 99, ROWS),
-        }
-        self.drafts = self.ints(-1, 99, ROWS, self.k)
-        self.tokens = self.ints(0, 99, count, self.k + 1)
-        self.counts = self.ints(-1, self.k + 3, count).int()
-
-    def ints(self, low, high, *shape):
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def run(self, kernels, device):
-        """All tensors after a step has begun and ended."""
-        buffers = StepBuffers(
-            self.tables,
-            block_size_tokens=16,
-            chunk_size=4,
-            max_tokens=ROWS * (self.k + 1),
-            max_checkpoints=0,
-            max_decode_tokens=self.k + 1,
-            live_rows_per_request=self.k + 2,
-            device=torch.device(device),
-        )
-        metadata = buffers.fill(self.plan)
-        start = {name: tensor.to(device, copy=True) for name, tensor in self.start.items()}
-        rows = DecodeRows(self.k + 2, **start)
-        if len(self.plan.decodes.rows):
-            kernels.describe_decodes(rows, metadata, self.drafts.to(device), 16)
-        kernels.advance_rows(rows, metadata, self.tokens.to(device), self.counts.to(device))
-        fields = {name: getattr(metadata, name) for name in metadata.__slots__} | start
-        return {n: t.tolist() for n, t in fields.items() if isinstance(t, torch.Tensor)}
-
-
-def test_kernels_equal_their_twins():
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(200):
-        case = Case(generator)
-        assert case.run(decode, "cuda") == case.run(decode_numpy, "cpu")

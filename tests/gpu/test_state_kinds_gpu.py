@@ -16,7 +16,6 @@ from mamba_cache.states import (
     StatePool,
     StateSpec,
     dequantize_states,
-    extract_checkpoint_states,
     quantize_states,
 )
 
@@ -31,7 +30,6 @@ RWKV7 = LayerKind(
 SHORT_CONV = LayerKind("short_conv", 5, [("conv", (2049, 2), BF16)])
 SPEC = StateSpec.of(GDN, MAMBA2, RWKV7, SHORT_CONV)
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 3)]
-CHECKPOINTS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
 
 
 def filled(spec, num_rows):
@@ -93,30 +91,6 @@ def test_int8_of_several_kinds():
         assert torch.equal(slots[f"{name}_scales"][:, 1], scales), name
         restored = dequantize_states(codes, scales, states.dtype)
         assert torch.equal(live[name][:, 0], restored), name
-
-
-@pytest.mark.parametrize("shape", [(2049, 3), (2050,)])
-def test_windows_alone_and_states_alone(shape):
-    entries = torch.tensor([(3, 20, 8, 2, 4), (-1,) * 5, (1, 10, 8, 6, 0)], device="cuda").T
-    columns = zip(CHECKPOINTS, entries.int().contiguous(), strict=True)
-    fields = {f"checkpoint_{name}": column for name, column in columns}
-    slots = random_bits_(torch.empty(5, *shape, dtype=BF16, device="cuda"))
-    live = random_bits_(torch.empty(7, *shape, dtype=BF16, device="cuda"))
-    inputs = random_bits_(torch.empty(40, shape[0], dtype=BF16, device="cuda"))
-    saved = random_bits_(torch.empty(5, 3, 129, device="cuda"))
-    states = random_bits_(torch.empty(9, 3, 129, device="cuda"))
-    for _ in range(2):
-        extract_checkpoint_states(slots, None, live, None, inputs, **fields)
-        extract_checkpoint_states(None, saved, None, states, None, **fields)
-    with waiting_raises():
-        extract_checkpoint_states(slots, None, live, None, inputs, **fields)
-        extract_checkpoint_states(None, saved, None, states, None, **fields)
-    width = shape[1] if len(shape) == 2 else 1
-    for end, start, row, slot in ((20, 8, 2, 4), (10, 8, 6, 0)):
-        old = live[row].view(shape[0], width)
-        window = torch.cat([old, inputs[start:end].T], dim=1)[:, -width:]
-        assert_same_bits(slots[slot].view(shape[0], width), window)
-    assert_same_bits(saved[[4, 0]], states[[3, 1]])
 
 
 @pytest.mark.parametrize("name", MODELS)

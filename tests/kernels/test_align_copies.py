@@ -86,20 +86,6 @@ def test_states_of_many_tiles(is_ds, groups, device, backend, seed):
     setup.check()
 
 
-@layouts
-def test_windows_are_shifted_within_one_block(is_ds, device, backend, seed):
-    """vLLM 50729: a shift onto itself as a parallel copy raced."""
-    setup = Setup(device, backend, seed, WIDE, is_ds=is_ds, num_drafts=7)
-    # Column 1 ends at 8 tokens, after so many accepted drafts.
-    biases = setup.ints(1, 2, 3, 7)
-    none = torch.zeros_like(biases)
-    setup.context.run_fused_postprocess(4, biases + 1, none + 1, none, 8 - biases, none)
-    for row, bias in enumerate(biases.tolist()):
-        setup.expect(row, 1, 1, bias)
-    setup.check()
-    assert setup.context.num_accepted_tokens_out.tolist() == [1] * 4
-
-
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_what_a_step_has_crossed(is_in_place, device, backend, seed):
     """Decisions rest on a snapshot of the counts (vLLM 53919)."""
@@ -126,19 +112,6 @@ def test_skipped_rows_and_padded_columns_are_left_alone(device, backend, seed):
     setup.precopy((-1, 3, 0), (1, 3, 2), rows=[0, -1])
     setup.precopy((1, 2, 0), rows=[-1, -1])
     setup.check()
-
-
-def test_saves_by_slot_write_the_counts_that_they_read(device, backend, seed):
-    """vLLM 0.32's ``run_fused_postprocess_align``: slots 1 and 0 of a batch of three rows."""
-    setup = Setup(device, backend, seed, WIDE, ODD)
-    counts = setup.ints(3, 4)
-    # 7 tokens and one draft in column 1; 5 tokens and three drafts, all in column 1.
-    columns, mapping = setup.ints(2, 1), setup.ints(1, -1, 0)
-    setup.context.run_fused_postprocess_align(3, counts, columns, setup.ints(9, 8), mapping)
-    setup.expect(1, 1, 1, 3)
-    setup.expect(0, 2, 1, 1)
-    setup.check()
-    assert counts.tolist() == [3, 1]
 
 
 def test_blocks_of_the_running_columns_are_looked_up(device, seed):

@@ -50,38 +50,6 @@ def check_extract(layer, checkpoints, device, backend, dtype=torch.int32):
 PADDING = (-1, -1, -1, -1, -1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_window_within_the_step(layer, device, backend, dtype):
-    check_extract(layer, [(3, 20, 8, 2, 4), (1, 8, 0, 5, 0)], device, backend, dtype)
-
-
-@pytest.mark.parametrize("length", range(1, WIDTH + 2))
-def test_window_reaches_back_into_the_live_conv_state(layer, device, backend, length):
-    check_extract(layer, [(3, 10 + length, 10, 2, 1), (0, length, 0, 6, 3)], device, backend)
-
-
-def test_checkpoint_at_the_end_of_the_packed_batch(layer, device, backend):
-    check_extract(layer, [(8, 40, 39, 0, 2)], device, backend)
-
-
-@pytest.mark.parametrize(
-    "checkpoints",
-    [
-        [PADDING],
-        [PADDING] * 6,
-        [PADDING, (3, 20, 8, 2, 0), PADDING],
-        [(3, 20, 8, 2, 4), PADDING, PADDING],
-        [PADDING, PADDING, (3, 9, 8, 2, 1), (4, 33, 21, 1, 0)],
-    ],
-)
-def test_padding_writes_nothing(layer, device, backend, checkpoints):
-    check_extract(layer, checkpoints, device, backend)
-
-
-def test_no_checkpoints(layer, device, backend):
-    check_extract(layer, [], device, backend)
-
-
 @pytest.mark.parametrize("empty", ["conv_input", "chunk_states", "slots"])
 def test_padding_where_there_is_nothing_to_read_or_write(layer, device, backend, empty):
     names = ("slot_conv", "slot_ssm") if empty == "slots" else (empty,)
@@ -120,16 +88,6 @@ def test_shapes_that_do_not_fit_are_refused(layer, device, backend, name, shape)
     layer[name] = torch.ones(shape, device=device)
     with pytest.raises(InvalidArgumentError, match="must"):
         extract_checkpoint_states(**layer, **fields([(3, 20, 8, 2, 3)], device), backend=backend)
-
-
-@pytest.mark.parametrize(
-    "absent", [("slot_conv", "live_conv", "conv_input"), ("slot_ssm", "chunk_states")]
-)
-def test_a_layer_may_have_a_window_alone_or_a_state_alone(layer, device, backend, absent):
-    given = {name: None if name in absent else tensor for name, tensor in layer.items()}
-    untouched = {name: layer[name].clone() for name in absent}
-    check_extract(given, [(3, 20, 8, 2, 4), PADDING, (1, 8, 0, 5, 0)], device, backend)
-    assert all(torch.equal(layer[name], tensor) for name, tensor in untouched.items())
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,6 @@ def test_error_is_bounded_by_the_scale(generator):
     assert codes.abs().amax(-2).eq(127).all()
 
 
-def test_a_state_is_stored_alike_in_every_slot(generator, device, backend):
-    live, slots = make_pools(generator, device)
-    copier = StateCopier(tensors(live), tensors(slots), backend=backend)
-    copier.copy([1], [0])
-    copier.copy([1], [4])
-    assert torch.equal(slots["ssm"][:, 0], slots["ssm"][:, 4])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_extraction_stores_what_a_copy_would(generator, device, backend, dtype):
     live, slots = make_pools(generator, device, dtype=dtype)

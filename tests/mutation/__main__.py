@@ -6,18 +6,12 @@ Needs the extra ``mutation``. Prints Markdown, and fails if a mutant survives th
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import random
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mutants import Mutant, mutants_of
@@ -39,23 +33,18 @@ TESTS = (
     "tests/integration/test_state_kinds.py",
     "tests/integration/test_stores.py",
 )
-PARTS = {
-    "slots, blocks, modules beside them": (),  # what no other part has
-    "context, metadata": ("context/", "metadata/", "integrations/"),
-    "tiers, stores": ("tiers/", "stores/"),
-}
 KINDS = ("mutants", "noticed", "explained", "neither")
 # Of other packages (ZeroMQ's threads end in a fork), of the text of files, or striking everywhere,
 # which takes too long.
 OTHER_TESTS = (
     *("align", "bench", "extraction", "kv_events", "model_", "plan.", "prometheus", "state_copy"),
     *("docs", "property/test_faults", "figures", "layers"),
-    *("mutation_page", "package", "peers", "readme", "style"),
+    *("package", "peers", "readme", "style"),
 )
 
 # Other processes know no mutant; and a test that puts a fault in by itself says what tests notice.
 LEFT_OUT = (
-    *("test_all_ranks", "test_every_rank", "shards_join", "hold_other_things"),
+    *("test_all_ranks", "test_every_rank", "shards_join"),
     *("ranks_that_do_not_agree", "a_fault_of_the_tiers", "decide_alone_diverge"),
 )
 CHOSEN = " and ".join(f"not {name}" for name in LEFT_OUT)
@@ -69,22 +58,11 @@ def main() -> int:
     mutants = [
         mutant for name in args.paths for file in _files(name) for mutant in mutants_of(file)
     ]
-    if args.again:
-        mutants = _survivors_of(args.again, mutants)
     random.Random(args.seed).shuffle(mutants)
     search = Search(mutants, args.processes, args.seconds, args.minutes)
-    began = time.monotonic()
     with contextlib.redirect_stdout(sys.stderr):
         status = pytest.main([*_options(), *args.tests], plugins=[search])
-    if status:
-        return int(status)
-    result = _summary(search.outcomes, args.seed)
-    result["untried"] = len(mutants) - len(search.outcomes)
-    result["minutes"] = round((time.monotonic() - began) / 60, 1)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(_as_markdown(result))
-    return int(any(part["neither"] for part in result["parts"]))
+    return int(status) or _report(search.outcomes)
 
 
 def _parse() -> argparse.Namespace:
@@ -95,8 +73,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20, help="of tests, at most, per mutant")
     parser.add_argument("--minutes", type=float, help="try mutants so long: a sample by chance")
     parser.add_argument("--seed", type=int, default=0, help="of the mutants' order")
-    parser.add_argument("--json", type=Path, help="file to write the result to")
-    parser.add_argument("--again", type=Path, help="such a file: try what it does not explain")
     return parser.parse_args()
 
 
@@ -111,91 +87,32 @@ def _files(name: str) -> list[Path]:
     return sorted(path.glob("*.py")) if path.is_dir() else [path]
 
 
-def _survivors_of(file: Path, mutants: list[Mutant]) -> list[Mutant]:
-    parts = json.loads(file.read_text(encoding="utf-8"))["parts"]
-    listed = {
-        (one["file"], one["was"], one["becomes"])
-        for part in parts
-        for one in part["survivors"]
-        if one["why"] is None
-    }
-    return [mutant for mutant in mutants if (_name(mutant), *mutant.change()) in listed]
-
-
-def _name(mutant: Mutant) -> str:
-    return mutant.file.relative_to(ROOT).as_posix()
-
-
-def _summary(outcomes: dict[Mutant, str], seed: int) -> dict[str, Any]:
-    """Counts outcomes by module and part, and lists the survivors with the reason if there is one.
-
-    Noticed are those that were killed or stopped, explained those in ``explained.json``.
-    """
+def _report(outcomes: dict[Mutant, str]) -> int:
+    """Print counts by module, why survivors are none, and the survivors that nothing explains."""
     modules: dict[str, Counter[str]] = {}
-    survivors: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
-    totals = {part: Counter(dict.fromkeys(KINDS, 0)) for part in PARTS}
+    whys: Counter[str] = Counter()
+    unexplained = []
     for mutant, outcome in outcomes.items():
-        file = _name(mutant)
-        part = _part_of(file)
         is_noticed = outcome in ("killed", "stopped")
         kind = "noticed" if is_noticed else "explained" if mutant.why else "neither"
-        for counts in (modules.setdefault(file, Counter()), totals[part]):
-            counts["mutants"] += 1
-            counts[kind] += 1
-        if not is_noticed:
+        name = mutant.file.relative_to(ROOT).as_posix()
+        modules.setdefault(name, Counter()).update(("mutants", kind))
+        if kind == "explained":
+            whys[str(mutant.why)] += 1
+        elif kind == "neither":
             was, becomes = mutant.change()
-            place = {"file": file, "line": min(mutant.lines), "function": mutant.function}
-            survivors[part].append({**place, "was": was, "becomes": becomes, "why": mutant.why})
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    command = " ".join(["python", "tests/mutation", *sys.argv[1:]])
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit,
-        "parts": [
-            {
-                "part": part,
-                "seed": seed,
-                "command": command,
-                **totals[part],
-                "survivors": sorted(found, key=lambda one: (one["file"], one["line"])),
-            }
-            for part, found in survivors.items()
-            if totals[part]["mutants"]
-        ],
-        "modules": dict(sorted(modules.items())),
-    }
-
-
-def _part_of(file: str) -> str:
-    rest, *named = PARTS
-    inside = file.removeprefix("mamba_cache/")
-    return next((part for part in named if inside.startswith(PARTS[part])), rest)
-
-
-def _as_markdown(result: dict[str, Any]) -> str:
-    """Tables of the modules and parts and, if there are any, of the survivors."""
-    parts = result["parts"]
-    together = sum((Counter({kind: part[kind] for kind in KINDS}) for part in parts), Counter())
-    lines = [
-        "| module | mutants | noticed | explained | neither | score |",
-        "|---|--:|--:|--:|--:|--:|",
-        *(_row(f"`{name}`", Counter(counts)) for name, counts in result["modules"].items()),
-        *(_row(part["part"], part) for part in parts),
-        _row("together", together),
-    ]
-    survivors = [survivor for part in parts for survivor in part["survivors"]]
-    whys = Counter(survivor["why"] for survivor in survivors if survivor["why"])
+            place = f"{name}:{min(mutant.lines)} {mutant.function}"
+            unexplained.append(f"\n{place}\n    - {was}\n    + {becomes}")
+    print("| module | mutants | noticed | explained | neither | score |\n|---|--:|--:|--:|--:|--:|")
+    for name, counts in sorted(modules.items()):
+        print(_row(f"`{name}`", counts))
+    print(_row("together", sum(modules.values(), Counter())))
     if whys:
-        lines += ["", "| survivors | why no test notices them |", "|--:|---|"]
-        lines += [f"| {count} | {why} |" for why, count in whys.most_common()]
-    for survivor in survivors:
-        if survivor["why"] is None:
-            lines += ["", f"{survivor['file']}:{survivor['line']} {survivor['function']}"]
-            lines += [f"    - {survivor['was']}", f"    + {survivor['becomes']}"]
-    return "\n".join(lines)
+        print("\n| survivors | why no test notices them |\n|--:|---|")
+    for why, count in whys.most_common():
+        print(f"| {count} | {why} |")
+    print("\n".join(sorted(unexplained)))
+    return int(bool(unexplained))
 
 
 def _row(name: str, counts: Mapping[str, int]) -> str:

@@ -35,34 +35,19 @@ EXPLAINED: dict[str, dict[str, str]] = json.loads(
 
 @dataclass(frozen=True)
 class Mutant:
-    """A function in which one piece of text is replaced by another.
-
-    Attributes:
-        file: The module's file.
-        function: Its name, with its class's before it.
-        first_line: Line on which the function's code begins, decorators included.
-        lines: Lines on which the change takes effect: a test that runs none of them cannot see it.
-        start: Where the replaced text starts in the file.
-        end: Where it ends.
-        text: What stands there instead.
-        why: Why no test notices it, if that is explained.
-    """
+    """A function in which one piece of text is replaced by another."""
 
     file: Path
-    function: str
-    first_line: int
-    lines: frozenset[int]
-    start: int
+    function: str  # its name, with its class's before it
+    first_line: int  # on which the function's code begins, decorators included
+    lines: frozenset[int]  # where the change takes effect: a test that runs none cannot see it
+    start: int  # of the replaced text in the file
     end: int
-    text: str
-    why: str | None
+    text: str  # what stands there instead
+    why: str | None  # why no test notices it, if that is explained
 
     def code(self) -> CodeType:
-        """Compiles the changed function.
-
-        Raises:
-            SyntaxError: The change is no Python.
-        """
+        """Compiles the changed function, if the change is Python."""
         module = compile(self._source(), str(self.file), "exec", dont_inherit=True)
         name = self.function.rpartition(".")[2]
         return next(
@@ -84,11 +69,7 @@ class Mutant:
 
 
 def explained_lines(source: str, explained: dict[str, str]) -> dict[int, str]:
-    """Return why no test notices changes, by number of the line.
-
-    Raises:
-        ValueError: An explanation is of a line that the source does not have.
-    """
+    """Return why no test notices changes, by number of the line."""
     lines = [line.strip() for line in source.splitlines()]
     if stale := sorted(explained.keys() - set(lines)):
         raise ValueError(f"explained.json has lines that are not there any more: {stale}")

@@ -26,16 +26,7 @@ Exchange = tuple[FunctionType, CodeType]
 class Search:
     """A pytest plugin that runs each test once, and then those that can notice it on each mutant.
 
-    Args:
-        mutants: The mutants to try.
-        num_processes: Forks at once.
-        budget_seconds: Per mutant: the quickest tests run, as many as took this long together, in
-            seconds of the processor.
-        minutes: When to stop trying mutants; None: when all are tried.
-
-    Attributes:
-        outcomes: For each mutant whether it was "killed"; "stopped", for it waited, looped or took
-            memory without an end; "survived"; or "uncovered", when no test runs its lines.
+    Of those the quickest run: as many as took ``budget_seconds`` of the processor together.
     """
 
     def __init__(
@@ -45,6 +36,8 @@ class Search:
         budget_seconds: float,
         minutes: float | None = None,
     ) -> None:
+        # "killed"; "stopped", for it waited, looped or took memory without an end; "survived"; or
+        # "uncovered", when no test runs its lines.
         self.outcomes: dict[Mutant, str] = {}
         self._mutants = list(mutants)
         self._num_processes = num_processes

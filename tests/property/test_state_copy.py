@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE, StateCopier
+from mamba_cache.states.kernels import copy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool]
@@ -59,9 +60,13 @@ KINDS = st.lists(
 )
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("backend", "entries_per_program"), [("torch", 1), ("triton", 1), ("triton", 2)]
+)
 @given(st.data(), KINDS, st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**32 - 1))
-def test_every_byte_is_as_the_rows_say(backend, data, kinds, num_sources, num_destinations, seed):
+def test_every_byte_is_as_the_rows_say(
+    backend, entries_per_program, data, kinds, num_sources, num_destinations, seed
+):
     sources = data.draw(tensors(kinds, num_sources, seed))
     destinations = data.draw(tensors(kinds, num_destinations, seed + 1))
     pairs = data.draw(pairs_of_rows(num_sources, num_destinations))
@@ -72,7 +77,9 @@ def test_every_byte_is_as_the_rows_say(backend, data, kinds, num_sources, num_de
             if PAD_SLOT_ID not in (source, destination):
                 to[:, destination] = 0 if source == ZERO_SOURCE else from_[:, source]
     copier = StateCopier(sources, destinations, backend=backend)
-    copier.copy([source for source, _ in pairs], [destination for _, destination in pairs])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy, "entries_per_program", lambda *_, **__: entries_per_program)
+        copier.copy([source for source, _ in pairs], [destination for _, destination in pairs])
     for tensor, want in zip(destinations, expected, strict=True):
         np.testing.assert_array_equal(as_bytes(tensor), want)
     for tensor, want in zip(sources, read, strict=True):

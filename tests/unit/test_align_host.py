@@ -104,18 +104,6 @@ def worker(rng):
     return Worker(rng)
 
 
-def test_a_forced_preemption_is_among_the_resumed_alone(worker):
-    """vLLM 35157: the stale column of a request with fewer blocks was out of range."""
-    worker.state_idx.update(a=7, b=3)
-    worker.requests["a"].block_ids = [[], [4, 5]]
-    worker.batch("a", [1], a=B)
-    worker.preprocess(scheduled({"a": 3}, resumed=["a"]))
-    assert worker.state_idx == {"a": 1, "b": 3}
-    conv, ssm = worker.states.layers[0][0]
-    assert torch.equal(ssm[5].view(torch.int32), ssm[4].view(torch.int32))
-    assert torch.equal(conv[5].view(torch.int16), conv[4].view(torch.int16))
-
-
 @pytest.mark.parametrize("preempted", [None, set(), {"preempted"}])
 def test_columns_of_requests_that_left_are_forgotten(preempted):
     columns = {"finished": 1, "preempted": 2, "resumed": 3, "stays": 99}

@@ -75,28 +75,6 @@ def world(rng):
     return World(MODEL, rng)
 
 
-@pytest.mark.parametrize(
-    ("num_computed", "column"), [(0, -1), (1, 0), (B, 0), (B + 1, 1), (3 * B, 2)]
-)
-def test_columns_are_seeded_in_tokens_of_the_mamba_block(world, num_computed, column):
-    """vLLM 53142, 55507: seeded by the attention block's size, three times as large here."""
-    assert world.fields == [(0, -1, 0, 1)] * 4
-    world.add(2, num_computed)
-    assert world.fields[2] == (column, -1, 0, 1)
-
-
-def test_a_recycled_slot_knows_nothing_of_its_last_tenant(world):
-    world.add(2, 2 * B)
-    world.begin([2], [3], [0, 0, 2 * B, 0])
-    world.end([3], [0, 0, 2 * B + 3, 0])
-    assert world.fields[2] == (2, 1, 0, 3)
-    world.add(2, 0)
-    assert world.fields[2] == (-1, -1, 0, 1)
-    world.begin([], [], [7] * 4)
-    world.end([], [7] * 4)
-    assert world.fields == [(0, -1, 0, 1), (0, -1, 0, 1), (-1, -1, 0, 1), (0, -1, 0, 1)]
-
-
 def test_block_tables_may_move(world):
     """Raw addresses of tables that were gathered anew each step pointed to freed memory."""
     world.add(0, B)

@@ -19,7 +19,6 @@ from injectors import OutOfMemory
 from mamba_cache import DeviceTokens, Request
 from mamba_cache.context import RequestStatus
 from mamba_cache.errors import InvariantError, PoisonedError, StepOrderError
-from mamba_cache.events import Removed
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -113,20 +112,6 @@ def test_an_abort_that_breaks_off_is_noticed(context, monkeypatch):
     assert_same_run(generate(context, PROMPT, 2), PROMPT)
 
 
-@pytest.mark.parametrize("call", [1, 2])
-def test_a_commit_that_breaks_off_between_requests_is_noticed(context, monkeypatch, call):
-    step = context.begin_step()
-    MODEL.forward(step.metadata, context)
-    patch(monkeypatch, context.kv_block_allocator, "register_kv_block_hashes", fail_on(call))
-    with pytest.raises(OSError, match="broken"):
-        context.commit_step(dict.fromkeys(step.sampling_ids, 1))
-    with pytest.raises(PoisonedError, match=r"commit_step broke off.*broken.*reset\(\)"):
-        context.commit_step(dict.fromkeys(step.sampling_ids, 1))
-    context.reset()
-    monkeypatch.undo()
-    assert_same_run(generate(context, PROMPT, 2), PROMPT)
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
     """A commit that broke off while it saved, and was called again, moved the states on twice."""
@@ -170,14 +155,6 @@ def test_a_collection_that_breaks_off_is_noticed(monkeypatch):
     assert_same_run(generate(context, OTHER, 2), OTHER)
 
 
-def test_a_forward_that_raises_is_answered_by_an_abort(context):
-    step = context.begin_step()
-    for tensor in context.live_states.tensors.values():  # it stopped half-way
-        tensor[:, [request.row for request in step.requests]] = torch.nan
-    context.abort_step()
-    go_on(context)
-
-
 class Broken:
     """A collection that raises when it is read."""
 
@@ -195,23 +172,6 @@ def test_what_a_caller_gives_may_raise_itself(context):
         context.match(Request(request_id="x", prompt_tokens=PROMPT, multimodal_keys=Broken()))
     assert fingerprint(context) == before
     go_on(context)
-
-
-def test_a_listener_that_raises_does_not_harm_the_context():
-    context = make_context(make_config(num_kv_blocks=7))
-    generate(context, PROMPT, 1)
-    observed = []
-
-    def listener(event):
-        observed.append(event)
-        raise OSError("broken")
-
-    context.listeners.add(listener, Removed)
-    with pytest.raises(OSError, match="broken"):
-        add(context, "x", OTHER[::-1] * 2)
-    assert observed
-    context.check_invariants()
-    assert_same_run(generate(context, OTHER, 2), OTHER)
 
 
 def test_without_memory_nothing_is_made():

@@ -35,7 +35,6 @@ READ_CLOCKS = {
     "tests/support/faulty_store.py",
     "tests/conversation_search.py",
     "tests/store_kills.py",
-    "tests/support/prefix_replay.py",
     "tests/support/store_kill_rig.py",
     "tests/support/tier_fault_rig.py",
     "tests/tier_faults.py",

@@ -239,22 +239,3 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path,
     close()
     assert not log._thread.is_alive()
     assert [line["length"] for line in written(tmp_path / "log")] == [3, 20]
-
-
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_listener_that_raises_takes_the_request_back_and_keeps_the_cache(error):
-    context, heard = make_context(), []
-
-    def fails(event):
-        raise error("full")
-
-    context.listeners.add(fails, Admitted)
-    context.listeners.add(heard.append, Admitted)
-    request = Request(request_id="a", prompt_tokens=[1] * 20)
-    with pytest.raises(error, match="full"):
-        context.add_request(request)
-    assert not list(context.request_table)
-    context.check_invariants()
-    context.listeners.remove(fails)
-    context.add_request(request)
-    assert [event.request_id for event in heard] == ["a", "a"]

@@ -1,7 +1,7 @@
 """Replays a trace through what a ``PrefixCache`` keeps, without a model.
 
-    python tests/support/prefix_replay.py --trace requests.jsonl --slots 50 200
-    python tests/support/prefix_replay.py --drawn agents --limit 1200 --slots 100 --blocks 2000
+    python tests/benchmarks/prefix_replay.py --trace requests.jsonl --slots 50 200
+    python tests/benchmarks/prefix_replay.py --drawn agents --limit 1200 --slots 100 --blocks 2000
 
 A token here stands for 32 of the trace's, and a block of 8 for one of 256. An id of the trace is a
 run of 13, so that prompts end inside blocks. The answer to a prompt that a later one goes on from
@@ -11,9 +11,13 @@ is what that one has there, so that its next turn may resume from the answer's l
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import drawn_traces
 import numpy as np
