@@ -28,7 +28,7 @@ def single(stream_seed):
 @pytest.fixture(scope="module")
 def reports(stream_seed, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    return spawn(run_shard, 4, folder, stream_seed, NUM_STEPS, "gloo")
+    return spawn(run_shard, 2, folder, stream_seed, NUM_STEPS, "gloo")
 
 
 def test_all_ranks_decide_as_one_process_does(reports, single):

@@ -18,7 +18,7 @@ from mamba_cache.states.kernels import checksum, copy, extract, quantize
 
 TARGET = GPUTarget("cuda", 90, 32)
 # Nemotron-H's, Granite's and Qwen3-Next's, and odd ones: dtype, queries a head, its size, block.
-HEADS = [("bf16", 4, 128, 256), ("bf16", 4, 64, 256), ("bf16", 8, 256, 256), ("fp32", 4, 80, 48)]
+HEADS = [("bf16", 4, 128, 256), ("bf16", 4, 64, 256), ("bf16", 8, 256, 256), ("fp32", 4, 40, 48)]
 
 
 def build(kernel, types, constants, *, aligned=(), other="i32", **options):

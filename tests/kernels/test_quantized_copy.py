@@ -61,10 +61,9 @@ def copies(pool):
     ("ssm", "dtype"),
     [
         *itertools.product([(3, 5, 7)], FLOATS),
-        *itertools.product([(2, 16, 32)], FLOATS[1:3]),  # aligned: many elements in one access
+        ((2, 16, 32), torch.float32),  # aligned: many elements in one access
         ((1, 1, 1), torch.bfloat16),
-        ((2, 80, 72), torch.bfloat16),  # more than a tile
-        ((2, 80, 72), torch.float32),
+        ((1, 80, 72), torch.bfloat16),  # more than a tile
     ],
 )
 def test_store_and_restore(generator, device, backend, dtype, ssm):

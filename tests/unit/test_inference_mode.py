@@ -45,15 +45,19 @@ every_change = pytest.mark.parametrize("modes", [*product(MODES, repeat=3)], ids
 
 
 @every_change
-@pytest.mark.parametrize("drafts", [0, 1])
-def test_a_context_may_be_made_and_used_in_and_out_of_the_mode(modes, drafts):
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_speculative_tokens": 1}, {"slot_quantization": "int8"}], ids=str
+)
+def test_a_context_may_be_made_and_used_in_and_out_of_the_mode(modes, settings):
     made, first, second = (MODES[mode] for mode in modes)
+    is_exact = "slot_quantization" not in settings
     with made():
-        context = make_context(make_config(num_speculative_tokens=drafts))
+        context = make_context(make_config(**settings), poison=is_exact)
     for number, mode in enumerate((first, second)):
         with mode():
             *run, admission = generate(context, PROMPT, BLOCK + 2)
-            assert_same_run(run, PROMPT)
+            if is_exact:
+                assert_same_run(run, PROMPT)
             assert admission.skip_tokens == 3 * BLOCK * (number > 0)
 
 
@@ -71,17 +75,6 @@ def test_tokens_may_come_from_the_device_in_and_out_of_the_mode(modes):
             context.commit_step(DeviceTokens(*sampled))
             assert context.collect_step() == {"a": [5]}
     context.check_invariants()
-
-
-@every_change
-def test_int8_slots_may_be_made_and_used_in_and_out_of_the_mode(modes):
-    made, first, second = (MODES[mode] for mode in modes)
-    with made():
-        context = make_context(make_config(slot_quantization="int8"), poison=False)
-    for number, mode in enumerate((first, second)):
-        with mode():
-            *_, admission = generate(context, PROMPT, BLOCK)
-            assert admission.skip_tokens == 3 * BLOCK * (number > 0)
 
 
 @every_change
@@ -157,7 +150,7 @@ def test_states_in_block_tables_may_be_copied_in_and_out_of_the_mode(made, world
     def make(model, rng):
         return EveryOther(world(model, rng), starts_in)
 
-    check_worlds(Model(8, max_requests=4), 3, range(40), [make])
+    check_worlds(Model(8, max_requests=4), 3, range(20), [make])
 
 
 @every_world
@@ -168,7 +161,7 @@ def test_kernels_may_use_an_engines_buffers_in_and_out_of_the_mode(made, world, 
     def make(model, rng):
         return EveryOther(world(model, rng, backend="triton"), is_in=True)
 
-    check_worlds(Model(8, max_requests=4), 3, range(6), [make])
+    check_worlds(Model(8, max_requests=4), 3, range(3), [make])
 
 
 def make_step_buffers():
