@@ -14,7 +14,6 @@ from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     LruSlotPolicy,
-    PrefixSlotPolicy,
     PromptFacts,
     RefZeroSlotPolicy,
     SlotPool,
@@ -68,13 +67,6 @@ class Service:
 def chat(first, turns):
     """Hash ids of a chat's prompts, one longer than the other."""
     return [range(first, first + 5 * turn + 5) for turn in range(turns)]
-
-
-def test_it_is_a_policy_that_knows_prompts_and_the_simple_ones_are_not():
-    assert isinstance(AdaptiveSlotPolicy(), PrefixSlotPolicy)
-    for simple in (LruSlotPolicy(), ConsumedSlotPolicy(), RefZeroSlotPolicy()):
-        assert not isinstance(simple, PrefixSlotPolicy)
-        assert not SlotPool(2, KVBlockAllocator(9), policy=simple).knows_prompts
 
 
 def test_a_simple_policy_is_told_nothing_and_refuses_nothing():
@@ -149,22 +141,6 @@ def test_proposals_are_one_for_each_block():
     pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 0"):
         pool.reserve_slots([1, 2], [])
-
-
-def test_an_observer_that_raises_leaves_what_was_decided_taken_back():
-    service = Service(1)
-    service.ask(range(1, 4))
-
-    def fail(event):
-        raise OSError("full")
-
-    service.pool.listeners.add(fail)
-    prompt = service.pool.begin_request(PromptFacts([70, 71, 72, 73], 16, 0, 4))
-    [block] = service.kv_blocks.allocate_memory_blocks(1)
-    with pytest.raises(OSError, match="full"):
-        service.pool.reserve_slots([block], [StateProposal(prompt, 4, is_asked=True)])
-    assert service.pool.free_count == 0 or service.pool.num_cached_slots == 0
-    service.pool.check_invariants()
 
 
 def test_a_choice_that_the_pool_cannot_follow_is_taken_back(monkeypatch):
@@ -282,11 +258,6 @@ def test_a_hint_is_a_bool(hint):
         Request(request_id=1, prompt_tokens=[1], will_continue=hint)
 
 
-def test_a_source_is_hashable():
-    with pytest.raises(InvalidArgumentError, match="source must be hashable"):
-        Request(request_id=1, prompt_tokens=[1], source=[])
-
-
 def hints_skip(told):
     """Blocks skipped of 400 pairs of prompts among 1,200 others, with 6 slots."""
     service, rng, waiting = Service(6), np.random.default_rng(5), []
@@ -318,15 +289,6 @@ def test_one_value_for_states_and_kv_beats_two_orders():
         return record["token_hit_rate"]
 
     assert skipped("adaptive") > skipped("lru") + 0.02
-
-
-def test_refused_states_are_counted_and_never_written():
-    result = run_replay(
-        draw_conversations(400), policies=["adaptive"], placement="last", slots=[20]
-    )
-    [record] = result["records"]
-    assert record["refused_states"] > 50
-    assert record["saved_states"] + record["refused_states"] <= 800
 
 
 def test_of_states_worth_equally_much_the_one_asked_for_longest_ago_goes_first():

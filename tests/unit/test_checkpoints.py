@@ -28,13 +28,6 @@ def test_the_checkpoint_at_a_chunks_end_takes_no_room_of_those_inside():
     assert context.stats().skipped_checkpoints == 0
 
 
-def test_checkpoints_without_room_add_up():
-    context = make_context(make_config(max_checkpoints_per_step=1), placement=EveryNthBlock(1))
-    for first in (1, 2):
-        generate(context, [first, *PROMPT], 1)
-    assert context.stats().skipped_checkpoints == 2 + 2
-
-
 def test_a_step_reserves_a_slot_only_if_it_can_end_a_block():
     context = make_context()
     add(context, "x", PROMPT)

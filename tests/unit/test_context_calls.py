@@ -7,7 +7,7 @@ from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_
 
 from mamba_cache import errors
 from mamba_cache.context import Request, RequestStatus
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.context.requests import Checkpoint
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
@@ -153,13 +153,6 @@ def test_a_context_says_how_many_requests_of_each_kind_its_step_has(busy):
     assert vars(busy.batch_dimensions) == {"prefill_req_count": 3, "decode_req_count": 0}
 
 
-def test_rows_are_limited(busy):
-    busy.add_request(request("fourth", [1]))
-    with pytest.raises(errors.RequestCapacityError, match="1 request rows are required"):
-        busy.add_request(request("fifth", [1]))
-    busy.check_invariants()
-
-
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
@@ -206,19 +199,6 @@ def test_decoding_requests_keep_their_token_room():
     assert list(run_step(context, decode_ids=["c", "a"])) == ["c", "a"]
 
 
-def test_decoding_needs_blocks():
-    context = make_context(make_config(num_kv_blocks=2))
-    for name in ("a", "b"):
-        context.add_request(request(name, [1] * BLOCK))
-    run_step(context)
-    with pytest.raises(errors.BlockCapacityError, match="2 KV blocks are required"):
-        context.begin_step()
-    context.check_invariants()
-    context.preempt("b")
-    assert set(run_step(context)) == {"a"}
-    context.check_invariants()
-
-
 def test_later_chunk_needs_blocks():
     context = make_context(make_config(num_kv_blocks=2))
     context.add_request(request("a", [1] * (3 * BLOCK)), chunk_tokens=BLOCK)
@@ -227,19 +207,6 @@ def test_later_chunk_needs_blocks():
         context.schedule_prefill("a", checkpoint_positions=[BLOCK])
     assert context.schedule_prefill("a", chunk_tokens=BLOCK) == BLOCK
     context.check_invariants()
-
-
-def test_exception_while_planning_takes_the_admission_back():
-    class Broken:
-        def positions(self, facts):
-            raise OSError("planning failed")
-
-    context = make_context(placement=Broken())
-    before = context.stats()
-    with pytest.raises(OSError, match="planning failed"):
-        context.add_request(request("x"))
-    context.check_invariants()
-    assert context.stats() == before
 
 
 def test_exception_while_restoring_preempts_the_step(monkeypatch):
@@ -286,51 +253,6 @@ def test_resuming_ends_at_the_longest_length():
         assert len(context.finish("x")) == 1
 
 
-class BreaksLater(EveryNthBlock):
-    """A placement that fails once it is told to."""
-
-    broken = False
-
-    def positions(self, facts):
-        if BreaksLater.broken:
-            raise OSError("planning failed")
-        return super().positions(facts)
-
-
-@pytest.fixture
-def breaks_later(monkeypatch):
-    monkeypatch.setattr(BreaksLater, "broken", False)
-    return BreaksLater(1)
-
-
-def test_exception_while_planning_anew_takes_the_step_back(breaks_later):
-    """The roll-back gave slots back that the new plan had given back already."""
-    context = make_context(placement=breaks_later)
-    generate(context, PROMPT, 1)
-    context.add_request(request("x", [*PROMPT, *[5] * 20]))
-    slots = context.slot_allocator
-    slots.invalidate_block(context.match(request("y")).block_ids[-1])
-    BreaksLater.broken = True
-    with pytest.raises(OSError, match="planning failed"):
-        context.begin_step()
-    context.check_invariants()
-    assert context.status("x") is RequestStatus.PREEMPTED
-    assert slots.num_reserved_slots == 0
-
-
-def test_exception_while_planning_a_later_chunk_changes_nothing(breaks_later):
-    context = make_context(placement=breaks_later)
-    context.add_request(request("x", [5] * 30), chunk_tokens=3)
-    run_step(context)
-    before = context.stats()
-    BreaksLater.broken = True
-    with pytest.raises(OSError, match="planning failed"):
-        context.schedule_prefill("x", checkpoint_positions=[8])
-    context.check_invariants()
-    assert context.stats() == before
-    assert context.status("x") is RequestStatus.PREFILLING
-
-
 def test_prepared_tokens_cannot_be_changed():
     """The hashes were of other tokens than the model computed, and the next request hit those."""
     prepared = make_context().prepare(request("x"))
@@ -338,32 +260,55 @@ def test_prepared_tokens_cannot_be_changed():
         prepared.tokens[0] = 5
 
 
-def test_invariants_see_a_lost_reservation(busy):
-    busy.slot_allocator.cancel_reserved(list(busy.slot_allocator.reserved)[:1])
-    with pytest.raises(errors.InvariantError, match="are reserved, but"):
-        busy.check_invariants()
+def row_of(context, name="decoding"):
+    return context.request_table.find(name).row
 
 
-def test_invariants_see_lost_room_for_checkpoints(busy):
-    busy._checkpoints._room -= 1
-    with pytest.raises(errors.InvariantError, match="room for"):
-        busy.check_invariants()
+def give_back_a_reservation(context):
+    slots = context.slot_allocator
+    slots.cancel_reserved(list(slots.reserved)[:1])
 
 
-def test_invariants_see_a_wrong_table(busy):
-    row = int((busy.request_table.block_tables[:, 0] >= 0).argmax())
-    busy.request_table.block_tables[row, -1] = 0
-    with pytest.raises(errors.InvariantError, match="block table"):
-        busy.check_invariants()
+def add_to(array, row, number=1):
+    array[row] += number
 
 
-def test_invariants_see_a_lost_row(busy):
-    busy.request_table._free_rows.pop()
-    with pytest.raises(errors.InvariantError, match="rows are lost"):
-        busy.check_invariants()
+BREACHES = {
+    "events": (lambda c: add_to(c.request_table.next_events, row_of(c)), "events of rows"),
+    "places": (lambda c: add_to(c.request_table.place_shifts, row_of(c)), "events of rows"),
+    "marks": (lambda c: c.request_table.decoding_rows.add(3), "are marked so"),
+    "lengths": (lambda c: add_to(c.request_table.num_tokens, row_of(c)), "decodes, with"),
+    "counted tokens": (
+        lambda c: setattr(c.request_table, "num_scheduled_tokens", 21),
+        "tokens are scheduled, but 21 counted",
+    ),
+    "a checkpoint of no step": (
+        lambda c: setattr(c.request_table.find("decoding"), "checkpoint", Checkpoint(BLOCK, 0, 0)),
+        "is in no step, but has",
+    ),
+    "a lost reservation": (give_back_a_reservation, "are reserved, but"),
+    "lost room": (lambda c: add_to(vars(c._checkpoints), "_room", -1), "room for"),
+    "a table": (lambda c: add_to(c.request_table.block_tables[row_of(c)], -1), "block table"),
+    "a lost row": (lambda c: c.request_table._free_rows.pop(), "rows are lost"),
+    "a block too much": (
+        lambda c: c.kv_block_allocator.allocate_memory_blocks(1),
+        r"of blocks \[\d+\] do not match",
+    ),
+    "a reference too much": (
+        lambda c: c.kv_block_allocator.retain_memory_blocks([0]),
+        r"of blocks \[0\] do not match",
+    ),
+    "a pin too much": (
+        lambda c: add_to(c.slot_allocator.pin_counts, 99),
+        r"slots \[99\] are pinned",
+    ),
+}
 
 
-def test_invariants_see_a_lost_reference(busy):
-    busy.kv_block_allocator.retain_memory_blocks([0])
-    with pytest.raises(errors.InvariantError, match="reference counts"):
+@pytest.mark.parametrize("name", BREACHES)
+def test_invariants_see_what_is_wrong(busy, name):
+    breach, message = BREACHES[name]
+    busy.check_invariants()
+    breach(busy)
+    with pytest.raises(errors.InvariantError, match=message):
         busy.check_invariants()

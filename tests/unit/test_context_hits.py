@@ -120,18 +120,6 @@ def test_next_turn_reuses_the_answer():
     assert_same_run((tokens, logits), turn)
 
 
-def test_one_slot_serves_an_answer_of_any_length():
-    context = make_context()
-    generate(context, PROMPT, 5 * BLOCK)
-    assert context.slot_allocator.num_cached_slots == 2  # the prompt's and the newest
-
-
-def test_decode_states_can_be_left_out():
-    context = make_context(make_config(save_decode_states=False))
-    generate(context, PROMPT, 3 * BLOCK)
-    assert context.slot_allocator.num_cached_slots == 1
-
-
 def test_what_was_decoded_can_be_left_out_altogether():
     """Also where somebody asked for a state in the answer."""
     context = make_context(make_config(reuse_answers=False))
@@ -267,17 +255,6 @@ def test_a_state_that_saves_little_goes_first_under_the_score_policy():
     assert [saved_prefix_lengths(context, p) for p in (long, short, other)] == [[3], [], [1]]
 
 
-def test_deregistered_shared_blocks_stay_deregistered():
-    context = make_context()
-    generate(context, PROMPT, 1)
-    add(context, "x", [*PROMPT, *[1] * 20])
-    shared = context.match(prepared(context, PROMPT)).block_ids
-    context.kv_block_allocator.deregister_blocks(shared)
-    run_step(context)
-    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 0
-    context.check_invariants()
-
-
 def test_short_prompt_says_why_it_missed():
     """vLLM 40696, 51198: prompts shorter than a block never hit, and nothing said so."""
     context = make_context()
@@ -295,45 +272,12 @@ def test_empty_step_keeps_the_cache():
     assert generate(context, PROMPT, 1)[2].skip_tokens == 3 * BLOCK
 
 
-def test_reset_forgets_the_cache():
-    context = make_context()
-    generate(context, PROMPT, 1)
-    add(context, "in-flight", [7] * 20)
-    context.begin_step()
-    context.reset()
-    context.check_invariants()
-    assert generate(context, PROMPT, 1)[2].miss_reason is MissReason.NO_KV_MATCH
-    assert context.stats().requests == 1
-
-
 @pytest.mark.parametrize("keys", [None, 0, "cat", [(0,)], ((0, None),)])
 def test_multimodal_keys_that_are_none_are_refused(keys):
     """Not taken for a prompt without pictures, which would match others'."""
     context = make_context()
     with pytest.raises(InvalidArgumentError):
         context.prepare(Request(request_id="a", prompt_tokens=PROMPT, multimodal_keys=keys))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"cache_salt": "tenant"},
-        {"lora_id": 1},
-        {"multimodal_keys": [(0, "image")]},
-    ],
-)
-def test_no_cross_talk(other):
-    context = make_context()
-    generate(context, PROMPT, 1)
-    assert generate(context, PROMPT, 1, **other)[2].kv_matched_blocks == 0
-    assert generate(context, PROMPT, 1, **other)[2].skip_tokens == 3 * BLOCK
-
-
-def test_multimodal_key_concerns_its_block_and_all_after():
-    context = make_context(placement=EveryNthBlock(1))
-    generate(context, PROMPT, 1)
-    keyed = generate(context, PROMPT, 1, multimodal_keys=[(BLOCK + 1, "image")])[2]
-    assert (keyed.kv_matched_blocks, keyed.skip_tokens) == (1, BLOCK)
 
 
 def test_more_checkpoints_than_the_buffers_hold_are_skipped():

@@ -213,20 +213,6 @@ def test_results_of_requests_that_gave_their_memory_back_are_left_out(context):
     assert context.finish("a") == [9]
 
 
-def test_results_from_before_a_second_preemption_are_left_out(context):
-    prefill(context, "a")
-    context.preempt("a")
-    context.resume_request("a")
-    compute(context)
-    context.commit_step({"a": 4})
-    compute(context)
-    context.commit_step(on_device([5]))
-    context.preempt("a")
-    assert context.request_table.num_releases.sum() == 2
-    assert context.collect_step() == {}
-    assert context.finish("a") == [9, 4]
-
-
 def test_aborting_a_step_keeps_the_results_of_the_one_before(context):
     """Found by search: they were dropped with the aborted step."""
     prefill(context, "a", "b")

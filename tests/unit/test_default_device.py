@@ -45,11 +45,6 @@ def test_a_context_lies_where_it_was_told():
         assert torch.equal(logits, wanted_logits)
 
 
-def test_the_kv_cache_lies_where_the_states_do(elsewhere):
-    context = make_context(device="cpu")
-    assert context.kv_cache.device == context.live_states["conv"].device == torch.device("cpu")
-
-
 def test_the_rows_of_live_states_lie_on_the_host(elsewhere):
     rows = make_context().mamba_metadata.request_to_mamba_state_idx
     assert rows.device.type == "cpu"

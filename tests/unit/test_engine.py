@@ -73,16 +73,6 @@ def test_prompts_may_be_lists_arrays_and_tensors(rng):
     assert tokens == [alone(prompt, greedy(4))] * 3
 
 
-def test_a_prompt_shorter_than_a_block_says_why_it_missed(rng):
-    prompt = draw_prompt(rng, BLOCK - 1)
-    engine = make_engine()
-    for _ in range(2):
-        completion = engine.generate([prompt], greedy(2))[0]
-        assert completion.miss_reason is MissReason.PROMPT_SHORTER_THAN_BLOCK
-        assert (completion.skipped_tokens, completion.computed_tokens) == (0, BLOCK - 1)
-        assert completion.tokens == alone(prompt, greedy(2))
-
-
 def test_completion_repeats_what_admission_found(rng):
     prompt = draw_prompt(rng, 5 * BLOCK + 3)
     engine = make_engine()
@@ -92,16 +82,6 @@ def test_completion_repeats_what_admission_found(rng):
     assert hit.miss_reason is None
     assert (hit.kv_matched_blocks, hit.state_matched_blocks) == (5, 5)
     assert (hit.skipped_tokens, hit.computed_tokens, hit.prompt_tokens) == (40, 3, 43)
-
-
-def test_different_salts_share_nothing(rng):
-    prompt = draw_prompt(rng, 4 * BLOCK + 1)
-    engine = make_engine()
-    for salt in ("one", "other", "one"):
-        engine.submit(prompt, greedy(1), request_id=salt, cache_salt=salt)
-        done = run_checked(engine)
-        assert done[salt].tokens == alone(prompt, greedy(1))
-    assert engine.context.stats().hits == 1
 
 
 def test_ids_are_unique_and_free_after_the_end(rng):

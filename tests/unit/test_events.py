@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from engine_rig import BLOCK, SamplingParams, make_engine
 from kv_rig import cache, prefix
 from slot_rig import full, make_allocator, make_pool, refer
 
@@ -324,29 +323,3 @@ def test_slots_whose_caller_never_learns_them_are_taken_back(error):
 
 
 # A context.
-
-
-def test_a_context_tells_the_tokens_of_prompts_and_answers():
-    engine, heard = make_engine(), []
-    engine.context.listeners.add(heard.append, Stored)
-    prompt = list(range(20))
-    [done] = engine.generate([prompt], SamplingParams(max_new_tokens=16))
-    said = [*prompt, *done.tokens]
-    stored = [event for event in heard if event.kind == "block"]
-    assert [event.block_size_tokens for event in stored] == [BLOCK] * len(stored)
-    told = np.concatenate([event.tokens for event in stored]).tolist()
-    assert told == said[: len(told)]
-    assert len(told) == 4 * BLOCK
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [{"cache_salt": ""}, {"lora_id": 0}, {"multimodal_keys": [(0, "cat")]}],
-)
-def test_a_context_does_not_tell_tokens_that_do_not_name_the_prefix(keys):
-    engine, heard = make_engine(), []
-    engine.context.listeners.add(heard.append, Stored)
-    engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
-    list(engine.stream())
-    assert [event.tokens for event in heard] == [None] * len(heard)
-    assert {event.kind for event in heard} == {"block", "state"}

@@ -21,7 +21,7 @@ from context_rig import (
 )
 from fingerprints import fingerprint
 
-from mamba_cache import CapturedExtractions, DeviceTokens, Request
+from mamba_cache import CapturedExtractions, Request
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import extract_checkpoint_states
@@ -128,36 +128,6 @@ def test_as_an_error_it_leaves_the_step_in_flight(context):
     context.resume_request("a")
     run_step(context)
     assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_steps_with_drafts_count_too(on_device):
-    context = make_context(make_config(num_speculative_tokens=2), placement=EveryNthBlock(1))
-    add(context, "a", PROMPT)
-    step = context.begin_step()
-    MODEL.forward(step.metadata, Caches(context, [0]))
-    tokens = {"a": 1}
-    if on_device:
-        tokens = DeviceTokens(torch.tensor([[1, 0, 0]]), torch.ones(1, dtype=torch.int32))
-    with pytest.warns(UnwrittenStateWarning):
-        context.commit_step(tokens)
-    if on_device:
-        context.collect_step()
-    assert saved_prefix_lengths(context, PROMPT) == []
-    assert context.stats().unwritten_states == 3
-    context.check_invariants()
-
-
-def test_int8_slots_are_counted_too():
-    config = make_config(slot_quantization="int8")
-    context = make_context(config, poison=False, placement=EveryNthBlock(1))
-    add(context, "a", PROMPT)
-    with pytest.warns(UnwrittenStateWarning):
-        forgetful_step(context, [0])
-    assert saved_prefix_lengths(context, PROMPT) == []
-    context.finish("a")
-    generate(context, OTHER, 1)
-    assert saved_prefix_lengths(context, OTHER) == [1, 2, 3]
 
 
 def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):

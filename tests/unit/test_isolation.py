@@ -26,13 +26,6 @@ KEYS = [
 ]  # fmt: skip
 
 
-def memory_of(context):
-    """Every tensor that holds what was computed from tokens."""
-    slots = context.slot_allocator
-    tensors = [context.kv_cache, *context.live_states.tensors.values()]
-    return [*tensors, slots.conv_states, slots.ssm_states]
-
-
 @pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
 def test_tenants_adapters_and_images_share_nothing(algorithm):
     """Removed to see it fail: each of salt, LoRA id and multimodal keys in ``BlockHasher``."""
@@ -54,11 +47,10 @@ def test_hashes_are_made_with_the_algorithm_and_secret_of_the_settings(algorithm
 
 
 @pytest.mark.parametrize("num_ids", [1, 3])
-@pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
-def test_forced_collisions_of_ids_serve_nothing_foreign(monkeypatch, algorithm, num_ids):
+def test_forced_collisions_of_ids_serve_nothing_foreign(monkeypatch, num_ids):
     """Removed to see it fail: the comparison of digests in ``KVBlockAllocator.match_prefix``."""
     monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", num_ids)
-    context = make_context(make_config(hash_algorithm=algorithm), placement=EveryNthBlock(1))
+    context = make_context(placement=EveryNthBlock(1))
     for salt in ("a", "b", "a"):
         for prompt in (PROMPT, OTHER, PROMPT[: BLOCK + 1]):
             assert_same_run(generate(context, prompt, 3, cache_salt=salt), prompt)
@@ -112,11 +104,3 @@ def test_reset_zeroes_states():
     context.reset()
     assert not slots.conv_states.any()
     assert not slots.ssm_states.any()
-
-
-def test_what_a_tenant_prepared_is_not_changed_by_another():
-    context = make_context()
-    mine = prepared(context, PROMPT)
-    before = mine.hashes.digests
-    generate(context, PROMPT, 3)
-    assert mine.hashes.digests == before

@@ -17,7 +17,6 @@ from events_rig import GOLDEN, PAUSE, Books, Subscriber, by_hand, catch_up, obse
 from work import lines_executed  # noqa: E402
 
 from mamba_cache.blocks import BlockHasher  # noqa: E402
-from mamba_cache.context import DynamicInferenceContext, Request  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
 from mamba_cache.events import Removed, Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
@@ -374,14 +373,6 @@ def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
         publisher._step()
         assert publisher.stats().snapshots == 1
         assert not publisher._owes_snapshot
-
-
-def test_a_context_and_its_engine_are_what_can_be_watched():
-    engine = make_engine()
-    assert isinstance(engine.context, DynamicInferenceContext)
-    with EventPublisher(**ANY) as publisher:
-        publisher.watch(engine.context)
-        engine.context.match(Request(request_id=0, prompt_tokens=[1] * 9))
 
 
 def test_one_prefix_has_one_hash_in_all_replicas_whatever_their_secrets():

@@ -19,7 +19,6 @@ from context_rig import (
 from fingerprints import fingerprint
 from object_graph import tensors_of
 
-from mamba_cache import Request
 from mamba_cache.errors import BlockCapacityError, StepOrderError
 from mamba_cache.reference import Engine, SamplingParams
 
@@ -179,12 +178,3 @@ def test_a_lack_of_blocks_says_for_whom_and_what_to_do():
     context.check_invariants()
     context.preempt("first")
     run_step(context)
-
-
-def test_a_lack_of_blocks_names_no_more_requests_than_fit_a_line():
-    context = make_context(make_config(num_kv_blocks=4, max_requests=20))
-    for name in range(4):
-        context.add_request(Request(request_id=name, prompt_tokens=[name + 1] * BLOCK))
-    run_step(context)
-    with pytest.raises(BlockCapacityError, match=r"0, 1, 2, 3"):
-        run_step(context)

@@ -68,12 +68,6 @@ def test_a_budget_holds_more_slots():
     assert made[1] > made[0]
 
 
-def test_plain_slots_have_no_scales():
-    allocator = make_context().slot_allocator
-    assert allocator.ssm_scales is None
-    assert allocator.ssm_states.dtype == torch.float64
-
-
 def test_one_layer_is_quantised_on_its_way_into_a_slot(generator):
     allocator = MambaSlotAllocator(
         make_embedder(), 4, 2, (3, 2), (2, 5, 3), torch.bfloat16, torch.float32,

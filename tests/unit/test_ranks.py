@@ -132,22 +132,6 @@ def test_ranks_intersect_sets_of_boundaries():
     assert resume(ranks).skip_tokens == 16
 
 
-def test_a_copy_that_is_late_on_one_rank_changes_nothing_on_the_gpus():
-    """What it does not have yet no rank resumes; when it has arrived, all do."""
-    ranks = make_ranks({}, {})
-    late = install(ranks.parts[1], LateTransfers)
-    run(ranks, PROMPT)
-    for prompt in OTHERS:
-        run(ranks, prompt, 2)
-    assert ranks.parts[0]._tiering.num_copies == 0 < ranks.parts[1]._tiering.num_copies
-    late.wait()  # but the prompt is gone from the GPU
-    assert resume(ranks).skip_tokens == 0
-    for prompt in OTHERS:
-        late.wait()
-        run(ranks, prompt, 2)
-    assert resume(ranks).skip_tokens == 24
-
-
 @pytest.mark.parametrize("kind", [KV, STATE])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_row_on_one_rank_is_a_miss_on_all(kind, rank):
@@ -334,34 +318,6 @@ def test_a_prefetch_is_done_when_it_is_on_all_ranks(disks):
     assert run(disks, PROMPT, 2).skip_tokens == 24
 
 
-def test_ranks_bring_the_boundary_that_all_have(disks):
-    disks.parts[1]._tiering.remove(STATE, None, digest_of(disks, 2))
-    handles = prefetch(disks)
-    assert [handle.skip_tokens for handle in handles] == [16, 16]
-    disks.poll_tiers()
-    assert state_of(handles) is PrefetchState.READY
-    assert run(disks, PROMPT).skip_tokens == 16
-
-
-def test_a_rank_that_has_it_in_host_memory_waits_for_the_others(disks):
-    prefetch(disks)
-    disks.poll_tiers()
-    disks.parts[1].host_tier.clear()
-    again = prefetch(disks)
-    assert [handle.num_entries for handle in again] == [0, 4]
-    assert state_of(again) is PrefetchState.PENDING
-    disks.poll_tiers()
-    assert state_of(again) is PrefetchState.READY
-    assert run(disks, PROMPT).skip_tokens == 24
-
-
-def test_where_a_rank_can_bring_nothing_nobody_does(disks):
-    disks.parts[1]._tiering.lower.tier.tier.close()
-    handles = prefetch(disks)
-    assert state_of(handles) is PrefetchState.NOTHING
-    assert [handle.num_entries for handle in handles] == [0, 0]
-
-
 def test_nothing_is_exchanged_for_a_prompt_without_a_block(disks):
     before = disks.exchange.num_rounds
     assert state_of(prefetch(disks, [1, 2])) is PrefetchState.NOTHING
@@ -399,10 +355,6 @@ def test_a_rank_that_cancels_does_for_all(disks):
     assert state_of(handles) is PrefetchState.PENDING
     disks.poll_tiers()
     assert state_of(handles) is PrefetchState.CANCELLED
-
-
-def test_a_prefetch_that_is_late_from_the_first_on_brings_nothing(disks):
-    assert state_of(prefetch(disks, timeout_seconds=0)) is PrefetchState.NOTHING
 
 
 def test_a_reset_ends_what_is_open(disks):

@@ -214,39 +214,6 @@ def test_rows_of_other_requests_keep_their_bits(generator):
         assert rows - changed <= {caches.dummy_block}
 
 
-def test_leavings_of_an_earlier_tenant_are_never_read(generator):
-    """NaN in recycled KV blocks and in another request's state stays there."""
-    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
-    tokens = draw_tokens(generator, 23)
-    ill = [start(caches, draw_tokens(generator, 23), row) for row in (0, 1)]
-    well = [start(caches, tokens, row) for row in (2, 3)]
-    run_step(model, caches, [], [Work(each, 22) for each in (ill[0], well[0])])
-    for tensor in caches.live_states.tensors.values():
-        tensor[:, :2] = torch.nan
-    decodes = [Work(ill[0], 1), Work(well[0], 1)]
-    prefills = [Work(ill[1], 19), Work(well[1], 23)]
-    logits = run_step(model, caches, decodes, prefills)
-    assert logits[[0, 2]].isnan().all()
-    expected = logits_by_the_formulas(model, tokens)[-1].expand(2, -1)
-    torch.testing.assert_close(logits[[1, 3]], expected, rtol=0, atol=1e-9)
-
-
-def test_shared_blocks_are_read_but_not_written(generator):
-    """A token whose KV slot is -1 is computed again, while its keys stay another request's."""
-    model, caches = HybridModel(CONFIG, dtype=torch.float64), make_caches()
-    tokens = draw_tokens(generator, 20)
-    owner = start(caches, tokens, row=0)
-    run_step(model, caches, [], [Work(owner, 20)])
-    before = bits(caches.kv_cache[:, :, :BLOCKS_PER_SEQUENCE]).clone()
-    guest = start(caches, tokens, row=1)
-    guest.blocks[:2] = owner.blocks[:2]
-    guest.filled_blocks = 2
-    logits = run_step(model, caches, [], [Work(guest, 20)])
-    assert torch.equal(bits(caches.kv_cache[:, :, :BLOCKS_PER_SEQUENCE]), before)
-    expected = logits_by_the_formulas(model, tokens)[-1]
-    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-9)
-
-
 def test_checkpoint_at_the_end_of_a_step_has_the_bits_of_the_live_state(generator):
     """Both are copies of one tensor, so not even rounding may tell them apart."""
     model, caches = HybridModel(CONFIG, dtype=torch.float32), make_caches(dtype=torch.float32)

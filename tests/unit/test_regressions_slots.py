@@ -1,12 +1,8 @@
 """What went wrong with saved states elsewhere, and must not go wrong here."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from slot_rig import (
     add_live_states,
-    books,
     live_bits,
     make_allocator,
     make_context,
@@ -68,59 +64,12 @@ def test_an_invalidated_block_is_not_findable(allocator):
     assert live_bits(allocator.context, 3) == live
 
 
-def test_an_evicted_block_is_not_findable(allocator):
-    allocator.allocate_slots_batch([4, 5, 6])
-    assert 100 not in allocator.hash_to_block_id
-    assert not allocator.has_state(0)
-
-
 def test_a_slot_without_a_hash_does_not_survive_its_block(allocator):
     """Megatron Core: deregistration looked for hashes only."""
     allocator.allocate_slots_batch([7])
     allocator.on_kv_blocks_deregistered([7], [])
     assert not allocator.has_state(7)
     assert allocator.free_count == 2
-
-
-def test_an_aborted_step_publishes_nothing(allocator):
-    """vLLM #56525, #57580: a hash was visible before its state was written, then never written."""
-    before = books(allocator)
-    slots = allocator.reserve_slots([4, 5])
-    assert set(allocator.hash_to_block_id) == {100, 101}
-    allocator.cancel_reserved(slots)
-    allocator.cancel_reserved(allocator.reserve_slots([4, 5]))
-    assert books(allocator)[1:] == before[1:]
-    assert sorted(books(allocator)[0]) == sorted(before[0])
-
-
-def test_a_second_request_of_the_step_cannot_read_an_unwritten_state(allocator):
-    """vLLM #29387: it read a state that the same step was still computing."""
-    [slot] = allocator.reserve_slots([4])
-    assert allocator.reserve_slots([4]) == [None]
-    assert not allocator.has_state(4)
-    assert allocator.restore_to_live(1, 4) is False
-    with pytest.raises(LookupError):
-        allocator.pin_slots([slot])
-
-
-def test_no_slot_to_be_had_is_no_error_for_optional_work(allocator):
-    """SGLang #36770, #40128: an assertion failed when every state was locked."""
-    allocator.pin_slots([allocator.get_slot(0), allocator.get_slot(1)])
-    allocator.reserve_slots([4, 5])
-    assert allocator.reserve_slots([6]) == [None]
-    assert allocator.skipped_checkpoints_total == 1
-
-
-def test_slots_taken_at_match_time_come_back_when_admission_fails(allocator):
-    """SGLang #16067, #20182: the slot of a request that was never admitted leaked."""
-    before = books(allocator)
-    for _ in range(10):
-        leases = allocator.pin_slots([allocator.get_slot(0)])
-        slots = allocator.reserve_slots([4, 5])
-        allocator.cancel_reserved(slots)
-        allocator.unpin_slots(leases)
-    assert books(allocator)[1:] == before[1:]
-    allocator.check_invariants()
 
 
 def test_a_double_free_raises():
@@ -149,18 +98,6 @@ def test_a_state_is_never_rounded_on_its_way_into_a_slot(allocator):
     assert slot_bits(allocator, allocator.get_slot(0)) == before
 
 
-def test_a_recycled_slot_does_not_show_its_previous_tenants_state(allocator):
-    """vLLM #56524: a fresh request read what the slot had held before."""
-    old = slot_bits(allocator, allocator.get_slot(0))
-    allocator.invalidate_block(0)
-    [slot] = allocator.reserve_slots([4])
-    assert slot_bits(allocator, slot) == old
-    assert allocator.restore_to_live(0, 4) is False
-    allocator.store_from_live_batch([slot], [1])
-    allocator.commit_reserved([slot], [4], [104])
-    assert slot_bits(allocator, allocator.get_slot(4)) == live_bits(allocator.context, 2)
-
-
 def test_a_reader_notices_that_its_slot_went_to_the_same_block_anew(allocator):
     """The plan of a restore is made again when the slot is gone in between, whoever has it now."""
     slot = allocator.get_slot(0)
@@ -181,19 +118,6 @@ def test_a_hit_refreshes_only_the_state_that_it_consumed():
     allocator.note_consumed([allocator.get_slot(2)])
     allocator.allocate_slots_batch([6])
     assert [allocator.has_state(block) for block in (0, 1, 2)] == [False, False, True]
-
-
-def test_one_huge_prompt_asks_for_three_slots_at_most():
-    """SGLang #36935: the chunk states of one prompt flooded the cache."""
-    context = make_context(
-        block_size_tokens=64,
-        request_to_kv_block_ids=torch.zeros(4, 1000, dtype=torch.int32),
-    )
-    allocator = make_allocator(context=context)
-    request = SimpleNamespace(prompt_tokens=range(63_999), finished_chunk_token_count=0)
-    allocator.compute_and_store_offsets(request, 0, 0, 63_999, 17, [], 1000)
-    assert allocator._intermediate_counts_cpu[0] == 2
-    assert allocator._intermediate_offsets_cpu[0].tolist() == [17 * 64, 999 * 64, 0]
 
 
 def test_two_requests_that_save_one_block_leave_no_mixture(allocator):

@@ -7,10 +7,9 @@ from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import Request
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import ActiveRequest
-from mamba_cache.errors import BlockCapacityError, InvariantError, RequestCapacityError
+from mamba_cache.errors import BlockCapacityError, InvariantError
 
 BLOCK, MAX_REQUESTS, MAX_BLOCKS, POOL = 4, 3, 6, 17
-DUMMY = POOL - 1
 
 
 @pytest.fixture
@@ -37,46 +36,6 @@ def arrays(rows):
     return {name: getattr(rows, name).tolist() for name in kept}
 
 
-def test_tables_name_the_dummy_block_where_there_is_none(rows):
-    assert rows.block_tables.dtype == np.int32
-    assert rows.block_tables.tolist() == [[DUMMY] * MAX_BLOCKS] * MAX_REQUESTS
-
-
-def test_rows_are_given_from_the_first_on(rows, kv_blocks):
-    for _ in range(2):
-        for number in range(MAX_REQUESTS):
-            assert rows.num_free_rows == MAX_REQUESTS - number
-            assert rows.take([], 1, number) == number
-        with pytest.raises(RequestCapacityError):
-            rows.take([], 1, "one more")
-        kv_blocks.reset()
-        rows.reset()
-
-
-@pytest.mark.parametrize(("num_tokens", "num_new"), [(1, 0), (8, 0), (9, 1), (16, 2), (17, 3)])
-def test_a_row_gets_the_blocks_that_it_lacks(rows, kv_blocks, num_tokens, num_new):
-    shared = kv_blocks.allocate_memory_blocks(2)[::-1]
-    free = kv_blocks.num_free_blocks
-    row = rows.take(shared, num_tokens, "a")
-    blocks = rows.blocks_of(row).tolist()
-    assert blocks[:2] == shared
-    assert len(blocks) == rows.num_blocks[row] == 2 + num_new
-    assert kv_blocks.num_free_blocks == free - num_new
-    assert rows.block_tables[row].tolist() == blocks + [DUMMY] * (MAX_BLOCKS - len(blocks))
-
-
-def test_a_row_that_was_given_back_is_as_one_that_nobody_had(rows, kv_blocks):
-    untouched = arrays(rows)
-    shared = kv_blocks.allocate_memory_blocks(2)
-    row = rows.take(shared, 3 * BLOCK, "a")
-    rows.num_tokens[row], rows.num_computed[row], rows.num_in_doubt[row] = 11, 10, 2
-    rows.give_back(row)
-    assert arrays(rows) == untouched
-    kv_blocks.release_memory_blocks(shared)
-    assert kv_blocks.num_free_blocks == POOL - 1
-    rows.check_rows([])
-
-
 def test_a_row_that_no_request_has_holds_no_blocks(rows):
     rows.take([], 1, "a")
     rows._free_rows.append(0)
@@ -96,20 +55,6 @@ def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
     with pytest.raises(BlockCapacityError, match="for request 'a', 'b', of up to 9 tokens"):
         rows.grow_by_one(taken, 2 * BLOCK + 1, "ab")
     assert arrays(rows) == before
-
-
-def test_a_row_grows_and_shrinks(rows):
-    row = rows.take([], 1, "a")
-    rows.grow(row, 1, "a")
-    assert rows.num_blocks[row] == 1
-    rows.grow(row, 3 * BLOCK, "a")
-    held = rows.blocks_of(row).tolist()
-    assert len(held) == 3
-    stamp = rows.table_stamps[row]
-    rows.shrink(row, BLOCK + 1, 0)
-    assert rows.blocks_of(row).tolist() == held[:2]
-    assert rows.table_stamps[row] > stamp
-    rows.check_rows([row])
 
 
 def test_newest_tokens_are_kept_around_the_end_of_a_block(rows):

@@ -30,18 +30,6 @@ def kv_blocks(**times):
     return SimpleNamespace(block_timestamps=stamps)
 
 
-@pytest.mark.parametrize("count", range(1, 6))
-def test_lru_takes_the_oldest_blocks_slots_first(count):
-    view = kv_blocks(s1=40, s3=10, s4=30, s6=20)
-    assert LruSlotPolicy().choose(count, SLOTS, BLOCKS, view) == [3, 6, 4, 1][:count]
-
-
-@pytest.mark.parametrize("count", range(1, 6))
-def test_lru_breaks_ties_by_slot(count):
-    view = kv_blocks(s1=7, s3=7, s4=0, s6=7)
-    assert LruSlotPolicy().choose(count, SLOTS, BLOCKS, view) == [4, 1, 3, 6][:count]
-
-
 def test_lru_bears_the_largest_timestamps():
     newest = np.iinfo(np.int64).max
     view = kv_blocks(s1=newest, s3=newest, s4=newest, s6=1)
@@ -135,13 +123,6 @@ def test_score_agrees_with_fractions_of_any_size(rng):
     expected = sorted(slots.tolist(), key=lambda s: (Fraction(saved[s], 401 - last_use[s]), s))
     for count in (1, 16, 17, 400):
         assert policy.choose(count, slots, slots.astype(np.int32), None) == expected[:count]
-
-
-@pytest.mark.parametrize("tokens", [1, 512])
-def test_score_is_recency_where_all_states_save_alike(tokens):
-    policy = scored(s6=tokens, s4=tokens, s3=tokens, s1=tokens)
-    policy.on_consumed([6])
-    assert policy.choose(4, SLOTS, BLOCKS, None) == [4, 3, 1, 6]
 
 
 def test_score_does_not_age_when_nothing_happens():

@@ -217,29 +217,6 @@ def test_a_table_that_a_prompt_has_taken_the_place_of_is_copied_again():
     assert metadata.block_tables[: len(DECODES)].tolist() == TABLES[ROWS[:2]].tolist()
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_boundaries_are_gone_from_the_next_step(order):
-    buffers = make_buffers()
-    pieces = [[CheckpointEntry(0, 10, 73)], []]
-    for index in order:
-        plan = StepPlan(decodes=decode_batch(DECODES), boundaries=pieces[index])
-        metadata = buffers.fill(plan)
-        boundary = pieces[index]
-        padding = [-1] * (MAX_REQUESTS - len(boundary))
-        assert metadata.boundary_slots.tolist() == [entry.slot for entry in boundary] + padding
-        assert metadata.boundary_rows.tolist() == [9 for _ in boundary] + padding
-        assert metadata.boundary_entries.tolist() == [0 for _ in boundary] + padding
-        assert metadata.boundary_positions.tolist() == [10 for _ in boundary] + padding
-
-
-def test_restores_are_gone_from_the_next_step():
-    buffers = make_buffers()
-    plan = StepPlan(prefills=PLAN.prefills[:1], restores=[(6, 4)])
-    assert buffers.fill(plan).restore_sources.tolist() == [6, -1, -1, -1, -1]
-    metadata = buffers.fill(StepPlan(prefills=PLAN.prefills[:1]))
-    assert metadata.restore_sources.tolist() == metadata.restore_rows.tolist() == [-1] * 5
-
-
 def test_the_first_entries_of_a_tensor_are_a_list_on_the_host():
     buffers = make_buffers()
     buffers.fill(PLAN)

@@ -82,17 +82,6 @@ def test_a_corrupted_state_is_found_logged_and_removed(caplog):
     assert generate(context, PROMPT, 1)[2].skip_tokens < 3 * BLOCK
 
 
-def test_a_corrupted_block_is_found_and_removed():
-    context, hit = make_verified()
-    blocks = blocks_of(context, hit)
-    context.kv_cache[0, 1, blocks[1], 5] *= 1.01  # the values of one token
-    [difference] = verify(context, hit)
-    assert (difference.block, difference.name, difference.layer) == (1, "values", 0)
-    assert context.verification_stats().differences == {"state": 0, "kv": 1}
-    assert blocks_of(context, hit) == blocks[:1]
-    context.check_invariants()
-
-
 def test_what_is_no_number_differs():
     context, hit = make_verified()
     blocks = blocks_of(context, hit)
@@ -290,31 +279,6 @@ def test_contexts_without_kv_compare_states_alone():
     states = {name: t[:, 0] for name, t in context.live_states.tensors.items()}
     content = PrefixContent({name: torch.zeros_like(state) for name, state in states.items()})
     assert context._verifier.judge(hit, content) == []
-
-
-def test_an_engine_verifies_what_waits():
-    engine = make_engine(verify_hits=1.0)
-    prompt = list(range(30))
-    for _ in range(2):
-        engine.generate([prompt], SamplingParams(max_new_tokens=12))
-    assert engine.context.verification_stats().waiting == 1
-    assert engine.step() == []
-    assert engine.verify_pending() == 1
-    assert engine.context.verification_stats().verified == 1
-    with pytest.raises(InvalidArgumentError):
-        engine.verify_pending(0)
-    assert engine.verify_pending() == 0
-
-
-def test_an_engine_finds_what_was_corrupted():
-    engine = make_engine(verify_hits=1.0)
-    prompt = list(range(30))
-    engine.generate([prompt], SamplingParams(max_new_tokens=12))
-    engine.context.slot_allocator.states["ssm"].mul_(1.001)
-    engine.generate([prompt], SamplingParams(max_new_tokens=12))
-    assert engine.verify_pending() == 1
-    assert engine.context.verification_stats().differences == {"state": 1, "kv": 0}
-    engine.context.check_invariants()
 
 
 def test_an_engine_counts_prefixes_for_which_there_is_no_memory(monkeypatch):
