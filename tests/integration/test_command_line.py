@@ -273,9 +273,14 @@ def test_serve_names_the_extra_that_it_needs(call, monkeypatch):
     assert re.search(r"pip install -e '\.\[(serve|transformers)\]'", err)
 
 
-def test_serve_passes_on_what_is_not_its_own(call, monkeypatch):
+@pytest.fixture
+def serving():
+    """The module whose ``installed`` a command calls."""
     pytest.importorskip("transformers", reason="needs the extra transformers")
-    serving = importlib.import_module("mamba_cache.integrations.transformers.serve")
+    return importlib.import_module("mamba_cache.integrations.transformers.serve")
+
+
+def test_serve_passes_on_what_is_not_its_own(call, serving, monkeypatch):
     given = []
 
     def serve(force_model: str, port: int, quiet: bool = False) -> None:
@@ -283,48 +288,48 @@ def test_serve_passes_on_what_is_not_its_own(call, monkeypatch):
 
     monkeypatch.setattr(serving, "installed", lambda **own: nullcontext(given.append(own)))
     monkeypatch.setitem(sys.modules, "transformers.cli.serve", SimpleNamespace(Serve=serve))
-    own = ("--kv-cache-gb", "1", "some/model", "--max-requests", "3")
-    code, _, _ = call("serve", *own, "80", "--quiet")
+    own = {"--kv-cache-gb": "1", "--events-endpoint": "tcp://127.0.0.1:5557"}
+    own |= {"--events-mode": "resident", "--events-replay-endpoint": "tcp://127.0.0.1:5558"}
+    arguments = (part for option in own.items() for part in option)
+    code, _, _ = call("serve", *arguments, "some/model", "--max-requests", "3", "80", "--quiet")
     assert (code, given[1]) == (0, ("some/model", 80, True))
-    assert (given[0]["kv_cache_gb"], given[0]["max_requests"]) == (1.0, 3)
+    taken = {"kv_cache_gb": 1.0, "max_requests": 3, "events_mode": "resident"}
+    taken |= {name: own[f"--{name.replace('_', '-')}"] for name in
+              ("events_endpoint", "events_replay_endpoint")}  # fmt: skip
+    assert taken.items() <= given[0].items()
 
 
 @pytest.mark.parametrize(
-    ("content", "secret"), [(b"a b\n", b"a b"), (b"\x00\n\n", b"\x00\n"), (b"x\r\n", b"x")]
+    ("content", "found"),
+    [
+        (b"a b\n", b"a b"),
+        (b"\x00\n\n", b"\x00\n"),
+        (b"x\r\n", b"x"),
+        (b"\n", "--hash-secret-file {} is empty"),
+        (None, "--hash-secret-file cannot be read: "),
+    ],
 )
-def test_serve_reads_the_secret_in_a_file(call, monkeypatch, tmp_path, content, secret):
-    pytest.importorskip("transformers", reason="needs the extra transformers")
-    serving = importlib.import_module("mamba_cache.integrations.transformers.serve")
-    given = {}
+def test_serve_reads_the_secret_in_a_file(call, serving, monkeypatch, tmp_path, content, found):
+    given, file = {}, tmp_path / "secret"
 
     def installed(**settings):
         given.update(settings)
         raise SystemExit
 
     monkeypatch.setattr(serving, "installed", installed)
-    file = tmp_path / "secret"
-    file.write_bytes(content)
-    code, _, _ = call(
-        "serve", "some/model", "--hash-secret-file", str(file), "--hash-algorithm", "sha256"
-    )
-    assert (code, given["hash_secret"], given["hash_algorithm"]) == (0, secret, "sha256")
-
-
-def test_serve_says_which_file_holds_no_secret(call, monkeypatch, tmp_path):
-    pytest.importorskip("transformers", reason="needs the extra transformers")
-    empty = tmp_path / "empty"
-    empty.write_bytes(b"\n")
-    code, _, err = call("serve", "some/model", "--hash-secret-file", str(empty))
-    assert (code, err) == (2, f"mamba-cache: --hash-secret-file {empty} is empty\n")
-    code, _, err = call("serve", "some/model", "--hash-secret-file", str(tmp_path / "none"))
-    assert code == 2
-    assert "--hash-secret-file cannot be read: " in err
+    if content is not None:
+        file.write_bytes(content)
+    options = ("--hash-secret-file", str(file), "--hash-algorithm", "sha256")
+    code, _, err = call("serve", "some/model", *options)
+    if isinstance(found, bytes):
+        assert (code, given["hash_secret"], given["hash_algorithm"]) == (0, found, "sha256")
+    else:
+        assert code == 2
+        assert err.startswith("mamba-cache: " + found.format(file))
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError])
-def test_a_model_that_cannot_be_loaded_is_said_in_a_line(call, monkeypatch, kind):
-    pytest.importorskip("transformers", reason="needs the extra transformers")
-    serving = importlib.import_module("mamba_cache.integrations.transformers.serve")
+def test_a_model_that_cannot_be_loaded_is_said_in_a_line(call, serving, monkeypatch, kind):
     monkeypatch.setattr(serving, "installed", lambda **_: nullcontext())
 
     def load(force_model: str) -> None:

@@ -54,17 +54,27 @@ def users(generator):
     return [join(system, text(generator, length)) for length in (9, 12, 20)]
 
 
-def test_the_second_user_goes_on_from_a_named_position(model, cache, users):
-    expected = [plain(model, user) for user in users]
-    for number, user in enumerate(users):
-        hit, output = served(cache, user, checkpoints=[SYSTEM])
-        assert hit == (BOUNDARY if number else 0)
-        assert_same(expected[number], output)
+SOME = [SYSTEM, BLOCK]
 
 
-def test_without_a_name_only_the_third_does(cache, users):
-    hits = [served(cache, user)[0] for user in users]
-    assert hits == [0, 0, BOUNDARY]
+@pytest.mark.parametrize(
+    ("named", "hits"),
+    [
+        (None, (0, 0, BOUNDARY)),  # the third user finds the branch of the second
+        ([], (0, 0, BOUNDARY)),
+        ([[]], (0, 0, BOUNDARY)),
+        *(
+            (as_given(SOME), (0, BOUNDARY, BOUNDARY))
+            for as_given in (list, tuple, set, np.array, torch.tensor)
+        ),
+    ],
+    ids=str,
+)
+def test_the_second_user_goes_on_from_a_named_position(model, cache, users, named, hits):
+    for user, hit in zip(users, hits, strict=True):
+        found, output = served(cache, user, checkpoints=named)
+        assert found == hit
+        assert_same(plain(model, user), output)
 
 
 def test_the_state_at_a_named_end_of_the_prompt_is_kept_once(cache, users):
@@ -75,20 +85,13 @@ def test_the_state_at_a_named_end_of_the_prompt_is_kept_once(cache, users):
     assert served(cache, longer)[0] == 4 * BLOCK
 
 
-@pytest.mark.parametrize("as_given", [list, tuple, set, np.array, torch.tensor])
-def test_positions_come_in_any_collection(cache, users, as_given):
-    cached(cache, users[0], checkpoints=as_given([SYSTEM, BLOCK]))
-    assert served(cache, users[1])[0] == BOUNDARY
-
-
-def test_nothing_named_keeps_nothing_more(cache, users):
-    for nothing in (None, [], [[]]):
-        cached(cache, users[0], checkpoints=nothing, cache_salt=str(nothing))
-        assert served(cache, users[1], cache_salt=str(nothing))[0] == 0
-
-
-def test_prefill_takes_them_too(model, cache, users):
-    cache.prefill(users[0], checkpoints=[SYSTEM])
+@pytest.mark.parametrize("way", ["prefill", "in segments"])
+def test_other_ways_to_compute_a_prompt_take_them_too(model, users, way):
+    cache = make_cache(model, segment_tokens=(16 if way == "prefill" else 2) * BLOCK)
+    if way == "prefill":
+        cache.prefill(users[0], checkpoints=SOME)
+    else:
+        assert_same(plain(model, users[0]), cached(cache, users[0], checkpoints=SOME))
     hit, output = served(cache, users[1])
     assert hit == BOUNDARY
     assert_same(plain(model, users[1]), output)
@@ -143,13 +146,6 @@ def test_padding_that_generate_finds_by_itself_is_no_part_of_a_prompt(cache, use
     padded = join(torch.zeros(1, 6, dtype=torch.long), users[0])
     cache.generate(padded, checkpoints=[SYSTEM, padded.shape[1]], **GREEDY)
     cache.check_invariants()
-    assert served(cache, users[1])[0] == BOUNDARY
-
-
-def test_a_prompt_that_is_computed_in_segments(model, users):
-    cache = make_cache(model, segment_tokens=2 * BLOCK)
-    expected = plain(model, users[0])
-    assert_same(expected, cached(cache, users[0], checkpoints=[SYSTEM, BLOCK]))
     assert served(cache, users[1])[0] == BOUNDARY
 
 
@@ -221,46 +217,40 @@ def test_options_that_choose_what_is_returned_do_not_count():
 
 
 PARTS = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+PROMPTING = {"add_generation_prompt": True}
 COUNTING = "{{ messages|length }} messages\n"
+THOUGHT = [*MESSAGES[:2], {**MESSAGES[2], "content": "<think>Room? Yes.</think>Room for a state."}]
+IN_PARTS = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+"""Contents of parts, as multimodal chats have them."""
+
 TEMPLATES = {
     "refuses a lone system message": (
         "{% if messages|length == 1 and messages[0].role == 'system' %}"
         "{{ raise_exception('No user query found.') }}{% endif %}" + CHATML,
-        MESSAGES, slice(1, None),
+        MESSAGES, (1, 2, 3),
     ),
     # What it puts after the last message alone is no part of the message.
     "closes the chat": (
         CHATML.replace("{% if add", "{% if not add_generation_prompt %}END{% endif %}{% if add"),
-        MESSAGES, slice(None),
+        MESSAGES, (0, 1, 2, 3),
     ),
-    "contents of parts, as multimodal chats have them": (
-        PARTS,
-        [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES],
-        slice(None),
-    ),
+    "has contents of parts": (PARTS, IN_PARTS, (0, 1, 2, 3)),
+    # Its last message is shown with it, and the same one later without.
+    "strips what was thought before": (STRIPPING, [*THOUGHT, MESSAGES[3]], (0, 1, 3)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ends_of_a_template_are_those_of_its_messages(name):
     template, messages, found = TEMPLATES[name]
-    ends = ends_as_text(template, messages, add_generation_prompt=True)
-    assert ends == ends_as_text(CHATML, MESSAGES)[found]
-
-
-def test_a_template_that_strips_what_was_thought_before():
-    """Its last message is shown with it, and the same one later without."""
-    thought = [dict(m) for m in MESSAGES]
-    thought[2]["content"] = "<think>Room? Yes.</think>Room for a state."
-    assert ends_as_text(STRIPPING, thought) == [
-        part for n, part in enumerate(ends_as_text(CHATML, MESSAGES)) if n != 2
-    ]
+    ends, whole = ends_as_text(template, messages, **PROMPTING), ends_as_text(CHATML, MESSAGES)
+    assert ends == [whole[number] for number in found]
 
 
 def test_a_template_that_shows_the_first_message_otherwise_in_a_longer_chat():
-    [only] = ends_as_text(COUNTING + CHATML, MESSAGES)
-    assert only.endswith("And a block?<|im_end|>\n")
-    assert len(ends_as_text(COUNTING + PARTS, TEMPLATES[[*TEMPLATES][-1]][1])) == 1
+    for template, messages in ((CHATML, MESSAGES), (PARTS, IN_PARTS)):
+        [only] = ends_as_text(COUNTING + template, messages)
+        assert only.endswith("And a block?<|im_end|>\n")
 
 
 def test_a_template_that_leaves_a_message_out():
@@ -310,46 +300,48 @@ def parts_as_text(template, messages, **options):
 SYSTEM_PART = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
 
 
-@pytest.mark.parametrize("template", [CHATML, STRIPPING])
-@pytest.mark.parametrize("length", [2, 4])
-def test_chats_part_where_the_first_words_begin(template, length):
-    """The next turn begins with all of the prompt, whose end is kept anyway."""
-    assert parts_as_text(template, MESSAGES[:length])[0] == [SYSTEM_PART]
+CALLED = [
+    *MESSAGES[:2],
+    {"role": "assistant", "content": "<think>Look.</think>"},
+    {"role": "tool", "content": "A slot is ..."},
+]
+REFUSING = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('No system.') }}{% endif %}"
+    "{% if messages|length > 4 %}{{ raise_exception('Too long.') }}{% endif %}" + OPENING
+)
+PARTINGS = {
+    # The next turn begins with all of the prompt, whose end is kept anyway.
+    "where the first words begin": (CHATML, MESSAGES[:2], None),
+    "in a longer chat": (CHATML, MESSAGES, None),
+    "where later turns are stripped": (STRIPPING, MESSAGES, None),
+    "before what the next turn shows otherwise": (OPENING, MESSAGES[:2], "<think>\n"),
+    "before it, in a longer chat": (OPENING, MESSAGES, "<think>\n"),
+    # What the next turn strips was in this prompt: they part at the answer that had it.
+    "at a thought that is shown until the next question": (
+        OPENING.replace("not loop.last", "not messages[-1].role == 'tool'"), CALLED,
+        "<think>Look",
+    ),
+    "where a template refuses what would tell more": (REFUSING, MESSAGES, None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [2, 4])
-def test_the_next_turn_parts_before_what_it_shows_otherwise(length):
-    parts, prompt = parts_as_text(OPENING, MESSAGES[:length])
-    assert parts == [SYSTEM_PART, prompt.removesuffix("<think>\n")]
+@pytest.mark.parametrize("name", PARTINGS)
+def test_chats_part(name):
+    template, messages, otherwise = PARTINGS[name]
+    parts, prompt = parts_as_text(template, messages)
+    assert parts == [SYSTEM_PART, *([prompt[: prompt.rindex(otherwise)]] if otherwise else [])]
+
+
+def test_a_chat_of_the_system_message_alone_is_one_part():
+    assert parts_as_text(OPENING, MESSAGES[:1])[0] == [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n"
+    ]
 
 
 def test_what_is_before_the_first_words_depends_on_the_options():
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "ask")]
     [part], _ = parts_as_text(CHATML, MESSAGES[1:], tools=tools)
     assert part.endswith("ask\n<|im_start|>user\n")
-
-
-def test_a_thought_that_is_shown_until_the_next_question():
-    """What the next turn strips was in this prompt: they part at the answer that had it."""
-    keeping = OPENING.replace("not loop.last", "not messages[-1].role == 'tool'")
-    messages = [
-        *MESSAGES[:2],
-        {"role": "assistant", "content": "<think>Look.</think>"},
-        {"role": "tool", "content": "A slot is ..."},
-    ]
-    parts, prompt = parts_as_text(keeping, messages)
-    assert parts == [SYSTEM_PART, prompt[: prompt.index("<think>Look")]]
-
-
-def test_what_a_template_refuses_is_left_out():
-    refusing = (
-        "{% if messages[0].role != 'system' %}{{ raise_exception('No system.') }}{% endif %}"
-        "{% if messages|length > 4 %}{{ raise_exception('Too long.') }}{% endif %}" + OPENING
-    )
-    assert parts_as_text(refusing, MESSAGES)[0] == [SYSTEM_PART]
-    assert parts_as_text(OPENING, MESSAGES[:1])[0] == [
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n"
-    ]
 
 
 def test_a_position_within_a_token_is_before_it():

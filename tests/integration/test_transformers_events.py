@@ -26,10 +26,8 @@ from transformers_rig import (  # noqa: E402
 )
 
 from mamba_cache.blocks import BlockHashChain  # noqa: E402
-from mamba_cache.cli.app import run  # noqa: E402
 from mamba_cache.events import Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
-from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers.serve.models import ServedModels  # noqa: E402
 from mamba_cache.integrations.transformers.tiers import PrefixTiers  # noqa: E402
 
@@ -210,20 +208,3 @@ def test_a_cache_that_is_given_up_is_told_of_no_more(endpoints):
         publisher._stopping.wait(0.01)
     assert not publisher.stats().told_blocks
     served.close()
-
-
-def test_the_commands_options_reach_the_publisher(monkeypatch):
-    given = {}
-
-    def installed(**settings):
-        given.update(settings)
-        raise SystemExit
-
-    monkeypatch.setattr(serve, "installed", installed)
-    options = ["--events-endpoint", "tcp://127.0.0.1:5557", "--events-mode", "resident"]
-    options += ["--events-replay-endpoint", "tcp://127.0.0.1:5558"]
-    with pytest.raises(SystemExit):
-        run(["serve", "model", *options])
-    assert given["events_endpoint"] == "tcp://127.0.0.1:5557"
-    assert given["events_replay_endpoint"] == "tcp://127.0.0.1:5558"
-    assert given["events_mode"] == "resident"

@@ -12,7 +12,6 @@ from transformers_rig import (
     UNKNOWN_LAYERS,
     UNRESUMABLE,
     assert_same,
-    budgets,
     cached,
     join,
     make_cache,
@@ -74,18 +73,6 @@ def test_prompts_in_a_list(name, generator):
             logits = torch.stack([step[number] for step in run.logits])
             expected = torch.stack([step[0] for step in alone.logits])
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-
-
-@every_family
-def test_after_eviction(name, generator):
-    model = make_model(name)
-    room = budgets(make_cache(model), slots=2, blocks=30)
-    cache = make_cache(model, **room)
-    prompts = [text(generator, 4 * BLOCK + 3) for _ in range(3)]
-    expected = [plain(model, prompt) for prompt in prompts]
-    for number in (0, 1, 2, 0, 1, 2):
-        assert_same(expected[number], cached(cache, prompts[number]))
-    assert cache.stats().evicted_slots > 0
 
 
 @every_family
