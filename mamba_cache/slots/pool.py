@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -142,8 +140,6 @@ class SlotPool:
         self.generations = np.zeros(self.max_slots, np.int64)
         self.reserved: dict[int, int] = {}
         self._awaited: set[int] = set()  # blocks for which a slot is reserved
-        # Slot, block and hash of each state stored or removed, until listeners are told.
-        self._changed: list[tuple[type[Stored | Removed], int, int, int]] = []
         self.hash_to_block_id: dict[int, int] = {}
         # The hash that each block's state was registered under. The KV blocks' owner knows what the
         # block holds now: where the two differ, the state is stale.
@@ -314,11 +310,10 @@ class SlotPool:
                 slots[block_id] = slot
             self.policy.on_stored(taken, [1] * len(taken))
             try:
-                self._tell()
+                self.listeners.tell()
             except BaseException:
                 # The caller never learns the slots, so it does not write them.
                 self._free_blocks(new)
-                self._put_events()
                 raise
         return [slots[block_id] for block_id in ids]
 
@@ -466,7 +461,7 @@ class SlotPool:
         check_same_length(block_ids=ids, hashes=hash_ids)
         self._guard.is_changing = True
         self._register(ids, hash_ids)
-        self._tell()
+        self.listeners.tell()
 
     def _release(self, slots: Sequence[int]) -> None:
         """Tell a policy that knows prompts of slots that hold or await no state any more."""
@@ -542,7 +537,7 @@ class SlotPool:
         ids = self._block_ids(block_ids)
         self._guard.is_changing = True
         self._free_blocks(ids)
-        self._tell()
+        self.listeners.tell()
 
     @guarded(nests=True)
     def on_kv_blocks_deregistered(
@@ -562,25 +557,21 @@ class SlotPool:
         self._guard.is_changing = True
         ids = self._block_ids(block_ids)
         hashes = _as_hash_ids(hashes_to_delete)
-        self._free_states(ids, hashes)
-        self._tell()
+        self.free_states(ids, hashes)
+        self.listeners.tell()
 
     def free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
         """Free the slots of deregistered blocks, as a part of the change of their allocator.
 
         The allocator tells the listeners.
         """
-        self._free_states(list(block_ids), hash_ids)
-        self._put_events()
-
-    def _free_states(self, ids: list[int], hashes: Sequence[int]) -> None:
-        found = [self.hash_to_block_id[h] for h in hashes if h in self.hash_to_block_id]
-        self._free_blocks(ids + found)
+        found = [self.hash_to_block_id[h] for h in hash_ids if h in self.hash_to_block_id]
+        self._free_blocks([*block_ids, *found])
         # Eviction names many blocks of a long prompt at once, and few of them have a state.
-        for block_id in ids:
+        for block_id in block_ids:
             if block_id in self._hash_of:  # it had a hash, but no slot
                 self._forget_block(block_id)
-        for hash_id in hashes:
+        for hash_id in hash_ids:
             if hash_id in self.hash_to_block_id:
                 self._forget_hash(hash_id)
 
@@ -599,7 +590,7 @@ class SlotPool:
             raise MambaSlotCapacityError(num_needed, len(victims))
         self._evict(victims, num_needed)
         try:
-            self._tell()
+            self.listeners.tell()
         except BaseException:
             self._rows.push(victims)
             raise
@@ -626,7 +617,6 @@ class SlotPool:
             if self._block_to_slot[block_id] >= 0
         ]
         self._clear()
-        self._changed.clear()
         slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
         self.listeners.put(Removed("state", block_ids, hash_ids, slots=slots, is_reset=True))
 
@@ -742,7 +732,7 @@ class SlotPool:
         if has_victims:
             # If a listener raises, the victims are free and nothing was taken: no slot leaks.
             self._rows.push(self._evict(victims, short))
-            self._tell()
+            self.listeners.tell()
         self._guard.is_changing = True
         return self._rows.take(num_slots, num_references)
 
@@ -768,8 +758,8 @@ class SlotPool:
 
     def _assign(self, slot: int, block_id: int) -> None:
         self._slot_at[block_id], self._block_at[slot] = slot, block_id
-        if block_id in self._hash_of and self.listeners.wants(Stored):
-            self._changed.append((Stored, slot, block_id, self._hash_of[block_id]))
+        if block_id in self._hash_of:
+            self._put(Stored, block_id, self._hash_of[block_id])
 
     def _unassign(self, slots: Sequence[int]) -> None:
         """End the cached slots' ties to their blocks, and the blocks' hashes with it.
@@ -816,7 +806,7 @@ class SlotPool:
             self._prefix_policy.on_published(list(stored), named, list(stored.values()))
         elif stored:
             self.policy.on_stored(list(stored), list(stored.values()))
-        self._tell()
+        self.listeners.tell()
         return self._slots_of(block_ids)
 
     def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
@@ -830,8 +820,7 @@ class SlotPool:
             self._forget_block(block_id)
             self._hash_of[block_id] = hash_id
             self.hash_to_block_id[hash_id] = block_id
-            if self.listeners.wants(Stored) and (slot := self._slot_at[block_id]) >= 0:
-                self._changed.append((Stored, slot, block_id, hash_id))
+            self._put(Stored, block_id, hash_id)
 
     def _forget_block(self, block_id: int) -> None:
         """Forget the hash under which a block was registered here, if it was."""
@@ -839,8 +828,7 @@ class SlotPool:
         if hash_id is None:
             return
         self._unlink(block_id, hash_id)
-        if self.listeners.wants(Removed) and (slot := self._slot_at[block_id]) >= 0:
-            self._changed.append((Removed, slot, block_id, hash_id))
+        self._put(Removed, block_id, hash_id)
 
     def _forget_hash(self, hash_id: int) -> None:
         """Make a hash find nothing."""
@@ -853,16 +841,11 @@ class SlotPool:
         if self.hash_to_block_id.get(hash_id) == block_id:
             del self.hash_to_block_id[hash_id]
 
-    def _put_events(self) -> None:
-        """Queue an event for each run of states stored or removed."""
-        changed, self._changed = self._changed, []
-        for kind, entries in groupby(changed, key=itemgetter(0)):
-            slots, block_ids, hash_ids = zip(*(entry[1:] for entry in entries), strict=True)
-            self.listeners.put(kind("state", block_ids, hash_ids, slots=slots))
-
-    def _tell(self) -> None:
-        self._put_events()
-        self.listeners.tell()
+    def _put(self, kind: type[Stored | Removed], block_id: int, hash_id: int) -> None:
+        """Queue an event of a block's state, if it has one."""
+        slot = self._slot_at[block_id]
+        if slot >= 0 and self.listeners.wants(kind):
+            self.listeners.put(kind("state", (block_id,), (hash_id,), slots=(slot,)))
 
 
 def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:

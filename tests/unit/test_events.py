@@ -224,7 +224,8 @@ def test_states_are_told_when_they_are_committed():
     assert told(allocator) == []
     allocator.commit_reserved(slots, [5, 6, 7], [50, 60, -1])
     assert told(allocator) == [
-        Stored("state", (5, 6), (50, 60), slots=(slots[0], slots[1])),
+        Stored("state", (5,), (50,), slots=(slots[0],)),
+        Stored("state", (6,), (60,), slots=(slots[1],)),
     ]
     allocator.register_block_hashes_batch([5, 7], [50, 70])
     assert told(allocator) == [Stored("state", (7,), (70,), slots=(slots[2],))]
@@ -247,7 +248,8 @@ def test_another_hash_for_a_state_removes_the_one_before(allocator):
     assert told(allocator) == [
         Removed("state", (0,), (100,), slots=(slots[0],)),
         Stored("state", (0,), (200,), slots=(slots[0],)),
-        Removed("state", (0, 1), (200, 101), slots=(*slots,)),
+        Removed("state", (0,), (200,), slots=(slots[0],)),
+        Removed("state", (1,), (101,), slots=(slots[1],)),
         Stored("state", (1,), (200,), slots=(slots[1],)),
     ]
 
