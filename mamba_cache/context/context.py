@@ -20,7 +20,6 @@ from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
-from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.forks import Forker, Forks
 from mamba_cache.context.invariants import check_requests, check_states_of_blocks
@@ -324,22 +323,15 @@ class DynamicInferenceContext:
         config, slots, rows = self.config, self.slot_allocator, self.request_table
         tiering = self._tiering
         self._preparer = RequestPreparer(config)
-        self._checkpoints = Checkpoints(
-            config,
-            placement,
-            self.kv_block_allocator,
-            slots,
-            self._counters,
-            tiering=tiering,
-            refuses=shared is None or shared.refuses_states,
-        )
         self._admitter = Admitter(
             config,
             self.kv_block_allocator,
             slots,
             rows,
-            self._checkpoints,
+            placement=placement,
+            counters=self._counters,
             tiering=tiering,
+            refuses=shared is None or shared.refuses_states,
         )
         speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._verifier: HitVerifier | None = None
@@ -358,7 +350,6 @@ class DynamicInferenceContext:
             buffers=self.step_buffers,
             rows=rows,
             slots=slots,
-            checkpoints=self._checkpoints,
             admitter=self._admitter,
             counters=self._counters,
             speculation=speculation,
@@ -1083,7 +1074,7 @@ class DynamicInferenceContext:
             self.slot_allocator.reset()
             self._pins.forget()
             self.kv_block_allocator.reset()
-            self._checkpoints.reset()
+            self._admitter.reset()
             self._counters.clear()
             if self._verifier is not None:
                 self._verifier.reset()
@@ -1212,7 +1203,7 @@ class DynamicInferenceContext:
         self.slot_allocator.check_invariants()
         check_states_of_blocks(self.slot_allocator)
         chunks = [a.chunk for a in self.request_table if a.chunk is not None]
-        self._checkpoints.check_invariants(chunks)
+        self._admitter.check_invariants(chunks)
         tiering = self._tiering
         spilled = () if tiering is None else tiering.pins
         check_requests(

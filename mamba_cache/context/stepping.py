@@ -12,7 +12,6 @@ import torch
 
 from mamba_cache._guard import CallGuard, outside
 from mamba_cache.context.admission import Admitter
-from mamba_cache.context.checkpoints import Checkpoints
 from mamba_cache.context.extractions import StepExtractions
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import (
@@ -73,7 +72,6 @@ class StepRunner:
         buffers: StepBuffers,
         rows: RequestTable,
         slots: MambaSlotAllocator,
-        checkpoints: Checkpoints,
         admitter: Admitter,
         counters: Counter[str],
         speculation: Speculation | None,
@@ -87,7 +85,6 @@ class StepRunner:
         self._buffers = buffers
         self._rows = rows
         self._slots = slots
-        self._checkpoints = checkpoints
         self._admitter = admitter
         self._counters = counters
         self._speculation = speculation
@@ -181,7 +178,7 @@ class StepRunner:
         boundaries = []
         for index in saving:
             active = work.group.requests[index]
-            self._checkpoints.plan_decode(active)
+            self._admitter.plan_decode(active)
             checkpoint = active.checkpoint
             if checkpoint is not None:
                 self._planned[index] = checkpoint
@@ -277,7 +274,7 @@ class StepRunner:
                 checkpoint = None  # the step before has reached it already
             if checkpoint is not None and not start < checkpoint.position <= end:
                 if not (stays and checkpoint in self._planned.values()):
-                    self._checkpoints.cancel_decode(active)
+                    self._admitter.cancel_decode(active)
                 checkpoint = None
             self._publish_decoded(active, checkpoint)
 
@@ -285,12 +282,12 @@ class StepRunner:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
         hashes = active.take_over()
         if checkpoint is None:
-            if self._checkpoints.reuses_answers:
-                self._checkpoints.publish_blocks(active, hashes)
+            if self._admitter.reuses_answers:
+                self._admitter.publish_blocks(active, hashes)
             return
         active.checkpoint = None
-        self._checkpoints.publish(active, (checkpoint,))
-        self._checkpoints.supersede_decode_state(active, checkpoint)
+        self._admitter.publish(active, (checkpoint,))
+        self._admitter.supersede_decode_state(active, checkpoint)
 
     def collect(self, check: Callable[[Int64Array], object]) -> dict[Hashable, list[int]]:
         """Wait for the uncollected step's tokens, and do what needs them."""
@@ -406,7 +403,7 @@ class StepRunner:
             self._has_warned = True
         for active in lacking:
             chunk = active.current_chunk
-            active.chunk = self._checkpoints.drop_inside(chunk)
+            active.chunk = self._admitter.drop_inside(chunk)
             self._counters["unwritten_states"] += len(chunk.inside)
 
     def _save_boundaries(self) -> None:
@@ -421,8 +418,8 @@ class StepRunner:
         chunk = active.current_chunk
         active.num_computed = chunk.end
         if chunk.lease is not None:
-            self._checkpoints.mark_used(chunk.lease)
-        self._checkpoints.publish(active, chunk.checkpoints)
+            self._admitter.mark_used(chunk.lease)
+        self._admitter.publish(active, chunk.checkpoints)
         self._counters["computed_tokens"] += chunk.num_tokens
         if active.admission is not None:
             count_admission(self._counters, active.admission)
@@ -432,7 +429,7 @@ class StepRunner:
         self._admitter.end_chunk(active)
         active.status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
         if chunk.samples:
-            self._rows.saves_states[active.row] = self._checkpoints.saves_while_decoding(active)
+            self._rows.saves_states[active.row] = self._admitter.saves_while_decoding(active)
 
     def _in_batch_order(
         self, sampled: Sampled | DeviceTokens

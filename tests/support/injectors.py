@@ -82,7 +82,7 @@ class Broken(_Patching):
         yield self.context._forker, "_copy"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
-        yield self.context._checkpoints._placement, "positions"
+        yield self.context._admitter._placement, "positions"
 
 
 class Refused(_Patching):

@@ -146,7 +146,7 @@ def test_a_collection_that_breaks_off_is_noticed(monkeypatch):
     MODEL.forward(context.begin_step().metadata, context)
     counts = torch.ones(2, dtype=torch.int32)
     context.commit_step(DeviceTokens(torch.tensor([[1, 0, 0], [1, 0, 0]]), counts))
-    patch(monkeypatch, context._runner._checkpoints, "publish", fail_on(2))
+    patch(monkeypatch, context._runner._admitter, "publish", fail_on(2))
     with pytest.raises(OSError, match="broken"):
         context.collect_step()
     with pytest.raises(PoisonedError, match="collect_step broke off"):
