@@ -164,8 +164,7 @@ class CacheConfig:
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         self._check_counts()
-        share = check_number("max_pinned_share", self.max_pinned_share, maximum=1)
-        object.__setattr__(self, "max_pinned_share", share)
+        self._check_number("max_pinned_share", maximum=1)
         self._check_budgets()
         self._check_host_tier()
         self._check_disk_tier()
@@ -237,12 +236,13 @@ class CacheConfig:
         count = check_int(name, getattr(self, name), minimum=minimum, maximum=INT32_MAX)
         object.__setattr__(self, name, count)
 
+    def _check_number(self, name: str, *, maximum: float) -> None:
+        object.__setattr__(self, name, check_number(name, getattr(self, name), maximum=maximum))
+
     def _check_budgets(self) -> None:
-        share = check_number("state_share", self.state_share, maximum=1)
-        object.__setattr__(self, "state_share", share)
+        self._check_number("state_share", maximum=1)
         if self.cache_gb is not None:
-            gb = check_number("cache_gb", self.cache_gb, maximum=_MAX_GB)
-            object.__setattr__(self, "cache_gb", gb)
+            self._check_number("cache_gb", maximum=_MAX_GB)
         for size, count in (("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")):
             gb = getattr(self, size)
             if gb is not None and self.cache_gb is not None:
@@ -252,14 +252,12 @@ class CacheConfig:
                     f"give {size} (GiB) or {count}, or cache_gb for both budgets; all are None"
                 )
             if gb is not None:
-                object.__setattr__(self, size, check_number(size, gb, maximum=_MAX_GB))
+                self._check_number(size, maximum=_MAX_GB)
 
     def _check_host_tier(self) -> None:
-        share = check_number("host_state_share", self.host_state_share, maximum=1)
-        object.__setattr__(self, "host_state_share", share)
+        self._check_number("host_state_share", maximum=1)
         if self.host_cache_gb is not None:
-            gb = check_number("host_cache_gb", self.host_cache_gb, maximum=_MAX_GB)
-            object.__setattr__(self, "host_cache_gb", gb)
+            self._check_number("host_cache_gb", maximum=_MAX_GB)
         elif (self.num_host_blocks is None) != (self.num_host_states is None):
             raise InvalidArgumentError(
                 "give host_cache_gb (GiB), or both num_host_blocks and num_host_states, "
@@ -280,9 +278,8 @@ class CacheConfig:
             raise InvalidArgumentError(
                 f"disk_cache_path must be a path, got {self.disk_cache_path!r}"
             )
-        gb = check_number("disk_cache_gb", self.disk_cache_gb, maximum=_MAX_GB)
+        self._check_number("disk_cache_gb", maximum=_MAX_GB)
         object.__setattr__(self, "disk_cache_path", os.fspath(self.disk_cache_path))
-        object.__setattr__(self, "disk_cache_gb", gb)
         if not self.has_host_tier:
             raise InvalidArgumentError(
                 "a disk tier needs a host tier, through whose rows entries come and go: give "
@@ -290,8 +287,7 @@ class CacheConfig:
             )
 
     def _check_store(self) -> None:
-        seconds = check_number("store_patience_seconds", self.store_patience_seconds, maximum=1e9)
-        object.__setattr__(self, "store_patience_seconds", seconds)
+        self._check_number("store_patience_seconds", maximum=1e9)
         if self.store is None:
             return
         if not isinstance(self.store, str) and not hasattr(self.store, "get_many_into"):
@@ -337,9 +333,8 @@ class CacheConfig:
         check_secret("hash_secret", self.hash_secret)
 
     def _check_diagnostics(self) -> None:
-        rate = check_number("verify_hits", self.verify_hits, maximum=1)
-        object.__setattr__(self, "verify_hits", rate)
-        if rate and self.slot_quantization is not None:
+        self._check_number("verify_hits", maximum=1)
+        if self.verify_hits and self.slot_quantization is not None:
             raise InvalidArgumentError(
                 "verify_hits needs slots that keep states as they are: with slot_quantization="
                 f"{self.slot_quantization!r} a hit differs from a miss by design"

@@ -12,6 +12,7 @@ import torch
 
 from mamba_cache._checks import check_int, is_unreadable
 from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._to_device import to_device
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode_numpy
@@ -32,7 +33,6 @@ __all__ = [
     "check_accepted",
     "plan_decodes",
     "read_sampled",
-    "send_array",
 ]
 
 Drafts: TypeAlias = "Mapping[Hashable, Sequence[int]] | torch.Tensor | Int64Array | Sequence[Any]"
@@ -120,9 +120,9 @@ class Speculation:
         if not isinstance(tokens, torch.Tensor):
             table = np.zeros((len(tokens), self._config.max_decode_tokens), dtype=np.int64)
             table[:, : tokens.shape[1]] = tokens
-            tokens = send_array(table, self._device)
+            tokens = self._send(table)
         if not isinstance(counts, torch.Tensor):
-            counts = send_array(counts.astype(np.int32), self._device)
+            counts = self._send(counts.astype(np.int32))
         self._kernels.advance_rows(self._rows, metadata, tokens, counts)
 
     def fork(
@@ -130,13 +130,16 @@ class Speculation:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Have the device know requests that go on from where another stands."""
         kept = self._rows
-        places = send_array(np.array(rows, dtype=np.int64), self._device)
+        places = self._send(np.array(rows, dtype=np.int64))
         cursor = kept.cursors[row].clone()  # what is written may not be read in the same call
         kept.num_computed[places] = kept.num_computed[row].clone()
         kept.cursors[places] = cursor
-        kept.last_tokens[places] = send_array(last_tokens, self._device)
+        kept.last_tokens[places] = self._send(last_tokens)
         sources = (cursor + row * kept.ring).expand(len(rows)).contiguous()
         return sources, places * kept.ring + cursor
+
+    def _send(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), self._device)
 
     def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
         """Check what can be checked of a step's tokens without waiting for the device."""
@@ -416,14 +419,6 @@ def _check_tensor(
             f"on {drafts.device}"
         )
     return drafts
-
-
-def send_array(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Enqueue the copy of an array to a device, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":  # pragma: no cover - tests/gpu run it
-        tensor = tensor.pin_memory()  # PyTorch keeps that memory until it is read
-    return tensor.to(device, non_blocking=True)
 
 
 def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it

@@ -169,11 +169,10 @@ class MambaSlotAllocator(SlotPool):
         placement = check_placement(placement)
         if policy is None:
             policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
-        kv_blocks = context.kv_block_allocator
         SlotPool.__init__(
             self,
             max_slots,
-            kv_blocks,
+            context.kv_block_allocator,
             policy=policy,
             evicts_held=evicts_held,
             as_tensor=torch.from_numpy,
@@ -181,13 +180,9 @@ class MambaSlotAllocator(SlotPool):
         self.context = context
         self.num_mamba_layers = sum(kind.num_layers for kind in spec.kinds)
         self.placement = placement
-        self._make_states(spec, quantization, states)
-
-    def _make_states(
-        self, spec: StateSpec, quantization: SlotQuantization | None, states: StatePool | None
-    ) -> None:
-        device = _state_device(self.context)
-        self.max_intermediate_count = _num_scratch_rows(self.context, spec)
+        own_device = getattr(context, "device", None)
+        device = torch.device(torch.cuda.current_device() if own_device is None else own_device)
+        self.max_intermediate_count = num_scratch_rows(context, spec)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
         if states is None:
@@ -538,20 +533,6 @@ def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[
     return [context.live_states[name] for name in names]
 
 
-def _num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
-    """Return how many states the forward may write into the scratch in one step."""
-    if spec.is_mamba:
-        return num_scratch_rows(context)
-    rows = getattr(context, "max_mamba_intermediate_states_per_step", 0)
-    if rows:
-        raise InvalidArgumentError(
-            "a scratch holds conv and SSM states (StateSpec.mamba) alone: with states of "
-            f"{[tensor.name for tensor in spec.tensors]} max_mamba_intermediate_states_per_step "
-            f"must be 0, got {rows}"
-        )
-    return 0
-
-
 def check_model(context: SlotContext) -> None:
     """Check that the context's model is of a kind whose states can be saved."""
     num_householder = getattr(context, "gdp_num_householder", 0)
@@ -573,9 +554,3 @@ def _live_rows(context: SlotContext, requests: Sequence[int]) -> list[int]:
             f"of {list(requests)} the rows of live state are {rows}"
         )
     return rows
-
-
-def _state_device(context: SlotContext) -> torch.device:
-    """Return the context's own ``device``, or the current CUDA device if it names none."""
-    device = getattr(context, "device", None)
-    return torch.device(torch.cuda.current_device() if device is None else device)

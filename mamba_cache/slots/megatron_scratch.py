@@ -23,6 +23,7 @@ from mamba_cache.slots.placement import (
     checkpoint_offsets,
     placed_positions,
 )
+from mamba_cache.states import StateSpec
 
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
@@ -85,13 +86,21 @@ def plan_checkpoints(
     )
 
 
-def num_scratch_rows(context: SlotContext) -> int:
+def num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
     """Read how many states the forward may write into the scratch in one step.
 
     Megatron Core before 0.19 does not say, and its forward writes three rows for each of
     ``max_requests``, whether a state belongs there or not.
     """
     rows: int | None = getattr(context, "max_mamba_intermediate_states_per_step", None)
+    if not spec.is_mamba:
+        if rows:
+            raise InvalidArgumentError(
+                "a scratch holds conv and SSM states (StateSpec.mamba) alone: with states of "
+                f"{[tensor.name for tensor in spec.tensors]} "
+                f"max_mamba_intermediate_states_per_step must be 0, got {rows}"
+            )
+        return 0
     if rows is None:
         return MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * context.max_requests
     return rows

@@ -16,7 +16,7 @@ from align_states import Model
 from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache import DeviceTokens
-from mamba_cache.context.speculation import send_array
+from mamba_cache._to_device import to_device
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaHybridModelState
 from mamba_cache.reference import HybridModel
 from mamba_cache.slots import EveryNthBlock
@@ -67,7 +67,7 @@ def test_tokens_come_and_go_between_host_and_device(elsewhere):
 
 def test_tokens_are_sent_to_the_device_that_was_named():
     with torch.device("cpu"):
-        sent = send_array(np.array([[1, 0], [2, 3]]), torch.device("meta"))
+        sent = to_device(torch.tensor([[1, 0], [2, 3]], device="cpu"), torch.device("meta"))
     assert (sent.device.type, sent.shape) == ("meta", (2, 2))
 
 
