@@ -69,14 +69,6 @@ def chat(first, turns):
     return [range(first, first + 5 * turn + 5) for turn in range(turns)]
 
 
-def test_a_simple_policy_is_told_nothing_and_refuses_nothing():
-    service = Service(1, ConsumedSlotPolicy())
-    assert service.pool.begin_request(PromptFacts([1], 16, 0, 1)) is None
-    for first in (1, 11, 21):
-        service.ask(range(first, first + 3))
-    assert (service.pool.refused_states_total, service.pool.evicted_slots_total) == (0, 2)
-
-
 def test_what_is_never_asked_for_again_is_refused_once_that_is_learned():
     service = Service(4)
     for number in range(700):
@@ -166,19 +158,6 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     pool.check_invariants()
     again = pool.begin_request(PromptFacts([1, 2, 3, 4], 16, 4, 3))
     assert pool.reserve_slots([9], [StateProposal(again, 4)]) == [None]  # it is there already
-
-
-def test_refused_states_of_unfinished_blocks_leave_no_trace():
-    service = Service(1)
-    for _ in range(4):
-        service.ask(range(1, 30))
-    prompt = service.pool.begin_request(PromptFacts([90], 16, 0, 1))
-    for number in range(50):
-        growing = StateProposal(prompt, 2, hash_ids=[90])
-        [block] = service.kv_blocks.allocate_memory_blocks(1)
-        assert service.pool.reserve_slots([block], [growing]) == [None], number
-    service.pool.check_invariants()
-    assert len(service.policy._tree.ghosts) < 8
 
 
 def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
@@ -314,15 +293,6 @@ def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_publish
     pool.commit_reserved([2], [3], [2])  # another request had published its block
     pool.check_invariants()
     assert (pool.num_cached_slots, pool.free_count) == (1, 3)
-
-
-def test_an_unfinished_block_that_is_published_without_a_hash_is_kept_by_age():
-    pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
-    prompt = pool.begin_request(PromptFacts([1], 16, 0, 1))
-    assert pool.reserve_slots([7], [StateProposal(prompt, 2, hash_ids=[1])]) == [1]
-    pool.commit_reserved([1], [7], [0])
-    pool.check_invariants()
-    assert pool.num_cached_slots == 1
 
 
 def test_a_state_that_came_without_its_prompt_may_be_named_later():

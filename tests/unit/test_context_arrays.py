@@ -237,25 +237,6 @@ def test_collecting_tokens_looks_at_requests_only_to_name_them():
     assert lines[1] - lines[0] <= 2 * (8 - 2)
 
 
-@pytest.mark.parametrize("widths", [(DRAFTS, DRAFTS), (DRAFTS, 0), (1, DRAFTS)])
-def test_drafts_that_cross_into_another_block_go_where_its_table_says(widths):
-    for length in range(BLOCK - DRAFTS - 2, BLOCK + 1):
-        context = make_context(make_config(num_speculative_tokens=DRAFTS))
-        add(context, "crosses", [1] * length)
-        add(context, "stays", [2])
-        run_step(context)
-        drafts = np.array([[3] * width + [-1] * (DRAFTS - width) for width in widths])
-        metadata = context.begin_step(drafts=drafts).metadata
-        positions = metadata.positions[: metadata.num_tokens].tolist()
-        requests = np.repeat([0, 1], np.array(widths) + 1).tolist()
-        tables = metadata.block_tables.tolist()
-        wanted = [
-            tables[request][position // BLOCK] * BLOCK + position % BLOCK
-            for request, position in zip(requests, positions, strict=True)
-        ]
-        assert metadata.kv_slot_mapping[: metadata.num_tokens].tolist() == wanted
-
-
 def test_a_chunk_beside_decodes_costs_as_many_lines_for_many_as_for_few():
     lines = []
     for count in (2, 6):
@@ -293,24 +274,6 @@ def test_a_step_of_the_same_requests_by_name_is_one_of_the_same_group():
     context.resume_request(0)
     run_step(context)
     assert context.begin_step([2, 0])._decodes.group is not rows[2]
-
-
-def test_requests_that_are_uncollected_are_computed_where_they_may_be():
-    """Without drafts too: which block their token is in only the device knows."""
-    context = make_context(make_config(num_speculative_tokens=DRAFTS))
-    add(context, "a", [1] * (BLOCK - 2))
-    run_step(context)
-    for place in range(4):
-        step = context.begin_step()
-        MODEL.forward(step.metadata, context)
-        table = step.metadata.block_tables[0].tolist()
-        position = BLOCK - 2 + place
-        wanted = table[position // BLOCK] * BLOCK + position % BLOCK
-        assert step.metadata.kv_slot_mapping[0] == wanted
-        if place:
-            context.collect_step()
-        context.commit_step(DeviceTokens(torch.tensor([[2, 0, 0]]), torch.tensor([1]).int()))
-        context.check_invariants()
 
 
 @pytest.mark.parametrize(

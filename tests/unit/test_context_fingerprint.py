@@ -73,25 +73,3 @@ def test_ranks_agree_through_200_random_steps_whatever_they_have_learned(policy,
     assert stats[0] == stats[1]
     assert min(stats[0].evicted_slots, stats[0].evicted_blocks, stats[0].hits) > 10
     assert (stats[0].refused_states > 10) == (policy is AdaptiveSlotPolicy)
-
-
-def test_chunks_of_other_lengths_are_told_apart(ranks):
-    for context, chunk_tokens in zip(ranks, (2, 3), strict=True):
-        add(context, "new", [2, 7, 1, 8], chunk_tokens=chunk_tokens)
-    assert not agree(ranks)
-
-
-def test_other_numbers_of_drafts_are_told_apart_while_a_step_is_uncollected(ranks):
-    for context, drafts in zip(ranks, ([4], [4, 4]), strict=True):
-        step(context, nothing_taken(), drafts={"old": drafts})
-    assert not agree(ranks)
-    for context in ranks:
-        context.collect_step()
-    assert agree(ranks)
-
-
-def test_a_rank_that_has_not_collected_is_told_apart(ranks):
-    for context in ranks:
-        step(context, nothing_taken())
-    ranks[0].collect_step()
-    assert not agree(ranks)

@@ -41,20 +41,16 @@ def embed(store, **changes):
     return DynamicInferenceContext(config, STATES, KV, shared=store)
 
 
-def test_slots_may_be_given_as_a_budget():
-    budget = {"max_slots": None, "mamba_cache_gb": 1e-4}
-    num_slots = make_context(make_config(**budget)).slot_allocator.max_slots
-    assert num_slots > 1
-    store = make_store(slots=num_slots)
-    assert embed(store, **budget).slot_allocator is store.slots
-
-
-def test_kv_blocks_may_be_given_as_a_budget():
-    budget = {"num_kv_blocks": None, "kv_cache_gb": 1e-4}
-    num_blocks = make_context(make_config(**budget)).kv_block_allocator.pool_size - 1
-    assert num_blocks > 1
-    store = make_store(blocks=num_blocks)
-    assert embed(store, **budget).slot_allocator is store.slots
+@pytest.mark.parametrize("budget", ["mamba_cache_gb", "kv_cache_gb"])
+def test_slots_and_blocks_may_be_given_as_a_budget(budget):
+    name, of = ("max_slots", "slots") if budget == "mamba_cache_gb" else ("num_kv_blocks", "blocks")
+    changes = {name: None, budget: 1e-4}
+    alone = make_context(make_config(**changes))
+    counts = {"slots": alone.slot_allocator.max_slots}
+    counts["blocks"] = alone.kv_block_allocator.pool_size - 1
+    assert counts[of] > 1
+    store = make_store(**{of: counts[of]})
+    assert embed(store, **changes).slot_allocator is store.slots
 
 
 def test_contexts_that_come_and_go_find_what_was_cached_before():

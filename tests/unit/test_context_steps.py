@@ -1,14 +1,12 @@
 """What a step says of its requests, and what it moves for them."""
 
 import pytest
-import torch
-from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
-from kv_rig import by_id
+from context_rig import BLOCK, add, generate, make_config, make_context, run_step
 
-from mamba_cache import DeviceTokens, Request
+from mamba_cache import Request
 from mamba_cache.context import RequestStatus, ScheduledRequest
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import EveryNthBlock, LastBlock
+from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import ZERO_SOURCE
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -132,66 +130,6 @@ def test_a_step_moves_the_states_that_it_plans_and_no_padding(monkeypatch):
     assert saved == [[(saved_row, slot)]]
 
 
-def test_the_device_may_accept_none_of_a_requests_tokens(context):
-    for name in ("some", "none"):
-        add(context, name, OTHER)
-    run_step(context)
-    step = context.begin_step()
-    context.commit_step(
-        DeviceTokens(torch.tensor([[4, 8, 9], [5, 8, 9]]), torch.tensor([1, 0]).int())
-    )
-    assert step.sampling_ids == ("some", "none")
-    assert context.collect_step() == {"some": [4], "none": []}
-    assert [request.start for request in context.begin_step().requests] == [4, 3]
-
-
-def test_drafts_of_the_device_are_computed_by_request_row(context):
-    for name in ("first", "second", "gone"):
-        add(context, name, OTHER)
-    new = {name: token for name, (_, token) in run_step(context).items()}
-    drafts = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
-    step = context.begin_step(["first", "second"], drafts=drafts)
-    rows = [request.row for request in step.requests]
-    wanted = [[new[r.request_id], *drafts[r.row].tolist()] for r in step.requests]
-    assert step.metadata.token_ids[:6].view(2, 3).tolist() == wanted
-    assert [(r.num_tokens, r.drafts) for r in step.requests] == [(3, ())] * 2
-
-    # The host does not know them, and takes the caller's word for what was accepted.
-    accepted = {"first": [*drafts[rows[0]].tolist(), 9], "second": [drafts[rows[1], 0].item()]}
-    context.commit_step(accepted)
-    for name, tokens in accepted.items():
-        assert context.finish(name) == [new[name], *tokens]
-
-
-def test_the_state_at_a_prompts_end_is_that_of_its_own_row_beside_requests_that_decode():
-    """Decoding requests come first in the batch, so a prompt's place is not its number."""
-    context = make_context(make_config(max_requests=4), placement=EveryNthBlock(1))
-    for name in ("a", "b"):
-        add(context, name, OTHER)
-    run_step(context)
-    add(context, "new", PROMPT[: 2 * BLOCK])
-    metadata = context.begin_step().metadata
-    row = metadata.request_rows[2].item()
-    assert metadata.boundary_rows.tolist() == [row, -1, -1, -1]
-    assert metadata.boundary_entries.tolist() == [-1, -1, 0, -1]
-    assert metadata.boundary_positions.tolist() == [-1, -1, 2 * BLOCK, -1]
-
-
-@pytest.mark.parametrize("drafts", [None, [[1, 2], [3, -1]], "device"])
-def test_attention_looks_back_as_far_as_the_longest_request(drafts):
-    context = make_context(make_config(num_speculative_tokens=2))
-    for name, length in (("a", 5), ("b", 9)):
-        add(context, name, PROMPT[:length])
-    run_step(context)
-    if drafts == "device":
-        drafts = torch.full((4, 2), 3)
-    metadata = context.begin_step(drafts=drafts).metadata
-    assert metadata.max_seq_len == int(metadata.seq_lens.max())
-    width = 0 if drafts is None else 2
-    assert metadata.max_decode_len == 1 + width
-    assert metadata.seq_lens[0] == 5 + 1 + width
-
-
 def test_a_request_says_where_it_stands(context):
     add(context, "a", PROMPT, chunk_tokens=4)
     assert context.progress("a") == (RequestStatus.SCHEDULED, 0, 0)
@@ -242,25 +180,6 @@ def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one():
     context.resume_request("a")
     run_step(context)
     assert context.stats().saved_states == 1 + 2
-
-
-def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
-    """The block that was matched lost its hash while the step ran, and another took the id."""
-    context = make_context(placement=LastBlock())
-    generate(context, PROMPT[: BLOCK + 1], 1)
-    context.slot_allocator.reset()
-    add(context, "a", PROMPT[:BLOCK])
-    step = context.begin_step()
-    MODEL.forward(step.metadata, context)
-    kv_blocks = context.kv_block_allocator
-    [matched] = context.request_table.find("a").block_ids
-    hash_id = kv_blocks.block_hashes[matched].item()
-    kv_blocks.deregister_blocks([matched])
-    [foreign] = kv_blocks.allocate_memory_blocks(1)
-    kv_blocks.register_kv_block_hashes([foreign], by_id(hash_id))
-    context.commit_step({"a": 1})
-    assert not context.slot_allocator.has_state(foreign)
-    assert context.stats().reserved_slots == 0
 
 
 def test_a_prepared_request_can_be_added_again_when_an_answer_has_grown_on_it(context):

@@ -48,24 +48,6 @@ def test_events_tell_first_token_and_end(rng):
     assert engine.num_requests == 0
 
 
-def test_stop_token_ends_a_request_and_is_its_last(rng):
-    prompt = draw_prompt(rng, 9)
-    tokens = alone(prompt, greedy(12))
-    stop = tokens[4]
-    end = tokens.index(stop) + 1
-    sampling = SamplingParams(max_new_tokens=12, stop_tokens=(stop,))
-    completion = make_engine().generate([prompt], sampling)[0]
-    assert completion.tokens == tokens[:end]
-    assert completion.finish_reason is FinishReason.STOP
-
-
-def test_the_longest_sequence_ends_a_request(rng):
-    prompt = draw_prompt(rng, 30)
-    completion = make_engine(max_sequence_length=32).generate([prompt], greedy(10))[0]
-    assert completion.tokens == alone(prompt, greedy(3))
-    assert completion.finish_reason is FinishReason.LENGTH
-
-
 def test_prompts_may_be_lists_arrays_and_tensors(rng):
     prompt = rng.integers(256, size=20)
     forms = [prompt.tolist(), prompt, torch.from_numpy(prompt)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from engine_rig import BLOCK, alone, draw_prompt, greedy, make_engine, run_checked
 
-from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import FinishReason, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=11, temperature=1.5, top_k=40, seed=3)
@@ -46,38 +46,6 @@ def test_the_first_tokens_are_told_together(rng):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_requests": 1},
-        {"max_tokens": 3},
-        {"num_kv_blocks": 6, "max_slots": 0},
-        {"enable_prefix_caching": False, "max_requests": 2},
-    ],
-    ids=str,
-)
-def test_those_that_find_no_room_are_computed_by_themselves(rng, changes):
-    engine, prompt = make_engine(**changes), draw_prompt(rng, 2 * BLOCK + 3)
-    engine.submit(prompt, SAMPLING, n=6, request_id="x")
-    check_answers(run_checked(engine), prompt, 6)
-    stats = engine.context.stats()
-    assert stats.requests > 1
-    assert stats.forks < 5
-
-
-def test_others_run_beside_them(rng):
-    engine = make_engine(max_requests=5, max_tokens=24)
-    prompt, other = draw_prompt(rng, 30), draw_prompt(rng, 19)
-    engine.submit(other, greedy(9), request_id="before")
-    engine.submit(prompt, SAMPLING, n=3, request_id="x")
-    engine.submit(prompt, greedy(9), request_id="after")
-    done = run_checked(engine)
-    check_answers(done, prompt, 3)
-    assert done["before"].tokens == alone(other, greedy(9))
-    assert done["after"].tokens == alone(prompt, greedy(9))
-    assert engine.context.stats().forks == 2
-
-
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_the_first_answer_may_end_at_its_first_token(rng, max_new_tokens):
     """It is forked before it is forgotten."""
@@ -91,36 +59,6 @@ def test_the_first_answer_may_end_at_its_first_token(rng, max_new_tokens):
     check_answers(done, prompt, 3, stopped)
     assert done["x"].finish_reason is FinishReason.STOP
     assert engine.context.stats().forks == 4
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_each_answer_is_cancelled_by_itself(rng, num_steps):
-    """Also the one that the others were to be forks of."""
-    engine, prompt = make_engine(max_tokens=8), draw_prompt(rng, 20)
-    engine.submit(prompt, SAMPLING, n=3, request_id="x")
-    for _ in range(num_steps):
-        engine.step()
-    engine.cancel("x")
-    engine.cancel(("x", 2))
-    done = run_checked(engine)
-    assert set(done) == {("x", 1)}
-    assert done["x", 1].tokens == alone(prompt, replace(SAMPLING, seed=4))
-    with pytest.raises(UnknownRequestError):
-        engine.cancel(("x", 1))
-
-
-def test_forks_are_preempted_and_go_on(rng):
-    engine, prompt = make_engine(num_kv_blocks=8), draw_prompt(rng, BLOCK + 1)
-    sampling = replace(SAMPLING, max_new_tokens=30)
-    engine.submit(prompt, sampling, n=5, request_id="x")
-    done = run_checked(engine)
-    check_answers(done, prompt, 5, sampling)
-    stats = engine.context.stats()
-    assert min(stats.forks, stats.preemptions) > 0
-    # What a fork reports is what it began with, not what it found when it was resumed.
-    forked = [done["x", index] for index in range(1, 5)]
-    assert {completion.skipped_tokens for completion in forked} == {len(prompt)}
-    assert any(completion.computed_tokens for completion in forked)
 
 
 def test_one_that_fits_nowhere_fails_with_all_its_forks(rng):

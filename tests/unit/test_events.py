@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kv_rig import cache, prefix
-from slot_rig import full, make_allocator, make_pool, refer
+from slot_rig import full, make_allocator, make_pool
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.errors import InvalidArgumentError
@@ -35,27 +35,6 @@ def told(pool):
 # Blocks.
 
 
-def test_stored_blocks_are_told_with_digests_parents_and_tokens(pool):
-    hashes = prefix(1, 2, 3)
-    first = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes(first, hashes[:1], tokens=[1])
-    rest = pool.allocate_memory_blocks(2)
-    pool.register_kv_block_hashes(
-        rest, hashes[1:], parent_hash=hashes[0], tokens=np.array([2, 3], np.int64)
-    )
-    one, two = told(pool)
-    assert (one.block_ids, one.hash_ids, one.digests) == (
-        (*first,),
-        (hashes[0],),
-        hashes.digests[:1],
-    )
-    assert (one.parent_hash, one.parent_digest) == (None, None)
-    assert (one.tokens.tolist(), one.block_size_tokens) == ([1], 1)
-    assert (two.block_ids, two.digests) == ((*rest,), hashes.digests[1:])
-    assert (two.parent_hash, two.parent_digest) == (hashes[0], hashes.digests[0])
-    assert (two.tokens.tolist(), two.tokens.dtype) == ([2, 3], np.int32)
-
-
 def test_tokens_are_those_of_the_moment_and_of_each_block(pool):
     blocks, tokens = pool.allocate_memory_blocks(2), np.arange(6, dtype=np.int32)
     pool.register_kv_block_hashes(blocks, prefix(1, 2), tokens=tokens)
@@ -73,21 +52,6 @@ def test_what_nobody_told_is_not_made_up(pool):
     ]
 
 
-def test_blocks_that_were_there_are_not_told_again_and_split_what_is_told(pool):
-    hashes = prefix(1, 2, 3)
-    [middle] = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes([middle], hashes[1:2], parent_hash=hashes[0])
-    told(pool)
-    first, other, last = pool.allocate_memory_blocks(3)
-    for _ in range(2):
-        pool.register_kv_block_hashes([first, other, last], hashes, tokens=[1, 2, 3])
-    one, two = told(pool)
-    assert (one.block_ids, one.parent_digest, one.tokens.tolist()) == ((first,), None, [1])
-    assert (two.block_ids, two.parent_hash, two.parent_digest, two.tokens.tolist()) == (
-        (last,), hashes[1], hashes.digests[1], [3]
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [], [0.5, 1], [-1, 2], "ab"])
 def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool, tokens):
     for it in (pool, KVBlockAllocator(9)):
@@ -101,14 +65,6 @@ def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool
 def test_tokens_are_worth_gathering_only_if_somebody_listens(pool):
     assert pool.listeners.wants(Stored)
     assert not KVBlockAllocator(9).listeners.wants(Stored)
-
-
-def test_removed_blocks_are_told_with_their_digests_after_the_deregistration(pool):
-    cached, hashes = cache(pool, 1, 2), prefix(1, 2)
-    pool.allocate_memory_blocks(7)
-    stored, removed = told(pool)
-    assert stored.block_ids == tuple(cached)
-    assert removed == Removed("block", (cached[1],), (hashes[1],), digests=(hashes.digests[1],))
 
 
 def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
@@ -214,60 +170,6 @@ def allocator():
     allocator.listeners.add(allocator.heard.append, Stored, Removed)
     yield allocator
     allocator.check_invariants()
-
-
-def test_states_are_told_when_they_are_committed():
-    allocator = make_allocator()
-    allocator.heard = []
-    allocator.listeners.add(allocator.heard.append, Stored, Removed)
-    slots = allocator.reserve_slots([5, 6, 7])
-    assert told(allocator) == []
-    allocator.commit_reserved(slots, [5, 6, 7], [50, 60, -1])
-    assert told(allocator) == [
-        Stored("state", (5,), (50,), slots=(slots[0],)),
-        Stored("state", (6,), (60,), slots=(slots[1],)),
-    ]
-    allocator.register_block_hashes_batch([5, 7], [50, 70])
-    assert told(allocator) == [Stored("state", (7,), (70,), slots=(slots[2],))]
-
-
-def test_states_are_told_that_get_their_slot_after_their_hash():
-    allocator = make_allocator()
-    allocator.heard = []
-    allocator.listeners.add(allocator.heard.append, Stored, Removed)
-    allocator.register_block_hashes_batch([5], [50])
-    assert told(allocator) == []
-    [slot] = allocator.allocate_slots_batch([5])
-    assert told(allocator) == [Stored("state", (5,), (50,), slots=(slot,))]
-
-
-def test_another_hash_for_a_state_removes_the_one_before(allocator):
-    allocator.register_block_hashes_batch([0], [200])
-    allocator.register_block_hashes_batch([1], [200])
-    slots = allocator.slots_of([0, 1])
-    assert told(allocator) == [
-        Removed("state", (0,), (100,), slots=(slots[0],)),
-        Stored("state", (0,), (200,), slots=(slots[0],)),
-        Removed("state", (0,), (200,), slots=(slots[0],)),
-        Removed("state", (1,), (101,), slots=(slots[1],)),
-        Stored("state", (1,), (200,), slots=(slots[1],)),
-    ]
-
-
-@pytest.mark.parametrize("lose", [
-    lambda it: it.invalidate_block(1),
-    lambda it: it.on_kv_blocks_deregistered([1], [101]),
-    lambda it: it.on_kv_blocks_deregistered([], [101]),
-    lambda it: it.reserve_slots([7]),
-    lambda it: it.allocate_slots_batch([7]),
-    lambda it: it._evict_lru_slots_batch(1),
-])  # fmt: skip
-def test_states_that_are_lost_are_told(allocator, lose):
-    refer(allocator, 0, 2, 3)
-    slot = allocator.get_slot(1)
-    lose(allocator)
-    assert told(allocator) == [Removed("state", (1,), (101,), slots=(slot,))]
-    allocator.reset()  # some of the calls handed the slot out
 
 
 def test_a_reset_removes_all_states_and_says_so(allocator):

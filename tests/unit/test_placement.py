@@ -54,59 +54,47 @@ def test_n_is_a_positive_count(n):
         EveryNthBlock(n)
 
 
-def test_offsets_are_sorted_without_duplicates():
-    offsets = checkpoint_offsets([768, 256, 768, 512], chunk_start=0, num_tokens=1000, alignment=1)
-    assert offsets == [256, 512, 768]
+@pytest.mark.parametrize(
+    ("positions", "chunk_start", "num_tokens", "alignment", "expected"),
+    [
+        ([768, 256, 768, 512], 0, 1000, 1, [256, 512, 768]),
+        ([0, 256, 512, 768], 256, 512, 1, [256]),  # strictly inside the computed tokens
+        ([64, 128, 192, 256], 0, 999, 128, [128, 256]),  # on the kernel's chunks
+        ([512], 300, 600, 128, []),  # from a start off the grid the kernel has no state there
+        ([0, 1, 2], 0, 2, 1, [1]),
+    ],
+)
+def test_offsets(positions, chunk_start, num_tokens, alignment, expected):
+    found = checkpoint_offsets(
+        positions, chunk_start=chunk_start, num_tokens=num_tokens, alignment=alignment
+    )
+    assert found == expected
 
 
-def test_offsets_are_strictly_inside_the_computed_tokens():
-    offsets = checkpoint_offsets([0, 256, 512, 768], chunk_start=256, num_tokens=512, alignment=1)
-    assert offsets == [256]
-
-
-def test_offsets_lie_on_the_kernels_chunks():
-    offsets = checkpoint_offsets([64, 128, 192, 256], chunk_start=0, num_tokens=999, alignment=128)
-    assert offsets == [128, 256]
-    # From a start off the grid the kernel has no state at a block's end: it is not asked for one.
-    assert checkpoint_offsets([512], chunk_start=300, num_tokens=600, alignment=128) == []
-
-
-def test_a_plan_names_the_block_that_each_checkpoint_ends():
-    made = plan(1100, matched=1)
-    assert (made.offsets, made.block_ids) == ([256, 1024], [100, 103])
-    assert (made.eos_block_id, made.num_skipped) == (-1, 0)
-
-
-def test_skipped_tokens_shift_the_offsets_but_not_the_blocks():
-    made = plan(1100, matched=2, skip=256)
-    assert (made.offsets, made.block_ids) == ([256, 768], [101, 103])
-
-
-def test_a_later_chunk_places_what_lies_inside_it():
-    first = plan(1100, matched=1, length=512)
-    assert (first.offsets, first.block_ids) == ([256], [100])
-    later = plan(1100, matched=1, finished=512)
-    assert (later.offsets, later.block_ids) == ([512], [103])
-
-
-def test_a_prompt_of_whole_blocks_ends_in_an_eos_checkpoint():
-    made = plan(1024)
-    assert made.eos_block_id == 103
-    assert (made.offsets, made.block_ids) == ([768], [102])
-
-
-def test_the_eos_checkpoint_belongs_to_the_last_chunk_alone():
-    assert plan(1024, length=512).eos_block_id == -1
-    assert plan(1024, finished=512).eos_block_id == 103
-
-
-@pytest.mark.parametrize("prompt", [0, 100, 1025])
-def test_other_prompts_have_no_eos_checkpoint(prompt):
-    assert plan(prompt).eos_block_id == -1
-
-
-def test_a_prompt_within_one_block_has_no_checkpoint():
-    assert plan(200).offsets == []
+@pytest.mark.parametrize(
+    ("request_", "offsets", "block_ids", "eos_block_id"),
+    [
+        ({"prompt": 1100, "matched": 1}, [256, 1024], [100, 103], -1),
+        # Skipped tokens shift the offsets but not the blocks.
+        ({"prompt": 1100, "matched": 2, "skip": 256}, [256, 768], [101, 103], -1),
+        # Each chunk places what lies inside it.
+        ({"prompt": 1100, "matched": 1, "length": 512}, [256], [100], -1),
+        ({"prompt": 1100, "matched": 1, "finished": 512}, [512], [103], -1),
+        # A prompt of whole blocks ends in an EOS checkpoint, which its last chunk has.
+        ({"prompt": 1024}, [768], [102], 103),
+        ({"prompt": 1024, "length": 512}, [], [], -1),
+        ({"prompt": 1024, "finished": 512}, [256], [102], 103),
+        ({"prompt": 200}, [], [], -1),
+        ({"prompt": 0}, [], [], -1),
+        ({"prompt": 1025}, [1024], [103], -1),
+    ],
+)
+def test_a_plan_names_the_block_that_each_checkpoint_ends(
+    request_, offsets, block_ids, eos_block_id
+):
+    made = plan(**request_)
+    assert (made.offsets, made.block_ids) == (offsets, block_ids)
+    assert (made.eos_block_id, made.num_skipped) == (eos_block_id, 0)
 
 
 def test_of_more_than_three_the_last_are_kept_and_the_others_counted():

@@ -55,23 +55,6 @@ def test_a_call_never_evicts_the_slot_of_a_block_that_it_names(policy):
     allocator.check_invariants()
 
 
-def test_an_invalidated_block_is_not_findable(allocator):
-    """Megatron Core: the hash outlived the slot, and a later restore cleared the live state."""
-    allocator.invalidate_block(0)
-    assert 100 not in allocator.hash_to_block_id
-    live = live_bits(allocator.context, 3)
-    assert allocator.restore_to_live(0, 0) is False
-    assert live_bits(allocator.context, 3) == live
-
-
-def test_a_slot_without_a_hash_does_not_survive_its_block(allocator):
-    """Megatron Core: deregistration looked for hashes only."""
-    allocator.allocate_slots_batch([7])
-    allocator.on_kv_blocks_deregistered([7], [])
-    assert not allocator.has_state(7)
-    assert allocator.free_count == 2
-
-
 def test_a_double_free_raises():
     """SGLang's slot allocator took one back silently."""
     pool = make_pool(2, 2)
@@ -96,15 +79,6 @@ def test_a_state_is_never_rounded_on_its_way_into_a_slot(allocator):
     with pytest.raises(InvalidArgumentError, match="agree in dtype"):
         allocator.store_from_live_batch([allocator.get_slot(0)], [0])
     assert slot_bits(allocator, allocator.get_slot(0)) == before
-
-
-def test_a_reader_notices_that_its_slot_went_to_the_same_block_anew(allocator):
-    """The plan of a restore is made again when the slot is gone in between, whoever has it now."""
-    slot = allocator.get_slot(0)
-    [lease] = allocator.pin_slots([slot])
-    allocator.invalidate_block(0)
-    assert allocator.allocate_slots_batch([0]) == [slot]
-    assert not allocator.is_current(lease)
 
 
 def test_a_hit_refreshes_only_the_state_that_it_consumed():

@@ -135,15 +135,9 @@ def test_waiting_ends_after_max_wait_steps(rng):
     assert num_running(engine) == 2
 
 
-def test_waiting_can_be_switched_off(rng):
-    engine = make_engine(max_tokens=128, max_wait_steps=0)
-    submit_two(engine, rng)
-    step_checked(engine)
-    assert num_running(engine) == 2
-
-
-def test_without_slots_nobody_waits(rng):
-    engine = make_engine(max_tokens=128, max_slots=0)
+@pytest.mark.parametrize("switch", ["max_wait_steps", "max_slots"])
+def test_nobody_waits_where_that_is_off_or_no_state_can_be_saved(rng, switch):
+    engine = make_engine(max_tokens=128, **{switch: 0})
     submit_two(engine, rng)
     step_checked(engine)
     assert num_running(engine) == 2

@@ -32,8 +32,8 @@ def kv_blocks(**times):
 
 def test_lru_bears_the_largest_timestamps():
     newest = np.iinfo(np.int64).max
-    view = kv_blocks(s1=newest, s3=newest, s4=newest, s6=1)
-    assert LruSlotPolicy().choose(3, SLOTS, BLOCKS, view) == [6, 1, 3]
+    view = kv_blocks(s1=newest, s3=newest, s4=newest - 1, s6=1)  # which no float tells apart
+    assert LruSlotPolicy().choose(3, SLOTS, BLOCKS, view) == [6, 4, 1]
 
 
 def test_lru_reads_timestamps_of_any_width():
@@ -131,13 +131,6 @@ def test_score_does_not_age_when_nothing_happens():
     policy.on_stored([], [])
     policy.on_consumed([])
     assert digest_of(policy) == before
-
-
-def test_score_tells_apart_what_decides_differently():
-    states = [scored(s6=300, s1=200), scored(s6=300, s1=201), scored(s1=200, s6=300)]
-    later = scored(s6=300, s1=200)
-    later.on_consumed([1])
-    assert len({digest_of(policy) for policy in [*states, later]}) == 4
 
 
 def test_score_forgets_at_reset():
