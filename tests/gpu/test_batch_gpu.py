@@ -104,22 +104,6 @@ def test_keys_and_values_past_the_reach_of_32_bits_are_written(generator):
     assert int((pool.view(torch.int64) != 0).any(-1).sum()) == 2 * 3 * 8
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text", "mamba2"])
-def test_answers_in_single_precision_are_those_of_generate(family, generator):
-    model, prompts = make_model(family, torch.float32), prompts_of(generator, 5)
-    cache = make_cache(model)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device="cuda")
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16,
-            eos_token_id=None,
-        )  # fmt: skip
-        expected.append(output[0, len(prompt) :].tolist())
-    for _ in range(2):
-        assert run(cache, prompts, max_new_tokens=16) == expected
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generator, monkeypatch):

@@ -99,15 +99,3 @@ def test_hits_are_equal_to_the_bit_and_near_the_miss(model, generator):
     miss, hit, again, two_parts = (kept(layout, one, LENGTH) for one in (*caches, parts))
     assert all(torch.equal(one, other) for one, other in zip(hit, again, strict=True))
     assert max(distance(miss, hit)) <= 4 * max(distance(miss, two_parts)) + 0.01
-
-
-def test_named_positions_are_kept(model, generator):
-    cache = make_cache(model)
-    shared, options = tokens(generator, 3 * BLOCK), {"max_new_tokens": 2, "do_sample": False}
-    for _ in range(3):
-        ids = torch.tensor([shared + tokens(generator, 20)], device="cuda")
-        cache.generate(ids, attention_mask=torch.ones_like(ids), checkpoints=[3 * BLOCK], **options)
-    stats = cache.stats()
-    assert (stats.requests, stats.hits) == (3, 2)
-    assert stats.skipped_tokens == 2 * 3 * BLOCK
-    cache.check_invariants()

@@ -10,6 +10,7 @@ pytest.importorskip("zmq", reason="needs the extra events")
 pytest.importorskip("msgspec", reason="needs the extra events")
 
 from events_rig import BLOCK, PAUSE, Books, Known, Subscriber, by_hand, observe
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def take_over(known, events):
             known.apply({"type": "BlockStored", "group_idx": event.group, **fields})
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.randoms(use_true_random=False), st.sampled_from(MODES))
 def test_subscribers_know_what_the_definition_says_after_every_call(rng, mode):
     books, view, known = Books(), EventView(BLOCK, mode), Known()

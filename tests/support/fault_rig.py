@@ -274,6 +274,8 @@ _SKIPPED = (
     *("_group", "_group_made_at", "_named", "_named_at", "_made"),
 )
 
+_PLAIN = {int, float, str, bytes}
+
 
 def frozen(thing, seen=None):
     """All that an object of the package remembers, as one value that compares with ``==``."""
@@ -292,7 +294,8 @@ def frozen(thing, seen=None):
     if isinstance(thing, (dict, OrderedDict, Counter)):
         return tuple((frozen(k, seen), frozen(v, seen)) for k, v in thing.items())
     if isinstance(thing, (list, tuple, deque)):
-        return tuple(frozen(item, seen) for item in thing)
+        is_plain = _PLAIN.issuperset(map(type, thing))
+        return tuple(thing) if is_plain else tuple(frozen(item, seen) for item in thing)
     if isinstance(thing, (set, frozenset)):
         return tuple(sorted(map(repr, thing)))
     if isinstance(thing, cycle) or not type(thing).__module__.startswith(("mamba_cache", __name__)):
