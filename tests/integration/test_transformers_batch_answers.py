@@ -291,26 +291,28 @@ class _Broken(BaseStreamer):
             raise TypeError("broken on purpose")
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, "end"])
-def test_a_streamer_that_raises_fails_its_own_request(cache, nemotron, generator, place):
+def broken_function(name, token):
+    if name == "req_0":
+        raise TypeError("broken on purpose")
+
+
+@pytest.mark.parametrize(
+    ("streamer", "kept"),
+    [
+        *(
+            ([_Broken(place), _Heard()], kept)
+            for place, kept in ((1, 0), (2, 1), (3, 2), ("end", 4))
+        ),
+        (broken_function, 1),
+    ],
+    ids=["at the prompt", "first token", "second token", "at the end", "function"],
+)
+def test_a_streamer_that_raises_fails_its_own_request(cache, nemotron, generator, streamer, kept):
     """Every answer of the call was lost in its error."""
     prompts = [tokens(generator, 5), tokens(generator, 9)]
-    first, second = batch(cache, prompts, streamer=[_Broken(place), _Heard()], max_new_tokens=4)
+    first, second = batch(cache, prompts, streamer=streamer, max_new_tokens=4)
     assert (first.error, first.status.name) == ("broken on purpose", "FAILED")
-    kept = {1: 0, 2: 1, 3: 2, "end": 4}[place]
     assert first.generated_tokens == nemotron.answer(prompts[0], 4)[:kept]
-    assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
-
-
-def test_a_function_that_raises_fails_the_request_it_was_told_of(cache, nemotron, generator):
-    prompts = [tokens(generator, 5), tokens(generator, 9)]
-
-    def hear(name, token):
-        if name == "req_0":
-            raise TypeError("broken on purpose")
-
-    first, second = batch(cache, prompts, streamer=hear, max_new_tokens=4)
-    assert first.error == "broken on purpose"
     assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
 
 

@@ -49,24 +49,9 @@ def scaled(model, factor):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_good_model_is_refused(name):
     """One of 72 was, for a rounding of 2.5e-5, when the bound was a constant."""
-    for number in range(4):
-        for factor in (1, 8):
-            model = scaled(make_model(name, seed=number), factor)
-            assert refusal(model) is None, (number, factor)
-
-
-@pytest.mark.parametrize("name", UNRESUMABLE)
-def test_no_model_that_forgets_is_accepted(name):
-    for number in range(4):
-        for factor in (1, 8):
-            model = scaled(make_model(name, seed=number), factor)
-            assert refusal(model) is not None, (number, factor)
-
-
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
-def test_models_that_forget_are_refused_in_half_precision_too(name):
-    model = make_model(name).to(torch.bfloat16)
-    assert refusal(model) is not None
+    for number, factor in ((0, 1), (1, 8), (2, 1), (3, 8)):
+        model = scaled(make_model(name, seed=number), factor)
+        assert refusal(model) is None, (number, factor)
 
 
 @contextlib.contextmanager
@@ -84,9 +69,7 @@ def few_digits(how):
         torch.set_float32_matmul_precision(before)
 
 
-FEW_DIGITS = pytest.mark.parametrize(
-    "how", ["high", "medium", torch.bfloat16, torch.float16], ids=str
-)
+FEW_DIGITS = pytest.mark.parametrize("how", ["medium", torch.bfloat16, torch.float16], ids=str)
 
 
 @FEW_DIGITS
@@ -95,13 +78,6 @@ def test_no_good_model_is_refused_for_products_of_few_digits(name, how):
     """Kernels for one row and for several differ by more than any rounding of the embeddings."""
     with few_digits(how):
         assert refusal(make_model(name)) is None
-
-
-@FEW_DIGITS
-@pytest.mark.parametrize("name", UNRESUMABLE)
-def test_no_model_that_forgets_is_accepted_for_products_of_few_digits(name, how):
-    with few_digits(how):
-        assert refusal(make_model(name)) is not None
 
 
 @FEW_DIGITS
@@ -123,6 +99,26 @@ WIDE = pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "zamba2", "bam
 def in_float64(name, seed=0):
     """With large weights. Some of its scans, norms and softmaxes are of float32 all the same."""
     return make_model(name, seed=seed, initializer_range=0.3).double()
+
+
+FORGETFUL = {
+    "as made": (lambda name: make_model(name, seed=1), "highest"),
+    "with large weights": (lambda name: scaled(make_model(name, seed=2), 8), "highest"),
+    "products of few digits": (make_model, "medium"),
+    "autocast": (make_model, torch.bfloat16),
+    "in half precision": (lambda name: make_model(name).to(torch.bfloat16), "highest"),
+    "in float64": (in_float64, "highest"),
+}
+
+
+@pytest.mark.parametrize("way", FORGETFUL)
+@pytest.mark.parametrize("name", UNRESUMABLE)
+def test_no_model_that_forgets_is_accepted(name, way):
+    make, digits = FORGETFUL[way]
+    with few_digits(digits):
+        said = refusal(make(name)) or ""
+    is_computed = name != "jamba" or way not in ("in half precision", "in float64")
+    assert ("differ from those of an unbroken run" if is_computed else "cannot be run") in said
 
 
 @WIDE
@@ -148,11 +144,6 @@ def test_a_model_of_float64_that_forgets_a_little_is_refused(name, monkeypatch):
 
     monkeypatch.setattr(layer, "update_recurrent_state", forgetful)
     assert "differ from those of an unbroken run" in (refusal(model) or "")
-
-
-@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
-def test_models_that_forget_are_refused_in_float64_too(name):
-    assert "differ from those of an unbroken run" in (refusal(in_float64(name)) or "")
 
 
 def test_large_states_that_round_much_are_no_fault():

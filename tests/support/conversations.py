@@ -10,7 +10,6 @@ is judged by the logits that each token was chosen by, and by what ``generate`` 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
 import warnings
@@ -256,16 +255,12 @@ class Conversation:
             "several answers": 6,
             "beams": 6,
             "prefill": 6,
-            "callback raises": 5,
-            "forward raises": 3,
-            "memory runs out": 2,
+            "callback raises": 6,
             "reset": 2,
         }
         kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
         special = {
             "prefill": self._prefill,
-            "forward raises": self._forward_raises,
-            "memory runs out": self._memory_runs_out,
             "reset": self._reset,
         }
         if kind in special:
@@ -602,52 +597,6 @@ class Conversation:
         self._check_logits(wanted, torch.stack(got))
         self.counts["calls judged"] += 1
 
-    def _forward_raises(self) -> None:
-        """A module of the model raises, at a forward that a hit may not come to."""
-        call, _ = self._choose_call("next turn")
-        call.breaks_in = ""
-        left = self._rng.randrange(4)
-
-        def raise_at_last(*_: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Boom("forward")
-
-        self.log.append(f"its forward raises: {call}")
-        with self._hooked(raise_at_last):
-            self._cached(call)
-        self.cache.check_invariants()
-
-    def _memory_runs_out(self) -> None:
-        """Long forwards run out of memory; the cache may try shorter ones, or give up."""
-        call, _ = self._choose_call(self._rng.choice(("next turn", "batch")))
-        call.options["do_sample"] = False
-        most = self._rng.randrange(self._block, 6 * self._block)
-
-        def raise_if_long(_: Any, args: Any) -> None:
-            if args[0].shape[1] > most:
-                raise torch.OutOfMemoryError("too long")
-
-        with self._hooked(raise_if_long):
-            self.log.append(f"no memory for {most + 1} tokens: {call}")
-            try:
-                actual = self._cached(call)
-            except torch.OutOfMemoryError:
-                actual = None
-        if actual is not None and actual.error is None:
-            self._judge_by_logits(call, actual)
-            self.counts["calls judged"] += 1
-        self.cache.check_invariants()
-
-    @contextlib.contextmanager
-    def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
-        handle = self.model.get_input_embeddings().register_forward_pre_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     def _reset(self) -> None:
         self.log.append("reset")
         self.cache.reset()
@@ -728,7 +677,7 @@ def _cache(model: Any, subject: str, *, slots: int, blocks: int, **settings: Any
         "mamba_cache_gb": (slots + 0.5) * of_slots,
         "kv_cache_gb": (blocks + 0.5) * of_blocks,
     }
-    return make_cache(model, variant="hooked at times", **room, **settings)
+    return make_cache(model, **room, **settings)
 
 
 def _shared(one: Tokens, other: Tokens) -> int:
