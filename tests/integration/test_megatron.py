@@ -149,45 +149,32 @@ def test_contexts_use_this_packages_slots(write, first):
 
 
 def test_uninstalling_gives_every_module_its_own_back(write):
+    """Whoever is installed twice is uninstalled once, and a ``with`` leaves things as they were."""
     write()
     before = load("mamba_slot_allocator")
     own = (before.MambaSlotAllocator, before.MambaSlotCapacityError)
-    megatron.install()
-    context = load("dynamic_context")  # it first sees Megatron's module with our classes in it
-    megatron.uninstall()
-    assert (before.MambaSlotAllocator, before.MambaSlotCapacityError) == own
-    assert (context.MambaSlotAllocator, context.Full) == own
-    with pytest.raises(AssertionError, match="Megatron's own slots are used"):
-        context.DynamicInferenceContext()
-
-
-def test_doing_it_twice_does_nothing_more(write):
-    write()
-    own = load("mamba_slot_allocator").MambaSlotAllocator
     megatron.uninstall()
     for _ in range(2):
         megatron.install()
-        assert load("mamba_slot_allocator").MambaSlotAllocator is MambaSlotAllocator
+        assert before.MambaSlotAllocator is MambaSlotAllocator
+    with megatron.installed():
+        pass
+    assert before.MambaSlotAllocator is MambaSlotAllocator
+    context = load("dynamic_context")  # it first sees Megatron's module with our classes in it
     for _ in range(2):
         megatron.uninstall()
-        assert load("mamba_slot_allocator").MambaSlotAllocator is own
-
-
-def test_a_with_block_leaves_things_as_they_were(write):
-    write()
-    own = load("mamba_slot_allocator").MambaSlotAllocator
+        assert (before.MambaSlotAllocator, before.MambaSlotCapacityError) == own
+        assert (context.MambaSlotAllocator, context.Full) == own
+    with pytest.raises(AssertionError, match="Megatron's own slots are used"):
+        context.DynamicInferenceContext()
 
     def fail():
-        assert load("mamba_slot_allocator").MambaSlotAllocator is MambaSlotAllocator
+        assert before.MambaSlotAllocator is MambaSlotAllocator
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), megatron.installed():
         fail()
-    assert load("mamba_slot_allocator").MambaSlotAllocator is own
-    megatron.install()
-    with megatron.installed():
-        pass
-    assert load("mamba_slot_allocator").MambaSlotAllocator is MambaSlotAllocator
+    assert (context.MambaSlotAllocator, context.Full) == own
 
 
 def test_a_version_without_a_capacity_error_of_its_own_has_one_meanwhile(write):
@@ -198,17 +185,13 @@ def test_a_version_without_a_capacity_error_of_its_own_has_one_meanwhile(write):
     assert not hasattr(load("mamba_slot_allocator"), "MambaSlotCapacityError")
 
 
-def refused(message):
-    with pytest.raises(UnsupportedVersionError, match=message):
-        megatron.install()
-    assert megatron.replaced() == []
-    assert load("mamba_slot_allocator").MambaSlotAllocator is not MambaSlotAllocator
-
-
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.18"])
 def test_a_version_before_0_19_is_refused(write, version):
     write(version=version)
-    refused(rf"Megatron Core {version} is older than 0\.19")
+    with pytest.raises(UnsupportedVersionError, match=rf"Core {version} is older than 0\.19"):
+        megatron.install()
+    assert megatron.replaced() == []
+    assert load("mamba_slot_allocator").MambaSlotAllocator is not MambaSlotAllocator
 
 
 @pytest.mark.parametrize("version", ["0.19.2", "0.20.0rc0+d98e8a6", "1.0", ""])
@@ -240,12 +223,15 @@ def test_a_version_that_lacks_what_is_replaced_is_refused(write, lack):
     assert megatron.replaced() == []
 
 
-def test_a_context_that_cannot_be_imported_leaves_megatrons_slots(write):
-    write(context=CONTEXT.replace("import torch", "import not_installed_either"))
+@pytest.mark.parametrize("part", ["allocator", "context"])
+def test_what_megatron_itself_lacks_is_not_taken_for_a_missing_module(write, part):
+    sources = {"allocator": ALLOCATOR, "context": CONTEXT}
+    write(**{part: sources[part].replace("import torch", "import not_installed_either")})
     with pytest.raises(ModuleNotFoundError, match="not_installed_either"):
         megatron.install()
-    assert load("mamba_slot_allocator").MambaSlotAllocator is not MambaSlotAllocator
     assert megatron.replaced() == []
+    if part == "context":
+        assert load("mamba_slot_allocator").MambaSlotAllocator is not MambaSlotAllocator
 
 
 def test_the_methods_are_amended_and_given_back(write):
@@ -266,12 +252,6 @@ def test_the_methods_are_amended_and_given_back(write):
 def test_a_version_without_slots_is_refused(write):
     write(allocator=None)
     with pytest.raises(UnsupportedVersionError, match=r"9\.9 has no module .*mamba_slot_allocator"):
-        megatron.install()
-
-
-def test_what_megatron_itself_lacks_is_not_taken_for_a_missing_module(write):
-    write("import not_installed_either")
-    with pytest.raises(ModuleNotFoundError, match="not_installed_either"):
         megatron.install()
 
 

@@ -245,45 +245,6 @@ def test_a_later_piece_skips_nothing_that_is_cached_of_it(serve, generator):
     server.step()
 
 
-def test_states_of_evicted_kv_blocks_go(serve, generator):
-    server = serve(num_blocks=9)
-    first = random_tokens(generator, 3 * BLOCK + 5)
-    for prompt in [first, *(random_tokens(generator, 3 * BLOCK + 5) for _ in range(5))]:
-        server.add(prompt)  # each takes four of the eight blocks, and leaves three cached
-        server.step()
-        server.finish(0)
-    slots = server.slots
-    assert set(slots.hash_to_block_id) <= set(server.context.kv_block_allocator.kv_hash_to_block_id)
-    assert server.request(first).precomputed_block_hashes[2] not in slots.hash_to_block_id
-    assert 0 < slots.num_cached_slots == server.num_found < 6
-    assert slots.free_count == slots.max_slots - slots.num_cached_slots
-    assert slots.evicted_slots_total == 0
-
-
-def test_a_prompt_whose_first_blocks_are_gone_is_a_miss(serve, generator):
-    server = serve(num_blocks=9)
-    first = random_tokens(generator, 3 * BLOCK + 5)
-    for prompt in [first, *(random_tokens(generator, 3 * BLOCK + 5) for _ in range(2))]:
-        server.add(prompt)
-        server.step()
-        server.finish(0)
-    assert server.add(first) == 0
-    server.step()
-
-
-def test_slots_are_evicted_when_there_are_too_few(serve, generator):
-    server = serve(num_slots=2)
-    prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(4)]
-    for prompt in prompts:
-        server.add(prompt)
-        server.step()
-        server.finish(0)
-    assert server.num_found == 2
-    assert server.slots.evicted_slots_total == 2
-    assert [server.add(prompt) for prompt in prompts] == [0, 0, 2 * BLOCK, 2 * BLOCK]
-    server.step()
-
-
 def test_restores_of_a_step_are_one_move_with_the_same_bits_as_megatrons_loop(
     core, serve, generator, monkeypatch
 ):
@@ -315,21 +276,6 @@ def test_restores_of_a_step_are_one_move_with_the_same_bits_as_megatrons_loop(
     generator.manual_seed(4)
     moves_of_loop, states_of_loop = restored(serve())
     assert (moves_of_loop, states_of_loop) == (2, states)  # and two assignments of zeros
-
-
-def test_uninstalling_gives_the_context_its_own_methods_back(core):
-    context = core.contexts.DynamicInferenceContext
-    before = dict(vars(context))
-    megatron.install()
-    changed = {name for name, value in vars(context).items() if before.get(name) is not value}
-    assert changed == {
-        "_compute_prefix_match", "_execute_pending_mamba_ops", "reset_mamba_state",
-    }  # fmt: skip
-    listed = {name.rsplit(".", 1)[1] for name in megatron.replaced() if "Context." in name}
-    assert listed == changed
-    megatron.uninstall()
-    assert dict(vars(context)) == before
-    assert megatron.replaced() == []
 
 
 def test_a_prompt_that_would_leave_one_token_resumes_from_a_saved_state(core, serve, generator):

@@ -1,7 +1,6 @@
 """The prefix cache of a transformers model: what it promises."""
 
 import contextlib
-import threading
 
 import pytest
 
@@ -67,27 +66,6 @@ def test_plain_tensors_come_back_as_such(model, cache, prompt):
     assert torch.equal(
         cache.generate(input_ids=prompt, do_sample=False, max_new_tokens=3), expected
     )
-
-
-def test_generation_in_a_thread_leaves_other_threads_calls_alone(model, cache, prompt, generator):
-    """A forward of another thread between arming and the first forward is not taken for it."""
-    other = text(generator, 9)
-    expected = model(other).logits.detach()
-    got = []
-
-    class CallsInBetween:
-        def put(self, _):
-            if not got:
-                thread = threading.Thread(target=lambda: got.append(model(other).logits.detach()))
-                thread.start()
-                thread.join()
-
-        def end(self):
-            pass
-
-    cached(cache, prompt, max_new_tokens=2, streamer=CallsInBetween())
-    torch.testing.assert_close(got[0], expected)
-    assert cache.stats().requests == 1
 
 
 @pytest.mark.parametrize(
@@ -259,19 +237,6 @@ def test_a_prompt_longer_than_the_pool_is_cached_as_far_as_it_goes(model, cache,
     for _ in range(2):
         assert_same(plain(model, prompt), cached(small, prompt))
     assert small.stats().cached_blocks == 2
-
-
-def test_a_failed_forward_leaves_nothing_to_be_found(model, cache, prompt):
-    """Elsewhere a prefix whose forward never ran was found by the retry."""
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
-    with pytest.raises(RuntimeError, match="lost"):
-        cached(cache, prompt)
-    hook.remove()
-    cache.check_invariants()
-    assert cache.stats().cached_blocks == 0
-    assert not model._forward_pre_hooks
-    assert_same(plain(model, prompt), cached(cache, prompt))
 
 
 def test_a_failure_while_a_state_is_saved_gives_its_slot_back(model, cache, prompt, monkeypatch):

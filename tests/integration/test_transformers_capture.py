@@ -81,53 +81,6 @@ def test_they_are_those_of_a_run_in_parts(setting, start, generator):
     torch.testing.assert_close(logits[:, -1], plain[:, -1], rtol=0, atol=10 * atol)
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "granite 4", "qwen3_5"])
-def test_the_first_layers_are_equal_to_the_bit(name, generator):
-    """The same calls, piece by piece, on what the layer's projections made of the whole prompt."""
-    model = make_model(name)
-    runner = ModelRunner(model)
-    layout = probe(runner, BLOCK)[0]
-    tokens, calls = text(generator, LENGTH)[0].tolist(), []
-    capture = StateCapture(model, layout.layers)
-    originals = {scan: getattr(*scan) for scan in capture._scans}
-
-    def noted(function):
-        def call(*args, **kwargs):
-            calls.append((function, args, kwargs))
-            return function(*args, **kwargs)
-
-        call.__signature__ = None
-        return call
-
-    for (owner, attribute), function in originals.items():
-        setattr(owner, attribute, noted(function))
-    try:
-        runner.forward(tokens, runner.new_cache(), 0)
-    finally:
-        for (owner, attribute), function in originals.items():
-            setattr(owner, attribute, function)
-    scan, args, kwargs = calls[0]
-    by_hand, state = {}, None
-    initial = next(n for n in ("initial_states", "initial_state") if n in kwargs)
-    for begin, end in zip((0, *CUTS), CUTS, strict=False):
-
-        def part(x, begin=begin, end=end):
-            is_sequence = torch.is_tensor(x) and x.dim() > 2 and x.shape[1] == LENGTH
-            return x[:, begin:end] if is_sequence else x
-
-        named = {n: part(x) for n, x in kwargs.items() if n != initial}
-        _, state = scan(*map(part, args), **{**named, initial: state})
-        by_hand[end] = state
-
-    rooms = rooms_for(layout, CUTS)
-    cache = runner.new_cache()
-    with capture.during(cache, 0, LENGTH, rooms):
-        runner.forward(tokens, cache, 0)
-    parts = layout.layers[0]
-    for position in CUTS:
-        assert torch.equal(rooms[position].states[len(parts.convs)], by_hand[position])
-
-
 @pytest.mark.parametrize("name", INSEPARABLE)
 def test_what_cannot_be_captured_is_noticed(name):
     runner = ModelRunner(make_model(name))

@@ -9,9 +9,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 import torch
 from changes_rig import check_change
 from model_changes import (
-    DUTIES,
     KINDS,
-    PAGE,
     attention,
     mixers,
     norms,
@@ -179,6 +177,3 @@ def test_the_page_lists_these_kinds():
     """It has a row for each kind, with what is done about it; others are of PEFT and accelerate."""
     rows = {name: x for name, x in rows_of_the_page().items() if not re.search("PEFT|accele", name)}
     assert rows == {kind.name: kind.outcome for kind in KINDS.values()}
-    duties = PAGE.split("caller's duty")[1]
-    listed = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", duties, re.M))
-    assert {name: listed[name] for name in list(listed)[1:] if "---" not in name} == DUTIES

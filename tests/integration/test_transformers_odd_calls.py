@@ -119,28 +119,6 @@ def test_what_is_no_single_streamer_of_a_batch_is_refused_at_once(cache):
 # Hooks on the model itself, which see each of its calls.
 
 
-def _sharpened(_, __, output):
-    output.logits = output.logits * -0.5 + torch.linspace(-3, 3, output.logits.shape[-1])
-    return output
-
-
-@pytest.mark.parametrize("first", ["generate", "prefill", "generate_batch"])
-def test_a_hook_on_the_model_itself_moves_logits_once(model, prompt, first):
-    """Kept logits had gone through it once, twice or not at all, by who kept and who used them."""
-    model.register_forward_hook(_sharpened)
-    cache, ids = make_cache(model, variant="sharpened"), prompt[0].tolist()
-    expected = plain(model, prompt)
-    if first == "prefill":
-        cache.prefill(prompt)
-    elif first == "generate":
-        assert_same(expected, cached(cache, prompt))
-    for _ in range(2):
-        [found] = answers(batch(cache, [ids], **NEW))
-        assert found == expected.sequences[0, len(ids) :].tolist()
-        assert_same(expected, cached(cache, prompt))
-    assert cache.stats().hits > 0
-
-
 def test_a_hook_on_the_model_itself_reads_each_part_of_a_prompt_once(model, prompt):
     """Parts before the last one went through it twice."""
 

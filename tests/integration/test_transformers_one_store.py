@@ -12,9 +12,6 @@ import torch
 from batch_rig import answers, batch, subject, tokens
 from transformers_rig import BLOCK, budgets
 
-from mamba_cache.events import Removed, Stored
-from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy
-
 
 @pytest.fixture(scope="module")
 def nemotron():
@@ -54,20 +51,6 @@ def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, gene
     for prompt in prompts:
         whole = (len(prompt) - 1) // BLOCK * BLOCK
         assert hit(cache, lambda prompt=prompt: alone(cache, prompt)) == whole
-
-
-def test_observers_stay_when_the_first_batch_comes(nemotron, generator):
-    """There was a second store once, of which those who watched the first were never told."""
-    cache, seen = nemotron.cache(), []
-    cache.listeners.add(seen.append, Stored, Removed)
-    alone(cache, tokens(generator, 3 * BLOCK))
-    before = len(seen)
-    assert before
-    batch(cache, [tokens(generator, 3 * BLOCK)])
-    after = len(seen)
-    assert after > before
-    alone(cache, tokens(generator, 3 * BLOCK))
-    assert len(seen) > after
 
 
 def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
@@ -128,18 +111,6 @@ def test_it_may_be_made_and_used_in_and_out_of_inference_mode(nemotron, generato
     with torch.inference_mode(used):
         cache.reset()
         assert alone(cache, prompts[1]) == wanted[1]
-
-
-@pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy, ScoreSlotPolicy])
-def test_one_policy_decides_for_both(nemotron, generator, policy):
-    room = budgets(nemotron.cache(), slots=3, blocks=24)
-    cache = nemotron.cache(**room, slot_policy=policy())
-    prompts = [tokens(generator, 2 * BLOCK + n) for n in range(5)]
-    for _ in range(2):
-        for prompt in prompts:
-            assert alone(cache, prompt) == nemotron.answer(prompt, 6)
-        assert answers(batch(cache, prompts)) == [nemotron.answer(one, 6) for one in prompts]
-    assert cache.stats().evicted_slots + cache.stats().refused_states > 0
 
 
 def test_autocast_does_not_mix_with_what_is_cached_without(nemotron, generator):

@@ -17,11 +17,8 @@ from mamba_cache.errors import (
     MissingExtraError,
     ModelChangedError,
     StepOrderError,
-    UnresumableModelError,
     UnsupportedVersionError,
 )
-from mamba_cache.integrations.transformers.probe import probe
-from mamba_cache.integrations.transformers.runner import ModelRunner
 
 
 @pytest.fixture
@@ -46,6 +43,9 @@ def prompt(generator):
         ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
         ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
         ({"weights_check": "some"}, "weights_check must be one of"),
+        ({"hash_algorithm": "md5"}, r"hash_algorithm must be one of \['blake2b', 'sha256'"),
+        ({"hash_secret": b""}, "hash_secret must be bytes, at least one of them"),
+        ({"hash_secret": "text"}, "hash_secret must be bytes, .* got str"),
     ],
 )
 def test_settings_out_of_range(model, settings, message):
@@ -128,28 +128,6 @@ def test_a_closed_cache_is_of_no_use(model, prompt):
         with pytest.raises(StepOrderError, match="closed"):
             call(prompt)
     assert not model._forward_pre_hooks
-
-
-# The probe.
-
-
-@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "lfm2", "qwen3_5"])
-def test_a_state_that_is_lost_between_forwards_is_noticed(name, monkeypatch):
-    """The same model, made to forget what a multi-token forward begins with."""
-    model = make_model(name)
-    probe(ModelRunner(model), BLOCK)
-
-    def forget(self, states, *args, **kwargs):
-        if states.shape[-1] > 1 and next(iter(self.has_previous_state.values())):
-            for state in self.conv_states.values():
-                if state is not None:
-                    state.zero_()
-        return original(self, states, *args, **kwargs)
-
-    original = cache_utils.LinearAttentionLayer.update_conv_state
-    monkeypatch.setattr(cache_utils.LinearAttentionLayer, "update_conv_state", forget)
-    with pytest.raises(UnresumableModelError, match="differ from those of an unbroken run by"):
-        probe(ModelRunner(model), BLOCK)
 
 
 # The library.

@@ -179,9 +179,16 @@ def request_of(context, call, **fields):
     return getattr(context, call)(Request(**fields))
 
 
-def method(make, name, **arguments):
-    """A method whose arguments do not depend on the object."""
-    return Target(make, lambda it, **given: getattr(it, name)(**given), lambda _: dict(arguments))
+def methods(prefix, make, **calls):
+    """Methods whose arguments do not depend on the object: their arguments, by name."""
+    return {
+        f"{prefix}.{name}": Target(
+            make,
+            lambda it, name=name, **given: getattr(it, name)(**given),
+            lambda _, arguments=arguments: dict(arguments),
+        )
+        for name, arguments in calls.items()
+    }
 
 
 def plain(function, **arguments):
@@ -197,193 +204,143 @@ REQUEST = {
     "multimodal_keys": [(2, "cat")],
     "checkpoint_positions": [BLOCK],
 }
+WHOLE = Request(**REQUEST)
 HASHES = prefix(5, 6)
 ONE_TENSOR = ("x", (2, 3), torch.float32)
+STATES = MODEL_CONFIG.state_spec(torch.float32)
 TARGETS = {
-    "context.prepare": Target(
-        busy_context, partial(request_of, call="prepare"), lambda _: dict(REQUEST)
-    ),
-    "context.match": Target(
-        busy_context, partial(request_of, call="match"), lambda _: dict(REQUEST)
-    ),
-    "context.add": Target(
-        busy_context, partial(request_of, call="add_request"), lambda _: dict(REQUEST)
-    ),
-    "context.add_request": Target(
+    **{
+        f"context.{name}, by field": Target(
+            busy_context, partial(request_of, call=name), lambda _: dict(REQUEST)
+        )
+        for name in ("prepare", "match", "add_request")
+    },
+    **methods(
+        "context",
         busy_context,
-        lambda it, **given: it.add_request(given.pop("request"), **given),
-        lambda _: {
-            "request": Request(**REQUEST),
-            "chunk_tokens": 9,
-            "checkpoint_positions": [2 * BLOCK],
+        prepare={"request": WHOLE},
+        match={"request": WHOLE},
+        add_request={"request": WHOLE, "chunk_tokens": 9, "checkpoint_positions": [2 * BLOCK]},
+        resume_request={"request_id": "preempted", "chunk_tokens": 5},
+        schedule_prefill={
+            "request_id": "prefilling", "chunk_tokens": 5, "checkpoint_positions": [BLOCK],
         },
+        begin_step={"decode_ids": ["decoding"], "drafts": {}},
+        fork={"request_id": "decoding", "new_ids": ["fork"], "last_tokens": [1]},
+        preempt={"request_id": "decoding"},
+        finish={"request_id": "decoding"},
+        status={"request_id": "decoding"},
+        reset={"preserve_prefix_cache": True},
     ),
-    "context.prepare(it)": method(busy_context, "prepare", request=Request(**REQUEST)),
-    "context.match(it)": method(busy_context, "match", request=Request(**REQUEST)),
-    "context.resume_request": method(
-        busy_context, "resume_request", request_id="preempted", chunk_tokens=5
+    **methods(
+        "context",
+        context_in_step,
+        commit_step={"new_tokens": {"decoding": 1, "scheduled": 2}},
+        count_extractions={"captured": CapturedExtractions({0: (99, 99)})},
     ),
-    "context.schedule_prefill": method(
-        busy_context,
-        "schedule_prefill",
-        request_id="prefilling",
-        chunk_tokens=5,
-        checkpoint_positions=[BLOCK],
-    ),
-    "context.begin_step": method(busy_context, "begin_step", decode_ids=["decoding"], drafts={}),
-    "context.commit_step": method(
-        context_in_step, "commit_step", new_tokens={"decoding": 1, "scheduled": 2}
-    ),
-    "context.commit_step(token)": Target(
+    "context.commit_step, by token": Target(
         context_in_step,
         lambda it, token: it.commit_step({"decoding": token, "scheduled": 2}),
         lambda _: {"token": 1},
     ),
-    "context.count_extractions": Target(
+    "context.count_extractions, by length": Target(
         context_in_step,
         lambda it, lengths: it.count_extractions(CapturedExtractions(lengths)),
         lambda _: {"lengths": {0: (99, 99), 1: (99, 99)}},
     ),
-    "context.count_extractions(it)": method(
-        context_in_step, "count_extractions", captured=CapturedExtractions({0: (99, 99)})
-    ),
     "context.extract_states": Target(
         kinds_in_step, lambda it, **given: it.extract_states(**given), handed_over
     ),
-    "context.fork": method(
-        busy_context, "fork", request_id="decoding", new_ids=["fork"], last_tokens=[1]
+    **methods(
+        "kv_blocks",
+        kv_pool,
+        allocate_memory_blocks={"num_blocks": 3},
+        retain_memory_blocks={"block_ids": [0, 1], "num_references": 2},
+        release_memory_blocks={"block_ids": [4]},
+        register_kv_block_hashes={
+            "block_ids": [4, 5], "block_hashes": HASHES, "parent_hash": 5,
+        },
+        match_prefix={"hashes": prefix(1, 2)},
+        find_block={"hash_id": prefix(1)[0], "digest": prefix(1).digest(0)},
+        deregister_blocks={"block_ids": [0]},
     ),
-    "context.preempt": method(busy_context, "preempt", request_id="decoding"),
-    "context.finish": method(busy_context, "finish", request_id="decoding"),
-    "context.status": method(busy_context, "status", request_id="decoding"),
-    "context.reset": method(busy_context, "reset", preserve_prefix_cache=True),
-    "kv.allocate": method(kv_pool, "allocate_memory_blocks", num_blocks=3),
-    "kv.retain": method(kv_pool, "retain_memory_blocks", block_ids=[0, 1], num_references=2),
-    "kv.release": method(kv_pool, "release_memory_blocks", block_ids=[4]),
-    "kv.register": method(
-        kv_pool, "register_kv_block_hashes", block_ids=[4, 5], block_hashes=HASHES, parent_hash=5
-    ),
-    "kv.match": method(kv_pool, "match_prefix", hashes=prefix(1, 2)),
-    "kv.find": method(kv_pool, "find_block", hash_id=prefix(1)[0], digest=prefix(1).digest(0)),
-    "kv.deregister": method(kv_pool, "deregister_blocks", block_ids=[0]),
-    "kv.make": plain(
+    "kv_blocks": plain(
         KVBlockAllocator, pool_size=9, eviction_policy="lru", enable_prefix_caching=True
     ),
-    "pool.make": plain(SlotPool, max_slots=3, kv_blocks=KVBlockAllocator(5)),
-    "pool.slots_of": method(slot_pool, "slots_of", block_ids=[0, 3]),
-    "listeners.add": method(Listeners, "add", listener=lambda event: 0),
-    "slots.get_slot": method(slot_allocator, "get_slot", block_id=1),
-    "slots.has_state": method(slot_allocator, "has_state", block_id=1),
-    "slots.allocate": method(slot_allocator, "allocate_slots_batch", block_ids=[6, 7]),
-    "slots.reserve": method(slot_allocator, "reserve_slots", block_ids=[6, 7]),
-    "slots.commit": Target(
+    "slot_pool": plain(SlotPool, max_slots=3, kv_blocks=KVBlockAllocator(5)),
+    **methods("slot_pool", slot_pool, slots_of={"block_ids": [0, 3]}),
+    **methods("listeners", Listeners, add={"listener": lambda event: 0}),
+    **methods(
+        "slots",
+        slot_allocator,
+        get_slot={"block_id": 1},
+        has_state={"block_id": 1},
+        allocate_slots_batch={"block_ids": [6, 7]},
+        reserve_slots={"block_ids": [6, 7]},
+        pin_slots={"slots": [1]},
+        unpin_slots={"leases": []},
+        is_current={"lease": SlotLease(1, 1, 0)},
+        is_pinned={"slot": 1},
+        note_consumed={"slots": [1, 2]},
+        invalidate_block={"block_id": 1},
+        on_kv_blocks_deregistered={"block_ids": [1], "hashes_to_delete": [102]},
+        register_block_hashes_batch={"block_ids": [1], "hashes": [103]},
+        store_from_live_batch={"slots": [1], "request_indices": [0]},
+        copy_live_to_slots={"rows": [0, 1], "slots": [1, 2]},
+        restore_slots={"sources": [1, 2], "rows": [0, 1]},
+        restore_to_live={"request_idx": 0, "block_id": 1},
+        restore_to_live_batch={"request_indices": [0, 1], "block_ids": [1, 2]},
+        store_from_tensors={
+            "block_id": 1, "layer_idx": 1, "ssm_state": torch.ones(SSM, dtype=DTYPES[1]),
+            "conv_state": torch.ones(CONV, dtype=DTYPES[0]),
+        },
+    ),
+    "slots.commit_reserved": Target(
         slot_allocator,
         lambda it, **given: it.commit_reserved(**given),
         lambda it: {
-            "slots": list(it.reserved),
-            "block_ids": [7],
-            "hashes": [55],
-            "saved_tokens": [8],
+            "slots": list(it.reserved), "block_ids": [7], "hashes": [55], "saved_tokens": [8],
         },
     ),
-    "slots.cancel": Target(
+    "slots.cancel_reserved": Target(
         slot_allocator,
         lambda it, **given: it.cancel_reserved(**given),
         lambda it: {"slots": list(it.reserved)},
     ),
-    "slots.pin": method(slot_allocator, "pin_slots", slots=[1]),
-    "slots.unpin": method(slot_allocator, "unpin_slots", leases=[]),
-    "slots.is_current": method(slot_allocator, "is_current", lease=SlotLease(1, 1, 0)),
-    "slots.is_pinned": method(slot_allocator, "is_pinned", slot=1),
-    "slots.consumed": method(slot_allocator, "note_consumed", slots=[1, 2]),
-    "slots.invalidate": method(slot_allocator, "invalidate_block", block_id=1),
-    "slots.deregistered": method(
-        slot_allocator, "on_kv_blocks_deregistered", block_ids=[1], hashes_to_delete=[102]
-    ),
-    "slots.register": method(
-        slot_allocator, "register_block_hashes_batch", block_ids=[1], hashes=[103]
-    ),
-    "slots.store_from_live": method(
-        slot_allocator, "store_from_live_batch", slots=[1], request_indices=[0]
-    ),
-    "slots.copy_live": method(slot_allocator, "copy_live_to_slots", rows=[0, 1], slots=[1, 2]),
-    "slots.restore": method(slot_allocator, "restore_slots", sources=[1, 2], rows=[0, 1]),
-    "slots.restore_to_live": method(slot_allocator, "restore_to_live", request_idx=0, block_id=1),
-    "slots.restore_batch": method(
-        slot_allocator, "restore_to_live_batch", request_indices=[0, 1], block_ids=[1, 2]
-    ),
-    "slots.store_from_tensors": method(
-        slot_allocator,
-        "store_from_tensors",
-        block_id=1,
-        layer_idx=1,
-        ssm_state=torch.ones(SSM, dtype=DTYPES[1]),
-        conv_state=torch.ones(CONV, dtype=DTYPES[0]),
-    ),
     "hashes": plain(
-        compute_block_hashes,
-        tokens=[1, 2, 3, 4],
-        block_size_tokens=2,
-        cache_salt="a",
-        lora_id=1,
+        compute_block_hashes, tokens=[1, 2, 3, 4], block_size_tokens=2, cache_salt="a", lora_id=1,
         multimodal_keys=[(1, "cat")],
     ),
     "chain": plain(BlockHashChain, block_size_tokens=2, cache_salt="a", lora_id=1),
-    "chain.append": method(lambda: BlockHashChain(2), "append", tokens=[1, 2, 3]),
+    **methods("chain", lambda: BlockHashChain(2), append={"tokens": [1, 2, 3]}),
     "hasher": plain(BlockHasher, algorithm="sha256", secret=b"x"),
     "digests": plain(BlockHashes, digests=list(HASHES.digests)),
     "config": plain(
-        CacheConfig,
-        **dict.fromkeys(("block_size_tokens", "ssm_chunk_size"), 8),
-        max_requests=2,
-        max_tokens=64,
-        max_sequence_length=64,
-        kv_cache_gb=1.0,
-        num_kv_blocks=4,
-        mamba_cache_gb=1.0,
-        max_slots=2,
-        eviction_policy="lru",
-        vocab_size=13,
-        min_computed_tokens=1,
-        max_checkpoints_per_step=3,
-        num_speculative_tokens=1,
-        slot_quantization=None,
-        quantized_tensors=["ssm"],
-        hash_algorithm="sha256",
-        hash_secret=b"x",
+        CacheConfig, block_size_tokens=8, ssm_chunk_size=8, max_requests=2, max_tokens=64,
+        max_sequence_length=64, kv_cache_gb=1.0, num_kv_blocks=4, mamba_cache_gb=1.0, max_slots=2,
+        eviction_policy="lru", vocab_size=13, min_computed_tokens=1, max_checkpoints_per_step=3,
+        num_speculative_tokens=1, slot_quantization=None, quantized_tensors=["ssm"],
+        hash_algorithm="sha256", hash_secret=b"x",
     ),
     "state_spec": plain(
-        StateSpec.mamba,
-        num_layers=NUM_LAYERS,
-        conv_shape=CONV,
-        ssm_shape=SSM,
-        conv_dtype=DTYPES[0],
-        ssm_dtype=DTYPES[1],
-    ),
-    "layer_kind": plain(LayerKind, name="gdn", num_layers=2, tensors=[("conv", CONV, DTYPES[0])]),
-    "layer_kind(tensor)": plain(
-        lambda name, shape, dtype: LayerKind("gdn", 2, [(name, shape, dtype)]),
-        name="conv",
-        shape=CONV,
-        dtype=DTYPES[0],
+        StateSpec.mamba, num_layers=NUM_LAYERS, conv_shape=CONV, ssm_shape=SSM,
+        conv_dtype=DTYPES[0], ssm_dtype=DTYPES[1],
     ),
     "state_spec.of": plain(
         lambda **kinds: StateSpec.of(*kinds.values()),
-        first=LayerKind("a", 1, [ONE_TENSOR]),
-        second=LayerKind("b", 2, [ONE_TENSOR]),
+        first=LayerKind("a", 1, [ONE_TENSOR]), second=LayerKind("b", 2, [ONE_TENSOR]),
+    ),
+    "layer_kind": plain(LayerKind, name="gdn", num_layers=2, tensors=[("conv", CONV, DTYPES[0])]),
+    "layer_kind, by tensor": plain(
+        lambda name, shape, dtype: LayerKind("gdn", 2, [(name, shape, dtype)]),
+        name="conv", shape=CONV, dtype=DTYPES[0],
     ),
     "quantization": plain(SlotQuantization, tensors=["ssm"]),
     "kv_spec": plain(KVCacheSpec, num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32),
     "placement": plain(EveryNthBlock, n=2),
-    "state_pool.make": plain(
-        StatePool, spec=MODEL_CONFIG.state_spec(torch.float32), num_rows=2, device="cpu"
-    ),
-    "state_pool.zero_": method(
-        lambda: StatePool(MODEL_CONFIG.state_spec(torch.float32), 3, device="cpu"),
-        "zero_",
-        rows=[0, 2],
-    ),
-    "copier.make": plain(
+    "states": plain(StatePool, spec=STATES, num_rows=2, device="cpu"),
+    **methods("states", lambda: StatePool(STATES, 3, device="cpu"), zero_={"rows": [0, 2]}),
+    "copier": plain(
         StateCopier, sources=[torch.ones(2, 4, 3)], destinations=[torch.ones(2, 5, 3)]
     ),
     "copier.copy": Target(
@@ -397,7 +354,7 @@ TARGETS = {
     "chunks": plain(
         compute_varlen_chunk_metadata, query_start_loc=torch.tensor([0, 3, 9]), chunk_size=4
     ),
-}
+}  # fmt: skip
 
 
 def state_of(thing):

@@ -501,26 +501,3 @@ _switch("reductions in lower precision",
         lambda value: setattr(
             torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value),
         False)  # fmt: skip
-
-
-DUTIES = {
-    "what is written in place into a list or dict of a class or its file":
-        "they count by which object they are; those among a module's own attributes are read",
-    "what a user's own model class reads beside its attributes and the global names in its methods":
-        "code is not read; pass `variant=`, and another one when that changes",
-    "a module file that is edited after it was imported and before the cache is made":
-        "the code of a user's own model class counts by its file as it is then",
-    "what `variant=` names": "whoever passes it changes it when the code does something else",
-    "weights that accelerate offloaded to disk": "reading them would cost more than the forward; "
-        "accelerate itself writes them once, before the model runs",
-    "weights written by another thread, or by a streamer that also writes them back, during a call":
-        "the check runs once a call, before its first forward",
-    "modules put in place whose result for a token depends on the other tokens of the forward, "
-    "as dynamic quantisation does":
-        "whether a model can resume is tried when the cache is made: make another cache",
-    "PyTorch's operators themselves: dispatch modes, `torch.nn.functional` replaced, "
-    "`torch.set_flush_denormal`, environment variables": "nothing tells them cheaply",
-    "number of threads, and other machines' kernels": "they change rounding, as a batch of another "
-        "size does",
-}  # fmt: skip
-"""What is not noticed, and why: the caller's duty."""
