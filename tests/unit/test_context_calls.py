@@ -175,17 +175,6 @@ def test_refused_tokens_leave_the_step_in_flight(busy, tokens, words):
     busy.check_invariants()
 
 
-def test_decoding_ends_at_the_longest_length():
-    context = make_context(make_config(max_sequence_length=2 * BLOCK))
-    context.add_request(request("x", [1] * (2 * BLOCK - 1)))
-    run_step(context)
-    run_step(context)  # computes the last position, and samples a token that has none
-    with pytest.raises(errors.SequenceLengthError, match="finish it"):
-        context.begin_step()
-    context.check_invariants()
-    assert len(context.finish("x")) == 2
-
-
 def test_decoding_requests_keep_their_token_room():
     """A chunk that was admitted can always be computed beside those that decode."""
     context = make_context(make_config(max_tokens=20, max_requests=3))
@@ -197,31 +186,6 @@ def test_decoding_requests_keep_their_token_room():
     context.add_request(request("c", [2] * 18))
     assert set(run_step(context, decode_ids=["b", "b"])) == {"b", "c"}
     assert list(run_step(context, decode_ids=["c", "a"])) == ["c", "a"]
-
-
-def test_later_chunk_needs_blocks():
-    context = make_context(make_config(num_kv_blocks=2))
-    context.add_request(request("a", [1] * (3 * BLOCK)), chunk_tokens=BLOCK)
-    run_step(context)
-    with pytest.raises(errors.BlockCapacityError):
-        context.schedule_prefill("a", checkpoint_positions=[BLOCK])
-    assert context.schedule_prefill("a", chunk_tokens=BLOCK) == BLOCK
-    context.check_invariants()
-
-
-def test_exception_while_restoring_preempts_the_step(monkeypatch):
-    context = make_context()
-    context.add_request(request("x"))
-
-    def fail(sources, rows):
-        raise OSError("launch failed")
-
-    monkeypatch.setattr(context.slot_allocator.transfers, "slots_to_live", fail)
-    with pytest.raises(OSError, match="launch failed"):
-        context.begin_step()
-    context.check_invariants()
-    assert context.status("x") is RequestStatus.PREEMPTED
-    assert context.slot_allocator.num_reserved_slots == 0
 
 
 def test_exception_while_saving_publishes_nothing(monkeypatch):

@@ -24,10 +24,8 @@ from mamba_cache import DeviceTokens
 from mamba_cache.blocks import compute_block_hashes
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
-    BlockCapacityError,
     InvalidArgumentError,
     PoisonedError,
-    RequestCapacityError,
     StepOrderError,
     TokenCapacityError,
     UnknownRequestError,
@@ -470,26 +468,6 @@ def test_only_a_request_that_decodes_can_be_forked():
     assert context.stats().forks == 0
 
 
-def test_too_few_rows_make_no_fork():
-    context = make_context()
-    parent_of(context)
-    message = "4 request rows are required, but only 3 are available: finish or preempt"
-    with refused(context, RequestCapacityError, message):
-        context.fork("parent", range(4))
-    context.fork("parent", range(3))
-    check_continuation(context, ["parent", 0, 1, 2], steps=2)
-
-
-def test_too_few_blocks_make_no_fork():
-    context = make_context(make_config(num_kv_blocks=5))
-    parent_of(context)
-    message = "3 KV blocks are required, but only 2 are available: for request 'a', 'b', 'c'"
-    with refused(context, BlockCapacityError, message):
-        context.fork("parent", ["a", "b", "c"])
-    context.fork("parent", ["a", "b"])
-    assert context.stats().free_blocks == 0
-
-
 def test_forks_leave_the_room_that_scheduled_chunks_have():
     """They were planned for it: the step's buffers would not hold both."""
     context = make_context(make_config(max_tokens=21, max_requests=8))
@@ -519,24 +497,6 @@ def test_forks_may_be_more_than_one_step_holds():
 # What breaks off.
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_copy_that_fails_is_taken_back(monkeypatch, error):
-    context = make_context()
-    parent_of(context, steps=2)
-    context.fork("parent", ["first"])
-    context.finish("first")
-
-    def broken(*_):
-        raise error("broken")
-
-    monkeypatch.setattr(context._forker._copiers[1], "copy", broken)
-    with refused(context, error, "broken"):
-        context.fork("parent", ["a", "b"], last_tokens=[1, 2])
-    monkeypatch.undo()
-    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
-    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
-
-
 def test_requests_that_break_off_as_they_are_added_poison(monkeypatch):
     context = make_context()
     parent_of(context)
@@ -549,15 +509,3 @@ def test_requests_that_break_off_as_they_are_added_poison(monkeypatch):
         context.fork("parent", ["a", "b"])
     with pytest.raises(PoisonedError, match="fork broke off"):
         context.statuses()
-
-
-def test_blocks_are_given_back_if_the_shared_ones_cannot_be_had(monkeypatch):
-    context = make_context()
-    parent_of(context)
-
-    def refuse(*_):
-        raise InvalidArgumentError("refused")
-
-    monkeypatch.setattr(context.kv_block_allocator, "retain_memory_blocks", refuse)
-    with refused(context, InvalidArgumentError, "refused"):
-        context.fork("parent", ["a", "b"])

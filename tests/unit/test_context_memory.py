@@ -6,7 +6,6 @@ from context_rig import BLOCK, CHUNK, add, make_config, make_context
 
 from mamba_cache import DynamicInferenceContext, Request
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import CHECKPOINT_FIELDS, LayerKind, StateSpec
 
@@ -51,14 +50,6 @@ def test_kv_blocks_follow_the_settings(policy, is_cached):
     assert blocks.enable_prefix_caching == is_cached
     arrays = blocks.block_ref_counts, blocks.block_timestamps, blocks.block_hashes
     assert [array.dtype for array in arrays] == [torch.int32, torch.int64, torch.int64]
-
-
-def test_decoding_requests_progress_is_kept_where_the_kernels_read():
-    rows = DecodeRows.make(3, 5, torch.device("meta"))
-    assert rows.ring == 5
-    tensors = rows.num_computed, rows.cursors, rows.last_tokens
-    assert [tensor.dtype for tensor in tensors] == [torch.int32, torch.int32, torch.int64]
-    assert {(tensor.shape, tensor.device.type) for tensor in tensors} == {((3,), "meta")}
 
 
 @pytest.mark.parametrize(("num_tokens", "num_checkpoints"), [(3 * BLOCK, 1), (CHUNK, 0)])

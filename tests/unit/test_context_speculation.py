@@ -233,17 +233,6 @@ def test_a_device_token_that_is_none_loses_nothing(context):
     assert context.collect_step() == {"a": [4]}
 
 
-def test_resetting_forgets_what_is_uncollected(context):
-    for preserve in (True, False):
-        prefill(context, "a")
-        compute(context)
-        context.commit_step(on_device([4]))
-        context.reset(preserve_prefix_cache=preserve)
-        with pytest.raises(StepOrderError):
-            context.collect_step()
-        context.check_invariants()
-
-
 def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
     """Found by search: with the checkpoint of one request gone, that of another was not copied.
 
@@ -292,27 +281,6 @@ def test_requests_that_cross_a_boundary_alike_in_one_step_share_its_state(contex
     assert context.stats().cached_slots == 1
     assert context.finish("a") == context.finish("b") == answer
     assert add(context, "next", [*prompt, *answer]).skip_tokens == 2 * BLOCK
-
-
-def test_aborting_gives_back_a_checkpoint_of_two_steps_once(context):
-    prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
-    compute(context, drafts={"a": [1, 2]})
-    context.commit_step(on_device([1]))
-    compute(context, drafts={"a": [1, 2]})
-    assert context.slot_allocator.num_reserved_slots == 1
-    context.abort_step()
-    assert context.slot_allocator.num_reserved_slots == 0
-    assert context.collect_step() == {}
-    context.check_invariants()
-
-
-def test_an_unreached_checkpoint_is_given_back(context):
-    prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
-    compute(context, drafts={"a": [1, 2]})
-    assert context.slot_allocator.num_reserved_slots == 1
-    context.commit_step({"a": [4]})
-    assert context.slot_allocator.num_reserved_slots == 0
-    assert saved_prefix_lengths(context, [1, 2, 3, 4, 5, 6, 9, 4]) == []
 
 
 def test_an_unreached_checkpoint_is_given_back_beside_a_step_that_cannot_reach_it(context):

@@ -76,48 +76,40 @@ def test_ids_are_unique_and_free_after_the_end(rng):
     assert engine.submit(draw_prompt(rng, 3), request_id=0) == 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "request_id", "error"),
-    [
-        ([], None, InvalidArgumentError),
-        ([256], None, InvalidArgumentError),
-        ([-1], None, InvalidArgumentError),
-        ([[1]], None, InvalidArgumentError),
-        ([1] * 257, None, SequenceLengthError),
-        ([1], [], InvalidArgumentError),
-    ],
-)
-def test_bad_input_is_refused_and_changes_nothing(rng, prompt, request_id, error):
+BAD_CALLS = {
+    "empty prompt": (lambda e: e.submit([]), InvalidArgumentError, "empty"),
+    "past the vocabulary": (lambda e: e.submit([256]), InvalidArgumentError, "vocab_size"),
+    "negative token": (lambda e: e.submit([-1]), InvalidArgumentError, "-1"),
+    "nested prompt": (lambda e: e.submit([[1]]), InvalidArgumentError, r"\[1\]"),
+    "long prompt": (lambda e: e.submit([1] * 257), SequenceLengthError, "257"),
+    "unhashable id": (lambda e: e.submit([1], request_id=[]), InvalidArgumentError, "hashable"),
+    "id with a list in it": (
+        lambda e: e.submit([1], request_id=([],)), InvalidArgumentError, r"hashable.*\(\[\],\)"
+    ),
+    "sampling of a dict": (
+        lambda e: e.submit([1], {"max_new_tokens": 3}), InvalidArgumentError, "sampling.*dict"
+    ),
+    "sampling of a tuple": (lambda e: e.submit([1], ()), InvalidArgumentError, "sampling.*tuple"),
+    "id to cancel": (lambda e: e.cancel([1]), InvalidArgumentError, r"hashable.*\[1\]"),
+    "busy": (lambda e: e.generate([[1]]), StepOrderError, "this one has 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_refused_and_change_nothing(rng, name):
+    call, error, message = BAD_CALLS[name]
     engine = make_engine()
     engine.submit(draw_prompt(rng, 20), greedy(2), request_id="good")
-    with pytest.raises(error):
-        engine.submit(prompt, request_id=request_id)
+    with pytest.raises(error, match=message):
+        call(engine)
     assert engine.num_requests == 1
     assert list(run_checked(engine)) == ["good"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"request_id": ([],)}, r"hashable.*\(\[\],\)"),
-        ({"sampling": {"max_new_tokens": 3}}, "sampling.*dict"),
-        ({"sampling": ()}, "sampling.*tuple"),
-    ],
-)
-def test_options_of_wrong_types_are_refused(rng, options, message):
-    engine = make_engine()
-    with pytest.raises(InvalidArgumentError, match=message):
-        engine.submit(draw_prompt(rng, 3), **options)
-    assert engine.num_requests == 0
-
-
-def test_calls_of_wrong_types_are_refused():
-    engine = make_engine()
-    with pytest.raises(InvalidArgumentError, match=r"hashable.*\[1\]"):
-        engine.cancel([1])
-    for prompts in (5, None):
-        with pytest.raises(InvalidArgumentError, match=f"prompts.*{prompts}"):
-            engine.generate(prompts)
+@pytest.mark.parametrize("prompts", [5, None])
+def test_prompts_are_a_collection(prompts):
+    with pytest.raises(InvalidArgumentError, match=f"prompts.*{prompts}"):
+        make_engine().generate(prompts)
 
 
 def test_the_vocabulary_is_the_models_if_none_is_given():
@@ -240,14 +232,6 @@ def test_generate_with_a_bad_prompt_leaves_none_behind(rng):
     assert engine.num_requests == 0
 
 
-def test_generate_needs_an_idle_engine(rng):
-    engine = make_engine()
-    engine.submit(draw_prompt(rng, 5))
-    with pytest.raises(StepOrderError, match="this one has 1"):
-        engine.generate([draw_prompt(rng, 5)])
-    assert engine.num_requests == 1
-
-
 def test_generate_that_fails_leaves_an_engine_that_works(rng):
     prompts = [draw_prompt(rng, 30) for _ in range(2)]
     engine = make_engine(FailingModel(2))
@@ -259,39 +243,35 @@ def test_generate_that_fails_leaves_an_engine_that_works(rng):
     assert tokens == [alone(prompt, greedy(4)) for prompt in prompts]
 
 
-def test_failures_are_told_even_if_the_model_raises_in_the_same_step(rng):
+@pytest.fixture
+def owes_a_failure(rng):
+    """An engine whose step raised when it was to say that the request "large" can never fit."""
     engine = make_engine(FailingModel(1), num_kv_blocks=4)
     engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="large")
     engine.submit(draw_prompt(rng, 5), greedy(1), request_id="small")
     with pytest.raises(ModelFailure):
         engine.step()
-    ends = [event.request_id for _ in range(2) for event in engine.step() if event.finished]
+    return engine
+
+
+def test_failures_are_told_even_if_the_model_raises_in_the_same_step(owes_a_failure):
+    ends = [event.request_id for _ in range(2) for event in owes_a_failure.step() if event.finished]
     assert sorted(ends) == ["large", "small"]
 
 
-def test_a_failure_is_told_even_if_its_step_raised_and_nobody_else_is_left(rng):
-    engine = make_engine(FailingModel(1), num_kv_blocks=4)
-    engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="large")
-    engine.submit(draw_prompt(rng, 5), greedy(1), request_id="small")
-    with pytest.raises(ModelFailure):
-        engine.step()
-    engine.cancel("small")
-    assert engine.num_requests == 1
+def test_a_failure_is_told_even_if_its_step_raised_and_nobody_else_is_left(owes_a_failure, rng):
+    owes_a_failure.cancel("small")
+    assert owes_a_failure.num_requests == 1
     with pytest.raises(InvalidArgumentError, match="'large' is in use"):
-        engine.submit(draw_prompt(rng, 5), request_id="large")
-    assert [event.request_id for event in engine.stream()] == ["large"]
-    assert engine.num_requests == 0
+        owes_a_failure.submit(draw_prompt(rng, 5), request_id="large")
+    assert [event.request_id for event in owes_a_failure.stream()] == ["large"]
+    assert owes_a_failure.num_requests == 0
 
 
-def test_a_request_whose_failure_is_not_told_yet_can_be_cancelled(rng):
+def test_a_request_whose_failure_is_not_told_yet_can_be_cancelled(owes_a_failure):
     """Found by search: its id was in use and yet unknown."""
-    engine = make_engine(FailingModel(1), num_kv_blocks=4)
-    engine.submit(draw_prompt(rng, 5 * BLOCK), greedy(1), request_id="large")
-    engine.submit(draw_prompt(rng, 5), greedy(1), request_id="small")
-    with pytest.raises(ModelFailure):
-        engine.step()
-    engine.cancel("large")
-    assert engine.num_requests == 1
-    assert [event.request_id for event in engine.stream()] == ["small"]
+    owes_a_failure.cancel("large")
+    assert owes_a_failure.num_requests == 1
+    assert [event.request_id for event in owes_a_failure.stream()] == ["small"]
     with pytest.raises(UnknownRequestError, match="'large'"):
-        engine.cancel("large")
+        owes_a_failure.cancel("large")

@@ -172,18 +172,6 @@ def allocator():
     allocator.check_invariants()
 
 
-def test_a_reset_removes_all_states_and_says_so(allocator):
-    allocator.invalidate_block(3)
-    slots = allocator.slots_of([0, 1, 2])
-    told(allocator)
-    allocator.reset()
-    allocator.reset()
-    assert told(allocator) == [
-        Removed("state", (0, 1, 2), (100, 101, 102), slots=(*slots,), is_reset=True),
-        Removed("state", (), (), is_reset=True),
-    ]
-
-
 def test_a_listener_that_raises_costs_no_slot(allocator):
     first_listener(allocator, fails)
     for take in (

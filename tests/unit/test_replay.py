@@ -62,12 +62,6 @@ def test_every_combination_is_a_record():
         assert record["kept_states"] <= (record["slots"] or 10**9)
 
 
-def test_a_saved_state_is_worth_more_under_the_score_policy():
-    result = run_replay(draw_agents(200), slots=[30], policies=["lru", "score"])
-    lru, score = (record["token_hit_rate"] for record in result["records"])
-    assert score > 1.02 * lru
-
-
 @pytest.mark.parametrize(
     ("draw", "slots"), [(draw_agents, 25), (draw_mixed, 25), (draw_mixed, 100)]
 )
@@ -75,6 +69,8 @@ def test_the_default_is_never_half_a_point_below_a_simple_policy(draw, slots):
     records = run_replay(draw(200, seed=1), slots=[slots])["records"]
     rates = {record["policy"]: record["token_hit_rate"] for record in records}
     assert rates["adaptive"] >= max(rates.values()) - 0.005, rates
+    if draw is draw_agents:  # what states save differs much here
+        assert rates["score"] > 1.02 * rates["lru"], rates
 
 
 def test_few_blocks_are_evicted_and_too_few_fail():

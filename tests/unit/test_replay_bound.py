@@ -53,41 +53,34 @@ def exact(requests, num_states):
     return max(best.values())
 
 
-def test_one_state_serves_what_comes_next():
-    requests = [request(1, 2, 3), request(1, 2, 3), request(4, 5), request(1, 2, 3)]
-    assert blocks(requests, 0) == pytest.approx(0)
-    assert blocks(requests, 1) == pytest.approx(6)
-    assert blocks(requests, None) == pytest.approx(6)
+TURNS = [request(1, 2, 3), request(4, 5), request(1, 2, 3), request(4, 5)]
+CASES = {
+    "one state serves what comes next": (
+        [request(1, 2, 3), request(1, 2, 3), request(4, 5), request(1, 2, 3)],
+        {(0, None): 0, (1, None): 6, (None, None): 6},
+    ),
+    "room is shared by what is kept at once": (TURNS, {(1, None): 3, (2, None): 5}),
+    "where prompts part, one state does for all": (
+        [request(1, 2, end) for end in (3, 4, 5)], {(1, None): 4}
+    ),
+    "a prompt of whole blocks resumes a block earlier": (
+        [request(1, 2, tail=0)] * 2, {(9, None): 1}
+    ),
+    "tenants share nothing": (
+        [request(1, 2, tenant=tenant) for tenant in "aba"], {(9, None): 2}
+    ),
+    "a state is of use with its blocks alone": (
+        TURNS, {(None, 0): 0, (2, 3): 3, (2, 5): 5, (1, 5): 3}
+    ),
+}  # fmt: skip
 
 
-def test_room_is_shared_by_what_is_kept_at_once():
-    requests = [request(1, 2, 3), request(4, 5), request(1, 2, 3), request(4, 5)]
-    assert blocks(requests, 1) == pytest.approx(3)
-    assert blocks(requests, 2) == pytest.approx(5)
-
-
-def test_where_prompts_part_one_state_does_for_all():
-    requests = [request(1, 2, end) for end in (3, 4, 5)]
-    assert blocks(requests, 1) == pytest.approx(4)
-
-
-def test_a_token_is_computed_in_any_case():
-    """A prompt of whole blocks resumes a block earlier."""
-    requests = [request(1, 2, tail=0), request(1, 2, tail=0)]
-    assert blocks(requests, 9) == pytest.approx(1)
-
-
-def test_tenants_share_nothing():
-    requests = [request(1, 2, tenant="a"), request(1, 2, tenant="b"), request(1, 2, tenant="a")]
-    assert blocks(requests, 9) == pytest.approx(2)
-
-
-def test_a_state_is_of_use_with_its_blocks_alone():
-    requests = [request(1, 2, 3), request(4, 5), request(1, 2, 3), request(4, 5)]
-    assert blocks(requests, None, num_blocks=0) == pytest.approx(0)
-    assert blocks(requests, 2, num_blocks=3) == pytest.approx(3)
-    assert blocks(requests, 2, num_blocks=5) == pytest.approx(5)
-    assert blocks(requests, 1, num_blocks=5) == pytest.approx(3)
+@pytest.mark.parametrize("name", CASES)
+def test_the_bound_of_small_traces(name):
+    requests, wanted = CASES[name]
+    for (num_states, num_blocks), skipped in wanted.items():
+        rooms = {} if num_blocks is None else {"num_blocks": num_blocks}
+        assert blocks(requests, num_states, **rooms) == pytest.approx(skipped)
 
 
 def test_requests_that_share_nothing_have_a_bound_of_nothing():

@@ -14,7 +14,6 @@ from slot_rig import (
     make_allocator,
     make_context,
     make_pool,
-    slot_bits,
 )
 
 from mamba_cache.errors import InvalidArgumentError
@@ -25,18 +24,8 @@ from mamba_cache.slots.allocator import check_model
 from mamba_cache.slots.megatron_scratch import (
     IntermediateTables,
     checkpoint_alignment,
-    plan_checkpoints,
 )
-from mamba_cache.slots.placement import EveryNthBlock, LastBlock
 from mamba_cache.states import StateCopier
-
-
-def test_an_embedder_may_drop_a_hash_by_itself():
-    pool = make_pool(2, 2)
-    pool.allocate_slots_batch([1])
-    pool.register_block_hashes_batch([1], [10])
-    del pool.hash_to_block_id[10]
-    pool.check_invariants()
 
 
 def test_the_largest_hash_id_is_an_int64():
@@ -72,34 +61,6 @@ def test_forgetting_a_hash_that_an_embedder_wrote_leaves_the_blocks_own():
 def test_tensors_of_other_things_are_no_ids(ids):
     with pytest.raises(InvalidArgumentError, match="must be ints"):
         make_pool(2, 3).allocate_slots_batch(ids)
-
-
-def test_slot_zero_holds_states_like_any_other(generator):
-    context = make_context()
-    add_live_states(context, generator)
-    allocator = make_allocator(1, context=context)
-    assert allocator.allocate_slots_batch([0]) == [0]
-    for layer in (0, 1):
-        conv = context.mamba_conv_states[layer, 2]
-        allocator.store_from_tensors(0, layer, context.mamba_ssm_states[layer, 2], conv)
-    saved = slot_bits(allocator, 0)
-    assert allocator.restore_to_live_batch([1], [0]) == [True]
-    allocator.store_from_live_batch([0], [1])
-    assert slot_bits(allocator, 0) == saved
-
-
-def test_checkpoints_skipped_by_several_requests_add_up():
-    context = make_context(
-        block_size_tokens=4,
-        mamba_chunk_size=4,
-        ssm_chunk_alignment=4,
-        request_to_kv_block_ids=torch.arange(12, dtype=torch.int32).reshape(2, 6),
-    )
-    allocator = make_allocator(context=context, placement=EveryNthBlock(1))
-    request = SimpleNamespace(prompt_tokens=range(22), finished_chunk_token_count=0)
-    for row in (0, 1):
-        allocator.compute_and_store_offsets(request, row, 0, 22, 0, [], 6)
-    assert allocator.skipped_checkpoints_total == 4
 
 
 def test_requests_without_a_row_have_row_minus_one_in_the_error(generator):
@@ -171,21 +132,6 @@ def test_uploading_rows_returns_those_rows_alone():
     tables = IntermediateTables(4, "cpu")
     offsets, counts = tables.upload(1, 1)
     assert (tuple(offsets.shape), tuple(counts.shape)) == ((1, 3), (1,))
-
-
-def test_a_prompt_of_one_token_may_fill_a_block():
-    plan = plan_checkpoints(
-        LastBlock(),
-        SimpleNamespace(prompt_tokens=range(1), finished_chunk_token_count=0),
-        skip_tokens=0,
-        prefill_chunk_length=1,
-        num_matched_blocks=0,
-        num_required_blocks=1,
-        block_ids=[7],
-        block_size_tokens=1,
-        alignment=1,
-    )
-    assert plan.eos_block_id == 7
 
 
 def test_scores_that_differ_by_too_little_order_many_slots_as_they_order_few():

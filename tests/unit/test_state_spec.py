@@ -1,6 +1,8 @@
 """Specs of states and KV blocks, and how many a budget holds."""
 
+import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -47,64 +49,12 @@ def test_specs_are_hashable_values():
     assert {MAMBA: 1}[again] == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "num_layers", "shape", "dtype"),
-    [
-        ("", 1, (2,), torch.float32),
-        (None, 1, (2,), torch.float32),
-        ("conv", -1, (2,), torch.float32),
-        ("conv", True, (2,), torch.float32),
-        ("conv", 1.0, (2,), torch.float32),
-        ("conv", 1, (2, 0), torch.float32),
-        ("conv", 1, (-2,), torch.float32),
-        ("conv", 1, (2.5,), torch.float32),
-        ("conv", 1, (2,), torch.complex64),
-        ("conv", 1, (2,), torch.bool),
-        ("conv", 1, (2,), "float32"),
-    ],
-)
-def test_bad_tensor_spec(name, num_layers, shape, dtype):
-    with pytest.raises(InvalidArgumentError, match="must be"):
-        StateTensorSpec(name, num_layers, shape, dtype)
-
-
-def test_state_needs_tensors_of_different_names():
-    conv = StateTensorSpec("conv", 1, (2,), torch.float32)
-    with pytest.raises(InvalidArgumentError, match="different names"):
-        StateSpec((conv, conv))
-    with pytest.raises(InvalidArgumentError, match="different names"):
-        StateSpec(())
-
-
 def test_kv_block_holds_keys_and_values():
     cache = KV.allocate(11, 16, "cpu")
     assert cache.shape == (2, 2, 11, 16, 3, 8)
     assert cache.dtype == torch.bfloat16
     assert cache.count_nonzero() == 0
     assert KV.bytes_per_block(16) == cache.nbytes // 11 == 16 * KV_TOKEN_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_kv_heads", "head_dim", "dtype"),
-    [
-        (-1, 1, 1, torch.float32),
-        (1, 0, 1, torch.float32),
-        (1, 1, 0, torch.float32),
-        (1, 1, 1, torch.complex64),
-    ],
-)
-def test_bad_kv_spec(num_layers, num_kv_heads, head_dim, dtype):
-    with pytest.raises(InvalidArgumentError, match="must be"):
-        KVCacheSpec(num_layers, num_kv_heads, head_dim, dtype)
-
-
-def test_bad_kv_sizes():
-    with pytest.raises(InvalidArgumentError, match="block_size_tokens"):
-        KV.bytes_per_block(0)
-    with pytest.raises(InvalidArgumentError, match="num_blocks"):
-        KV.allocate(0, 16, "cpu")
-    with pytest.raises(InvalidArgumentError, match="block_size_tokens"):
-        KV.allocate(1, -16, "cpu")
 
 
 def test_budget_holds_whole_slots_only():
@@ -141,19 +91,6 @@ def test_without_layers_there_is_nothing_to_budget_for():
     assert blocks_in_budget(1.0, KVCacheSpec(0, 3, 8, torch.bfloat16), 16) == 0
 
 
-@pytest.mark.parametrize("budget", [-1.0, float("inf"), float("nan")])
-def test_bad_budget(budget):
-    with pytest.raises(InvalidArgumentError, match="finite"):
-        slots_in_budget(budget, MAMBA)
-    with pytest.raises(InvalidArgumentError, match="finite"):
-        blocks_in_budget(budget, KV, 16)
-
-
-def test_bad_scratch():
-    with pytest.raises(InvalidArgumentError, match="scratch_slots"):
-        slots_in_budget(1.0, MAMBA, scratch_slots=-1)
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "block_size_tokens", "max_requests", "expected"),
     [(1024, 256, 64, 4), (1025, 256, 64, 5), (8192, 256, 2, 6), (1, 256, 1, 1)],
@@ -162,12 +99,6 @@ def test_scratch_is_bounded_by_tokens_and_by_requests(
     max_tokens, block_size_tokens, max_requests, expected
 ):
     assert scratch_slots(max_tokens, block_size_tokens, max_requests) == expected
-
-
-@pytest.mark.parametrize("sizes", [(0, 256, 1), (1, 0, 1), (1, 256, 0), (1, 256, True)])
-def test_bad_scratch_sizes(sizes):
-    with pytest.raises(InvalidArgumentError, match="must be an int >= 1"):
-        scratch_slots(*sizes)
 
 
 def test_numpy_ints_are_kept_as_plain_ints():
@@ -220,34 +151,56 @@ def test_tensors_of_a_kind_have_equally_many_layers():
         StateSpec((*MAMBA.tensors, odd)).kinds  # noqa: B018 - it is what raises
 
 
-@pytest.mark.parametrize(
-    ("name", "num_layers", "tensors", "message"),
-    [
-        ("a.b", 1, [("x", (2,), torch.float32)], "without a dot"),
-        (None, 1, [("x", (2,), torch.float32)], "must be a string"),
-        ("a", 1, [], "different names"),
-        ("a", 1, [("x", (2,), torch.float32)] * 2, "different names"),
-        ("a", 1, [("x.y", (2,), torch.float32)], "must have no dot"),
-        ("a", 1, [("", (2,), torch.float32)], "not empty"),
-        ("a", 1, ["xyz"], "a name, a shape and a dtype"),
-        ("a", 1, [("x", (2,))], "a name, a shape and a dtype"),
-        ("a", 1, 3, "must be a collection"),
-        ("a", -1, [("x", (2,), torch.float32)], "num_layers"),
-        ("a", 1, [("x", (0,), torch.float32)], "must be"),
-        ("a", 1, [("x", (2,), torch.bool)], "must be"),
-    ],
-)
-def test_bad_kinds(name, num_layers, tensors, message):
+F32 = torch.float32
+X = [("x", (2,), F32)]
+CONV = StateTensorSpec("conv", 1, (2,), F32)
+REFUSED = [
+    (StateTensorSpec, ("", 1, (2,), F32), "must be"),
+    (StateTensorSpec, (None, 1, (2,), F32), "must be"),
+    (StateTensorSpec, ("conv", -1, (2,), F32), "must be"),
+    (StateTensorSpec, ("conv", True, (2,), F32), "must be"),
+    (StateTensorSpec, ("conv", 1.0, (2,), F32), "must be"),
+    (StateTensorSpec, ("conv", 1, (2, 0), F32), "must be"),
+    (StateTensorSpec, ("conv", 1, (-2,), F32), "must be"),
+    (StateTensorSpec, ("conv", 1, (2.5,), F32), "must be"),
+    (StateTensorSpec, ("conv", 1, (2,), torch.complex64), "must be"),
+    (StateTensorSpec, ("conv", 1, (2,), torch.bool), "must be"),
+    (StateTensorSpec, ("conv", 1, (2,), "float32"), "must be"),
+    (StateSpec, ((CONV, CONV),), "different names"),
+    (StateSpec, ((),), "different names"),
+    (LayerKind, ("a.b", 1, X), "without a dot"),
+    (LayerKind, (None, 1, X), "must be a string"),
+    (LayerKind, ("a", 1, []), "different names"),
+    (LayerKind, ("a", 1, X * 2), "different names"),
+    (LayerKind, ("a", 1, [("x.y", (2,), F32)]), "must have no dot"),
+    (LayerKind, ("a", 1, [("", (2,), F32)]), "not empty"),
+    (LayerKind, ("a", 1, ["xyz"]), "a name, a shape and a dtype"),
+    (LayerKind, ("a", 1, [("x", (2,))]), "a name, a shape and a dtype"),
+    (LayerKind, ("a", 1, 3), "must be a collection"),
+    (LayerKind, ("a", -1, X), "num_layers"),
+    (LayerKind, ("a", 1, [("x", (0,), F32)]), "must be"),
+    (LayerKind, ("a", 1, [("x", (2,), torch.bool)]), "must be"),
+    (StateSpec.of, (), "kinds of different names"),
+    (StateSpec.of, (GDN, GDN), "kinds of different names"),
+    (StateSpec.of, (GDN, MAMBA), "must be LayerKinds"),
+    (KVCacheSpec, (-1, 1, 1, F32), "must be"),
+    (KVCacheSpec, (1, 0, 1, F32), "must be"),
+    (KVCacheSpec, (1, 1, 0, F32), "must be"),
+    (KVCacheSpec, (1, 1, 1, torch.complex64), "must be"),
+    (KV.bytes_per_block, (0,), "block_size_tokens"),
+    (KV.allocate, (0, 16, "cpu"), "num_blocks"),
+    (KV.allocate, (1, -16, "cpu"), "block_size_tokens"),
+    *[(slots_in_budget, (bad, MAMBA), "finite") for bad in (-1.0, math.inf, math.nan)],
+    *[(blocks_in_budget, (bad, KV, 16), "finite") for bad in (-1.0, math.inf, math.nan)],
+    (partial(slots_in_budget, scratch_slots=-1), (1.0, MAMBA), "scratch_slots"),
+    (scratch_slots, (0, 256, 1), "must be an int >= 1"),
+    (scratch_slots, (1, 0, 1), "must be an int >= 1"),
+    (scratch_slots, (1, 256, 0), "must be an int >= 1"),
+    (scratch_slots, (1, 256, True), "must be an int >= 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_spec_or_size_is_refused(call, arguments, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        LayerKind(name, num_layers, tensors)
-
-
-@pytest.mark.parametrize("kinds", [(), (GDN, GDN)])
-def test_a_state_needs_kinds_of_different_names(kinds):
-    with pytest.raises(InvalidArgumentError, match="kinds of different names"):
-        StateSpec.of(*kinds)
-
-
-def test_kinds_are_layer_kinds():
-    with pytest.raises(InvalidArgumentError, match="must be LayerKinds"):
-        StateSpec.of(GDN, MAMBA)
+        call(*arguments)
