@@ -22,7 +22,6 @@ from mamba_cache.metadata import (
 __all__ = [
     "NOBODY_DECODES",
     "DecodeWork",
-    "PrefillWork",
     "ScheduledRequest",
     "Step",
     "plan_step",
@@ -109,25 +108,17 @@ NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 """What a step computes of requests that decode if there are none."""
 
 
-class PrefillWork(NamedTuple):
-    """What a step computes of a request's prompt."""
-
-    request_id: Hashable  # the request
-    chunk: Chunk  # the tokens, and the states that are saved between them
-
-    def describe(self) -> ScheduledRequest:
-        """Return the request's part of the step."""
-        chunk = self.chunk
-        return ScheduledRequest(
-            request_id=self.request_id,
-            row=chunk.row,
-            start=chunk.start,
-            num_tokens=chunk.num_tokens,
-            skip_tokens=chunk.start if chunk.is_first else 0,
-            is_prefill=True,
-            samples=chunk.samples,
-            checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
-        )
+def _describe_chunk(request_id: Hashable, chunk: Chunk) -> ScheduledRequest:
+    return ScheduledRequest(
+        request_id=request_id,
+        row=chunk.row,
+        start=chunk.start,
+        num_tokens=chunk.num_tokens,
+        skip_tokens=chunk.start if chunk.is_first else 0,
+        is_prefill=True,
+        samples=chunk.samples,
+        checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
+    )
 
 
 class Step:
@@ -135,7 +126,7 @@ class Step:
 
     Args:
         decodes: The requests that decode, which come first in the batch.
-        prefills: The chunks of prompts.
+        prefills: The request and the chunk of each prompt.
         metadata: As below.
 
     Attributes:
@@ -145,7 +136,10 @@ class Step:
     __slots__ = ("_decodes", "_described", "_prefills", "_requests", "metadata")
 
     def __init__(
-        self, decodes: DecodeWork, prefills: Sequence[PrefillWork], metadata: StepMetadata
+        self,
+        decodes: DecodeWork,
+        prefills: Sequence[tuple[Hashable, Chunk]],
+        metadata: StepMetadata,
     ) -> None:
         self._decodes = decodes
         self._prefills = prefills
@@ -170,7 +164,7 @@ class Step:
     def prefills(self) -> tuple[ScheduledRequest, ...]:
         """The chunks of prompts, which come last in the batch; made when they are first read."""
         if self._described is None:
-            self._described = tuple(work.describe() for work in self._prefills)
+            self._described = tuple(_describe_chunk(*each) for each in self._prefills)
         return self._described
 
     @property
@@ -181,7 +175,7 @@ class Step:
     @property
     def request_ids(self) -> tuple[Hashable, ...]:
         """The requests' ids in the same order."""
-        return (*self._decodes.group.ids, *(request.request_id for request in self._prefills))
+        return (*self._decodes.group.ids, *(request_id for request_id, _ in self._prefills))
 
     @property
     def sampling_ids(self) -> tuple[Hashable, ...]:
@@ -189,7 +183,7 @@ class Step:
         ids = self._decodes.group.ids
         if not self._prefills:
             return ids
-        return (*ids, *(request.request_id for request in self._prefills if request.chunk.samples))
+        return (*ids, *(request_id for request_id, chunk in self._prefills if chunk.samples))
 
 
 def plan_step(

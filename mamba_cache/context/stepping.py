@@ -33,7 +33,6 @@ from mamba_cache.context.stats import count_admission
 from mamba_cache.context.step import (
     NOBODY_DECODES,
     DecodeWork,
-    PrefillWork,
     Step,
     plan_step,
 )
@@ -150,7 +149,7 @@ class StepRunner:
                     is_exact = drafts is None and self._uncollected is None
                     self._speculation.describe(metadata, drafts, is_exact=is_exact)
                 self._restore(plan)
-                chunks = [PrefillWork(a.request_id, a.current_chunk) for a in prefills]
+                chunks = [(a.request_id, a.current_chunk) for a in prefills]
                 step = Step(work, chunks, metadata)
             if self._tiering is not None:
                 self._tiering.begin_forward(sum(a.current_chunk.num_tokens for a in prefills))

@@ -21,7 +21,14 @@ from slot_rig import (
     state_bits,
 )
 
-from mamba_cache.errors import MambaSlotCapacityError, UnknownBlockError
+from mamba_cache.errors import (
+    DoubleFreeError,
+    InvalidArgumentError,
+    MambaSlotCapacityError,
+    MissingStateError,
+    UnknownBlockError,
+)
+from mamba_cache.events import Removed, Stored
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
@@ -45,7 +52,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     """The model: slot -> block, slot -> bits, hash -> block, and each slot's last use."""
 
     @initialize(
-        max_slots=st.integers(1, 5), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32)
+        max_slots=st.integers(0, 5), policy=st.sampled_from(POLICIES), seed=st.integers(0, 2**32)
     )
     def make(self, max_slots, policy, seed):
         self.generator = torch.Generator().manual_seed(seed)
@@ -63,9 +70,21 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.kv_blocks = self.context.kv_block_allocator
         self.kv_blocks.block_hashes[:] = torch.arange(NUM_BLOCKS) + 1
         self.cached, self.reserved, self.bits = {}, {}, {}
-        self.found, self.hash_of, self.leases = {}, {}, []
+        self.found, self.hash_of, self.leases, self.old_leases = {}, {}, [], []
+        self.index = {}  # hash -> (slot, block), as somebody knows it who only hears of events
+        self.allocator.listeners.add(self.hear, Stored, Removed)
         self.last_use, self.clock = {}, 0
         self.skipped = self.evicted = self.refused = 0
+
+    def hear(self, event):
+        entries = zip(event.slots, event.block_ids, event.hash_ids, strict=True)
+        for slot, block, hash_id in entries:
+            if isinstance(event, Removed):
+                assert self.index.pop(hash_id) == (slot, block)
+            else:
+                assert hash_id not in self.index
+                self.index[hash_id] = slot, block
+        assert not (getattr(event, "is_reset", False) and self.index)
 
     # What the model derives.
 
@@ -79,7 +98,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
 
     def victims(self, protected):
         """Evictable slots, the first to go first."""
-        held = {lease.slot for lease in self.leases if self.allocator.is_current(lease)}
+        held = {lease.slot for lease in self.leases}
         evictable = [
             slot
             for slot, block in sorted(self.cached.items())
@@ -102,6 +121,8 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     def vacate(self, slot):
         block = self.cached.pop(slot)
         self.bits.pop(slot, None)
+        self.old_leases += [lease for lease in self.leases if lease.slot == slot]
+        self.leases = [lease for lease in self.leases if lease.slot != slot]
         self.forget(block)
         if self.found.get(block + 1) == block:  # as the KV blocks' owner has it
             del self.found[block + 1]
@@ -231,19 +252,26 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def write_and_commit(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.reserved)))
-        block = data.draw(st.one_of(st.just(self.reserved[slot]), blocks))
-        request, hash_id = data.draw(requests), data.draw(st.integers(-1, 15))
-        bits = self.row_bits(request)
-        row = int(self.context.mamba_metadata.request_to_mamba_state_idx[request])
-        self.allocator.copy_live_to_slots([PAD_SLOT_ID, row], [slot, slot])
-        [housing] = self.allocator.commit_reserved([slot], [block], [hash_id])
-        del self.reserved[slot]
-        assert housing == self.slot_of.get(block, slot)
-        if block not in self.slot_of:
-            self.cached[slot], self.bits[slot] = block, bits
-            self.touch([slot])
-        self.publish(block, hash_id)
+        slots = data.draw(
+            st.lists(st.sampled_from(sorted(self.reserved)), min_size=1, max_size=3, unique=True)
+        )
+        named = [data.draw(st.just(self.reserved[slot]) | blocks) for slot in slots]
+        ids = [data.draw(st.integers(-1, 15)) for _ in slots]
+        writers = [data.draw(requests) for _ in slots]
+        rows = self.context.mamba_metadata.request_to_mamba_state_idx[writers].tolist()
+        self.allocator.copy_live_to_slots([PAD_SLOT_ID, *rows], [slots[0], *slots])
+        housing = self.allocator.commit_reserved(slots, named, ids)
+        stored = []
+        for slot, block, request in zip(slots, named, writers, strict=True):
+            del self.reserved[slot]
+            if block not in self.slot_of:
+                self.cached[slot], self.bits[slot] = block, self.row_bits(request)
+                stored.append(slot)
+        assert housing == [self.slot_of[block] for block in named]
+        if stored:
+            self.touch(stored)
+        for block, hash_id in zip(named, ids, strict=True):
+            self.publish(block, hash_id)
 
     def keep(self, wanted):
         """Splits what there is room for from a batch, as (index, block) pairs."""
@@ -299,6 +327,8 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.allocator.cancel_reserved(slots)
         for slot in slots:
             del self.reserved[slot]
+        if slots:
+            self.is_refused(DoubleFreeError, self.allocator.cancel_reserved, slots)
 
     @rule(data=st.data())
     def register(self, data):
@@ -346,11 +376,15 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     def pin(self, data):
         self.leases += self.allocator.pin_slots([data.draw(st.sampled_from(sorted(self.cached)))])
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.leases or self.old_leases)
     @rule(data=st.data())
     def unpin(self, data):
-        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        lease = data.draw(st.sampled_from(self.leases + self.old_leases))
+        held = self.leases.count(lease)
+        if held:
+            self.is_refused(DoubleFreeError, self.allocator.unpin_slots, [lease] * (held + 1))
         self.allocator.unpin_slots([lease])
+        (self.leases if held else self.old_leases).remove(lease)
 
     @precondition(lambda self: self.cached)
     @rule(data=st.data())
@@ -389,18 +423,36 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             self.allocator.free_slots[self.allocator.free_count] = slot
             self.allocator.free_count += 1
 
-    @rule(bad=st.sampled_from([-1, NUM_BLOCKS]), block=blocks)
-    def misuse(self, bad, block):
+    @rule()
+    def reset(self):
+        self.allocator.reset()
+        self.old_leases += self.leases
+        self.cached, self.reserved, self.bits, self.leases = {}, {}, {}, []
+        self.found, self.hash_of, self.last_use = {}, {}, {}
+        self.skipped = self.evicted = self.refused = 0
+
+    def is_refused(self, error, call, *arguments):
         before = books(self.allocator)
+        with pytest.raises(error):
+            call(*arguments)
+        assert books(self.allocator) == before
+
+    @rule(bad=st.sampled_from([-1, NUM_BLOCKS]), block=blocks, data=st.data())
+    def misuse(self, bad, block, data):
         for call in (
             self.allocator.allocate_slots_batch,
             self.allocator.reserve_slots,
+            self.allocator._invalidate_blocks_batch,
             lambda ids: self.allocator.on_kv_blocks_deregistered(ids, [1]),
             lambda ids: self.allocator.register_block_hashes_batch(ids, [1, 2]),
         ):
-            with pytest.raises(UnknownBlockError):
-                call([block, bad])
-        assert books(self.allocator) == before
+            self.is_refused(UnknownBlockError, call, [block, bad])
+        slots = data.draw(st.lists(st.integers(-2, self.max_slots + 1), min_size=1, max_size=3))
+        if len(slots) > len(set(slots)) or not set(slots) <= set(self.reserved):
+            commit, zeros = self.allocator.commit_reserved, [0] * len(slots)
+            self.is_refused(InvalidArgumentError, commit, slots, zeros, zeros)
+        if set(slots) <= set(range(self.max_slots)) - set(self.cached):
+            self.is_refused(MissingStateError, self.allocator.pin_slots, slots)
 
     # What must hold.
 
@@ -418,6 +470,12 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert allocator.num_cached_slots == len(self.cached)
         assert allocator.skipped_checkpoints_total == self.skipped
         assert allocator.evicted_slots_total == self.evicted
+        found = {h: b for h, b in self.found.items() if b in self.slot_of}
+        assert self.index == {h: (self.slot_of[b], b) for h, b in found.items()}
+        assert all(allocator.is_current(lease) for lease in self.leases)
+        assert not any(allocator.is_current(lease) for lease in self.old_leases)
+        pinned = [slot for slot in range(self.max_slots) if allocator.is_pinned(slot)]
+        assert pinned == sorted({lease.slot for lease in self.leases})
 
     @invariant()
     def every_saved_state_is_there_to_the_bit(self):

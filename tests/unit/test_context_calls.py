@@ -247,7 +247,7 @@ BREACHES = {
         "tokens are scheduled, but 21 counted",
     ),
     "a checkpoint of no step": (
-        lambda c: setattr(c.request_table.find("decoding"), "checkpoint", Checkpoint(BLOCK, 0, 0)),
+        lambda c: setattr(c.request_table.find("decoding"), "checkpoint", Checkpoint(BLOCK, 0)),
         "is in no step, but has",
     ),
     "a lost reservation": (give_back_a_reservation, "are reserved, but"),

@@ -76,9 +76,8 @@ def go_on(context):
 
 def test_a_step_that_breaks_off_after_its_restores_is_taken_back(context, monkeypatch):
     """It was neither in flight nor forgotten, and the next one began over its chunks."""
-    stepping = "mamba_cache.context.stepping.PrefillWork"
     with monkeypatch.context() as patches:
-        patches.setattr(stepping, fail_on(2)(lambda *_, **__: None))
+        patches.setattr("mamba_cache.context.stepping.Step", fail_on(1)(lambda *_, **__: None))
         with pytest.raises(OSError, match="broken"):
             context.begin_step()
     context.check_invariants()
