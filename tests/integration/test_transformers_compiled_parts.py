@@ -11,7 +11,7 @@ from batch_rig import Subject, answers, batch, tokens
 from bench_serve import compile_parts
 from transformers_rig import BLOCK
 
-FAMILIES = ("nemotron_h", "granite 4", "qwen3_next")
+FAMILIES = ("granite 4", "qwen3_next")
 
 
 @pytest.fixture(autouse=True)

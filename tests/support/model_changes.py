@@ -435,7 +435,7 @@ _put("a class's forward replaced", BYPASSED, lambda m: type(norms(m)[0]), "forwa
 
 def _compile(find):
     return {
-        "do": lambda model: find(model).compile(backend="eager"),
+        "do": lambda model: find(model).compile(backend="eager", dynamic=True),
         "undo": lambda model: delattr(find(model), "_compiled_call_impl"),
         "matters": False,
     }
