@@ -81,16 +81,6 @@ def test_a_secret_of_any_length_keys_every_block():
     assert BlockHasher(secret=bytes(65)).digest(b"x") == blake2b(b"x", key=long)
 
 
-@HASHERS
-def test_only_complete_blocks_are_hashed(tokens, hasher):
-    assert len(hashes(tokens[:3], hasher=hasher)) == 0
-    assert len(hashes(tokens, hasher=hasher)) == 12
-    assert hashes(tokens, hasher=hasher) == hashes(tokens[:48], hasher=hasher)
-    assert {len(digest) for digest in hashes(tokens, hasher=hasher).digests} == {
-        hasher.digest_size_bytes
-    }
-
-
 def test_ids_are_positive_and_cut_from_the_digests():
     high = b"\xff" * 8 + b"\x01" * 8
     zero = b"\x00" * 8 + b"\x02" * 8

@@ -69,14 +69,6 @@ def test_the_only_token_of_a_prompt_is_computed_though_it_is_a_block():
     assert found.miss_reason is MissReason.STATE_TOO_LATE
 
 
-def test_state_at_the_very_end_alone_is_too_late():
-    context, prompt = make_context(), PROMPT[:BLOCK]
-    generate(context, prompt, 1)
-    admission = generate(context, prompt, 1)[2]
-    assert admission.kv_matched_blocks == 1
-    assert admission.miss_reason is MissReason.STATE_TOO_LATE
-
-
 def test_min_computed_tokens_backs_off():
     context = make_context(make_config(min_computed_tokens=3), placement=EveryNthBlock(1))
     generate(context, PROMPT, 1)

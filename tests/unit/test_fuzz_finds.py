@@ -5,26 +5,8 @@ import pytest
 import torch
 from context_rig import BLOCK, add, make_context
 
-from mamba_cache import KVBlockAllocator
 from mamba_cache._checks import as_ints, as_items, check_int
 from mamba_cache.errors import InvalidArgumentError
-
-
-@pytest.fixture
-def pool():
-    return KVBlockAllocator(4)
-
-
-@pytest.mark.parametrize("hash_id", [[1], {}, None, 1.5, np.arange(2), True])
-def test_a_hash_id_is_an_int(pool, hash_id):
-    with pytest.raises(InvalidArgumentError, match="a hash id must be an int, got"):
-        pool.find_block(hash_id)
-
-
-@pytest.mark.parametrize("digest", ["x", 1, np.arange(2)])
-def test_a_digest_is_bytes(pool, digest):
-    with pytest.raises(InvalidArgumentError, match="a digest must be bytes"):
-        pool.find_block(1, digest)
 
 
 @pytest.mark.parametrize("positions", [np.array(3), torch.tensor(3), 7])

@@ -153,45 +153,37 @@ def tensors_for(metadata, *, chunks=0, tokens=0):
     )
 
 
-@pytest.mark.parametrize("wrong", [{"chunks": -1}, {"chunks": 1}, {"tokens": -1}, {"tokens": 2}])
-def test_tensors_of_another_length_are_refused(context, wrong):
-    """Too short a tensor was read past its end; a longer one is not packed as the step is."""
-    add(context, "a", PROMPT)
-    metadata = context.begin_step().metadata
-    before = context.slot_allocator.ssm_states.clone()
-    with pytest.raises(InvalidArgumentError, match=r"the step has 7 chunks and 26 prefill tokens"):
-        context.extract_checkpoint_states(0, *tensors_for(metadata, **wrong), metadata)
-    torch.testing.assert_close(
-        context.slot_allocator.ssm_states, before, rtol=0, atol=0, equal_nan=True
-    )
-    context.extract_checkpoint_states(0, *tensors_for(metadata), metadata)
+LENGTHS = "the step has 7 chunks and 26 prefill tokens: .* without those of decoding requests"
+REFUSED = [
+    # Too short a tensor was read past its end; a longer one is not packed as the step is.
+    *[(0, wrong, LENGTHS) for wrong in ({"chunks": -1}, {"chunks": 1}, {"tokens": -1})],
+    (0, {"tokens": 1}, LENGTHS),  # as if it had that of the request that decodes
+    (0, (None, None), "must be tensors"),
+    (0, (3, torch.zeros(26)), "must be tensors"),
+    (0, (torch.zeros(()),) * 2, "must be tensors"),
+    *[
+        (layer, {}, r"layer must be an int in \[0, 1\]")
+        for layer in (-1, NUM_LAYERS, 0.0, True, None, "0")
+    ],
+]
 
 
-def test_the_tokens_of_decoding_requests_are_not_handed_over():
+@pytest.mark.parametrize(("layer", "given", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_state_of_the_step_is_refused(layer, given, message):
     context = make_context(placement=EveryNthBlock(1))
     add(context, "decodes", OTHER)
     run_step(context)
     add(context, "a", PROMPT)
     metadata = context.begin_step().metadata
     assert metadata.num_decode_tokens == 1
-    with pytest.raises(InvalidArgumentError, match="without those of decoding requests"):
-        context.extract_checkpoint_states(0, *tensors_for(metadata, tokens=1), metadata)
-
-
-@pytest.mark.parametrize("given", [(None, None), (3, torch.zeros(26)), (torch.zeros(()),) * 2])
-def test_what_are_no_tensors_is_refused(context, given):
-    add(context, "a", PROMPT)
-    metadata = context.begin_step().metadata
-    with pytest.raises(InvalidArgumentError, match="must be tensors"):
-        context.extract_checkpoint_states(0, *given, metadata)
-
-
-@pytest.mark.parametrize("layer", [-1, NUM_LAYERS, 0.0, True, None, "0"])
-def test_layers_that_there_are_not_are_refused(context, layer):
-    add(context, "a", PROMPT)
-    metadata = context.begin_step().metadata
-    with pytest.raises(InvalidArgumentError, match=r"layer must be an int in \[0, 1\]"):
-        context.extract_checkpoint_states(layer, *tensors_for(metadata), metadata)
+    before = context.slot_allocator.ssm_states.clone()
+    tensors = tensors_for(metadata, **given) if isinstance(given, dict) else given
+    with pytest.raises(InvalidArgumentError, match=message):
+        context.extract_checkpoint_states(layer, *tensors, metadata)
+    torch.testing.assert_close(
+        context.slot_allocator.ssm_states, before, rtol=0, atol=0, equal_nan=True
+    )
+    context.extract_checkpoint_states(0, *tensors_for(metadata), metadata)
 
 
 def test_metadata_of_another_step_are_refused(context):
