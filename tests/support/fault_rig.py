@@ -103,6 +103,11 @@ def schedule_all(context):
     context.schedule_prefill("prefilling", chunk_tokens=BLOCK)
 
 
+def begin_all(context):
+    schedule_all(context)
+    return begin(context)
+
+
 def fork(context):
     """Of a request whose last token completes a block; one fork has another token there."""
     [token] = context.output("decoding")
@@ -116,15 +121,15 @@ CALLS = {
     "begin_step": Call(lambda context, _: context.begin_step(), before=schedule_all),
     "commit_step": Call(
         lambda context, tokens: context.commit_step(tokens),
-        before=lambda context: (schedule_all(context), begin(context))[1],
+        before=begin_all,
     ),
     "abort_step": Call(
         lambda context, _: context.abort_step(),
-        before=lambda context: (schedule_all(context), begin(context))[1],
+        before=begin_all,
     ),
     "commit_step, with drafts possible": Call(
         lambda context, tokens: context.commit_step(tokens),
-        before=lambda context: (schedule_all(context), begin(context))[1],
+        before=begin_all,
         num_drafts=NUM_DRAFTS,
     ),
     "commit_step, on the device": Call(

@@ -7,7 +7,7 @@ from mamba_cache.errors import InvalidArgumentError
 
 
 class Injector:
-    """Raises its error at one moment of a call, and counts the moments."""
+    """Raises its error at one moment of a call, and counts the moments: calls of some functions."""
 
     error: type[BaseException] = OSError
 
@@ -16,17 +16,6 @@ class Injector:
         self.count = 0
         self.where = ""
 
-    def pass_moment(self, where):
-        """Raises if this is the moment."""
-        self.count += 1
-        if self.count == self.index:
-            self.where = where
-            raise self.error("injected")
-
-
-class _Patching(Injector):
-    """A moment is each call of certain functions."""
-
     def functions(self):
         """Yields (owner, name of one of its functions)."""
         raise NotImplementedError
@@ -34,8 +23,7 @@ class _Patching(Injector):
     def __enter__(self):
         self._patches = []
         for owner, name in self.functions():
-            found = vars(owner).get(name)
-            self._patches.append((owner, name, found))
+            self._patches.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, self._watched(name, getattr(owner, name)))
         return self
 
@@ -48,13 +36,16 @@ class _Patching(Injector):
 
     def _watched(self, name, function):
         def run(*args, **kwargs):
-            self.pass_moment(name)
+            self.count += 1
+            if self.count == self.index:
+                self.where = name
+                raise self.error("injected")
             return function(*args, **kwargs)
 
         return run
 
 
-class OutOfMemory(_Patching):
+class OutOfMemory(Injector):
     """A moment is each call of a function that makes an array or a tensor."""
 
     error = torch.OutOfMemoryError
@@ -69,7 +60,7 @@ class OutOfMemory(_Patching):
             yield torch, name
 
 
-class Broken(_Patching):
+class Broken(Injector):
     """A moment is each launch, and each call of what an embedder can bring along."""
 
     error = OSError
@@ -85,7 +76,7 @@ class Broken(_Patching):
         yield self.context._admitter._placement, "positions"
 
 
-class Refused(_Patching):
+class Refused(Injector):
     """A moment is each call of an allocator, which refuses it with an error of the package."""
 
     error = InvalidArgumentError

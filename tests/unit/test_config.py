@@ -36,23 +36,10 @@ def test_defaults_that_follow_other_settings() -> None:
     assert config.max_checkpoints_per_step == config.checkpoints_per_step == 21
 
 
-def test_given_values_are_kept() -> None:
-    config = make(max_checkpoints_per_step=0, max_slots=0)
-    assert (config.checkpoints_per_step, config.max_slots) == (0, 0)
-
-
 @pytest.mark.parametrize(("drafts", "tokens", "rows"), [(0, 1, 1), (1, 2, 3), (3, 4, 5)])
 def test_drafts_need_a_live_state_for_each_outcome(drafts: int, tokens: int, rows: int) -> None:
     config = make(num_speculative_tokens=drafts)
     assert (config.max_decode_tokens, config.live_rows_per_request) == (tokens, rows)
-
-
-def test_the_tokens_of_two_steps_fit_in_a_block() -> None:
-    """Else two block boundaries could lie where one step's outcome is unknown."""
-    with pytest.raises(
-        InvalidArgumentError, match=r"at most block_size_tokens / 2 - 1 \(3\), got 4"
-    ):
-        make(num_speculative_tokens=4)
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (8, 1), (9, 2), (800, 100), (801, 101)])
@@ -100,20 +87,16 @@ class TestOneBudget:
 
     @pytest.mark.parametrize(
         ("settings", "kv", "slots"),
-        [({}, 6, 2), ({"state_share": 0.5}, 4, 4), ({"state_share": 0}, 8, 0),
-         ({"state_share": 1}, 0, 8)],
+        [({"cache_gb": 8}, 6, 2), ({"cache_gb": 8, "state_share": 0.5}, 4, 4),
+         ({"cache_gb": 8, "state_share": 0}, 8, 0), ({"cache_gb": 8, "state_share": 1}, 0, 8),
+         ({"kv_cache_gb": 3, "mamba_cache_gb": 1}, 3, 1)],
     )  # fmt: skip
     def test_it_is_divided(self, settings: dict[str, Any], kv: float, slots: float) -> None:
-        config = self.make(cache_gb=8, **settings)
+        config = self.make(**settings)
         assert (config.kv_budget_gb, config.slot_budget_gb) == (kv, slots)
 
     def test_all_of_it_is_for_blocks_without_prefix_caching(self) -> None:
-        config = self.make(cache_gb=8, enable_prefix_caching=False)
-        assert config.kv_budget_gb == 8
-
-    def test_budgets_of_their_own_are_kept(self) -> None:
-        config = self.make(kv_cache_gb=3, mamba_cache_gb=1)
-        assert (config.kv_budget_gb, config.slot_budget_gb) == (3, 1)
+        assert self.make(cache_gb=8, enable_prefix_caching=False).kv_budget_gb == 8
 
     @pytest.mark.parametrize("size", ["kv_cache_gb", "mamba_cache_gb"])
     def test_it_is_given_alone(self, size: str) -> None:
@@ -152,27 +135,6 @@ def test_the_largest_budget_is_allowed_and_no_larger_one(name: str) -> None:
         make(**{**others, name: 2**33 + 1})
 
 
-def test_a_disk_needs_rows_of_host_memory() -> None:
-    disk = {"disk_cache_path": "x", "disk_cache_gb": 1}
-    with pytest.raises(InvalidArgumentError, match="a disk tier needs a host tier"):
-        make(**disk)
-    assert make(host_cache_gb=1, **disk).disk_cache_gb == 1
-    assert make(num_host_blocks=1, num_host_states=1, **disk).disk_cache_gb == 1
-
-
-def test_all_of_the_host_may_be_for_states_and_no_more() -> None:
-    assert make(host_cache_gb=1, host_state_share=1).host_state_share == 1
-    with pytest.raises(InvalidArgumentError, match="host_state_share must be a number in"):
-        make(host_cache_gb=1, host_state_share=1.5)
-
-
-def test_hits_are_compared_where_slots_keep_states_as_they_are() -> None:
-    assert make(verify_hits=1).verify_hits == 1
-    assert make(slot_quantization="int8").verify_hits == 0
-    with pytest.raises(InvalidArgumentError, match="verify_hits needs slots that keep states"):
-        make(verify_hits=0.5, slot_quantization="int8")
-
-
 def test_states_are_kept_on_the_chunk_grid() -> None:
     """Elsewhere a cache chunk of 128 was indexed into states kept per 64 tokens."""
     expected = r"block_size_tokens must be a multiple of ssm_chunk_size \(4\), got 10"
@@ -192,6 +154,28 @@ def test_policies_are_compared_by_value(given: Any) -> None:
     assert make(eviction_policy=given).eviction_policy is EvictionPolicy.REF_ZERO
 
 
+DISK = {"disk_cache_path": "x", "disk_cache_gb": 1}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_checkpoints_per_step": 0, "max_slots": 0},
+        {"vocab_size": 1},
+        {"hash_secret": b"shared", "hash_algorithm": "sha256"},
+        {"host_cache_gb": 1, "host_state_share": 1},
+        {"host_cache_gb": 1, **DISK},
+        {"num_host_blocks": 1, "num_host_states": 1, **DISK},
+        {"verify_hits": 1},
+        {"verify_hits": 0, "slot_quantization": "int8"},
+    ],
+    ids=str,
+)
+def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
+    config = make(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -201,15 +185,21 @@ def test_policies_are_compared_by_value(given: Any) -> None:
         ({"hash_algorithm": "md5"}, r"one of \['blake2b', 'sha256', 'xxh3_128'\], got 'md5'"),
         ({"hash_secret": "key"}, r"hash_secret must be bytes, at least one of them, .* got str"),
         ({"hash_secret": b""}, r"hash_secret must be bytes, at least one of them, .* got none"),
+        # Else two block boundaries could lie where one step's outcome is unknown.
+        ({"num_speculative_tokens": 4}, r"at most block_size_tokens / 2 - 1 \(3\), got 4"),
+        ({"slot_quantization": "int4"}, "slot_quantization"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"host_cache_gb": 1, "host_state_share": 1.5}, "host_state_share must be a number in"),
+        (DISK, "a disk tier needs a host tier"),
+        (
+            {"verify_hits": 0.5, "slot_quantization": "int8"},
+            "verify_hits needs slots that keep states",
+        ),
     ],
 )
-def test_choices(settings: dict[str, Any], expected: str) -> None:
+def test_settings_that_are_refused(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(InvalidArgumentError, match=expected):
         make(**settings)
-
-
-def test_a_secret_is_kept() -> None:
-    assert make(hash_secret=b"shared", hash_algorithm="sha256").hash_secret == b"shared"
 
 
 def test_settings_that_are_printed_tell_no_secret_and_no_password() -> None:
@@ -225,9 +215,3 @@ def test_settings_that_are_printed_tell_no_secret_and_no_password() -> None:
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().max_slots = 3  # type: ignore[misc]
-
-
-def test_a_vocabulary_may_have_one_token() -> None:
-    assert make(vocab_size=1).vocab_size == 1
-    with pytest.raises(InvalidArgumentError, match="vocab_size"):
-        make(vocab_size=0)

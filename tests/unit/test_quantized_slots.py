@@ -85,8 +85,3 @@ def test_one_layer_is_quantised_on_its_way_into_a_slot(generator):
     assert (restored - ssm).abs().max() <= scales.max() / 2 * 1.0001
     with pytest.raises(InvalidArgumentError, match="must be"):
         allocator.store_from_tensors(7, 1, codes, conv)
-
-
-def test_another_quantisation_is_refused():
-    with pytest.raises(InvalidArgumentError, match="slot_quantization"):
-        make_config(slot_quantization="int4")
