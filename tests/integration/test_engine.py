@@ -65,16 +65,6 @@ def test_a_conversation_reuses_prompts_and_answers(rng):
         history += draw_prompt(rng, 3)
 
 
-def test_chunks_smaller_than_a_block_still_make_progress(rng):
-    """A chunk length rounded down to whole blocks must not become 0."""
-    engine = make_engine(max_tokens=3)
-    engine.submit(draw_prompt(rng, 2 * BLOCK + 1), greedy(1))
-    for _ in range(6):
-        assert engine.num_requests
-        step_checked(engine)
-    assert engine.num_requests == 0
-
-
 def test_chunks_end_with_blocks_where_they_can(rng):
     starts = []
 
@@ -97,10 +87,3 @@ def test_requests_that_outgrow_memory_together_are_preempted_and_resume(rng, max
     assert oldest.computed_tokens == oldest.prompt_tokens, "the oldest gave way to others"
     assert any(other.computed_tokens > other.prompt_tokens for other in others)
     assert all(other.skipped_tokens == 0 for other in others), "of the first admission"
-
-
-def test_prompts_that_fill_memory_half_way_do_not_block_each_other(rng):
-    """Each holds blocks that the others need, and none decodes: the oldest must get on."""
-    engine = make_engine(num_kv_blocks=8, max_tokens=2 * BLOCK)
-    prompts = [draw_prompt(rng, 6 * BLOCK + 1) for _ in range(3)]
-    run_together(engine, prompts, greedy(2))

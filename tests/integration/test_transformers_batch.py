@@ -42,6 +42,12 @@ def cache(nemotron):
     return nemotron.cache()
 
 
+@pytest.fixture(scope="module")
+def refusing(nemotron):
+    """A cache of which nothing is asked but what it refuses."""
+    return nemotron.cache()
+
+
 def alike(generator, *lengths, stem=3 * BLOCK):
     """Prompts that begin alike, with tails of these lengths."""
     shared = tokens(generator, stem)
@@ -380,8 +386,8 @@ def test_attention_that_is_computed_otherwise_in_a_batch_is_noticed(nemotron, mo
         ({"checkpoints": [99]}, "checkpoints must be"),
     ],
 )
-def test_arguments_that_are_refused(cache, arguments, message):
+def test_arguments_that_are_refused(refusing, arguments, message):
     given = {"inputs": [[5, 6], [7, 8]], **arguments}
     with pytest.raises(InvalidArgumentError, match=message):
-        cache.generate_batch(**given)
-    cache.check_invariants()
+        refusing.generate_batch(**given)
+    refusing.check_invariants()

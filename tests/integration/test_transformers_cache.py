@@ -239,16 +239,6 @@ def test_a_prompt_longer_than_the_pool_is_cached_as_far_as_it_goes(model, cache,
     assert small.stats().cached_blocks == 2
 
 
-def test_a_failure_while_a_state_is_saved_gives_its_slot_back(model, cache, prompt, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(cache._store.tensors, "save_state", fail)
-    with pytest.raises(RuntimeError, match="no memory"):
-        cache.generate(prompt, **GREEDY)
-    cache.check_invariants()
-
-
 def test_a_prompt_that_does_not_fit_is_computed_in_parts(model, prompt, generator):
     """A forward that runs out of memory tells how much is too much."""
     cache = make_cache(model, segment_tokens=None, variant="watched")

@@ -1,5 +1,7 @@
 """Every hybrid family of transformers: with the cache, what it generates without."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -23,18 +25,21 @@ from transformers_rig import (
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 
+SHORT = {"max_new_tokens": 4}
+model_of = functools.cache(make_model)  # each is built once
+
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 @every_family
 def test_prompts_that_share_prefixes(name, generator):
-    model = make_model(name)
+    model = model_of(name)
     cache = make_cache(model)
     prompt = text(generator, 5 * BLOCK + 5)
 
     def check(ids):
-        expected = plain(model, ids)
-        hit = skipped(cache, lambda: assert_same(expected, cached(cache, ids)))
+        expected = plain(model, ids, **SHORT)
+        hit = skipped(cache, lambda: assert_same(expected, cached(cache, ids, **SHORT)))
         return expected.sequences, hit
 
     answer, cold = check(prompt)
@@ -56,17 +61,16 @@ def test_prompts_that_share_prefixes(name, generator):
 @every_family
 def test_prompts_in_a_list(name, generator):
     """Each row is what it is alone, which padding on the left makes of no model by itself."""
-    model = make_model(name)
+    model = model_of(name)
     cache = make_cache(model)
     shared = text(generator, 3 * BLOCK)
     rows = [join(shared, text(generator, 9)), text(generator, 1), join(shared, text(generator, 2))]
     prompts = [row[0].tolist() for row in rows]
-    output = cache.generate(prompts, **GREEDY)
-    again = cache.generate(prompts, **GREEDY)
+    output, again = (cache.generate(prompts, **GREEDY | SHORT) for _ in range(2))
     cache.check_invariants()
     width = max(map(len, prompts))
     for number, row in enumerate(rows):
-        alone = plain(model, row)
+        alone = plain(model, row, **SHORT)
         answer = alone.sequences[:, row.shape[1] :]
         for run in (output, again):
             assert torch.equal(run.sequences[number : number + 1, width:], answer)
@@ -77,7 +81,7 @@ def test_prompts_in_a_list(name, generator):
 
 @every_family
 def test_prefill_for_those_who_loop_themselves(name, generator):
-    model = make_model(name)
+    model = model_of(name)
     cache = make_cache(model)
     prompt, rest = text(generator, 4 * BLOCK), text(generator, 1)
     with torch.no_grad():

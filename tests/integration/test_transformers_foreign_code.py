@@ -486,25 +486,6 @@ def test_a_kernel_of_the_hub_is_not_foreign(tmp_path, monkeypatch):
     assert presence.foreign_layer(module.forward) is None
 
 
-@pytest.mark.parametrize(
-    ("function", "is_foreign"),
-    [
-        (torch.relu, False),
-        (torch.nn.functional.silu, False),
-        (torch.nn.functional.gelu, False),
-        (torch.Tensor.relu, False),
-        (torch.nn.Identity(), False),
-        (print, True),
-        (str.join, True),
-        (functools.partial(torch.nn.functional.silu, inplace=_doubled), True),
-        (functools.partial(torch.nn.functional.silu, inplace=False), False),
-        (eval("lambda: 0", {"__name__": None}), True),
-    ],
-)
-def test_where_a_function_comes_from(function, is_foreign):
-    assert (presence.foreign_layer(function) is not None) == is_foreign
-
-
 # Variants.
 
 

@@ -2,14 +2,8 @@
 
 import pytest
 import torch
-from clocks import ManualClock
 from forged import BLOCK, FORGED, PUBLIC, VOCABULARY
 from transformers_rig import make_cache, make_model, plain
-
-from mamba_cache.context import prefetch
-from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import remote
 
 TAIL, MORE = [5, 6, 7], [8, 9, 10, 11]
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
@@ -62,18 +56,3 @@ def test_a_setting_chooses_the_digest_of_every_call(model, algorithm, hit):
         ask(cache, FORGED + TAIL)
         assert ask_batch(cache, FORGED + MORE)[1] == BLOCK
         assert ask_batch(cache, [*PUBLIC, 12, 13, 14])[1] == hit
-
-
-@pytest.mark.parametrize("kind", ["disk", "store"])
-def test_a_forged_block_is_a_miss_below_another_cache(monkeypatch, tmp_path, model, expected, kind):
-    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
-    for module in (remote, prefetch, prefix_tiers):
-        monkeypatch.setattr(module, "time", ManualClock())
-    below = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
-    if kind == "store":
-        below = {"store": MemoryStore(), "hash_secret": b"of this test"}
-    with open_cache(model, host_cache_gb=0.05, **below) as cache:
-        ask(cache, FORGED + TAIL)
-    with open_cache(model, host_cache_gb=0.05, **below) as cache:
-        assert ask(cache, FORGED + MORE)[1] == BLOCK
-        assert ask(cache, PUBLIC + TAIL) == (expected, 0)

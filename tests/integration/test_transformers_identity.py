@@ -25,28 +25,25 @@ def model():
     return make_model(FAMILY)
 
 
-@pytest.mark.parametrize("fact", [field.name for field in fields(Numerics)])
-def test_other_numerics_find_nothing(tmp_path, model, monkeypatch, fact) -> None:
+def test_other_numerics_and_kernels_find_nothing(tmp_path, model, monkeypatch) -> None:
     """Another GPU, torch, triton, kernel or precision: a hit would not equal a miss."""
     with open_cache(tmp_path / "own", model) as first:
         ask(first, prompts()[:1])
-    copytree(tmp_path / "own", tmp_path / "copy")
     own = Numerics.of("cpu", kernels="a")
-    with monkeypatch.context() as patch:
-        other = replace(own, **{fact: "another"})
-        patch.setattr(Numerics, "of", lambda *_, **__: other)
-        with open_cache(tmp_path / "copy", model) as second:
-            assert ask(second, prompts()[:1])[1] == 0
+
+    def other(name):
+        return Numerics, "of", lambda *_, **__: replace(own, **{name: "another"})
+
+    changes = [other(field.name) for field in fields(Numerics)]
+    changes.append((prefix_tiers, "installed_version", lambda name: "99.0"))
+    for number, change in enumerate(changes):
+        copytree(tmp_path / "own", tmp_path / str(number))
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            with open_cache(tmp_path / str(number), model) as second:
+                assert ask(second, prompts()[:1])[1] == 0, change[1:]
     with open_cache(tmp_path / "own", model) as third:
         assert ask(third, prompts()[:1])[1] == REUSABLE[0]
-
-
-def test_another_version_of_a_kernel_package_finds_nothing(tmp_path, model, monkeypatch) -> None:
-    with open_cache(tmp_path, model) as first:
-        ask(first, prompts()[:1])
-    monkeypatch.setattr(prefix_tiers, "installed_version", lambda name: "99.0")
-    with open_cache(tmp_path, model) as second:
-        assert ask(second, prompts()[:1])[1] == 0
 
 
 class Adapter(torch.nn.Module):

@@ -32,7 +32,6 @@ from transformers_rig import (
 
 from mamba_cache.errors import (
     BlockCapacityError,
-    DoubleFreeError,
     InvalidArgumentError,
     MissingStateError,
     ModelChangedError,
@@ -46,7 +45,6 @@ from mamba_cache.integrations.transformers.batching.manager import ArrivalDetail
 from mamba_cache.integrations.transformers.capture import _find_scans
 from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.integrations.transformers.serve.models import ServedModel
-from mamba_cache.integrations.transformers.store import SequenceRecord
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
@@ -552,30 +550,3 @@ def test_an_answer_that_a_processor_refuses_says_so_and_the_others_go_on(nemotro
     assert "tokens were being biased" in second.error
     [again] = batch(cache, [prompts[1]], generation_config=plain_one)
     assert again.generated_tokens == nemotron.answer(prompts[1], 5)
-
-
-@pytest.mark.parametrize("is_interrupted", [False, True])
-def test_what_broke_a_call_off_is_told_whatever_it_left_behind(
-    nemotron, generator, monkeypatch, is_interrupted
-):
-    """Books that it left half-way refuse what is given back after it; that is not the news."""
-    model, cache, prompt = nemotron.model, make_cache(nemotron.model), text(generator, 20)
-    close = SequenceRecord.close
-
-    def refuse(record):
-        close(record)
-        raise DoubleFreeError("block 0 has 0 references, but 1 are given back")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(SequenceRecord, "close", refuse)
-    if is_interrupted:
-        with pytest.raises(KeyboardInterrupt):
-            cached(cache, prompt, **NEW, stopping_criteria=[interrupt])
-    else:
-        with pytest.raises(DoubleFreeError):
-            cached(cache, prompt, **NEW)
-    monkeypatch.undo()
-    cache.reset()
-    assert_same(plain(model, prompt, **NEW), cached(cache, prompt, **NEW))

@@ -473,15 +473,6 @@ def test_the_plain_server_reports_no_cached_tokens(plain_answers, server, folder
     assert said(server.chat(folders["main"], "Twice. " * 9)) == said(answers[0])
 
 
-def test_stop_strings(server, folders, references, words):
-    main, question = folders["main"], words(100)
-    whole = generated(references["main"], prompt_ids(question))
-    for _ in range(2):
-        answer = server.chat(main, question, stop=[whole[4:6]])
-        assert said(answer) == whole[: whole.index(whole[4:6]) + 2]
-        assert answer.choices[0].finish_reason == "stop"
-
-
 # Models that cannot be cached, and requests that a cache does not serve.
 
 
@@ -566,19 +557,6 @@ def test_weights_that_change_are_noticed_and_forgotten(
             with torch.no_grad():
                 model.lm_head.weight.copy_(kept)
         server.served(other).cache.reset()
-
-
-def test_a_cache_that_is_poisoned_begins_anew(server, folders, references, words):
-    main, question = folders["main"], words(100)
-    expected = generated(references["main"], prompt_ids(question))
-    assert said(server.chat(main, question)) == expected
-    cache = server.served(main).cache
-    before = cache.stats().self_resets
-    cache._guard.poison = "generate broke off"
-    answer = server.chat(main, question)
-    assert (said(answer), hit(answer)) == (expected, 0)
-    assert cache.stats().self_resets == before + 1
-    assert hit(server.chat(main, question)) > 0
 
 
 def test_a_model_that_changes_in_each_call_loses_its_cache(
