@@ -18,7 +18,6 @@ from fingerprints import fingerprint
 
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.slots import LruSlotPolicy, PlacementFacts
-from mamba_cache.slots.megatron_scratch import plan_checkpoints
 from mamba_cache.slots.placement import placed_positions
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -97,23 +96,6 @@ def test_a_position_inside_a_block_is_its_beginning(placement):
     facts = PlacementFacts(26, BLOCK, 0, 4)
     placement.given = [BLOCK + 4, 2 * BLOCK - 1]
     assert placed_positions(placement, facts) == {BLOCK}
-
-    class Prefill:
-        prompt_tokens = PROMPT
-        finished_chunk_token_count = 0
-
-    plan = plan_checkpoints(
-        placement,
-        Prefill(),
-        skip_tokens=0,
-        prefill_chunk_length=len(PROMPT),
-        num_matched_blocks=0,
-        num_required_blocks=4,
-        block_ids=[10, 11, 12, 13],
-        block_size_tokens=BLOCK,
-        alignment=4,
-    )
-    assert (plan.offsets, plan.block_ids) == ([BLOCK], [10])
 
 
 class Policy(LruSlotPolicy):

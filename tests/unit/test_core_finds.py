@@ -41,16 +41,6 @@ def test_keys_that_can_be_read_once_tell_a_prompt_apart_each_time(keys):
     assert context.match(again).skip_tokens == 3 * BLOCK
 
 
-def test_keys_may_be_lists():
-    """Such as JSON has."""
-    context = make_context()
-    request = Request(request_id=1, prompt_tokens=PROMPT, multimodal_keys=[[0, "cat"], [9, b"x"]])
-    context.add_request(request)
-    run_step(context)
-    assert request.multimodal_keys == ((0, "cat"), (9, b"x"))
-    context.check_invariants()
-
-
 def test_who_sends_hints_can_be_a_key_throughout():
     with pytest.raises(InvalidArgumentError, match="source must be hashable"):
         Request(request_id=1, prompt_tokens=PROMPT, source=([],))

@@ -12,7 +12,7 @@ from context_rig import BLOCK, MODEL, VOCAB, make_config, make_context
 from fingerprints import fingerprint
 from kv_rig import prefix, snapshot
 
-from mamba_cache.blocks import KVBlockAllocator, compute_block_hashes
+from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.context import Request
 from mamba_cache.errors import BlockCapacityError
 from mamba_cache.metadata import compute_chunk_metadata
@@ -124,18 +124,6 @@ def test_blocks_are_kept_and_evicted(monkeypatch, seed):
         monkeypatch.setattr("mamba_cache.cache.rows.FEW", few)
         found.append(blocks_of_many(seed))
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("count", [0, 1, 8, 9, 20])
-def test_hash_ids(monkeypatch, count):
-    hashes = compute_block_hashes(range(2 * count), 2)
-    found = []
-    for few in COUNTS:
-        monkeypatch.setattr("mamba_cache.blocks.hashing._FEW", few)
-        found.append(list(hashes))
-    assert found[0] == found[1] == [hashes[index] for index in range(count)]
-    assert list(hashes[1:][::-1]) == found[0][1:][::-1]
-    assert list(hashes[:-1:2]) == found[0][:-1:2]
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -97,6 +97,13 @@ def test_a_plan_names_the_block_that_each_checkpoint_ends(
     assert (made.eos_block_id, made.num_skipped) == (eos_block_id, 0)
 
 
+def test_a_position_inside_a_block_is_planned_as_its_beginning():
+    """Its state was found as that of the block before."""
+    inside = SimpleNamespace(positions=lambda facts: [BLOCK + 128, 2 * BLOCK - 1])
+    made = plan(1100, placement=inside)
+    assert (made.offsets, made.block_ids) == ([BLOCK], [100])
+
+
 def test_of_more_than_three_the_last_are_kept_and_the_others_counted():
     made = plan(8 * BLOCK - 1, placement=EveryNthBlock(1))
     assert made.offsets == [5 * BLOCK, 6 * BLOCK, 7 * BLOCK]
