@@ -8,7 +8,6 @@ from kv_rig import by_id
 
 from mamba_cache.blocks import KVBlockAllocator
 from mamba_cache.cli.replay import run_replay
-from mamba_cache.context import Request
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.slots import (
     AdaptiveSlotPolicy,
@@ -229,12 +228,6 @@ def test_settings_name_a_contexts_policy(settings, kind):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(InvalidArgumentError, match="slot_policy must be one of"):
         make_config(slot_policy="fifo")
-
-
-@pytest.mark.parametrize("hint", [1, "yes"])
-def test_a_hint_is_a_bool(hint):
-    with pytest.raises(InvalidArgumentError, match="will_continue must be True, False or None"):
-        Request(request_id=1, prompt_tokens=[1], will_continue=hint)
 
 
 def hints_skip(told):

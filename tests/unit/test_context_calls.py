@@ -54,6 +54,14 @@ BAD_CALLS = {
         lambda c: c.add_request(request("x"), checkpoint_positions=8),
         "checkpoint_positions",
     ),
+    "hint that is no bool": (lambda c: request("x", will_continue=1), "will_continue must be True"),
+    "hint of text": (lambda c: request("x", will_continue="yes"), "will_continue must be True"),
+    "tells_tokens that is no bool": (
+        lambda c: request("x", tells_tokens=1),
+        "tells_tokens must be",
+    ),
+    "source that is no key": (lambda c: request("x", source=[]), "source must be hashable"),
+    "source with a list in it": (lambda c: request("x", source=([],)), "source must be hashable"),
     "no request": (lambda c: c.add_request({}), "give a Request"),
     "nothing": (lambda c: c.prepare(None), "give a Request"),
     "a foreign preparation": (

@@ -50,8 +50,11 @@ def test_aborted_step_leaves_nothing_to_hit():
 
 
 def test_requests_of_one_step_do_not_read_each_other():
-    """vLLM 29387: the second of two requests read a state computed in the same step."""
-    context = make_context()
+    """vLLM 29387: the second of two requests read a state computed in the same step.
+
+    The blocks of the second request stay private, and so does what it would save under them.
+    """
+    context = make_context(placement=EveryNthBlock(1))
     for name in ("a", "b"):
         assert add(context, name, PROMPT).kv_matched_blocks == 0
     sampled = run_step(context)
@@ -59,9 +62,15 @@ def test_requests_of_one_step_do_not_read_each_other():
     for name in ("a", "b"):  # rows of one product may be summed in different orders
         torch.testing.assert_close(sampled[name][0], wanted[0], rtol=0, atol=1e-9)
     # Of the two copies of each block, one is findable; the state was saved once, beside it.
-    assert saved_prefix_lengths(context, PROMPT) == [3]
-    assert context.slot_allocator.num_cached_slots == 1
+    assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
+    slots, hashes = context.slot_allocator, context.kv_block_allocator.block_hashes
+    housed = slots.slot_to_block[slots.slot_to_block >= 0]
+    assert len(housed) == slots.num_cached_slots == 3
+    assert (hashes[housed.long()] >= 0).all()
     context.check_invariants()
+    for name in ("a", "b"):
+        context.finish(name)
+    assert generate(context, PROMPT, 2)[2].skip_tokens == 3 * BLOCK
 
 
 def test_lost_state_is_planned_anew():
@@ -227,18 +236,3 @@ def test_many_sequences_save_their_own_states():
         tokens, logits, admission = generate(context, prompt, 2)
         assert admission.skip_tokens == 2 * BLOCK
         assert_same_run((tokens, logits), prompt)
-
-
-def test_a_state_is_published_only_beside_keys_and_values_of_the_same_prefix():
-    """The blocks of the second request stay private, and so does what it would save under them."""
-    context = make_context(placement=EveryNthBlock(1))
-    for name in ("first", "second"):
-        add(context, name, PROMPT)
-    run_step(context)
-    slots, hashes = context.slot_allocator, context.kv_block_allocator.block_hashes
-    housed = slots.slot_to_block[slots.slot_to_block >= 0]
-    assert len(housed) == 3
-    assert (hashes[housed.long()] >= 0).all()
-    for name in ("first", "second"):
-        context.finish(name)
-    assert generate(context, PROMPT, 2)[2].skip_tokens == 3 * BLOCK

@@ -124,11 +124,6 @@ def test_observers_are_told_what_a_request_says(tells):
     assert has_tokens == [bool(tells)]
 
 
-def test_who_tells_tokens_says_so_by_a_bool():
-    with pytest.raises(InvalidArgumentError, match="tells_tokens must be True, False or None"):
-        Request(request_id=1, prompt_tokens=[1], tells_tokens=1)
-
-
 class Listening(AdaptiveSlotPolicy):
     """Keeps what it is told of requests, and what is proposed."""
 

@@ -41,11 +41,6 @@ def test_keys_that_can_be_read_once_tell_a_prompt_apart_each_time(keys):
     assert context.match(again).skip_tokens == 3 * BLOCK
 
 
-def test_who_sends_hints_can_be_a_key_throughout():
-    with pytest.raises(InvalidArgumentError, match="source must be hashable"):
-        Request(request_id=1, prompt_tokens=PROMPT, source=([],))
-
-
 @pytest.mark.parametrize("given", [iter, torch.tensor, np.array])
 def test_positions_of_a_later_chunk_may_be_of_any_kind(given):
     """Of what can be read once nothing was left after the check, and no state was saved."""

@@ -253,21 +253,19 @@ def test_a_replayed_graph_counts_where_it_is_said(context):
         assert torch.equal(context.slot_allocator.ssm_states[:, slot], states[:, last_chunk])
 
 
-def test_a_graph_that_nobody_counts_publishes_nothing(context):
-    _, replay = captured_step(context)
+@pytest.mark.parametrize(
+    ("forgets", "is_counted", "message"),
+    [([], False, "count_extractions"), ([1], True, r"layers \[1\]")],
+)
+def test_a_graph_that_is_not_counted_or_lacks_a_layer_publishes_nothing(
+    context, forgets, is_counted, message
+):
+    captured, replay = captured_step(context, forgets=forgets)
     add(context, "a", PROMPT)
     replay(context.begin_step().metadata)
-    with pytest.warns(UnwrittenStateWarning, match="count_extractions"):
-        context.commit_step({"a": 1})
-    assert saved_prefix_lengths(context, PROMPT) == []
-
-
-def test_a_graph_without_all_layers_publishes_nothing(context):
-    captured, replay = captured_step(context, forgets=[1])
-    add(context, "a", PROMPT)
-    replay(context.begin_step().metadata)
-    context.count_extractions(captured)
-    with pytest.warns(UnwrittenStateWarning, match=r"layers \[1\]"):
+    if is_counted:
+        context.count_extractions(captured)
+    with pytest.warns(UnwrittenStateWarning, match=message):
         context.commit_step({"a": 1})
     assert saved_prefix_lengths(context, PROMPT) == []
 

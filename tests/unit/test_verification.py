@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from context_rig import BLOCK, MODEL, VOCAB, generate, make_config, make_context
-from engine_rig import make_engine
 from tier_rig import always, make_tiered
 from verification_rig import files_called, take, verify
 
@@ -23,7 +22,6 @@ from mamba_cache.context.verification import (
     compare_prefixes,
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
-from mamba_cache.reference import SamplingParams
 from mamba_cache.reference.engine import compute_prefix
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import EntryKind, ModelIdentity
@@ -279,19 +277,6 @@ def test_contexts_without_kv_compare_states_alone():
     states = {name: t[:, 0] for name, t in context.live_states.tensors.items()}
     content = PrefixContent({name: torch.zeros_like(state) for name, state in states.items()})
     assert context._verifier.judge(hit, content) == []
-
-
-def test_an_engine_counts_prefixes_for_which_there_is_no_memory(monkeypatch):
-    engine = make_engine(verify_hits=1.0)
-    for _ in range(2):
-        engine.generate([list(range(30))], SamplingParams(max_new_tokens=2))
-
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr("mamba_cache.reference.engine.compute_prefix", fail)
-    assert engine.verify_pending(1) == 1
-    assert engine.context.verification_stats().skipped == 1
 
 
 def test_it_costs_nothing_when_it_is_off():
