@@ -48,13 +48,6 @@ def assert_all_same_bits(tensors, expected):
 ROWS = [5, 0, PAD_SLOT_ID, ZERO_SOURCE, 2, 0], [8, 1, 2, 3, PAD_SLOT_ID, 7]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_rows_on_the_device(pools, dtype):
-    expected = expected_copy(*pools, *ROWS)
-    StateCopier(*pools).copy(*(device_rows(rows, dtype) for rows in ROWS))
-    assert_all_same_bits(pools[1], expected)
-
-
 def test_neither_kind_of_rows_waits_for_the_device(pools, request):
     expected = expected_copy(*pools, *ROWS)
     copier = StateCopier(*pools)

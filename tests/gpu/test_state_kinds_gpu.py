@@ -1,4 +1,7 @@
-"""States of several kinds on a GPU: no waiting, CUDA graphs, and a hit that equals a miss."""
+"""States of several kinds on a GPU: CUDA graphs, and a hit that equals a miss.
+
+Their copies run on the device in tests/property/test_state_kinds.py.
+"""
 
 import pytest
 import torch
@@ -8,89 +11,15 @@ from kinds_rig import MODELS, KindsModel
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, Request
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.states import (
-    ZERO_SOURCE,
-    LayerKind,
-    SlotQuantization,
-    StateCopier,
-    StatePool,
-    StateSpec,
-    dequantize_states,
-    quantize_states,
-)
+from mamba_cache.states import LayerKind, StateSpec
 
 pytestmark = pytest.mark.gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
-GDN = LayerKind("gdn", 6, [("conv", (8192, 3), BF16), ("recurrent", (32, 128, 128), F32)])
-MAMBA2 = LayerKind("mamba2", 3, [("conv", (1028, 3), BF16), ("ssm", (16, 64, 128), BF16)])
 RWKV7 = LayerKind(
     "rwkv7", 2, [("shift", (2050,), BF16), ("wkv", (32, 64, 64), F32), ("ffn_shift", (2050,), BF16)]
 )
-SHORT_CONV = LayerKind("short_conv", 5, [("conv", (2049, 2), BF16)])
-SPEC = StateSpec.of(GDN, MAMBA2, RWKV7, SHORT_CONV)
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 3)]
-
-
-def filled(spec, num_rows):
-    pool = StatePool(spec, num_rows, device="cuda")
-    for tensor in pool.tensors.values():
-        random_bits_(tensor)
-    return pool
-
-
-def tensors(pool):
-    return list(pool.tensors.values())
-
-
-def on_device(rows):
-    return torch.tensor(rows, dtype=torch.int32, device="cuda")
-
-
-def test_one_copy_moves_every_kind():
-    """Some sizes are no multiples of 16 bytes, or of 4."""
-    live, slots = filled(SPEC, 4), filled(SPEC, 5)
-    expected = {name: tensor.clone() for name, tensor in slots.tensors.items()}
-    for name, tensor in live.tensors.items():
-        expected[name][:, [4, 0]] = tensor[:, [1, 3]]
-        expected[name][:, 2] = 0
-    copier = StateCopier(tensors(live), tensors(slots))
-    rows = on_device([1, 3, ZERO_SOURCE]), on_device([4, 0, 2])
-    copier.copy(*rows)
-    with waiting_raises():
-        copier.copy(*rows)
-    for name, tensor in slots.tensors.items():
-        assert_same_bits(tensor, expected[name])
-
-
-def test_int8_of_several_kinds():
-    quantization = SlotQuantization(("gdn.recurrent", "mamba2.ssm", "rwkv7.wkv"))
-    live = StatePool(SPEC, 3, device="cuda")
-    for tensor in live.tensors.values():
-        tensor.normal_()
-    slots = StatePool(quantization.slot_spec(SPEC), 4, device="cuda")
-    before = {name: tensor.clone() for name, tensor in live.tensors.items()}
-    store = StateCopier(tensors(live), tensors(slots))
-    restore = StateCopier(tensors(slots), tensors(live))
-    stored = on_device([2]), on_device([1])
-    restored_rows = on_device([1, ZERO_SOURCE]), on_device([0, 1])
-    for _ in range(2):
-        store.copy(*stored)
-        restore.copy(*restored_rows)
-    with waiting_raises():
-        store.copy(*stored)
-        restore.copy(*restored_rows)
-    for name, states in before.items():
-        assert_same_bits(live[name][:, 2], states[:, 2])
-        assert not live[name][:, 1].any()
-        if name not in quantization.tensors:
-            assert_same_bits(live[name][:, 0], states[:, 2])
-            continue
-        codes, scales = quantize_states(states[:, 2])
-        assert torch.equal(slots[name][:, 1], codes), name
-        assert torch.equal(slots[f"{name}_scales"][:, 1], scales), name
-        restored = dequantize_states(codes, scales, states.dtype)
-        assert torch.equal(live[name][:, 0], restored), name
 
 
 @pytest.mark.parametrize("name", MODELS)
