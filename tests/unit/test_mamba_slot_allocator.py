@@ -14,7 +14,6 @@ from slot_rig import (
     full,
     make_allocator,
     make_context,
-    refer,
 )
 
 from mamba_cache.errors import (
@@ -23,7 +22,6 @@ from mamba_cache.errors import (
     UnknownBlockError,
 )
 from mamba_cache.slots import (
-    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     ConsumedSlotPolicy,
     LastBlock,
     LruSlotPolicy,
@@ -32,31 +30,6 @@ from mamba_cache.slots import (
     RefZeroSlotPolicy,
 )
 from mamba_cache.states import StateSpec, StateTensorSpec
-
-
-def test_the_attributes_that_embedders_read():
-    allocator = make_allocator(3, num_blocks=7, max_mamba_intermediate_states_per_step=5)
-    tensors = {
-        "free_slots": ((3,), torch.int32, [0, 1, 2]),
-        "block_to_slot": ((7,), torch.int32, [-1] * 7),
-        "slot_to_block": ((3,), torch.int32, [-1] * 3),
-        "_intermediate_counts_cpu": ((4,), torch.int32, [0] * 4),
-        "_intermediate_offsets_cpu": ((4, 3), torch.int32, [[0] * 3] * 4),
-        "_intermediate_block_ids_cpu": ((4, 3), torch.int32, [[-1] * 3] * 4),
-        "_eos_cache_block_id_cpu": ((4,), torch.int32, [-1] * 4),
-    }
-    for name, (shape, dtype, values) in tensors.items():
-        tensor = getattr(allocator, name)
-        assert (tensor.shape, tensor.dtype, tensor.tolist()) == (shape, dtype, values), name
-    assert allocator.conv_states.shape == (NUM_LAYERS, 3, *CONV)
-    assert allocator.ssm_states.shape == (NUM_LAYERS, 3, *SSM)
-    assert allocator.intermediate_conv_out.shape == (NUM_LAYERS, 5, *CONV)
-    assert allocator.intermediate_ssm_out.shape == (NUM_LAYERS, 5, *SSM)
-    assert (allocator.conv_states.dtype, allocator.intermediate_ssm_out.dtype) == DTYPES
-    assert (allocator.max_slots, allocator.free_count, allocator.num_mamba_layers) == (3, 3, 2)
-    assert (allocator.max_intermediate_count, allocator.hash_to_block_id) == (5, {})
-    assert allocator._has_intermediates is False
-    assert MAX_INTERMEDIATE_OFFSETS_PER_REQUEST == 3
 
 
 def test_an_older_embedder_writes_three_states_for_every_request():
@@ -197,20 +170,6 @@ def test_unknown_blocks_are_refused():
             with pytest.raises(UnknownBlockError, match=rf"\[0, 12\), got \[{block}\]"):
                 call(block)
     assert books(allocator) == books(make_allocator())
-
-
-@pytest.mark.parametrize("policy", [None, RefZeroSlotPolicy(), ConsumedSlotPolicy()])
-def test_too_little_capacity_changes_nothing(policy):
-    allocator = full(policy=policy)
-    allocator.invalidate_block(3)
-    refer(allocator, 0)
-    before = books(allocator)
-    with pytest.raises(
-        MambaSlotCapacityError, match="only 3 free or evictable slots are available"
-    ) as caught:
-        allocator.allocate_slots_batch([6, 7, 8, 9])
-    assert (caught.value.required, caught.value.available) == (4, 3)
-    assert books(allocator) == before
 
 
 def test_an_allocator_without_slots_is_always_full():

@@ -116,20 +116,6 @@ def test_counts_of_an_earlier_step_are_none_of_this_one(allocator, context):
     assert allocator.num_cached_slots == 4
 
 
-@pytest.mark.parametrize("name", ["get_intermediate_cpu_data", "get_intermediate_gpu_data"])
-def test_kernels_get_the_prefill_requests_rows(allocator, context, name):
-    get = getattr(allocator, name)
-    assert get() == (None, None)
-    record(allocator, 2, 1100, matched=1)
-    record(allocator, 3, 900)
-    offsets, counts = get()
-    assert (offsets.dtype, counts.dtype) == (torch.int32, torch.int32)
-    assert offsets.tolist() == [[256, 1024, 0], [768, 0, 0]]
-    assert counts.tolist() == [2, 1]
-    context.batch_dimensions.prefill_req_count = 0
-    assert get() == (None, None)
-
-
 def test_uploaded_rows_keep_their_address(allocator):
     record(allocator, 2, 1100)
     first = allocator.transfer_intermediate_to_gpu(2, 1)
@@ -140,29 +126,12 @@ def test_uploaded_rows_keep_their_address(allocator):
     assert allocator.transfer_intermediate_to_gpu(2, 0) == (None, None)
 
 
-def test_only_what_the_forward_wrote_is_saved(allocator, context):
-    two_prefills(allocator, context)
-    wrote(context, 0, 1)
-    expected = scratch_bits(allocator, 0)
-    allocator.commit_intermediate_states()
-    assert sorted(allocator.hash_to_block_id.values()) == [16, 17]
-    assert slot_bits(allocator, allocator.get_slot(16)) == expected
-
-
 def test_stale_counts_of_an_earlier_forward_are_not_read(allocator, context):
     two_prefills(allocator, context)
     wrote(context, 2, 1)
     context.mamba_metadata.intermediate_count = 0
     allocator.commit_intermediate_states()
     assert [*allocator.hash_to_block_id.values()] == [17]
-
-
-def test_blocks_without_a_hash_are_saved_but_not_findable(allocator, context):
-    two_prefills(allocator, context)
-    context.kv_block_allocator.block_hashes[13] = -1
-    allocator.commit_intermediate_states()
-    assert allocator.has_state(13)
-    assert 13 not in allocator.hash_to_block_id.values()
 
 
 def test_nothing_to_commit_only_clears(allocator, context):
