@@ -5,7 +5,6 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, UncachedRuns, make_config
 from gpu_rig import BUSY_CYCLES, waiting_raises
 
-from mamba_cache import DeviceTokens
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.reference import HybridModel
 
@@ -63,31 +62,3 @@ def test_forks_go_on_as_their_tokens_say(context, model):
             context.resume_request("b")  # restored on the side stream, beside the others
         context.check_invariants()
     assert context.stats().forks == 3
-
-
-def test_a_fork_after_drafts_whose_number_the_device_decided(model):
-    """The live state is one of a ring; which, the host never learns."""
-    for taken in range(DRAFTS + 2):
-        context = DynamicInferenceContext(
-            make_config(num_speculative_tokens=DRAFTS),
-            MODEL_CONFIG.state_spec(torch.float64),
-            MODEL_CONFIG.kv_spec(torch.float64),
-            device="cuda",
-        )
-        context.add_request(Request(request_id="parent", prompt_tokens=PROMPT))
-        run_step(context, model)
-        start = tokens_of(context, "parent")
-        right = [int(UNCACHED.logits(start, index).argmax()) for index in range(DRAFTS + 1)]
-        step = context.begin_step(drafts={"parent": right[:DRAFTS]})
-        model.forward(step.metadata, context)
-        tokens = torch.tensor([right], device="cuda")
-        counts = torch.tensor([taken], dtype=torch.int32, device="cuda")
-        context.commit_step(DeviceTokens(tokens, counts))
-        assert context.collect_step() == {"parent": right[:taken]}
-        with waiting_raises():
-            context.fork("parent", ["a", "b"], last_tokens=[8, 9])
-        starts = {name: tokens_of(context, name) for name in ("parent", "a", "b")}
-        for index in range(BLOCK):
-            for name, logits in run_step(context, model).items():
-                wanted = UNCACHED.logits(starts[name], index)
-                torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-9)

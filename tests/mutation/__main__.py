@@ -59,7 +59,7 @@ def main() -> int:
         mutant for name in args.paths for file in _files(name) for mutant in mutants_of(file)
     ]
     random.Random(args.seed).shuffle(mutants)
-    search = Search(mutants, args.processes, args.seconds, args.minutes)
+    search = Search(mutants, args.processes, args.seconds)
     with contextlib.redirect_stdout(sys.stderr):
         status = pytest.main([*_options(), *args.tests], plugins=[search])
     return int(status) or _report(search.outcomes)
@@ -71,7 +71,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files or folders of tests")
     parser.add_argument("--processes", type=int, default=2, help="mutants tried at once")
     parser.add_argument("--seconds", type=float, default=20, help="of tests, at most, per mutant")
-    parser.add_argument("--minutes", type=float, help="try mutants so long: a sample by chance")
     parser.add_argument("--seed", type=int, default=0, help="of the mutants' order")
     return parser.parse_args()
 

@@ -34,7 +34,6 @@ class Search:
         mutants: Iterable[Mutant],
         num_processes: int,
         budget_seconds: float,
-        minutes: float | None = None,
     ) -> None:
         # "killed"; "stopped", for it waited, looped or took memory without an end; "survived"; or
         # "uncovered", when no test runs its lines.
@@ -42,7 +41,6 @@ class Search:
         self._mutants = list(mutants)
         self._num_processes = num_processes
         self._budget_seconds = budget_seconds
-        self._minutes = minutes
         self._failed = False
         self._seconds: dict[str, float] = {}  # of the processor: others may keep it busy
         self._waits: dict[str, float] = {}
@@ -59,11 +57,7 @@ class Search:
         self._check_forks(session)
         functions = _functions({str(mutant.file) for mutant in self._mutants})
         running: dict[int, Mutant] = {}
-        began = time.monotonic()
-        signal.signal(signal.SIGINT, self._end_early)
         for number, mutant in enumerate(self._mutants):
-            if self._minutes is not None and time.monotonic() - began > 60 * self._minutes:
-                break
             _show(f"{number} of {len(self._mutants)} mutants, {self._num_survivors()} survivors")
             items = self._chosen(covering, mutant)
             if not items:
@@ -152,10 +146,6 @@ class Search:
             if self._failed and exchanges:
                 os._exit(KILLED)
         os._exit(KILLED if self._failed else SURVIVED)
-
-    def _end_early(self, *_: object) -> None:
-        """Report what has been tried when somebody interrupts."""
-        self._minutes = 0
 
     def _wait(self, running: dict[int, Mutant]) -> None:
         pid, status = os.wait()
