@@ -92,6 +92,7 @@ class Scheduler(Generic[_Request]):
         self._max_wait_steps = max_wait_steps if context.slot_allocator.max_slots else 0
         self.max_chunk_tokens = context.config.max_tokens  # tokens of prompts in one step
         self.max_requests = context.config.max_requests  # requests that hold memory at once
+        self.is_lockstep = False  # requests decode only in steps without prompts
         self._requests: dict[Hashable, _Request] = {}
         self._num_added = 0
         self._queue: dict[Hashable, _Request] | None = None  # of the step that is being filled
@@ -223,7 +224,9 @@ class Scheduler(Generic[_Request]):
 
     def _try_to_begin(self, drafts: _Drafts) -> tuple[Step | None, BlockCapacityError | None]:
         try:
-            return self._context.begin_step(drafts=drafts or None), None
+            holds_back = self.is_lockstep and self._context.request_table.scheduled_rows
+            decode_ids = () if holds_back else None
+            return self._context.begin_step(decode_ids, drafts=drafts or None), None
         except BlockCapacityError as error:
             return None, error
 

@@ -215,6 +215,11 @@ class ModelFingerprint:
         """Return whether hooks were registered since ``begin``, removed again or not."""
         return _num_handles() != self._num_handles
 
+    @property
+    def has_foreign(self) -> bool:
+        """Whether ``begin`` found foreign code, named by a variant or not."""
+        return bool(self.foreign or self._reading.foreign)
+
     def forget(self) -> None:
         """Take the weights as they are from now on.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,16 @@ import torch
 
 from mamba_cache.blocks import ExtraKey
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
     stack_memories,
     write_layers,
 )
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller, PrefillTask
 from mamba_cache.integrations.transformers.presence import BypassReason
 from mamba_cache.integrations.transformers.prompts import Prompt, PromptHint, split_rows
@@ -41,12 +45,15 @@ class _Row:
 
 
 class Generation:
-    """Stands in the way of the model's first forward, and watches the tokens that follow.
+    """Stands in the way of the model's forwards, and watches the tokens that follow.
 
     ``generate`` is handed an empty cache, prepares its inputs as ever and calls the model with that
-    cache and the whole prompt. This fills the cache and passes on only the tokens that are left. So
-    whatever ``generate`` does around it, it does as without a cache; and whoever else calls the
-    model meanwhile, a streamer or a logits processor, is told by the cache, which he has not.
+    cache and the whole prompt. So whatever ``generate`` does around it, it does as without a cache.
+    Other callers of the model are recognised because they pass a different cache object.
+
+    All forwards are steps of a batch, if ``find_batcher`` has one, with room for the rows, that
+    replays their decode steps; the cache stays empty. Otherwise this fills the cache in the first
+    forward and passes on only the tokens that are left, and later forwards are the model's own.
 
     Answers are cached if each row goes on with its own tokens, ``follows_rows`` (in beam search
     rows change places), and if what is computed token by token is to be kept, ``keeps_decoded``.
@@ -69,6 +76,8 @@ class Generation:
         follows_rows: bool,
         keeps_decoded: bool,
         variant: str | None,
+        find_batcher: Callable[[], Batcher | None] | None = None,
+        max_length: int = 0,
     ) -> None:
         self._runner = runner
         self._prefiller = prefiller
@@ -79,6 +88,10 @@ class Generation:
         self._eos = frozenset(eos_token_ids)
         self._keeps_decoded = keeps_decoded
         self._variant = variant
+        self._find_batcher = find_batcher  # None: no batch can compute what the options ask for
+        self._batcher: Batcher | None = None
+        self._max_length = max_length  # columns of prompts and answers
+        self._is_batched = False
         self._keeps_answers = follows_rows and keeps_decoded
         self._rows: list[_Row] = []
         self._prefills: dict[bytes, Prefill] = {}
@@ -93,6 +106,10 @@ class Generation:
 
     def __enter__(self) -> Generation:
         """Arm the first forward."""
+        self._arm()
+        return self
+
+    def _arm(self) -> None:
         model, store = self._runner.model, self._store
         stand_in = partial(_stand_in_for, cache_name=self._runner.cache_name)
         self._undo = ExitStack()
@@ -101,7 +118,6 @@ class Generation:
             # Prompts have any length, and each new one would be compiled for itself.
             self._undo.enter_context(replaced(store, model, "_compiled_call_impl", _nothing))
         _armed[id(self.cache)] = self
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Disarm it, and let go of the prompts."""
@@ -127,7 +143,12 @@ class Generation:
         if is_first:
             if self._streamer is not None:
                 self._streamer.tell_first(input_ids[:, -1])
-            self._publish_prompts()
+            if not self._is_batched:
+                self._publish_prompts()
+        if self._is_batched:
+            assert self._batcher is not None
+            self._batcher.take_rows(input_ids[:, -1].tolist())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
         if self._keeps_answers:
             self._keep_boundaries()
@@ -142,6 +163,10 @@ class Generation:
 
     def publish(self, output: Any) -> None:
         """Make the answers findable, once ``generate`` has returned ``output``."""
+        if self._is_batched:
+            assert self._batcher is not None
+            self._batcher.end_rows()
+            return
         if self._ids is None or not self._keeps_answers:
             return
         # Where the host does not wait for each token, as on MPS, the last one may be taken back.
@@ -161,11 +186,14 @@ class Generation:
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
 
-    def first_forward(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Compute what is left of the prompts, in the place of the model's first forward.
+    def forward(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Compute what is left of the prompts or the next tokens, in the place of ``forward``.
 
         It is called as ``forward`` is, and returns what that does, of the last token at least.
         """
+        if self._is_batched:
+            with self._runner.within(forward):
+                return self._computed()
         self._disarm()  # from here on the model is as it was, and may be looked at
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
@@ -176,6 +204,17 @@ class Generation:
             self.bypass = fingerprint.foreign[0] if fingerprint.foreign else "hidden tokens"
             self._keeps_answers = False
             return forward(**kwargs)
+        try:
+            with self._runner.within(forward):
+                self._is_batched = self._begin_batch(prompts)
+                if self._is_batched:
+                    output = self._computed()
+                    self._arm()  # for the forwards that follow
+                    return output
+        except torch.OutOfMemoryError:  # in the loop a prompt may be computed in smaller parts
+            self._is_batched = False
+            if self._batcher is not None:
+                self._batcher.drop()
         while True:
             try:
                 with self._runner.within(forward):
@@ -183,6 +222,62 @@ class Generation:
             except torch.OutOfMemoryError as error:  # noqa: PERF203 - it ends with the memory
                 if _is_batch(prompts) or not self._retries(error):
                     raise
+
+    def _begin_batch(self, prompts: Sequence[Prompt]) -> bool:
+        """Begin to compute the rows as a batch, and return True, if that is quicker."""
+        is_single, alike = len(prompts) == 1, Counter(prompt.key for prompt in prompts)
+        if self._find_batcher is None or self._runner.fingerprint.has_foreign:
+            return False
+        if not is_single and min(len(prompt.tokens) for prompt in prompts) < 2:
+            return False
+        self._batcher = batcher = self._find_batcher()
+        if batcher is None:
+            return False
+        if not batcher.has_room([self._max_length - prompt.padding for prompt in prompts]):
+            return False
+        batcher.configure()
+        batcher.begin()
+        batcher.warm_up(len(prompts))
+        if not batcher.replays(len(prompts)):
+            return False
+        named = self._checkpoints_of(prompts)
+
+        def submit() -> list[BatchRequest]:
+            made: dict[bytes, Iterator[BatchRequest]] = {}
+            for prompt in prompts:
+                if prompt.key in made:
+                    continue
+                tokens = prompt.tokens if is_single else prompt.tokens[:-1]
+                settings = AnswerSettings(
+                    max_new_tokens=self._max_length,
+                    num_answers=alike[prompt.key],
+                    eos_token_ids=self._eos,
+                    is_greedy=True,
+                )
+                requests = batcher.submit(
+                    "generate",
+                    tokens,
+                    settings,
+                    seed=0,
+                    # Rows wait for each other at their last tokens, which are computed together.
+                    first_token=None if is_single else int(prompt.tokens[-1]),
+                    cache_salt=self._cache_salt,
+                    checkpoints=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
+                    will_continue=self._hint.will_continue,
+                    source=self._hint.source,
+                )
+                made[prompt.key] = iter(requests)
+            return [next(made[prompt.key]) for prompt in prompts]
+
+        batcher.begin_rows(submit)
+        return True
+
+    def _computed(self) -> Any:
+        """Compute the batch; return what the model would."""
+        assert self._batcher is not None
+        logits = self._batcher.compute_rows()
+        kind = transformers().modeling_outputs.CausalLMOutputWithPast
+        return kind(logits=logits[:, None], past_key_values=self.cache)
 
     def _retries(self, error: BaseException) -> bool:
         """Prepare for trying the one prompt again; it must have been begun, and get smaller."""
@@ -403,7 +498,7 @@ def _stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[...,
         generation = _armed.get(id(kwargs.get(cache_name)))
         if generation is None:  # somebody else's, or a later one
             return forward(*args, **kwargs)
-        return generation.first_forward(forward, kwargs)
+        return generation.forward(forward, kwargs)
 
     return stand_in
 

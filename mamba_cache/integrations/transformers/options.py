@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import distributed
 
 from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
 from mamba_cache.integrations.transformers.library import is_same, transformers
+from mamba_cache.integrations.transformers.presence import is_library
 
 __all__ = [
     "ARGUMENTS",
@@ -30,7 +32,9 @@ __all__ = [
     "OptionsReader",
     "ServedOptions",
     "has_librarys_loop",
+    "has_own_code",
     "join_config",
+    "max_new_tokens",
     "read_answer_config",
     "read_options",
     "without_text_types",
@@ -128,12 +132,18 @@ class ServedOptions:
         arguments: For ``generate``, beside the prompts, the cache and the stopping criteria.
         follows_rows: A row of the batch goes on with its own tokens, so that the states of its
             answer can be kept.
+        is_plain: So that a batch can compute it: nothing is returned of the model's cache.
+        max_new_tokens: Tokens of an answer; None: ``max_length`` counts the prompt too.
+        max_length: Tokens of prompt and answer.
         eos_token_ids: Tokens that end an answer.
         pad_token_id: What fills prompts up, None if nothing is configured.
     """
 
     arguments: dict[str, Any]
     follows_rows: bool
+    is_plain: bool
+    max_new_tokens: int | None
+    max_length: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
 
@@ -165,15 +175,39 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
             f"generation mode {mode!r} cannot be used with a prefix cache: {_OTHERS_CODE}; modes "
             f"that can: {sorted(ROWS_FOLLOWED | ROWS_MIXED)}"
         )
+    follows_rows = mode in ROWS_FOLLOWED and _is_known(config) and has_librarys_loop(model)
+    is_plain = not (config.return_dict_in_generate or model_arguments.keys() - {"attention_mask"})
     eos = _as_ids(config.eos_token_id)
     pad = _as_ids(config.pad_token_id) or eos
     return ServedOptions(
         # "dynamic" is what the cache hands over, and generate refuses to be told so then.
         _arguments(options, has_implementation=config.cache_implementation is not None),
-        mode in ROWS_FOLLOWED and _is_known(config) and has_librarys_loop(model),
+        follows_rows,
+        follows_rows and is_plain,
+        max_new_tokens(model, config),
+        config.max_length,
         eos,
         pad[0] if pad else None,
     )
+
+
+def max_new_tokens(model: Any, config: Any) -> int | None:
+    """Return the most tokens of an answer; None: ``max_length`` counts the prompt too."""
+    defaults: dict[str, Any] = getattr(type(config), "_get_default_generation_params", dict)()
+    own = getattr(_own_config(model), "max_length", None)
+    is_default = own is None and config.max_length == defaults.get("max_length", 20)
+    given: int | None = config.max_new_tokens
+    return config.max_length if given is None and is_default else given
+
+
+def has_own_code(options: Mapping[str, Any]) -> bool:
+    """Say whether the caller's own code is called for each token."""
+    lists = [options.get(name) or [] for name in ("logits_processor", "stopping_criteria")]
+    if not all(isinstance(each, list) for each in lists):
+        return True
+    given = [*chain.from_iterable(lists), options.get("streamer")]
+    is_foreign = any(one is not None and not is_library(type(one).__module__) for one in given)
+    return is_foreign or options.get("prefix_allowed_tokens_fn") is not None
 
 
 def without_text_types(options: dict[str, Any]) -> dict[str, Any]:

@@ -29,11 +29,13 @@ from mamba_cache.config import HashAlgorithm, SlotPolicyName
 from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
+    CapacityError,
     InvalidArgumentError,
     MissingStateError,
     ModelChangedError,
     NotCopyableError,
     StepOrderError,
+    UnresumableModelError,
 )
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers.batching.batcher import (
@@ -46,6 +48,7 @@ from mamba_cache.integrations.transformers.batching.calls import (
     check_batcher,
     configure,
 )
+from mamba_cache.integrations.transformers.batching.graphs import GRAPH_DEVICES
 from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -57,6 +60,7 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import (
     OptionsReader,
     ServedOptions,
+    has_own_code,
     without_text_types,
 )
 from mamba_cache.integrations.transformers.prefill import Prefiller, PrefillTask
@@ -287,6 +291,8 @@ class PrefixCache:
             fewest_tokens=self._batcher_settings.fewest_tokens,
         )
         self._batcher: Batcher | None = None
+        # Without capture the context saves no states inside of prompts.
+        self._can_batch = self._capture is not None  # False too once no batcher could be made
         if settings.verify_hits:
             self._store.sample_hits(settings.verify_hits)
         self._home = self._runner.placement()
@@ -372,6 +378,10 @@ class PrefixCache:
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._reuse_answers,
             variant=check_variant(variant),
+            find_batcher=self._find_batcher if self._may_batch(served, options) else None,
+            max_length=served.max_length
+            if served.max_new_tokens is None
+            else ids.shape[1] + served.max_new_tokens,
         ) as generation:
             own = options.get("stopping_criteria") or ()
             criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
@@ -396,6 +406,36 @@ class PrefixCache:
         elif generation.bypass:
             self._count_foreign()
         return output
+
+    def _may_batch(self, served: ServedOptions, options: Mapping[str, Any]) -> bool:
+        """Return whether a batch may compute a call of ``generate``: only where graphs may run.
+
+        Without them a decode step takes longer in a batch of few rows than in transformers' loop.
+        """
+        device = self._home[0].type
+        return (
+            device in GRAPH_DEVICES
+            and served.is_plain
+            and self._can_batch
+            and not has_own_code(options)
+            and not self._why_eager()
+            and not self._runner.is_compiled
+            and not torch.is_autocast_enabled(device)
+        )
+
+    def _find_batcher(self) -> Batcher | None:
+        """Return what runs batches, if the model can be run in batches and memory allows."""
+        try:
+            return self._ready_batcher()
+        except (
+            CapacityError,
+            InvalidArgumentError,
+            UnresumableModelError,
+            torch.OutOfMemoryError,
+        ) as error:
+            self._can_batch = isinstance(error, CapacityError)  # there may be room again
+            self._store.let_go()
+            return None
 
     @guarded(waits=True)
     def generate_batch(

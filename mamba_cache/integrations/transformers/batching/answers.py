@@ -14,7 +14,11 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.options import join_config, read_answer_config
+from mamba_cache.integrations.transformers.options import (
+    join_config,
+    max_new_tokens,
+    read_answer_config,
+)
 
 __all__ = ["AnswerSettings", "AnswerSettingsReader"]
 
@@ -106,24 +110,22 @@ class AnswerSettingsReader:
 
     def _read(self, joined: Any, prompt_tokens: int) -> tuple[AnswerSettings, bool]:
         config = copy.copy(joined)
-        has_length = config.max_new_tokens is None and not _has_default_length(self._model, config)
-        max_new_tokens = config.max_new_tokens
-        if max_new_tokens is None:
-            max_new_tokens = config.max_length - (prompt_tokens if has_length else 0)
-            if max_new_tokens < 1:
-                raise InvalidArgumentError(
-                    f"max_length must be more than the prompt's {prompt_tokens} tokens, got "
-                    f"{config.max_length}: set max_new_tokens instead"
-                )
-        check_int("max_new_tokens", max_new_tokens, minimum=1)
-        config.max_length = prompt_tokens + max_new_tokens
+        given = max_new_tokens(self._model, config)
+        most = config.max_length - prompt_tokens if given is None else given
+        if given is None and most < 1:
+            raise InvalidArgumentError(
+                f"max_length must be more than the prompt's {prompt_tokens} tokens, got "
+                f"{config.max_length}: set max_new_tokens instead"
+            )
+        check_int("max_new_tokens", most, minimum=1)
+        config.max_length = prompt_tokens + most
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
         # On the CPU: this thread must not wait for the device, which other requests use.
         processors = _processors(self._model, config, torch.zeros(1, prompt_tokens).long(), "cpu")
         eos = config._eos_token_tensor
         settings = AnswerSettings(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=most,
             num_answers=int(config.num_return_sequences or 1),
             eos_token_ids=frozenset([] if eos is None else eos.tolist()),
             is_greedy=not config.do_sample,
@@ -140,7 +142,7 @@ class AnswerSettingsReader:
             settings.make_processors = partial(_processors_for, self._model, config)
         if config.stop_strings:
             self._read_stops(settings, config)
-        return settings, is_plain and not has_length
+        return settings, is_plain and given is not None
 
     def _try_out(self, processors: Any, config: Any) -> None:
         """Call the processors once, on the CPU."""
@@ -196,11 +198,3 @@ def _processors(model: Any, config: Any, prompt: torch.Tensor, device: str) -> A
         device=device,
         model_kwargs={},
     )
-
-
-def _has_default_length(model: Any, config: Any) -> bool:
-    """Say whether no length is set: the library's default then counts new tokens."""
-    defaults: dict[str, Any] = getattr(type(config), "_get_default_generation_params", dict)()
-    return getattr(
-        model.generation_config, "max_length", None
-    ) is None and config.max_length == defaults.get("max_length", 20)

@@ -84,6 +84,8 @@ class BatchStats:
     """What ``generate_batch`` computed so far; ``stats()`` has what the cache did.
 
     Attributes:
+        generate_calls: Calls of ``generate`` that were computed as a batch; transformers' loop
+            called the model for the others.
         steps: Steps of all kinds.
         decode_steps: Steps in which a request decoded.
         decoded_tokens: Tokens that these brought.
@@ -105,6 +107,7 @@ class BatchStats:
         prefill_eager_reason: Why rectangles are not captured; empty if they are.
     """
 
+    generate_calls: int = 0
     steps: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0
@@ -152,6 +155,7 @@ class _Decoding:
     by_row: list[BatchRequest | None] = field(default_factory=list)  # of the batch
     size: int = 0  # rows of the batch
     is_simple: bool = True  # the likeliest token is taken for all of them
+    places: torch.Tensor | None = None  # of a call of ``generate``: for each row its row here
 
 
 class Batcher:
@@ -226,8 +230,10 @@ class Batcher:
         self._decoding = _Decoding()
         self._num_requests = 0
         self._faulty: list[BatchRequest] = []  # requests whose last step failed
+        self._rows: list[BatchRequest] = []  # of a call of ``generate``
+        # The step that waits for their tokens, those that sample, and what it computed of prompts.
+        self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
         self.configure()
-        self._has_listeners = False
 
     def configure(
         self,
@@ -246,6 +252,8 @@ class Batcher:
         scheduler.max_requests = min(max_requests or own.max_requests, own.max_requests)
         self._is_eager = is_eager or own.is_eager
         self._wants_logprobs = wants_logprobs
+        self._has_listeners = False
+        scheduler.is_lockstep = False
 
     def submit(
         self,
@@ -258,11 +266,13 @@ class Batcher:
         checkpoints: Sequence[int] = (),
         will_continue: bool | None = None,
         source: Hashable = None,
+        first_token: int | None = None,
         tell: Callable[[str, int], None] | None = None,
     ) -> list[BatchRequest]:
         """Lets a prompt wait for its turn.
 
         ``seed`` is that of the first answer's draws; the seeds of the others follow from it.
+        ``first_token``, if it is known already, is that of each answer.
         ``tell`` is called with the name of each answer and each token of it.
 
         Returns:
@@ -298,6 +308,7 @@ class Batcher:
                 request_id=f"{request_id}__child#{number - 1}" if number else request_id,
                 settings=settings,
                 seed=(seed + number * _CHILD_SEED) & _SEED_MASK,
+                first_token=first_token,
             )
             for number in range(settings.num_answers)
         ]
@@ -333,6 +344,72 @@ class Batcher:
                 f"beside {num_held} pinned KV blocks: unpin some"
             )
         return min(longest, room)
+
+    def has_room(self, lengths: Sequence[int]) -> bool:
+        """Return whether sequences of these lengths can run at once, beside the pins."""
+        blocks, size = self.context.kv_block_allocator, self.context.block_size_tokens
+        num_free = blocks.pool_size - 1 - int(np.count_nonzero(self._store.pins.references))
+        return (
+            len(lengths) <= self._settings.max_requests
+            and max(lengths) <= self.context.config.max_sequence_length
+            and sum(-(-length // size) for length in lengths) <= num_free
+        )
+
+    def replays(self, count: int) -> bool:
+        """Return whether decode steps of ``count`` requests are replayed from CUDA graphs."""
+        return self._size_for(count) in self._graphs.sizes
+
+    def begin_rows(self, submit: Callable[[], list[BatchRequest]]) -> None:
+        """Begin a call of ``generate``: ``submit`` returns a request for each of its rows.
+
+        Then ``compute_rows`` and ``take_rows`` take turns. There must be room for all rows.
+        """
+        self._scheduler.is_lockstep = True
+        self._rows = submit()
+        self.counts["generate_calls"] += 1
+
+    def compute_rows(self) -> torch.Tensor:
+        """Run steps until all rows wait for a token; return its logits, [rows, vocabulary].
+
+        Those of a row that is over mean nothing.
+        """
+        while True:
+            step, _ = self._begin_step()
+            assert step is not None  # ``has_room`` saw to it
+            computed, logits = self._compute(step)
+            self._runner.fingerprint.confirm()
+            requests = [self._scheduler.find(key) for key in step.sampling_ids]
+            firsts = {one.key: one.first_token for one in self._rows if one.first_token is not None}
+            if requests and (logits is not None or not firsts):
+                break
+            known = [firsts[one.key] for one in requests]
+            self._commit(step, np.array(known, dtype=np.int64), firsts, computed)
+        self._open = step, requests, computed
+        if logits is None:
+            return computed[-1].logits
+        decoding = self._decoding
+        if decoding.places is None:
+            others = decoding.requests[0]
+            rows = [decoding.by_row.index(others if o.is_over else o) for o in self._rows]
+            decoding.places = ints_to_device(rows, self.context.device)
+        return logits.index_select(0, decoding.places)
+
+    def take_rows(self, tokens: Sequence[int]) -> None:
+        """Take the token of each row."""
+        assert self._open is not None
+        (step, requests, computed), self._open = self._open, None
+        chosen = {one.key: token for one, token in zip(self._rows, tokens, strict=True)}
+        self._commit(step, np.array([chosen[one.key] for one in requests]), {}, computed)
+
+    def end_rows(self) -> None:
+        """End the call; what it cached stays findable."""
+        for one in self._rows:
+            if not one.is_over:
+                self._offer(one)
+                self.end(one)
+        self._rows = []
+        if self._store.tiers is not None:
+            self._store.tiers.spill()
 
     @property
     def num_unfinished(self) -> int:
@@ -399,21 +476,11 @@ class Batcher:
         Raises:
             ModelChangedError: The model's weights are others than those of cached prefixes.
         """
-        if self._scheduler.is_steady:
-            self._close_ranks()
-        step = self._scheduler.begin_step()
-        over = []
-        for request in self._scheduler.failed:
-            self.end(request)
-            over.append(request)
+        step, over = self._begin_step()
         if step is None:
             return over
         try:
-            most = self._scheduler.max_chunk_tokens
-            computed = []
-            if step.prefills:
-                computed = self._prefill.compute(step, most, is_eager=self._is_eager)
-            logits = self._compute_decodes(step)
+            computed, logits = self._compute(step)
             tokens, firsts = self._choose(step, logits, computed)
             # By now all is enqueued: the comparison of the weights was done beside it.
             self._runner.fingerprint.confirm()
@@ -422,6 +489,22 @@ class Batcher:
         except Exception as error:
             return over + self._take_back(step, error)
         return over + self._commit(step, tokens, firsts, computed)
+
+    def _begin_step(self) -> tuple[Step | None, list[BatchRequest]]:
+        """Begin a step, if there is one; return it and the requests that cannot run."""
+        if self._scheduler.is_steady:
+            self._close_ranks()
+        step, failed = self._scheduler.begin_step(), self._scheduler.failed
+        for request in failed:
+            self.end(request)
+        return step, failed
+
+    def _compute(self, step: Step) -> tuple[list[ComputedChunks], torch.Tensor | None]:
+        """Compute a step: what is computed of prompts, and the logits of decoding requests."""
+        computed, most = [], self._scheduler.max_chunk_tokens
+        if step.prefills:
+            computed = self._prefill.compute(step, most, is_eager=self._is_eager)
+        return computed, self._compute_decodes(step)
 
     def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
         """Preempt all requests after a step that failed; return those that end with its fault."""
@@ -762,6 +845,7 @@ class Batcher:
         self._scheduler.reset()
         self._decoding = _Decoding()
         self._faulty.clear()
+        self._rows, self._open = [], None
         self._has_listeners = False
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepGraphs"]
+__all__ = ["GRAPH_DEVICES", "StepGraphs"]
+
+GRAPH_DEVICES = frozenset({"cuda"})
 
 _WARM_UPS = 2
 """The first run compiles kernels and may time them; the second one runs as all later ones do."""
@@ -76,7 +78,7 @@ class StepGraphs:
             self._drop()
             self._made_for = made_for
         self._reason = ""
-        if self.device.type != "cuda":
+        if self.device.type not in GRAPH_DEVICES:
             self._reason = f"CUDA graphs need a CUDA device, the model is on {self.device}"
         elif self._moves >= _MAX_MOVES:
             self._reason = "the model's weights move, or its settings change, from call to call"

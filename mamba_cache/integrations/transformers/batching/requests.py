@@ -23,6 +23,7 @@ class BatchRequest(QueuedRequest):
     request_id: str  # its caller's name for it; ``key`` is the context's
     settings: AnswerSettings  # how the answer is made
     seed: int  # of its draws
+    first_token: int | None = None  # of its answer, if that is known beforehand
     tell: Callable[[int], None] | None = None  # called with each token
     answer: list[int] = field(default_factory=list)  # its tokens so far
     # Their log-probabilities, if they are asked for.
