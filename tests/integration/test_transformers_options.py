@@ -30,8 +30,10 @@ from transformers_rig import (
     join,
     make_cache,
     make_model,
+    num_batched,
     plain,
     skipped,
+    take_batches,
     text,
 )
 
@@ -298,14 +300,27 @@ def scattered(source, settings):
     return places
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_configurations_answer_and_publish_as_without_a_cache(model, seed):
-    """Conversations of several turns, each under another configuration from up to three places."""
+@pytest.mark.parametrize(
+    ("is_batched", "seed"),
+    [(False, seed) for seed in range(8)] + [(True, seed) for seed in range(6)],
+)
+def test_random_configurations_answer_and_publish_as_without_a_cache(
+    model, is_batched, seed, monkeypatch
+):
+    """Conversations of several turns, each under another configuration from up to three places.
+
+    Those without beams are computed by the library's loop and by batches.
+    """
+    choices, expected_batched = CHOICES, 0
+    if is_batched:
+        take_batches(monkeypatch)
+        choices = {**CHOICES, "num_beams": [1]}
     source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    cache = make_cache(model, reuse_answers=source.random() < 0.8)
+    settings = {"segment_tokens": 64 * BLOCK} if is_batched else {}  # the loop takes longer prompts
+    cache = make_cache(model, reuse_answers=source.random() < 0.8, **settings)
     ids = text(generator, source.randint(1, 4 * BLOCK))
     for turn in range(4):
-        settings = {name: source.choice(values) for name, values in CHOICES.items()}
+        settings = {name: source.choice(values) for name, values in choices.items()}
         settings = {name: value for name, value in settings.items() if value is not None}
         if settings["num_beams"] == 1 and not settings["do_sample"]:
             settings["num_return_sequences"] = 1
@@ -330,6 +345,9 @@ def test_random_configurations_answer_and_publish_as_without_a_cache(model, seed
         actual = cache.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert torch.equal(actual, expected), settings
         cache.check_invariants()
+        # A row of one token has none to wait before for the others.
+        expected_batched += is_batched and (len(actual) == 1 or ids.shape[1] > 1)
+        assert num_batched(cache) == expected_batched
         for row in actual.tolist():
             assert_published_states_are_right(model, cache, row)
         ids = join(actual[:1], text(generator, source.randint(1, BLOCK)))

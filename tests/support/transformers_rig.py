@@ -9,7 +9,8 @@ transformers = pytest.importorskip("transformers", reason="needs the extra trans
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from mamba_cache.integrations.transformers import PrefixCache  # noqa: E402
+from mamba_cache.integrations.transformers import PrefixCache, prefix_cache  # noqa: E402
+from mamba_cache.integrations.transformers.batching.batcher import Batcher  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -260,6 +261,18 @@ def cached(cache: PrefixCache, ids: torch.Tensor, **options: object):
     output = cache.generate(ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options})
     cache.check_invariants()
     return output
+
+
+def take_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `generate` compute what it can as a batch, as where CUDA graphs are replayed."""
+    monkeypatch.setattr(prefix_cache, "GRAPH_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(Batcher, "replays", lambda *_: True)
+
+
+def num_batched(cache: PrefixCache) -> int:
+    """Calls of `generate` that were computed as a batch; the loop computed the others."""
+    stats = cache.batch_stats()
+    return 0 if stats is None else stats.generate_calls
 
 
 def assert_same(expected, actual) -> None:

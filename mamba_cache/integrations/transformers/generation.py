@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache.blocks import ExtraKey
-from mamba_cache.errors import InvalidArgumentError, MambaCacheError
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
@@ -166,6 +168,11 @@ class Generation:
         if self._is_batched:
             assert self._batcher is not None
             self._batcher.end_rows()
+            if self._streamer is not None and not self._runner.fingerprint.is_current():
+                raise ModelChangedError(
+                    "the model was changed while generate ran, by a streamer: call reset(), for "
+                    "what is cached may come from both models"
+                )
             return
         if self._ids is None or not self._keeps_answers:
             return
@@ -224,53 +231,73 @@ class Generation:
                     raise
 
     def _begin_batch(self, prompts: Sequence[Prompt]) -> bool:
-        """Begin to compute the rows as a batch, and return True, if that is quicker."""
-        is_single, alike = len(prompts) == 1, Counter(prompt.key for prompt in prompts)
+        """Begin to compute the rows as a batch, if that is quicker; return whether it is.
+
+        Rows wait for each other before their last tokens, which are computed together.
+        """
+        is_single = len(prompts) == 1
         if self._find_batcher is None or self._runner.fingerprint.has_foreign:
             return False
-        if not is_single and min(len(prompt.tokens) for prompt in prompts) < 2:
+        can_wait = min(len(prompt.tokens) for prompt in prompts) > 1
+        if not is_single and (self._prefiller.fewest_tokens > 1 or not can_wait):
             return False
         self._batcher = batcher = self._find_batcher()
-        if batcher is None:
+        if batcher is None or not self._is_quicker(batcher, prompts):
             return False
-        if not batcher.has_room([self._max_length - prompt.padding for prompt in prompts]):
+        counts, named = Counter(prompt.key for prompt in prompts), self._checkpoints_of(prompts)
+        made: dict[bytes, Iterator[BatchRequest]] = {}
+        for prompt in prompts:
+            if prompt.key in made:
+                continue
+            tokens = prompt.tokens if is_single else prompt.tokens[:-1]
+            settings = AnswerSettings(
+                max_new_tokens=self._max_length,
+                num_answers=counts[prompt.key],
+                eos_token_ids=self._eos,
+                is_greedy=True,
+            )
+            requests = batcher.submit(
+                "generate",
+                tokens,
+                settings,
+                seed=0,
+                first_token=None if is_single else int(prompt.tokens[-1]),
+                cache_salt=self._cache_salt,
+                checkpoints=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
+                will_continue=self._hint.will_continue,
+                source=self._hint.source,
+            )
+            made[prompt.key] = iter(requests)
+        batcher.begin_rows([next(made[prompt.key]) for prompt in prompts])
+        return True
+
+    def _is_quicker(self, batcher: Batcher, prompts: Sequence[Prompt]) -> bool:
+        """Return whether a batch has room for the rows, and graphs for what they decode.
+
+        Of more new tokens than a step takes the library's own forward is the quicker one.
+        """
+        lengths = [self._max_length - prompt.padding for prompt in prompts]
+        own = {prompt.key: prompt.tokens for prompt in prompts}.values()
+        most = batcher.chunk_tokens
+        if not batcher.has_room(lengths) or (
+            sum(map(len, own)) > most and self._num_left(own) > most
+        ):
             return False
         batcher.configure()
         batcher.begin()
         batcher.warm_up(len(prompts))
-        if not batcher.replays(len(prompts)):
-            return False
-        named = self._checkpoints_of(prompts)
+        return batcher.replays(len(prompts))
 
-        def submit() -> list[BatchRequest]:
-            made: dict[bytes, Iterator[BatchRequest]] = {}
-            for prompt in prompts:
-                if prompt.key in made:
-                    continue
-                tokens = prompt.tokens if is_single else prompt.tokens[:-1]
-                settings = AnswerSettings(
-                    max_new_tokens=self._max_length,
-                    num_answers=alike[prompt.key],
-                    eos_token_ids=self._eos,
-                    is_greedy=True,
-                )
-                requests = batcher.submit(
-                    "generate",
-                    tokens,
-                    settings,
-                    seed=0,
-                    # Rows wait for each other at their last tokens, which are computed together.
-                    first_token=None if is_single else int(prompt.tokens[-1]),
-                    cache_salt=self._cache_salt,
-                    checkpoints=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
-                    will_continue=self._hint.will_continue,
-                    source=self._hint.source,
-                )
-                made[prompt.key] = iter(requests)
-            return [next(made[prompt.key]) for prompt in prompts]
-
-        batcher.begin_rows(submit)
-        return True
+    def _num_left(self, prompts: Iterable[npt.NDArray[np.int32]]) -> int:
+        """Count the tokens of prompts that are not cached."""
+        count, key = 0, self._runner.fingerprint.key
+        for tokens in prompts:
+            record = self._store.open(
+                tokens, cache_salt=self._cache_salt, lora_id=key, min_computed=1
+            )
+            count += len(tokens) - record.match.skip_tokens
+            record.close()
+        return count
 
     def _computed(self) -> Any:
         """Compute the batch; return what the model would."""

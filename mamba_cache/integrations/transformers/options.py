@@ -201,13 +201,12 @@ def max_new_tokens(model: Any, config: Any) -> int | None:
 
 
 def has_own_code(options: Mapping[str, Any]) -> bool:
-    """Say whether the caller's own code is called for each token."""
+    """Say whether code of the caller decides about tokens."""
     lists = [options.get(name) or [] for name in ("logits_processor", "stopping_criteria")]
     if not all(isinstance(each, list) for each in lists):
         return True
-    given = [*chain.from_iterable(lists), options.get("streamer")]
-    is_foreign = any(one is not None and not is_library(type(one).__module__) for one in given)
-    return is_foreign or options.get("prefix_allowed_tokens_fn") is not None
+    is_own = any(not is_library(type(one).__module__) for one in chain.from_iterable(lists))
+    return is_own or options.get("prefix_allowed_tokens_fn") is not None
 
 
 def without_text_types(options: dict[str, Any]) -> dict[str, Any]:

@@ -345,6 +345,11 @@ class Batcher:
             )
         return min(longest, room)
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of prompts in one step."""
+        return self._settings.chunk_tokens
+
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether sequences of these lengths can run at once, beside the pins."""
         blocks, size = self.context.kv_block_allocator, self.context.block_size_tokens
@@ -359,13 +364,13 @@ class Batcher:
         """Return whether decode steps of ``count`` requests are replayed from CUDA graphs."""
         return self._size_for(count) in self._graphs.sizes
 
-    def begin_rows(self, submit: Callable[[], list[BatchRequest]]) -> None:
-        """Begin a call of ``generate``: ``submit`` returns a request for each of its rows.
+    def begin_rows(self, rows: list[BatchRequest]) -> None:
+        """Begin a call of ``generate``, whose rows are all that was submitted.
 
         Then ``compute_rows`` and ``take_rows`` take turns. There must be room for all rows.
         """
         self._scheduler.is_lockstep = True
-        self._rows = submit()
+        self._rows = rows
         self.counts["generate_calls"] += 1
 
     def compute_rows(self) -> torch.Tensor:

@@ -1,0 +1,237 @@
+"""Calls of `generate` that are computed as batches: the same results, and which calls they are."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra transformers")
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import TopKLogitsWarper
+from transformers_rig import (
+    ANSWER,
+    BLOCK,
+    FAMILIES,
+    budgets,
+    join,
+    make_model,
+    num_batched,
+    skipped,
+    take_batches,
+    text,
+)
+from transformers_rig import make_cache as make_small_cache
+
+from mamba_cache.errors import ModelChangedError
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+
+LOOP_ONLY = {"kimi_linear", "bailing_hybrid", "inkling", "zaya"}
+"""Families whose batches the context cannot hold, or whose states it cannot take inside prompts."""
+
+OPTIONS = {"do_sample": False, "max_new_tokens": ANSWER, "eos_token_id": None}
+
+
+def make_cache(model, **settings):
+    """A cache whose steps take all prompts of a test whole."""
+    return make_small_cache(model, **{"segment_tokens": 64 * BLOCK, **settings})
+
+
+@pytest.fixture(autouse=True)
+def batches(monkeypatch):
+    take_batches(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared_model():
+    return make_model("nemotron_h")
+
+
+@pytest.fixture
+def model(shared_model):
+    shared_model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=2)
+    return shared_model
+
+
+@pytest.fixture
+def cache(model):
+    return make_cache(model)
+
+
+@pytest.fixture
+def prompt(generator):
+    return text(generator, 4 * BLOCK + 3)
+
+
+def both(model, cache, ids, mask=None, **options):
+    """What the model generates without a cache and with it, from the same seed."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    found = []
+    for one in (model, cache):
+        torch.manual_seed(11)
+        found.append(one.generate(ids, attention_mask=mask, **{**OPTIONS, **options}))
+    cache.check_invariants()
+    assert cache._batcher is None or not cache._batcher.context.statuses()
+    return found
+
+
+def assert_equal(model, cache, ids, mask=None, **options):
+    expected, actual = both(model, cache, ids, mask, **options)
+    assert torch.equal(actual, expected)
+    return actual
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_answers_misses_hits_and_rows_as_without_a_cache(name, generator):
+    model = make_model(name)
+    cache, prompt = make_cache(model), text(generator, 4 * BLOCK + 3)
+    for _ in range(2):
+        answer = assert_equal(model, cache, prompt)
+    turn = join(answer, text(generator, 3))
+    assert_equal(model, cache, turn, do_sample=True, top_k=20)
+    assert_equal(model, cache, prompt, do_sample=True, num_return_sequences=3)
+    rows = torch.cat([turn, turn.flip(1), turn.roll(5, 1)])
+    mask = torch.ones_like(rows)
+    rows[1, :7], mask[1, :7] = 0, 0
+    assert_equal(model, cache, rows, mask)
+    assert_equal(model, cache, rows, mask, do_sample=True, temperature=2.0)
+    assert num_batched(cache) == (0 if name in LOOP_ONLY else 6)
+    assert cache.stats().hits >= 4
+
+
+def test_answers_that_end_early_are_cached_to_their_end(model, cache, generator):
+    """A row that is over leaves the batch; the library fills it up with padding."""
+    rows = torch.cat([text(generator, 2 * BLOCK - 2) for _ in range(2)])
+    options = {"max_new_tokens": 3 * BLOCK}
+    alone = assert_equal(model, cache, rows[:1], **options)
+    eos = alone[0, 2 * BLOCK + 3].item()
+    cache.reset()
+    output = assert_equal(model, cache, rows, eos_token_id=eos, **options)
+    first = output[0].tolist()
+    end = first.index(eos, 2 * BLOCK - 2) + 1
+    turn = torch.tensor([first[:end] + [5, 6, 7] * 4])
+    hit = skipped(cache, lambda: assert_equal(model, cache, turn))
+    assert hit == min(end - 1, output.shape[1] - 1) // BLOCK * BLOCK
+    assert num_batched(cache) == 2  # since the reset
+
+
+class Ear:
+    """A streamer of the caller's own."""
+
+    def __init__(self, at=-1, act=None):
+        self.heard, self._at, self._act = [], at, act
+
+    def put(self, value):
+        self.heard.append(value.tolist())
+        if len(self.heard) == self._at:
+            self._act()
+
+    def end(self):
+        self.heard.append("end")
+
+
+def test_streamers_are_told_the_same(model, cache, prompt):
+    heard = []
+    for one in (model, cache):
+        ear = Ear()
+        one.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=ear, **OPTIONS)
+        heard.append(ear.heard)
+    assert heard[0] == heard[1]
+    assert len(heard[0]) == ANSWER + 2
+    assert num_batched(cache) == 1
+
+
+def test_a_streamer_that_raises_ends_the_call_and_keeps_the_cache(model, cache, prompt):
+    def fail():
+        raise RuntimeError("gone away")
+
+    with pytest.raises(RuntimeError, match="gone away"):
+        cache.generate(prompt, streamer=Ear(4, fail), **OPTIONS)
+    cache.check_invariants()
+    assert not cache._batcher.context.statuses()
+    assert "forward" not in vars(model)
+    assert_equal(model, cache, prompt)
+    assert num_batched(cache) == 2
+    assert cache.stats().hits == 1
+
+
+def test_a_streamer_that_changes_the_model_is_noticed(cache, prompt, monkeypatch):
+    model = make_model("nemotron_h", seed=3)
+    cache = make_cache(model)
+    scale = model.config.time_step_min
+    change = Ear(4, lambda: setattr(model.config, "time_step_min", scale * 2))
+    with pytest.raises(ModelChangedError, match="while generate ran, by a streamer"):
+        cache.generate(prompt, streamer=change, **OPTIONS)
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("options", "is_batched"),
+    [
+        ({}, True),
+        ({"max_new_tokens": 1}, True),
+        ({"max_length": 60}, True),
+        ({"stop_strings": None, "max_time": 60.0, "guidance_scale": 1.5}, True),
+        ({"do_sample": True, "repetition_penalty": 1.3, "min_new_tokens": 3}, True),
+        ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(3)])}, True),
+        ({"return_dict_in_generate": True, "output_scores": True}, False),
+        ({"num_beams": 2}, False),
+        ({"logits_processor": [lambda _, scores: scores]}, False),
+        ({"stopping_criteria": [lambda ids, _: torch.zeros(len(ids)).bool()]}, False),
+        ({"prefix_allowed_tokens_fn": lambda *_: [5, 6, 7]}, False),
+        ({"max_new_tokens": 2**20, "max_time": 0.0}, False),  # the blocks do not hold it
+    ],
+    ids=lambda value: "-".join(value) or "none" if isinstance(value, dict) else str(value),
+)
+def test_which_calls_are_batched(model, cache, prompt, options, is_batched):
+    if options.get("max_length"):
+        options = {"max_new_tokens": None, **options}
+    expected, actual = both(model, cache, prompt, **options)
+    tokens = [getattr(output, "sequences", output) for output in (expected, actual)]
+    assert torch.equal(*tokens)
+    assert num_batched(cache) == is_batched
+    assert cache.stats().requests == 1
+
+
+def test_settings_and_code_that_graphs_do_not_serve(model, cache, prompt, monkeypatch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache.generate(prompt, **OPTIONS)
+    hook = model.model.register_forward_hook(lambda *_: None)
+    cache.generate(prompt, variant="hooked", **OPTIONS)
+    hook.remove()
+    eager = make_cache(model, cuda_graphs=False)
+    assert_equal(model, eager, prompt)
+    assert (num_batched(cache), num_batched(eager)) == (0, 0)
+    monkeypatch.setattr(Batcher, "replays", lambda *_: False)
+    assert_equal(model, cache, prompt)
+    assert num_batched(cache) == 0
+    assert cache.stats().requests == 3
+
+
+def test_more_new_tokens_than_a_step_takes_are_the_loops(model, generator):
+    cache, prompt = make_cache(model, segment_tokens=2 * BLOCK), text(generator, 3 * BLOCK + 1)
+    for number in range(3):
+        assert_equal(model, cache, prompt)
+        assert num_batched(cache) == number
+
+
+def test_sequences_that_the_blocks_do_not_hold_are_the_loops(model, cache, prompt):
+    small = make_cache(model, **budgets(cache, slots=4, blocks=5))
+    for count, number in ((2 * BLOCK, 0), (5, 1)):
+        assert_equal(model, small, prompt, max_new_tokens=count)
+        assert num_batched(small) == number
+
+
+def test_memory_that_runs_out_leaves_the_prompt_to_the_loop(model, cache, prompt, monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("too much")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Batcher, "_compute", run_out)
+        assert_equal(model, cache, prompt)
+    assert cache.stats().saved_states > 0
+    assert skipped(cache, lambda: assert_equal(model, cache, prompt)) == 4 * BLOCK
+    with monkeypatch.context() as patches:
+        patches.setattr(Batcher, "__init__", run_out)
+        other = make_cache(model)
+        assert_equal(model, other, prompt)
+    assert_equal(model, other, prompt)
+    assert num_batched(other) == 0  # it is not tried again
