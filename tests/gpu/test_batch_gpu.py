@@ -104,6 +104,34 @@ def test_keys_and_values_past_the_reach_of_32_bits_are_written(generator):
     assert int((pool.view(torch.int64) != 0).any(-1).sum()) == 2 * 3 * 8
 
 
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text", "mamba2"])
+def test_calls_of_generate_are_replayed_and_answer_as_the_model_does(family, generator):
+    """A prompt twice, sampled with processors, and rows of different lengths."""
+    model, prompts = make_model(family, torch.float32), prompts_of(generator, 4)
+    cache = make_cache(model)
+    longest = max(map(len, prompts))
+    rows = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device="cuda")
+    options = {"max_new_tokens": 16, "eos_token_id": None, "do_sample": False}
+    sampled = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "num_return_sequences": 2}
+    calls = [(rows[-1:], {}), (rows[-1:], {}), (rows[-1:], sampled), (rows, {})]
+    for ids, others in calls:
+        found = []
+        for one in (model, cache):
+            torch.manual_seed(5)
+            mask = (ids > 0).long()
+            found.append(one.generate(ids, attention_mask=mask, **{**options, **others}))
+        assert torch.equal(*found)
+        cache.check_invariants()
+    stats = cache.batch_stats()
+    assert stats.generate_calls == len(calls)
+    assert stats.eager_steps == 0, stats.eager_reason
+    assert stats.replays == stats.decode_steps > 0
+    assert cache.stats().hits > 0
+    dictionary = cache.generate(rows[-1:], return_dict_in_generate=True, **options)
+    assert dictionary.past_key_values.layers
+    assert cache.batch_stats().generate_calls == len(calls)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generator, monkeypatch):

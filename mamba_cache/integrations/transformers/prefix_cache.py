@@ -131,10 +131,11 @@ class PrefixCache:
             only which tensors they are and PyTorch's count of writes, which fused optimizers,
             ``.data`` and inference tensors bypass.
         max_requests: Requests that ``generate_batch`` runs at once. The states that they read and
-            write take room beside the budgets from its first call on, as the caches of ``generate``
-            do while they run; their keys and values are in the budget.
-        cuda_graphs: Whether ``generate_batch`` replays decode steps and short chunks of prompts
-            from CUDA graphs. Their memory is beside the budgets; ``batch_stats()`` has it.
+            write take room beside the budgets from the first call on that is computed as a batch;
+            their keys and values are in the budget.
+        cuda_graphs: Whether decode steps and short chunks of prompts are replayed from CUDA graphs,
+            in ``generate_batch`` and in calls of ``generate`` that a batch can compute. Their
+            memory is beside the budgets; ``batch_stats()`` has it.
         host_cache_gb: Budget in GiB for prefixes in host memory, of what the budgets above do not
             hold. Default: none are kept there.
         disk_cache_path: A directory in which prefixes outlive the process: a second one with the
@@ -655,7 +656,7 @@ class PrefixCache:
         manager.run(batcher, begin)
 
     def batch_stats(self) -> BatchStats | None:
-        """Return what ``generate_batch`` did so far, None before its first call."""
+        """Return what batches did so far, those of ``generate`` too; None before the first."""
         return None if self._batcher is None else self._batcher.stats()
 
     def _ready_batcher(self) -> Batcher:

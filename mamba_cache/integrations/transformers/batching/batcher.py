@@ -81,11 +81,11 @@ class BatcherSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """What ``generate_batch`` computed so far; ``stats()`` has what the cache did.
+    """What batches computed so far; ``stats()`` has what the cache did.
 
     Attributes:
-        generate_calls: Calls of ``generate`` that were computed as a batch; transformers' loop
-            called the model for the others.
+        generate_calls: Calls of ``generate`` that were computed as a batch. The model's own
+            forwards computed the others.
         steps: Steps of all kinds.
         decode_steps: Steps in which a request decoded.
         decoded_tokens: Tokens that these brought.
