@@ -97,6 +97,14 @@ def test_every_family_answers_misses_hits_and_rows_as_without_a_cache(name, gene
     assert cache.stats().hits >= 4
 
 
+def test_rows_with_a_common_beginning_wait_for_the_one_that_computes_it(model, cache, prompt):
+    """They are at different places then, and get on together from their last tokens on."""
+    whole = prompt[:, : 4 * BLOCK]
+    rows = torch.cat([join(whole, whole[:, i : i + 3]) for i in range(3)])
+    assert skipped(cache, lambda: assert_equal(model, cache, rows)) == 2 * 4 * BLOCK
+    assert num_batched(cache) == 1
+
+
 def test_answers_that_end_early_are_cached_to_their_end(model, cache, generator):
     """A row that is over leaves the batch; the library fills it up with padding."""
     rows = torch.cat([text(generator, 2 * BLOCK - 2) for _ in range(2)])
