@@ -22,7 +22,7 @@ from tier_fault_rig import FAULTS, inject
 COLUMNS = (
     "fault", "injected", "restored rightly", "refused, by reason", "wrong", "hung", "leaked",
 )  # fmt: skip
-RARE = {"killed writer": 0.15, "stale generation": 0.3, "truncated file": 0.5, "aborted": 0.5}
+RARE = {"killed writer": 0.15, "aborted": 0.5}
 """What takes longer is injected less often: these parts of the others' number."""
 
 

@@ -116,7 +116,7 @@ def draw_layers() -> None:
 def draw_entry() -> None:
     """Draw the life of an entry: down to the disk, and verified on its way up."""
     axes = _canvas(66, 58)
-    rows = ((45, "GPU", "slots, blocks"), (29, "host", "pinned rows"), (13, "disk", "slabs"))
+    rows = ((45, "GPU", "slots, blocks"), (29, "host", "pinned rows"), (13, "disk", "files"))
     steps = {
         45: (("step commits", BLOCK), ("found by hash", STATE), ("evicted", SKIPPED)),
         29: (("spilled", BLOCK), ("found by digest", STATE), ("evicted", SKIPPED)),

@@ -178,7 +178,6 @@ def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTi
         secret=config.hash_secret,
         state_bytes=sizes[EntryKind.STATE],
         kv_bytes=sizes[EntryKind.KV],
-        state_share=config.host_state_share,
         write_on_use=config.write_on_use,
     )
 

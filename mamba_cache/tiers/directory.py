@@ -5,8 +5,7 @@
     PATH/secret                                                the key of hashes and MACs
         /mc1-<first 32 digits of the identity>/identity.json   whose folder it is, canonical
                                               /lock            held by the process that uses it
-                                              /states.slab     rows of states
-                                              /kv.slab         rows of KV blocks
+                                              /<key>           one entry: tenant-kind-digest-rank
 
 Folders have mode 0700 and files 0600, and all belong to this user. What differs is refused, and so
 is a link. ``identity.json`` is the marker of a folder: without it, or where it does not fit the
@@ -29,36 +28,34 @@ from typing import Final
 from weakref import finalize
 
 from mamba_cache.errors import InvalidArgumentError, TierInUseError
-from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.entry import EntryKey
 from mamba_cache.tiers.identity import CacheIdentity
 
 __all__ = [
+    "NEW",
     "CacheFolder",
     "FolderLock",
     "cache_secret",
+    "entry_name",
     "folder_of",
     "folders",
+    "named_entry",
     "open_folder",
     "open_own_file",
     "remove_folder",
-    "slab_path",
 ]
+
+NEW: Final = ".new"
+"""Ends the name of a file that is being written."""
 
 _IDENTITY_FILE: Final = "identity.json"
 _LOCK_FILE: Final = "lock"
 _SECRET_FILE: Final = "secret"
 _SECRET_BYTES: Final = 32
-_NEW: Final = ".tmp"
 _PATIENCE: Final = 0.05
 _PREFIX: Final = "mc1-"
-_SLABS: Final = {EntryKind.STATE: "states.slab", EntryKind.KV: "kv.slab"}
-_OWN_FILES: Final = (
-    *_SLABS.values(),
-    _IDENTITY_FILE + _NEW,
-    _IDENTITY_FILE,
-    _LOCK_FILE,
-)
-"""In the order in which they are deleted: the marker goes after the files that it vouches for."""
+_FORMER: Final = ("states.slab", "kv.slab")
+"""Files of former versions, which nothing reads any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +171,7 @@ def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
         lock = FolderLock(folder)
         try:
             _put_marker(fd, folder, identity)
+            _delete(fd, [*_FORMER, *(name for name in os.listdir(fd) if name.endswith(NEW))])
             os.utime(folder)
         except OSError:
             lock.release()
@@ -189,7 +187,7 @@ def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
         names = set(os.listdir(fd))
         if _IDENTITY_FILE in names:  # another process has written it meanwhile
             return _check_marker(fd, folder, identity)
-        is_ours = not names - {_LOCK_FILE, _IDENTITY_FILE + _NEW}
+        is_ours = not names - {_LOCK_FILE, _IDENTITY_FILE + NEW}
     if not is_ours:
         raise InvalidArgumentError(
             f"disk_cache_path: {folder} has other files than those of this cache: move the folder "
@@ -197,9 +195,17 @@ def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
         )
 
 
-def slab_path(folder: Path, kind: EntryKind) -> Path:
-    """Return the file with a folder's entries of one kind."""
-    return folder / _SLABS[kind]
+def entry_name(key: EntryKey) -> str:
+    """Return the name of an entry's file in the folder of its identity."""
+    return "-".join(str(key).split("/")[2:])
+
+
+def named_entry(identity: CacheIdentity, name: str) -> EntryKey | None:
+    """Return the entry whose file has a name; None if the name is no entry's."""
+    try:
+        return EntryKey.parse(f"mc1/{identity.digest.hex()}/{name.replace('-', '/')}")
+    except InvalidArgumentError:
+        return None
 
 
 def folders(path: Path) -> list[CacheFolder]:
@@ -231,12 +237,12 @@ def remove_folder(folder: CacheFolder) -> None:
         OSError: It cannot be deleted.
     """
     with _own_folder(folder.path) as fd:
-        _read_marker(fd, folder.path)
+        identity = _read_marker(fd, folder.path)
         lock = FolderLock(folder.path)
         try:
-            for name in _OWN_FILES:
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=fd)
+            entries = [name for name in os.listdir(fd) if _is_entry(identity, name)]
+            # The marker goes after the files that it vouches for.
+            _delete(fd, [*entries, *_FORMER, _IDENTITY_FILE + NEW, _IDENTITY_FILE, _LOCK_FILE])
         finally:
             lock.release()
     try:
@@ -244,6 +250,17 @@ def remove_folder(folder: CacheFolder) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
+
+
+def _is_entry(identity: CacheIdentity, name: str) -> bool:
+    return named_entry(identity, name.removesuffix(NEW)) is not None
+
+
+def _delete(folder: int, names: list[str]) -> None:
+    """Delete those files of a folder that are there."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
 
 @contextmanager
@@ -335,9 +352,8 @@ def _put_marker(folder: int, path: Path, identity: CacheIdentity) -> None:
     """Write the marker of a folder, all of it or nothing, unless it is there."""
     if _IDENTITY_FILE in os.listdir(folder):
         return
-    new = _IDENTITY_FILE + _NEW
-    with suppress(FileNotFoundError):  # of a process that has ended while it wrote
-        os.unlink(new, dir_fd=folder)
+    new = _IDENTITY_FILE + NEW
+    _delete(folder, [new])  # of a process that has ended while it wrote
     _write_new(folder, path, new, identity.canonical)
     os.replace(new, _IDENTITY_FILE, src_dir_fd=folder, dst_dir_fd=folder)
 

@@ -55,8 +55,8 @@ class TierStats:
         is_healthy: Whether calls are taken now.
         entries: Entries that can be found now, by kind: "kv" and "state".
         rows: Rows that there may be, by kind.
-        ready_rows: Rows that can be used now, by kind: pinned memory and files grow in time.
-        row_bytes: Bytes of one row, by kind.
+        ready_rows: Rows that can be used now, by kind: pinned memory grows in time.
+        row_bytes: Bytes of one row or file, by kind.
         loads: Entries asked for.
         restored: Entries that were read by a hit and verified.
         refused: Entries that were looked for and not restored, by reason.
@@ -67,7 +67,7 @@ class TierStats:
             copies were under way), "no_row" (each was being read or written), "refused" (the policy
             finds the others worth more), "gone" (it left the GPU before its copy was over) and
             "copy_failed" (the copy raised). Disk and store have "first_use",
-            "in_flight", "queue_full", "unhealthy" and "aborted"; the disk also "no_row",
+            "in_flight", "queue_full", "unhealthy" and "aborted"; the disk also
             "disk_full" and "io_error"; the store also "unconfirmed", "not_removed", "timed_out",
             "error" and the values of ``StoreFault``.
         evicted: Entries given up for others.
@@ -76,9 +76,7 @@ class TierStats:
         read_seconds: Time in which threads read and verified them, in sum.
         write_seconds: Time in which threads digested and wrote them.
         disk_bytes: What the files take on the disk.
-        is_direct: Whether reads and writes go past the page cache (``O_DIRECT``).
         recovered: Entries that were there when the disk was opened.
-        not_recovered: Rows that held something else then, by reason.
         io_errors: Reads, writes and waits that the system refused, a full disk not counted.
         asks: Questions what the store has.
         faults: What the store answered instead of doing what it was asked, by ``StoreFault``, key
@@ -107,9 +105,7 @@ class TierStats:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     disk_bytes: int = 0
-    is_direct: bool = False
     recovered: int = 0
-    not_recovered: Mapping[str, int] = field(default_factory=dict)
     io_errors: int = 0
     asks: int = 0
     faults: Mapping[str, int] = field(default_factory=dict)

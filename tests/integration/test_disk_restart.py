@@ -7,12 +7,11 @@ import sys
 
 import pytest
 import restart_rig
+from disk_rig import entry_files, turn_bits
 from restart_rig import NUM_TOKENS, PROMPT_TOKENS, make_engine, prompts, run
 
 from mamba_cache.reference import Engine, SamplingParams
-from mamba_cache.tiers import EntryKind
-from mamba_cache.tiers.directory import slab_path
-from mamba_cache.tiers.slab import PAGE_BYTES
+from mamba_cache.tiers.files import PAGE_BYTES
 
 
 def in_another_process(path, *seeds):
@@ -82,19 +81,13 @@ def test_another_identity_finds_nothing(tmp_path, change) -> None:
 
 
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path) -> None:
-    """Every other row is damaged: what is whole is used, the rest is computed and counted."""
+    """Every other file is damaged: what is whole is used, the rest is computed and counted."""
     first = make_engine(tmp_path)
     run(first, 1)
     first.context.close()
     folder = first.context.disk_tier.folder
-    for kind in EntryKind:
-        with slab_path(folder, kind).open("r+b") as file:
-            row = 2 * PAGE_BYTES
-            for number in range(0, 200, 2):
-                file.seek(number * row + PAGE_BYTES + number)
-                if data := file.read(1):
-                    file.seek(-1, os.SEEK_CUR)
-                    file.write(bytes([data[0] ^ 0x10]))
+    for number, file in enumerate(entry_files(folder)[::2]):
+        turn_bits(file, PAGE_BYTES + number)
     second = make_engine(tmp_path)
     answers, skipped = run(second, 1)
     assert answers == uncached(1)

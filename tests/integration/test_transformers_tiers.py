@@ -11,6 +11,7 @@ import notebook_rig
 import pytest
 import torch
 from clocks import ManualClock
+from disk_rig import entry_files, turn_bits
 from notebook_rig import LENGTHS, REUSABLE, ask, open_cache, prompts
 from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
 
@@ -19,8 +20,7 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedEr
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import EntryKind, remote
-from mamba_cache.tiers.directory import slab_path
-from mamba_cache.tiers.slab import PAGE_BYTES, row_bytes_of
+from mamba_cache.tiers.files import PAGE_BYTES
 
 FAMILY = "granite 4"
 
@@ -147,16 +147,8 @@ def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expect
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())
         folder = first._store.tiers._disk.folder
-        sizes = {kind: layout.row_bytes for kind, layout in first._store.tiers._layouts.items()}
-    for kind in EntryKind:
-        with slab_path(folder, kind).open("r+b") as file:
-            for row in range(0, 60, 3):
-                at = row * row_bytes_of(sizes[kind]) + PAGE_BYTES + row
-                file.seek(at)
-                data = file.read(1)
-                if data:
-                    file.seek(at)
-                    file.write(bytes([data[0] ^ 1]))
+    for number, file in enumerate(entry_files(folder)[::3]):
+        turn_bits(file, PAGE_BYTES + number)
     with open_cache(tmp_path, model) as second:
         answers, skipped = ask(second, prompts())
         assert answers == expected

@@ -1,5 +1,6 @@
 """Tiers that are wrong on purpose, one fault each: what the machine of all tiers must notice."""
 
+import os
 from contextlib import suppress
 from unittest import mock
 
@@ -9,8 +10,6 @@ from tiers_machine import DiskMachine
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import MambaCacheError
 from mamba_cache.tiers import CopyJob, EntryKind, HostTier, PlainTransfers, RemoteTier, disk
-from mamba_cache.tiers.rows import RowPool
-from mamba_cache.tiers.slab import SlabFile
 
 
 def _bytes_unseen(load):
@@ -26,9 +25,13 @@ def _headers_unseen(_):
     return lambda self, entries, facts, lease: None
 
 
-def _disk_believed(read_row):
-    def broken(*arguments):
-        read_row(*arguments)
+def _disk_believed(read_payload):
+    """Neither header nor MAC count."""
+
+    def broken(self, load):
+        fd = disk.open_entry(self._path_of(load.expected.key), os.O_RDONLY, load.into)
+        disk.read_payload(fd, load.into, self._submit, lambda number, part: b"seen")
+        os.close(fd)
 
     return broken
 
@@ -44,9 +47,10 @@ def _another_row(load):
     return broken
 
 
-def _another_row_of_the_disk(read):
-    def broken(self, row, *arguments):
-        return read(self, (row + 1) % max(1, self.num_rows), *arguments)
+def _another_file_of_the_disk(path_of):
+    def broken(self, key):
+        keys = [each for each in self._entries if each.kind is key.kind] or [key]
+        return path_of(self, keys[-1])
 
     return broken
 
@@ -59,16 +63,6 @@ def _lower_lease_kept(end_lower):
     def broken(self, lease, refusal):
         if lease.writes:
             end_lower(self, lease, refusal)
-
-    return broken
-
-
-def _disk_lease_kept(release):
-    """Of rows whose entry was found to be damaged."""
-
-    def broken(self, lease):
-        if not (isinstance(self, disk._DiskRows) and lease.row in self._leaving):
-            release(self, lease)
 
     return broken
 
@@ -194,19 +188,18 @@ FAULTS = {
     "headers in host memory are not verified": (
         HostTier, "_refusal", _headers_unseen, _headers_damaged,
     ),
-    "rows of the disk are not verified": (disk, "_read_row", _disk_believed, _disk_damaged),
+    "files of the disk are not verified": (
+        disk.DiskTier, "_read_file", _disk_believed, _disk_damaged,
+    ),
     "rows of host memory are exchanged on their way": (
         PlainTransfers, "load", _another_row, _restarted,
     ),
-    "another row of the disk is read": (
-        SlabFile, "read", _another_row_of_the_disk, _restarted,
+    "another file of the disk is read": (
+        disk.DiskTier, "_path_of", _another_file_of_the_disk, _restarted,
     ),
     "a load that is given up keeps its rows": (Tiering, "cancel", _lease_kept, _load_fails),
     "what was written to the disk keeps its row": (
         HostTier, "_end_lower", _lower_lease_kept, _restarted,
-    ),
-    "a damaged row of the disk stays held": (
-        RowPool, "release", _disk_lease_kept, _disk_damaged,
     ),
     "the boundary is off by one: the state is the block's before": (
         Tiering, "read", _a_block_early, _restarted,

@@ -27,6 +27,9 @@ class JumpingClock:
         self._now += self._random.expovariate(1) ** 4
         return self._now
 
+    def time_ns(self) -> int:
+        return int(1e9 * self.perf_counter())
+
     def sleep(self, seconds: float) -> None:
         """Lets other threads run, for no longer than that takes."""
         self._now += seconds

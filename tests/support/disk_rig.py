@@ -1,4 +1,4 @@
-"""A disk tier of few small rows, and entries for it."""
+"""A disk tier for few small entries, and entries for it."""
 
 import mmap
 import threading
@@ -8,8 +8,9 @@ import torch
 
 from mamba_cache import CacheConfig, KVCacheSpec, StateSpec
 from mamba_cache.tiers import CacheIdentity, EntryFacts, EntryKey, EntryKind, ModelIdentity
+from mamba_cache.tiers.directory import entry_name, folder_of
 from mamba_cache.tiers.disk import DiskTier
-from mamba_cache.tiers.slab import row_bytes_of
+from mamba_cache.tiers.files import file_bytes
 
 STATE_BYTES = 9000
 """Two pages and some bytes."""
@@ -62,20 +63,38 @@ def buffer_for(facts, *, offset=0):
 
 
 def capacity_for(states, blocks=0):
-    """Bytes that hold so many rows of each kind, with a share of one half."""
-    return 2 * max(states * row_bytes_of(STATE_BYTES), blocks * row_bytes_of(KV_BYTES))
+    """Bytes that hold so many entries of each kind."""
+    return states * file_bytes(STATE_BYTES) + blocks * file_bytes(KV_BYTES)
 
 
 def open_tier(path, *, states=4, blocks=4, identity=IDENTITY, **options):
-    options = {"write_on_use": 1, "num_readers": 2, "secret": SECRET} | options
-    return DiskTier(
-        path,
-        identity,
-        capacity_for(states, blocks),
-        state_bytes=STATE_BYTES,
-        kv_bytes=KV_BYTES,
-        **options,
+    sizes = {"state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
+    options = sizes | {"write_on_use": 1, "num_readers": 2, "secret": SECRET} | options
+    return DiskTier(path, identity, capacity_for(states, blocks), **options)
+
+
+def file_of(path, number=1, kind=EntryKind.STATE, *, identity=IDENTITY, **changes):
+    """The file of an entry below the path of a disk cache."""
+    return folder_of(path, identity) / entry_name(
+        facts_of(number, kind, identity=identity, **changes).key
     )
+
+
+def entry_files(folder):
+    """The files of all entries in a folder, in the order of their names."""
+    return sorted(file for file in folder.iterdir() if file.name not in {"lock", "identity.json"})
+
+
+def turn_bits(file, at):
+    """Turn a bit of one byte of a file."""
+    change_file(file, at, bytes([file.read_bytes()[at] ^ 0x10]))
+
+
+def change_file(file, at, data):
+    """Write bytes over those of a file."""
+    content = bytearray(file.read_bytes())
+    content[at : at + len(data)] = data
+    file.write_bytes(content)
 
 
 class Answer:

@@ -6,6 +6,7 @@ between, ``fetch`` brings the right bytes or says by name why it does not.
 """
 
 import errno
+import mmap
 import os
 import signal
 import threading
@@ -33,9 +34,9 @@ from mamba_cache.tiers import (
     RowFormat,
     RowLayout,
 )
-from mamba_cache.tiers import slab as slabs
-from mamba_cache.tiers.directory import slab_path
-from mamba_cache.tiers.slab import PAGE_BYTES, SlabFile, row_bytes_of
+from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers.directory import entry_name
+from mamba_cache.tiers.files import PAGE_BYTES, file_bytes
 
 NUM_ENTRIES = 6
 NUM_ROWS = 8
@@ -84,7 +85,7 @@ class Rig:
 
     def open(self):
         sizes = {kind: layout.row_bytes for kind, layout in self.layouts.items()}
-        capacity = 2 * max(map(row_bytes_of, sizes.values())) * NUM_ROWS
+        capacity = sum(map(file_bytes, sizes.values())) * NUM_ROWS
         self.disk = DiskTier(
             self.path,
             IDENTITY,
@@ -190,56 +191,24 @@ class Rig:
         assert not any(self.host.leases.values())
         assert not self.host._lower
         assert not self.disk.num_queued
-        assert all(not file.rows.leases for file in self.disk._files.values())
 
     def forgive_disk(self):
         """Let the disk be asked again after failures."""
         self.disk._failures, self.disk._rests_until, self.disk._full_until = 0, 0.0, 0.0
 
-    def file(self, kind):
-        return slab_path(self.disk.folder, kind)
+    def file(self, number, kind):
+        return self.disk.folder / entry_name(self.facts(number, kind).key)
 
-    def row_of(self, number, kind):
-        """Where an entry's row begins in its file, and the row's size."""
-        file = self.disk._files[kind]
-        name = self.disk._name_of(self.facts(number, kind).key)
-        return file.rows._row_of[name] * file.slab.row_bytes, file.slab.row_bytes
-
-    def read_file(self, kind, offset, size):
-        with self.file(kind).open("rb") as file:
-            file.seek(offset)
-            return bytearray(file.read(size))
-
-    def write_file(self, kind, offset, data):
-        with self.file(kind).open("r+b") as file:
-            file.seek(offset)
-            file.write(data)
-
-    def flip_file(self, kind, offset, bit):
-        data = self.read_file(kind, offset + bit // 8, 1)
-        flip(data, bit % 8)
-        self.write_file(kind, offset + bit // 8, data)
-
-    def swap(self, kind, one, other, begin, size):
-        """So many bytes of two entries change places, from the same place in each row."""
-        first, second = (self.row_of(number, kind)[0] + begin for number in (one, other))
-        rows = self.read_file(kind, first, size), self.read_file(kind, second, size)
-        self.write_file(kind, first, rows[1])
-        self.write_file(kind, second, rows[0])
-
-    def erase(self, number, kind):
-        """The tier finds that an entry's header is gone, and drops it."""
-        self.write_file(kind, self.row_of(number, kind)[0], bytes(PAGE_BYTES))
-        self.fetch(number, kind)
+    def flip_file(self, number, kind, bit):
+        """Turn a bit of a file."""
+        data = bytearray(self.file(number, kind).read_bytes())
+        flip(data, bit)
+        self.file(number, kind).write_bytes(data)
 
     def drop(self, number, kind):
-        """Forget an entry on disk, if it is there."""
-        rows = self.disk._files[kind].rows
-        with self.disk._lock:
-            lease = rows.read(self.disk._name_of(self.facts(number, kind).key))
-            if lease is not None:
-                rows.drop(lease)
-                rows.release(lease)
+        """Have the tier forget an entry, if it is there."""
+        self.disk.remove(self.facts(number, kind).key)
+        self.end()
 
     def restore_prefix(self):
         """Restore what a prefetch of all entries asks for."""
@@ -248,13 +217,13 @@ class Rig:
 
 @contextmanager
 def replaced(name, call):
-    """A system call of the slab files is another one for a while."""
+    """A system call is another one for a while."""
     original = getattr(os, name)
-    setattr(slabs.os, name, call)
+    setattr(os, name, call)
     try:
         yield original
     finally:
-        setattr(slabs.os, name, original)
+        setattr(os, name, original)
 
 
 def flip(data, bit):
@@ -267,98 +236,84 @@ def flip(data, bit):
 def flipped_payload_bit(rig):
     number, kind = rig.draw()
     rig.store(number, kind)
-    offset, _ = rig.row_of(number, kind)
-    at = offset + PAGE_BYTES + int(rig.rng.integers(rig.layouts[kind].row_bytes))
-    rig.flip_file(kind, at, int(rig.rng.integers(8)))
+    bit = int(rig.rng.integers(8 * rig.layouts[kind].row_bytes))
+    rig.flip_file(number, kind, 8 * PAGE_BYTES + bit)
     return [rig.fetch(number, kind)]
 
 
 def flipped_header_bit(rig):
     number, kind = rig.draw()
     rig.store(number, kind)
-    offset, _ = rig.row_of(number, kind)
-    rig.flip_file(kind, offset, int(rig.rng.integers(256 * 8)))
+    rig.flip_file(number, kind, int(rig.rng.integers(256 * 8)))
     if rig.rng.random() < 0.02:
         rig.reopen()
     return [rig.fetch(number, kind)]
 
 
 def truncated_file(rig):
-    rig.store_all()
-    _, kind = rig.draw()
-    size = rig.file(kind).stat().st_size
-    os.truncate(rig.file(kind), int(rig.rng.integers(size)))
-    outcomes = [rig.fetch(number, kind) for number in range(NUM_ENTRIES)]
-    os.truncate(rig.file(kind), size)  # as a new process would find room again
-    return outcomes
+    number, kind = rig.draw()
+    rig.store(number, kind)
+    file = rig.file(number, kind)
+    os.truncate(file, int(rig.rng.integers(file.stat().st_size)))
+    if rig.rng.random() < 0.02:
+        rig.reopen()
+    return [rig.fetch(number, kind)]
 
 
 def zero_filled_file(rig):
     """All of a file, or some pages of it: what a power cut leaves where nothing was synced."""
-    rig.store_all()
-    _, kind = rig.draw()
-    size = rig.file(kind).stat().st_size
-    begin, end = sorted(rig.rng.integers(0, size // PAGE_BYTES + 1, 2).tolist())
+    number, kind = rig.draw()
+    rig.store(number, kind)
+    data = bytearray(rig.file(number, kind).read_bytes())
+    begin, end = sorted(rig.rng.integers(0, len(data) // PAGE_BYTES + 1, 2).tolist())
     if rig.rng.random() < 0.2:
-        begin, end = 0, size // PAGE_BYTES
-    rig.write_file(kind, begin * PAGE_BYTES, bytes((end - begin) * PAGE_BYTES))
+        begin, end = 0, len(data) // PAGE_BYTES
+    data[begin * PAGE_BYTES : end * PAGE_BYTES] = bytes((end - begin) * PAGE_BYTES)
+    rig.file(number, kind).write_bytes(data)
     if rig.rng.random() < 0.1:
         rig.reopen()
-    return [rig.fetch(number, kind) for number in range(NUM_ENTRIES)]
+    return [rig.fetch(number, kind)]
 
 
-def swapped_entries(rig):
-    rig.store_all()
+def swapped(rig, begin):
+    """What two files have from an offset on changes places."""
     (one, kind), other = rig.draw(), int(rig.rng.integers(NUM_ENTRIES))
-    rig.swap(kind, one, other, 0, rig.row_of(one, kind)[1])
+    for number in (one, other):
+        rig.store(number, kind)
+    first, second = (rig.file(number, kind).read_bytes() for number in (one, other))
+    rig.file(one, kind).write_bytes(first[:begin] + second[begin:])
+    rig.file(other, kind).write_bytes(second[:begin] + first[begin:])
     if rig.rng.random() < 0.02:
         rig.reopen()
     return [rig.fetch(number, kind) for number in {one, other}]
 
 
+def swapped_entries(rig):
+    return swapped(rig, 0)
+
+
 def swapped_payloads(rig):
     """Each header stands before the other's payload."""
-    rig.store_all()
-    (one, kind), other = rig.draw(), int(rig.rng.integers(NUM_ENTRIES))
-    rig.swap(kind, one, other, PAGE_BYTES, rig.layouts[kind].row_bytes)
-    return [rig.fetch(number, kind) for number in {one, other}]
-
-
-def stale_generation(rig):
-    """A row holds again what it held before it was given to another entry, or written anew."""
-    number, kind = rig.draw()
-    rig.store(number, kind)
-    offset, size = rig.row_of(number, kind)
-    old = rig.read_file(kind, offset, size)
-    rig.erase(number, kind)
-    for other in range(NUM_ENTRIES, NUM_ENTRIES + NUM_ROWS):
-        rig.store(other, kind)  # the row is another's, or free
-    rig.store(number, kind)
-    rig.write_file(kind, offset, old)
-    names = [number, *range(NUM_ENTRIES, NUM_ENTRIES + NUM_ROWS)]
-    return [rig.fetch(each, kind) for each in names if rig.has(each, kind)]
+    return swapped(rig, PAGE_BYTES)
 
 
 def torn_write(rig):
     """Some sectors of a write are not written, though the disk says that all are."""
     number, kind = rig.draw()
-    rig.store(number, kind)
-    rig.erase(number, kind)
-    rng = rig.rng
+    rig.drop(number, kind)
+    rng, write = rig.rng, os.pwritev
 
     def tear(fd, buffers, at):
         data = b"".join(bytes(buffer) for buffer in buffers)
-        before = rig.read_file(kind, at, len(data)).ljust(len(data), b"\0")
         kept = rng.integers(0, len(data) // 512 + 1)
         chosen = rng.random(len(data) // 512) < rng.random()
         if rng.random() < 0.5:  # the first ones, in order
             chosen = np.arange(len(data) // 512) < kept
-        torn = b"".join(
-            (data if is_written else before)[512 * sector : 512 * (sector + 1)]
-            for sector, is_written in enumerate(chosen)
-        )
-        rig.write_file(kind, at, torn)
-        return len(data)
+        torn = memoryview(mmap.mmap(-1, len(data)))
+        for sector in np.flatnonzero(chosen).tolist():
+            where = slice(512 * sector, 512 * (sector + 1))
+            torn[where] = data[where]
+        return write(fd, [torn], at)
 
     with replaced("pwritev", tear):
         rig.store(number, kind)
@@ -401,18 +356,18 @@ def failing_copy(rig):
     number, kind = rig.draw()
     if rig.rng.random() < 0.5:
         rig.store(number, kind)
-    elif rig.has(number, kind):
-        rig.erase(number, kind)
-    name = ["preadv", "pwritev", "fdatasync", "posix_fallocate"][rig.rng.integers(4)]
+    else:
+        rig.drop(number, kind)
+    name = ["preadv", "pwritev", "replace", "unlink"][rig.rng.integers(4)]
     error = [errno.EIO, errno.ENOSPC, errno.EINTR, errno.EBADF][rig.rng.integers(4)]
     left = [int(rig.rng.integers(3))]
     system_call = getattr(os, name)
 
-    def fail(*arguments):
+    def fail(*arguments, **named):
         left[0] -= 1
         if left[0] < 0:
             raise OSError(error, os.strerror(error))
-        return system_call(*arguments)
+        return system_call(*arguments, **named)
 
     with replaced(name, fail):
         rig.store(number, kind)
@@ -424,8 +379,8 @@ def failing_copy(rig):
 def short_copy(rig):
     """The system moves less than it was asked for."""
     number, kind = rig.draw()
-    if rig.has(number, kind) and rig.rng.random() < 0.5:
-        rig.erase(number, kind)
+    if rig.rng.random() < 0.5:
+        rig.drop(number, kind)
     name = ["preadv", "pwritev"][rig.rng.integers(2)]
     system_call, rng = getattr(os, name), rig.rng
 
@@ -447,9 +402,8 @@ def partial_batch(rig):
     for number in range(NUM_ENTRIES):
         for kind in EntryKind:
             if rig.rng.random() < 0.15:
-                offset, _ = rig.row_of(number, kind)
-                at = offset + int(rig.rng.integers(2)) * PAGE_BYTES + int(rig.rng.integers(200))
-                rig.flip_file(kind, at, 3)
+                at = int(rig.rng.integers(2)) * PAGE_BYTES + int(rig.rng.integers(200))
+                rig.flip_file(number, kind, 8 * at + 3)
                 broken.add((number, kind))
     rig.host.clear()
     prefetch = prefetch_all(rig)
@@ -491,16 +445,16 @@ def aborted(rig):
     rig.host.clear()
     rng = rig.rng
     gate, passed = threading.Semaphore(int(rng.integers(0, NUM_ENTRIES + 2))), threading.Event()
-    read = SlabFile.read
+    read = disks.read_payload
 
     def held(*args):
         is_before = rng.random() < 0.5
-        page = None if is_before else read(*args)
+        parts = None if is_before else read(*args)
         if not passed.is_set():
             gate.acquire()
-        return read(*args) if is_before else page
+        return read(*args) if is_before else parts
 
-    SlabFile.read = held
+    disks.read_payload = held
     try:
         prefetch = prefetch_all(rig)
         if rng.random() < 0.5:
@@ -528,7 +482,7 @@ def aborted(rig):
             rig.host.poll()
             rig.open()
         rig.end()
-        SlabFile.read = read
+        disks.read_payload = read
     for each in (prefetch, second):
         if each is not None and not each.is_done:
             raise Hung("a prefetch is never done")
@@ -541,7 +495,7 @@ def slow_copy(rig):
     rig.host.clear()
     number, kind = rig.draw()
     other = (number + 1) % NUM_ENTRIES
-    go, read = threading.Event(), SlabFile.read
+    go, read = threading.Event(), disks.read_payload
 
     def slow(*arguments):
         go.wait(PATIENCE)
@@ -549,7 +503,7 @@ def slow_copy(rig):
 
     facts, answer = rig.facts(number, kind), Answer()
     lease = rig.host.reserve(facts, for_lower=True)
-    SlabFile.read = slow
+    disks.read_payload = slow
     try:
 
         def done(refusal):
@@ -566,7 +520,7 @@ def slow_copy(rig):
         outcomes = [rig.restore(each, kind) for each in range(100, 100 + NUM_ROWS)]
     finally:
         go.set()
-        SlabFile.read = read
+        disks.read_payload = read
     rig.end()
     outcomes += [rig.restore(each, kind) for each in range(100, 100 + NUM_ROWS)]
     return [*outcomes, rig.restore(number, kind), rig.fetch(other, kind)]
@@ -585,10 +539,9 @@ def killed_writer(rig):
                 rig.store(first % 12, list(EntryKind)[first % 2])
                 first += 1
                 rig.host.clear()
-                if first % 5 == 0:  # so that rows are written again and again
-                    for file in rig.disk._files.values():
-                        with rig.disk._lock:
-                            file.rows.reset()
+                if first % 5 == 0:  # so that files are written again and again
+                    for key in list(rig.disk._entries):
+                        rig.disk.remove(key)
         finally:
             os._exit(1)
     time.sleep(seconds)
@@ -608,7 +561,6 @@ FAULTS = {
         zero_filled_file,
         swapped_entries,
         swapped_payloads,
-        stale_generation,
         torn_write,
         flipped_host_bit,
         flipped_host_header,

@@ -33,8 +33,8 @@ from mamba_cache.context import prefetch as prefetching
 from mamba_cache.slots import EveryNthBlock, LastBlock
 from mamba_cache.tiers import ModelIdentity, Refusal, payload_digest
 from mamba_cache.tiers import disk as disks
-from mamba_cache.tiers.directory import slab_path
-from mamba_cache.tiers.slab import PAGE_BYTES
+from mamba_cache.tiers.directory import entry_name
+from mamba_cache.tiers.files import PAGE_BYTES
 
 
 class Copies(LateTransfers):
@@ -379,14 +379,13 @@ def _torn(call, _):
 DISK_FAULTS = {
     "a read fails": ("preadv", _failing, errno.EIO),
     "a write fails": ("pwritev", _failing, errno.EIO),
-    "a wait for the disk fails": ("fdatasync", _failing, errno.EIO),
-    "the disk is full": ("posix_fallocate", _failing, errno.ENOSPC),
+    "the disk is full": ("pwritev", _failing, errno.ENOSPC),
     "a read is short": ("preadv", _short, None),
     "a write is short": ("pwritev", _short, None),
     "a write is torn": ("pwritev", _torn, None),
 }
 CALLS = {name: getattr(os, name) for name, _, _ in DISK_FAULTS.values()}
-DAMAGES = ["a bit", "a bit", "a bit of a header", "zeroes", "another row", "an older row", "cut"]
+DAMAGES = ["a bit", "a bit", "a bit of a header", "zeroes", "another file", "an older file", "cut"]
 
 
 class DiskMachine(TieredMachine):
@@ -418,7 +417,7 @@ class DiskMachine(TieredMachine):
             patch.start()
         self.is_clean = True
         self.faults = []
-        self.old_rows = {}
+        self.old_files = {}
         self.asked = []
         self.prefetches = []
 
@@ -518,38 +517,29 @@ class DiskMachine(TieredMachine):
         self.damage(kind, number, how, bit)
 
     def damage(self, kind, number, how, bit):
-        file = self.disk._files[kind].slab
-        path, size = slab_path(self.disk.folder, kind), file.row_bytes
-        content = bytearray(path.read_bytes())
-        if len(content) < size:
+        files = [
+            self.disk.folder / entry_name(key) for key in self.disk._entries if key.kind is kind
+        ]
+        if not files or not (path := files[number % len(files)]).exists():
             return
-        rows = list(self.disk._files[kind].rows._row_of.values())
-        row = rows[number % len(rows)] if rows else number % (len(content) // size)
-        begin, end = row * size, (row + 1) * size
+        content = bytearray(path.read_bytes())
         self.is_clean = False
         if how.startswith("a bit"):
-            first, last = (
-                (begin, begin + 256)
-                if "header" in how
-                else (begin + PAGE_BYTES, begin + PAGE_BYTES + file.payload_bytes)
-            )
+            first, last = (0, 256) if "header" in how else (PAGE_BYTES, len(content))
             at = first + bit // 8 % (last - first)
             content[at : at + 1] = bytes([content[at] ^ 1 << bit % 8]) if at < len(content) else b""
         elif how == "zeroes":
-            page = begin + bit % (size // PAGE_BYTES) * PAGE_BYTES
+            page = bit % -(-len(content) // PAGE_BYTES) * PAGE_BYTES
             content[page : page + PAGE_BYTES] = bytes(len(content[page : page + PAGE_BYTES]))
-        elif how == "another row":
-            other = bit % max(1, len(content) // size) * size
-            content[begin:end] = content[other : other + size][: len(content[begin:end])]
-        elif how == "an older row":
-            older = self.old_rows.get((kind, row), b"")
-            self.old_rows[kind, row] = bytes(content[begin:end])
-            content[begin : begin + len(older)] = older
+        elif how == "another file":
+            other = files[bit % len(files)]
+            content = other.read_bytes() if other.exists() else b""
+        elif how == "an older file":
+            older = self.old_files.setdefault(path.name, bytes(content))
+            content = older
         else:
-            content = content[: begin + bit % size]
-        with path.open("r+b") as opened:
-            opened.write(content)
-            opened.truncate()
+            content = content[: bit % len(content)]
+        path.write_bytes(content)
 
     @precondition(lambda self: self.copies)
     @rule(
@@ -672,7 +662,6 @@ class DiskMachine(TieredMachine):
         assert len(host._lower) == len(queue) + len(host._inbox)
         self.disk.check_invariants()
         assert not self.disk.num_queued
-        assert not any(file.rows.leases for file in self.disk._files.values())
         if not queue:
             assert all(handle.is_over for handle in self.prefetches)
 

@@ -10,9 +10,9 @@ import pytest
 from disk_rig import IDENTITY, load, make_identity, open_tier, payload_of, put
 
 from mamba_cache import InvalidArgumentError
-from mamba_cache.tiers import EntryKind, cache_secret, folders, remove_folder
+from mamba_cache.tiers import cache_secret, folders, remove_folder
 from mamba_cache.tiers import directory as directories
-from mamba_cache.tiers.directory import CacheFolder, FolderLock, folder_of, slab_path
+from mamba_cache.tiers.directory import CacheFolder, FolderLock, folder_of
 
 
 def mode_of(path):
@@ -62,9 +62,7 @@ def test_an_empty_folder_is_taken_and_so_is_one_whose_making_broke_off(tmp_path)
     folder.mkdir(0o700)
     open_tier(tmp_path).close()
     (folder / "identity.json").unlink()
-    for kind in EntryKind:
-        slab_path(folder, kind).unlink()
-    (folder / "identity.json.tmp").write_bytes(b"{")
+    (folder / "identity.json.new").write_bytes(b"{")
     open_tier(tmp_path).close()
     assert [each.path for each in folders(tmp_path)] == [folder]
 
@@ -118,7 +116,7 @@ def test_a_path_that_others_may_enter_is_refused(tmp_path, mode) -> None:
     assert mode_of(path) == mode
 
 
-@pytest.mark.parametrize("name", ["", "identity.json", "lock", "states.slab", "kv.slab"])
+@pytest.mark.parametrize("name", ["", "identity.json", "lock"])
 def test_a_folder_or_file_that_others_may_change_is_refused(tmp_path, name) -> None:
     open_tier(tmp_path).close()
     changed = folder_of(tmp_path, IDENTITY) / name
@@ -152,7 +150,7 @@ def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("name", ["states.slab", "kv.slab", "lock", "identity.json"])
+@pytest.mark.parametrize("name", ["lock", "identity.json"])
 def test_files_are_not_opened_through_links(tmp_path, name) -> None:
     open_tier(tmp_path / "cache").close()
     target = tmp_path / "precious"
@@ -170,7 +168,7 @@ def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path) -> Non
     folder, target = folder_of(tmp_path, IDENTITY), tmp_path / "precious"
     target.write_bytes(b"p")
     folder.mkdir(0o700)
-    (folder / "identity.json.tmp").symlink_to(target)
+    (folder / "identity.json.new").symlink_to(target)
     open_tier(tmp_path).close()
     assert target.read_bytes() == b"p"
 
@@ -201,10 +199,10 @@ def test_a_path_that_is_a_file_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_file_that_is_something_else_is_refused(tmp_path, make) -> None:
     open_tier(tmp_path).close()
-    file = folder_of(tmp_path, IDENTITY) / "kv.slab"
+    file = folder_of(tmp_path, IDENTITY) / "lock"
     file.unlink()
     make(file)
-    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*kv\.slab is no file"):
+    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*lock is no file"):
         open_tier(tmp_path)
 
 

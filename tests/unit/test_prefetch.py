@@ -507,7 +507,7 @@ def test_a_disk_has_rows_of_the_kinds_that_the_host_has(tmp_path) -> None:
         ({"num_host_blocks": 0}, {"state"}),
     )):  # fmt: skip
         context = make(tmp_path / str(number), **settings)
-        assert context.disk_tier.stats().rows.keys() == kinds
+        assert context.disk_tier.stats().entries.keys() == kinds
         context.close()
 
 

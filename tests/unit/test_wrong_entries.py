@@ -9,7 +9,7 @@ from remote_rig import Bench, wait_until
 
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal
-from mamba_cache.tiers.slab import SlabFile
+from mamba_cache.tiers import disk as disks
 
 WRONG, OTHER = facts_of(1), facts_of(2)
 
@@ -21,7 +21,7 @@ WRONG, OTHER = facts_of(1), facts_of(2)
 def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch, is_taken) -> None:
     """Neither for this process nor for the next one; its prompt is computed, and written anew."""
     disk = open_tier(tmp_path)
-    gate = Gate(monkeypatch, SlabFile, "sync")
+    gate = Gate(monkeypatch, disks, "write_entry")
     answers = {facts: Answer() for facts in ((WRONG,) if is_taken else (OTHER, WRONG))}
     for number, (facts, answer) in enumerate(answers.items(), 1):
         payload = payload_of(1 if facts is WRONG else 2)
@@ -47,7 +47,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
 def test_a_wrong_entry_that_is_just_read_does_not_arrive(tmp_path, monkeypatch) -> None:
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
-    gate = Gate(monkeypatch, SlabFile, "read")
+    gate = Gate(monkeypatch, disks, "read_payload")
     answer = Answer()
     assert disk.load(WRONG, buffer_for(WRONG), answer)
     gate.wait_for(1)
