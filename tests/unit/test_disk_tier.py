@@ -123,6 +123,8 @@ def test_another_identity_is_never_found(tier) -> None:
     assert tier.has_many([key]) == [False]
     assert load(tier, 1, identity=other) is Refusal.IDENTITY
     assert load(tier, 1, rank=1) is Refusal.IDENTITY
+    tier.remove(key)
+    assert load(tier, 1) == payload_of(1)
     with pytest.raises(InvalidArgumentError, match="another identity"):
         tier.put(facts_of(1, identity=other), payload_of(1), Answer())
 

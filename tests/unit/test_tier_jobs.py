@@ -137,13 +137,109 @@ def test_a_job_ends_once(jobs) -> None:
     assert jobs.stats().restored == jobs.stats().loads == 1
 
 
+# What every lower tier does, with threads.
+
+
 @pytest.fixture(params=["disk", "store"])
-def tier(request, tmp_path, monkeypatch):
-    """A tier of each kind, with threads."""
-    tier = open_tier(tmp_path) if request.param == "disk" else Bench(monkeypatch).tier
-    yield tier
+def opened(request, tmp_path, monkeypatch):
+    """Opens a tier of each kind."""
+    tiers = []
+
+    def open_one(**options):
+        is_disk = request.param == "disk"
+        tiers.append(
+            open_tier(tmp_path, **options) if is_disk else Bench(monkeypatch, **options).tier
+        )
+        return tiers[0]
+
+    yield open_one
+    tiers[0].check_invariants()
+    tiers[0].close()
+
+
+@pytest.fixture
+def tier(opened):
+    return opened()
+
+
+def has(tier, *numbers):
+    return tier.has_many([facts_of(number).key for number in numbers])
+
+
+def test_an_entry_is_written_at_its_second_use(opened) -> None:
+    tier = opened(write_on_use=2)
+    assert (put(tier, 1), has(tier, 1)) == (False, [False])
+    assert (put(tier, 1), has(tier, 1)) == (None, [True])
+    assert put(tier, 1) is None  # it is there
+    stats = tier.stats()
+    assert (stats.puts, stats.stored, stats.dropped) == (3, 1, {"first_use": 1})
+
+
+def test_first_uses_are_forgotten_when_there_are_many(opened, monkeypatch) -> None:
+    monkeypatch.setattr("mamba_cache.tiers.jobs._MAX_FIRST_USES", 2)
+    tier = opened(write_on_use=2)
+    assert [put(tier, number) for number in (1, 2, 3)] == [False] * 3
+    assert [put(tier, 1), put(tier, 3)] == [False, None]
+
+
+def test_what_the_request_derived_is_compared(tier) -> None:
+    """A digest that collides is refused; what does not match is not found again."""
+    assert put(tier, 1) is None
+    assert load(tier, 1, prefix_tokens=1) is Refusal.PREFIX_TOKENS
+    assert tier.flush(60)
+    assert has(tier, 1) == [False]
+    assert load(tier, 1) is Refusal.MISSING
+    assert tier.stats().refused == {"prefix_tokens": 1, "missing": 1}
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_what_is_removed_is_not_found_again(tier) -> None:
+    assert [put(tier, number) for number in (1, 2)] == [None, None]
+    for number in (1, 3):
+        tier.remove(facts_of(number).key)
+    assert has(tier, 1, 2) == [False, True]
+    assert load(tier, 1) is Refusal.MISSING
+    assert tier.flush(60)
+    assert load(tier, 2) == payload_of(2)
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
+def test_an_error_of_the_callers_is_shown_and_ends_nothing(tier, monkeypatch) -> None:
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+
+    def broken(refusal):
+        raise ZeroDivisionError(refusal)
+
+    assert tier.put(facts_of(1), payload_of(1), broken)
+    assert tier.flush()
+    assert tier.load(facts_of(1), buffer_for(facts_of(1)), broken)
+    assert tier.flush()
+    assert [each.exc_type for each in shown] == [ZeroDivisionError] * 2
+    assert load(tier, 1) == payload_of(1)
+
+
+@pytest.mark.parametrize("job", ["load", "put"])
+def test_flush_waits_until_who_asked_has_been_told(tier, job) -> None:
+    """A caller who flushes and then looks at its answers finds all of them."""
+    is_told, goes_on = threading.Event(), threading.Event()
+
+    def done(_answer):
+        is_told.set()
+        assert goes_on.wait(60)
+
+    assert put(tier, 1) is None
+    if job == "load":
+        assert tier.load(facts_of(1), buffer_for(facts_of(1)), done)
+    else:
+        assert tier.put(facts_of(2), payload_of(2), done)
+    assert is_told.wait(60)
     tier.check_invariants()
-    tier.close()
+    assert not tier.flush(0.01)
+    goes_on.set()
+    assert tier.flush(60)
 
 
 def test_what_is_not_there_is_a_counted_miss(tier) -> None:
