@@ -1,12 +1,14 @@
 """What a step says of its requests, and what it moves for them."""
 
 import pytest
-from context_rig import BLOCK, add, generate, make_config, make_context, run_step
+import torch
+from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
+from kv_rig import by_id
 
 from mamba_cache import Request
 from mamba_cache.context import RequestStatus, ScheduledRequest
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.slots import EveryNthBlock, LastBlock
 from mamba_cache.states import ZERO_SOURCE
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -192,3 +194,37 @@ def test_a_prepared_request_can_be_added_again_when_an_answer_has_grown_on_it(co
         assert len(prepared.hashes) == 1
         context.finish("a")
     assert context.match(prepared).kv_matched_blocks == 1
+
+
+@pytest.mark.parametrize("drafts", [None, [[1, 2], [3, -1]], "device"])
+def test_attention_looks_back_as_far_as_the_longest_request(drafts):
+    context = make_context(make_config(num_speculative_tokens=2))
+    for name, length in (("a", 5), ("b", 9)):
+        add(context, name, PROMPT[:length])
+    run_step(context)
+    if drafts == "device":
+        drafts = torch.full((4, 2), 3)
+    metadata = context.begin_step(drafts=drafts).metadata
+    assert metadata.max_seq_len == int(metadata.seq_lens.max())
+    width = 0 if drafts is None else 2
+    assert metadata.max_decode_len == 1 + width
+    assert metadata.seq_lens[0] == 5 + 1 + width
+
+
+def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
+    """The block that was matched lost its hash while the step ran, and another took the id."""
+    context = make_context(placement=LastBlock())
+    generate(context, PROMPT[: BLOCK + 1], 1)
+    context.slot_allocator.reset()
+    add(context, "a", PROMPT[:BLOCK])
+    step = context.begin_step()
+    MODEL.forward(step.metadata, context)
+    kv_blocks = context.kv_block_allocator
+    [matched] = context.request_table.find("a").block_ids
+    hash_id = kv_blocks.block_hashes[matched].item()
+    kv_blocks.deregister_blocks([matched])
+    [foreign] = kv_blocks.allocate_memory_blocks(1)
+    kv_blocks.register_kv_block_hashes([foreign], by_id(hash_id))
+    context.commit_step({"a": 1})
+    assert not context.slot_allocator.has_state(foreign)
+    assert context.stats().reserved_slots == 0
