@@ -47,6 +47,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "file that holds the key of the block digests, less a line break at its end; "
         "without a file the key is drawn",
     },
+    "--host-cache-gb": {
+        "metavar": "GIB",
+        "type": float,
+        "help": "budget for prefixes in host memory",
+    },
+    "--disk-cache-path": {
+        "metavar": "FOLDER",
+        "help": "where prefixes outlive the server; needs --host-cache-gb",
+    },
+    "--disk-cache-gb": {"metavar": "GIB", "help": "what everything in that folder may take"},
+    "--store": {
+        "metavar": "URL",
+        "help": "store that servers share, such as valkey://HOST; needs --host-cache-gb and "
+        "--hash-secret-file",
+    },
 }
 
 
@@ -67,6 +82,10 @@ def serve(
     events_mode: str = "reachable",
     hash_algorithm: str = "blake2b",
     hash_secret_file: str | None = None,
+    host_cache_gb: float | None = None,
+    disk_cache_path: str | None = None,
+    disk_cache_gb: float = 16.0,
+    store: str | None = None,
     others: Sequence[str] = (),
 ) -> int:
     """Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.
@@ -88,6 +107,10 @@ def serve(
         events_replay_endpoint=events_replay_endpoint,
         events_mode=events_mode,
         hash_algorithm=hash_algorithm,
+        host_cache_gb=host_cache_gb,
+        disk_cache_path=disk_cache_path,
+        disk_cache_gb=disk_cache_gb,
+        store=store,
         **secret,
     ):
         typer = importlib.import_module("typer")  # transformers builds its commands with it

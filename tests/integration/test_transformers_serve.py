@@ -54,6 +54,7 @@ from mamba_cache.errors import (  # noqa: E402
     UnsupportedVersionError,
 )
 from mamba_cache.integrations.transformers import serve  # noqa: E402
+from mamba_cache.integrations.transformers import tiers as prefix_tiers  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
 from mamba_cache.slots import AdaptiveSlotPolicy  # noqa: E402
 
@@ -760,6 +761,8 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"reuse_answers": 1}, "reuse_answers"),
         ({"hash_algorithm": "md5"}, "hash_algorithm must be one of"),
         ({"hash_secret": b""}, "hash_secret must be bytes, at least one of them"),
+        ({"disk_cache_path": "cache"}, "disk_cache_path needs host_cache_gb"),
+        ({"store": "memory://", "host_cache_gb": 1}, "store needs host_cache_gb"),
         ({"weights_check": "some"}, "weights_check must be one of"),
         ({"events_mode": "all"}, "events_mode must be one of"),
         ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),
@@ -769,6 +772,22 @@ def test_settings_that_no_model_could_have(uninstalled, setting, said):
     with pytest.raises(InvalidArgumentError, match=said):
         serve.install(**{**SETTINGS, **setting})
     assert not installing._originals
+
+
+def test_a_server_keeps_its_prefixes_over_a_restart(
+    uninstalled, folders, words, tmp_path, monkeypatch
+):
+    # The package's clock jumps in tests; the disk is waited for all the same.
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+    monkeypatch.setattr(prefix_tiers.PrefixTiers, "_read_times", lambda self: None)
+    question, hits = words(100), []
+    for _ in range(2):
+        with serve.installed(**SETTINGS, host_cache_gb=0.01, disk_cache_path=tmp_path):
+            running = Server()
+            hits.append(hit(running.chat(folders["main"], question)))
+            running.timed(folders["main"]).delete_model()
+            running.close()
+    assert hits == [0, reused(prompt_ids(question).shape[1])]
 
 
 def test_a_server_of_another_make_is_refused_whole(uninstalled, monkeypatch):
@@ -844,11 +863,13 @@ BATCHES = (
     [((), set()), (BATCHES, {"<3 rows, (32, 3), use_cuda_graph is False>"})],
     ids=["one by one", "continuous batching"],
 )
-def test_the_command_serves(folders, references, words, options, batches):
+def test_the_command_serves(folders, references, words, options, batches, tmp_path):
     """Of the library's own options those that say something of a batch count as well."""
     command = [sys.executable, "-c", COMMAND, "serve", folders["main"], *options]
     command += ["--mamba-cache-gb", "0.02", "--kv-cache-gb", "0.02", "--block-size-tokens", "16"]
     command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
+    if not batches:
+        command += ["--host-cache-gb", "0.01", "--disk-cache-path", str(tmp_path / "disk")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "1"  # as the reference computes
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -883,4 +904,5 @@ def test_the_command_serves(folders, references, words, options, batches):
         process.kill()
         process.wait()
         process.stderr.close()
+    assert bool(list(tmp_path.glob("disk/mc1-*/*-s-*"))) is not bool(batches)
     assert {*re.findall(r"<\d+ rows.*?>", "".join(lines))} == batches

@@ -75,7 +75,7 @@ from mamba_cache.integrations.transformers.prompts import (
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
-from mamba_cache.integrations.transformers.tiers import PrefixTiers
+from mamba_cache.integrations.transformers.tiers import PrefixTiers, check_tiers
 from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
@@ -203,13 +203,7 @@ class PrefixCache:
         check_choice("hash_algorithm", hash_algorithm, get_args(HashAlgorithm))
         check_secret("hash_secret", hash_secret)
         register_attention()
-        if disk_cache_path is not None and host_cache_gb is None:
-            raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
-        if store is not None and (host_cache_gb is None or hash_secret is None):
-            raise InvalidArgumentError(
-                "store needs host_cache_gb (GiB), through which prefixes come and go, and "
-                "hash_secret, the same bytes in all processes that share it"
-            )
+        check_tiers(host_cache_gb, disk_cache_path, disk_cache_gb, store, hash_secret)
         _check_sizes(block_size_tokens, segment_tokens)
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         self._bypasses: Counter[str] = Counter()

@@ -57,12 +57,14 @@ from mamba_cache.tiers import (
     tenant_digest,
 )
 
-__all__ = ["PrefixTiers"]
+__all__ = ["PrefixTiers", "check_tiers"]
 
 _GIB: Final = 2**30
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 10.0
 """How long a call waits for lower tiers at most, and where nobody knows what computing takes."""
+
+_END_SECONDS: Final = 5.0
 
 _TRY_EVERY: Final = 16
 """Of the loads that would not win, one in so many is tried: nothing else measures them again."""
@@ -71,6 +73,26 @@ _KERNEL_PACKAGES: Final = (
     "transformers", "accelerate", "peft", "kernels", "mamba-ssm", "causal-conv1d", "flash-attn",
     "flash-linear-attention",
 )  # fmt: skip
+
+
+def check_tiers(
+    host_cache_gb: float | None,
+    disk_cache_path: str | os.PathLike[str] | None,
+    disk_cache_gb: float,
+    store: Any,
+    hash_secret: bytes | None,
+) -> None:
+    """Check the settings of tiers that do not depend on the model."""
+    if host_cache_gb is not None:
+        check_number("host_cache_gb", host_cache_gb, maximum=2**33)
+    check_number("disk_cache_gb", disk_cache_gb, maximum=2**33)
+    if disk_cache_path is not None and host_cache_gb is None:
+        raise InvalidArgumentError("disk_cache_path needs host_cache_gb (GiB)")
+    if store is not None and (host_cache_gb is None or hash_secret is None):
+        raise InvalidArgumentError(
+            "store needs host_cache_gb (GiB), through which prefixes come and go, and "
+            "hash_secret, the same bytes in all processes that share it"
+        )
 
 
 class _Offer(NamedTuple):
@@ -106,8 +128,7 @@ class PrefixTiers:
         disk_cache_gb: float,
         shared: Any = None,
     ) -> None:
-        budget = int(check_number("host_cache_gb", host_cache_gb, maximum=2**33) * _GIB)
-        self._disk_bytes = int(check_number("disk_cache_gb", disk_cache_gb, maximum=2**33) * _GIB)
+        budget, self._disk_bytes = int(host_cache_gb * _GIB), int(disk_cache_gb * _GIB)
         self._path = None if disk_cache_path is None else Path(disk_cache_path).expanduser()
         self._store, self._runner = store, runner
         layout, on_gpu = store.layout, store.layout.device.type == "cuda"
@@ -157,7 +178,7 @@ class PrefixTiers:
                 write_on_use=1,
                 owns_store=isinstance(shared, str),
             )
-            weakref.finalize(self, self._remote.close)
+            weakref.finalize(self, _end, self._remote)
         self._begin()
 
     def _make_copies(self) -> Transfers:
@@ -185,7 +206,7 @@ class PrefixTiers:
                 kv_bytes=self._layouts[EntryKind.KV].row_bytes if self._has_kv else 0,
                 write_on_use=1,
             )
-            self._closes = weakref.finalize(self, self._disk.close)
+            self._closes = weakref.finalize(self, _end, self._disk)
         self._link = LowerTierLink(
             self._host,
             self._disk,
@@ -574,6 +595,12 @@ class PrefixTiers:
             return is_same and slots.generations.item(offer.place) == offer.generation
         found = BlockHashes([offer.facts.key.digest])
         return self._store.kv_blocks.find_block(found[0], found.digest(0)) == offer.block
+
+
+def _end(tier: DiskTier | RemoteTier) -> None:
+    """Close a tier, also as the process ends, once it has written what it was given."""
+    tier.flush(_END_SECONDS)
+    tier.close()
 
 
 def _format(layout: RowLayout, budget: int, kind: EntryKind) -> RowFormat:

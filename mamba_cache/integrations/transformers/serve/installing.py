@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -33,6 +34,7 @@ from mamba_cache.integrations.transformers.serve.requests import (
     salt_of,
     salt_values,
 )
+from mamba_cache.integrations.transformers.tiers import check_tiers
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -67,6 +69,10 @@ def install(
     max_requests: int = 64,
     hash_algorithm: HashAlgorithm = "blake2b",
     hash_secret: bytes | None = None,
+    host_cache_gb: float | None = None,
+    disk_cache_path: str | os.PathLike[str] | None = None,
+    disk_cache_gb: float = 16.0,
+    store: Any = None,
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
@@ -91,7 +97,12 @@ def install(
         events_mode: Which KV blocks they are told of.
         max_requests: Requests that run at once, with continuous batching.
         hash_algorithm: Hash function of block digests, as for ``PrefixCache``.
-        hash_secret: Key of the block digests, not empty. Default: drawn for each loaded model.
+        hash_secret: Key of the block digests, not empty. Default: drawn for each loaded model;
+            with ``disk_cache_path`` drawn once and kept in a file there.
+        host_cache_gb: Budget for each loaded model's prefixes in host memory, in GiB.
+        disk_cache_path: A directory in which prefixes outlive the server, as for ``PrefixCache``.
+        disk_cache_gb: What everything below that path may take, in GiB.
+        store: A store of prefixes that several servers share, or its URL, as for ``PrefixCache``.
 
     Raises:
         InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
@@ -110,6 +121,7 @@ def install(
     check_kind("reuse_answers", reuse_answers, bool)
     check_int("max_requests", max_requests, minimum=1)
     check_secret("hash_secret", hash_secret)
+    check_tiers(host_cache_gb, disk_cache_path, disk_cache_gb, store, hash_secret)
     for name, value, allowed in (
         ("weights_check", weights_check, ("full", "sample", "off")),
         ("events_mode", events_mode, ("resident", "reachable")),
@@ -137,6 +149,10 @@ def install(
             "max_requests": max_requests,
             "hash_algorithm": hash_algorithm,
             "hash_secret": hash_secret,
+            "host_cache_gb": host_cache_gb,
+            "disk_cache_path": disk_cache_path,
+            "disk_cache_gb": disk_cache_gb,
+            "store": store,
         },
         None if events_endpoint is None else _publishers(events_endpoint, events),
     )
