@@ -706,7 +706,7 @@ class _Disk:
 
 def _drop_pages(path: Path) -> None:
     """Have the system forget what it keeps in memory of the files below a path."""
-    for file in path.rglob("*.slab"):
+    for file in [each for each in path.rglob("*") if each.is_file()]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.fsync(descriptor)
