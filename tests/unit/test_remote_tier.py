@@ -183,19 +183,16 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     assert bench.load(1) == bytes(payload_of(1))
 
 
-def test_what_is_known_to_be_wrong_is_not_found_again(bench) -> None:
-    """By nobody: its manifest goes, and its chunks before it is written anew."""
+def test_what_is_removed_loses_its_manifest_and_its_chunks_before_it_is_written_anew(bench):
     bench.put(1)
     key = facts_of(1).key
     bench.tier.remove(key)
     assert bench.ask(1) == [False]
-    assert bench.load(1) is Refusal.MISSING
     bench.end()
     assert str(key) not in bench.names()
     calls = calls_of(bench)
     assert bench.put(1) is None
     assert [name for name, _ in calls][:2] == ["remove", "remove"]
-    assert bench.load(1) == bytes(payload_of(1))
 
 
 def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -> None:
