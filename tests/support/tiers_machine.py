@@ -535,8 +535,7 @@ class DiskMachine(TieredMachine):
             other = files[bit % len(files)]
             content = other.read_bytes() if other.exists() else b""
         elif how == "an older file":
-            older = self.old_files.setdefault(path.name, bytes(content))
-            content = older
+            content = self.old_files.setdefault(path.name, bytes(content))
         else:
             content = content[: bit % len(content)]
         path.write_bytes(content)

@@ -813,11 +813,11 @@ def test_there_are_as_many_readers_as_processors(tmp_path, monkeypatch, num_cpus
 
 
 def open_three_parts(path, monkeypatch, num_readers):
-    """A tier of states of three parts, with two of them and whose header pages are not counted."""
+    """A tier that has four states of three parts."""
     monkeypatch.setattr(entries, "PART_BYTES", PAGE_BYTES)
     monkeypatch.setattr(disk_rig, "STATE_BYTES", 3 * PAGE_BYTES + 77)
-    size = disk_rig.STATE_BYTES
-    tier = open_tier(path, num_readers=num_readers, state_bytes=size, blocks=16)
+    sizes = {"state_bytes": disk_rig.STATE_BYTES, "blocks": 16}
+    tier = open_tier(path, num_readers=num_readers, **sizes)
     for number in range(4):
         assert put(tier, number) is None
     return tier
@@ -833,19 +833,14 @@ def three_parts(tmp_path, monkeypatch):
     tier.close()
 
 
-def part_at(offset):
-    """Which part is read from an offset; -1: the page with the header."""
-    return offset // PAGE_BYTES - 1
-
-
 def reading(monkeypatch, read_part):
     """Have parts read by another function, of the system's, part, descriptor, buffers, offset."""
     read = os.preadv
 
     def call(fd, buffers, offset):
-        if part_at(offset) < 0:
-            return read(fd, buffers, offset)
-        return read_part(read, part_at(offset), fd, buffers, offset)
+        part = offset // PAGE_BYTES - 1  # -1: the page with the header
+        arguments = fd, buffers, offset
+        return read(*arguments) if part < 0 else read_part(read, part, *arguments)
 
     monkeypatch.setattr(files.os, "preadv", call)
 
