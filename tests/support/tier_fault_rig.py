@@ -576,14 +576,7 @@ FAULTS = {
 
 
 class FaultCounts:
-    """What came of the faults of one kind.
-
-    Attributes:
-        injected: How many there were.
-        outcomes: Fetches by outcome: "right", or why nothing was restored.
-        wrong, hung, leaked: Faults after which bytes were wrong, something was never answered, or
-            something was held for nobody. One of each is one too many.
-    """
+    """What came of the faults of one kind; ``outcomes`` has fetches: "right", or why not."""
 
     def __init__(self):
         self.injected = self.wrong = self.hung = self.leaked = 0
