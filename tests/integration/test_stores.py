@@ -536,8 +536,10 @@ def test_a_full_mooncake(rng):
         more = blobs_of(rng, "m", (2**20,) * 24)
         answers = store.put_many(list(more), views(more.values()))
         assert set(answers) == {None, StoreFault.FULL}
-        expected = [None if answer is None else MISSING for answer in answers]
-        assert store.exists_many(list(more)) == expected
+        found = zip(answers, store.exists_many(list(more)), strict=True)
+        # What was stored has no lease yet, and the master may evict it for the next one.
+        assert {there for answer, there in found if answer is not None} == {MISSING}
+        assert store.exists_many(keys) == [None] * 24
         assert store.remove(keys[:1]) == [StoreFault.LEASED]
         store.close()
 

@@ -64,7 +64,8 @@ def run(engine, seed, **options):
     completions = engine.generate(
         prompts(seed, **options), SamplingParams(max_new_tokens=NUM_TOKENS)
     )
-    return [each.tokens for each in completions], [each.skipped_tokens for each in completions]
+    tokens = [list(each.tokens) for each in completions]
+    return tokens, [each.skipped_tokens for each in completions]
 
 
 def uncached(seed):
