@@ -3,12 +3,13 @@
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.forks import Forks
-from mamba_cache.context.matching import MissReason, PrefixMatch
 from mamba_cache.context.memory import SharedStore
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
 from mamba_cache.context.requests import (
     Admission,
+    MissReason,
+    PrefixMatch,
     PreparedRequest,
     Request,
     RequestProgress,

@@ -10,15 +10,17 @@ from typing import Literal
 from mamba_cache._checks import check_int
 from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.matching import MissReason, PrefixMatch, find_prefix
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
     Checkpoint,
     Chunk,
+    MissReason,
     PlannedLoad,
+    PrefixMatch,
     RequestStatus,
+    find_prefix,
 )
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvariantError, SequenceLengthError, TokenCapacityError

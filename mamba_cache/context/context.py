@@ -22,8 +22,6 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.forks import Forker, Forks
-from mamba_cache.context.invariants import check_requests, check_states_of_blocks
-from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
     SharedStore,
@@ -41,6 +39,7 @@ from mamba_cache.context.request_table import DecodingGroup, Int64Array, Request
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
+    PrefixMatch,
     PreparedRequest,
     Request,
     RequestPreparer,
@@ -470,7 +469,7 @@ class DynamicInferenceContext:
             proxy(self.request_table),  # which holds it: a cycle would keep the tensors for long
             is_cached=self.config.enable_prefix_caching,
         )
-        active.want_checkpoints(checkpoint_positions)
+        active.checkpoint_positions += check_positions(checkpoint_positions)
         self._guard.is_changing = True
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
         self.request_table.add(active)
@@ -1201,17 +1200,17 @@ class DynamicInferenceContext:
         self._guard.tidy()  # a pin that ends between two reads would look like a contradiction
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
-        check_states_of_blocks(self.slot_allocator)
-        chunks = [a.chunk for a in self.request_table if a.chunk is not None]
+        requests, in_step = list(self.request_table), set(self._runner.requests)
+        chunks = [a.chunk for a in requests if a.chunk is not None]
         self._admitter.check_invariants(chunks)
+        for active in requests:
+            active.check_invariants(is_in_step=active in in_step)
         tiering = self._tiering
-        spilled = () if tiering is None else tiering.pins
-        check_requests(
-            list(self.request_table),
-            self._runner.requests,
-            self.slot_allocator,
-            [*self._pins.leases, *spilled],
-        )
+        leases = [*self._pins.leases, *(c.lease for c in chunks if c.lease is not None)]
+        if tiering is not None:
+            leases += tiering.pins
+        planned = [checkpoint.slot for active in requests for checkpoint in active.checkpoints]
+        self.slot_allocator.check_uses(planned, leases)
         self.request_table.check_invariants(self._pins.references)
         self._pins.check_invariants()
         if tiering is not None:

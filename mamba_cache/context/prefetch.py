@@ -14,7 +14,7 @@ from typing import Final
 
 from mamba_cache._guard import outside
 from mamba_cache.blocks import BlockHashes
-from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context.requests import PrefixMatch
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import (
     EntryFacts,

@@ -16,13 +16,13 @@ from mamba_cache.blocks import (
     BlockHashChain,
     BlockHasher,
     BlockHashes,
+    KVBlockAllocator,
     as_token_array,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.matching import PrefixMatch
-from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
+from mamba_cache.errors import InvalidArgumentError, InvariantError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
-from mamba_cache.slots import SlotLease
+from mamba_cache.slots import SlotLease, SlotPool
 from mamba_cache.tiers import RowLease, Ticket
 
 if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
@@ -33,7 +33,9 @@ __all__ = [
     "Admission",
     "Checkpoint",
     "Chunk",
+    "MissReason",
     "PlannedLoad",
+    "PrefixMatch",
     "PreparedRequest",
     "Request",
     "RequestPreparer",
@@ -42,6 +44,7 @@ __all__ = [
     "TokenArray",
     "check_hint",
     "check_positions",
+    "find_prefix",
 ]
 
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -289,6 +292,82 @@ class Chunk(SequenceSlice):
         return (self.load.checkpoint, *computed)
 
 
+class MissReason(str, Enum):
+    """Why a request skipped no tokens."""
+
+    CACHE_DISABLED = "cache_disabled"
+    """Prefix caching is switched off."""
+
+    PROMPT_SHORTER_THAN_BLOCK = "prompt_shorter_than_block"
+    """The prompt has no complete block, so nothing of it can ever be cached."""
+
+    NO_KV_MATCH = "no_kv_match"
+    """Not even the first block was found."""
+
+    NO_STATE = "no_state"
+    """Blocks were found, but no state is saved at the end of any of them."""
+
+    STATE_TOO_LATE = "state_too_late"
+    """The only states lie so near the prompt's end that too few tokens would be left to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What of a prompt is cached.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        block_ids: KV blocks of the prompt found cached, from its start.
+        state_matched_blocks: Blocks up to the farthest usable state.
+        skip_tokens: Tokens up to it: they need not be computed again.
+        miss_reason: Why ``skip_tokens`` is 0; None if it is not.
+        loaded_blocks: KV blocks up to that state that are loaded from the host tier: those after
+            ``block_ids``.
+        loads_state: Whether the state is loaded from there as well.
+        arriving_tokens: Tokens that can be skipped once what ``prefetch`` brings has arrived; 0 if
+            nothing is under way.
+    """
+
+    prompt_tokens: int
+    block_ids: tuple[int, ...]
+    state_matched_blocks: int
+    skip_tokens: int
+    miss_reason: MissReason | None
+    loaded_blocks: int = 0
+    loads_state: bool = False
+    arriving_tokens: int = 0
+
+    @property
+    def kv_matched_blocks(self) -> int:
+        """Blocks found cached."""
+        return len(self.block_ids)
+
+
+def find_prefix(
+    hashes: BlockHashes,
+    prompt_tokens: int,
+    kv_blocks: KVBlockAllocator,
+    slots: SlotPool,
+    *,
+    block_size_tokens: int,
+    min_computed_tokens: int,
+) -> PrefixMatch:
+    """Match a prompt against the cache."""
+    block_ids = kv_blocks.match_prefix(hashes)
+    reason: MissReason | None = None
+    if not block_ids:
+        reason = MissReason.NO_KV_MATCH if len(hashes) else MissReason.PROMPT_SHORTER_THAN_BLOCK
+        return PrefixMatch(prompt_tokens, (), 0, 0, reason)
+    usable_blocks = max(0, prompt_tokens - min_computed_tokens) // block_size_tokens
+    state_blocks = slots.num_blocks_to_state(block_ids[:usable_blocks])
+    if not state_blocks:
+        too_late = slots.num_blocks_to_state(block_ids)
+        reason = MissReason.STATE_TOO_LATE if too_late else MissReason.NO_STATE
+    return PrefixMatch(
+        prompt_tokens, tuple(block_ids), state_blocks, state_blocks * block_size_tokens, reason
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(PrefixMatch):
     """What ``add_request`` found and planned: a match, and what is made of it.
@@ -534,9 +613,25 @@ class ActiveRequest:
         size = self._rows.block_size_tokens
         return {p // size * size for p in self.checkpoint_positions}
 
-    def want_checkpoints(self, positions: Sequence[int]) -> None:
-        """Add positions at which to save a state."""
-        self.checkpoint_positions += check_positions(positions)
+    def check_invariants(self, *, is_in_step: bool) -> None:
+        """Prove that its chunk is what is computed next, and its checkpoints are those of steps."""
+        name, status, computed = self.request_id, self.status, self.num_computed
+        if status is RequestStatus.DECODING:
+            # The first token after a prompt may be known to the device alone.
+            if self.chunk is not None or self.num_tokens - computed not in (0, 1):
+                raise InvariantError(
+                    f"request {name!r} decodes, with {self.num_tokens} tokens of which "
+                    f"{computed} are computed, and chunk {self.chunk}"
+                )
+            if self.checkpoint is not None and not (is_in_step or self.num_in_doubt):
+                raise InvariantError(f"request {name!r} is in no step, but has {self.checkpoint}")
+        elif (self.chunk is not None) != (is_in_step or status is RequestStatus.SCHEDULED):
+            raise InvariantError(f"request {name!r} is {status.value} with chunk {self.chunk}")
+        elif self.chunk is not None and self.chunk.start != computed:
+            raise InvariantError(
+                f"request {name!r} has computed {computed} tokens, but its chunk begins at "
+                f"{self.chunk.start}"
+            )
 
 
 def check_hint(will_continue: Any, source: Any) -> None:

@@ -14,7 +14,6 @@ from mamba_cache._checks import check_int, is_unreadable
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._to_device import to_device
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.request_table import DecodingGroup, Int64Array
 from mamba_cache.context.requests import RequestPreparer
@@ -88,7 +87,9 @@ class Speculation:
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._rows = DecodeRows.make(config.max_requests, config.live_rows_per_request, device)
+        self._rows = decode_numpy.DecodeRows.make(
+            config.max_requests, config.live_rows_per_request, device
+        )
         self._kernels = kernels_for(
             "auto", device, kernels="mamba_cache.context.kernels.decode", twins=decode_numpy
         )

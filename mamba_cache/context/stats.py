@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.context.matching import MissReason, PrefixMatch
+from mamba_cache.context.requests import MissReason, PrefixMatch
 from mamba_cache.slots import SlotPool
 
 __all__ = ["CacheStats", "collect_stats", "count_admission"]

@@ -12,11 +12,11 @@ from mamba_cache._guard import outside
 from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.matching import PrefixMatch
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch
 from mamba_cache.context.requests import (
     ActiveRequest,
     PlannedLoad,
+    PrefixMatch,
     Request,
 )
 from mamba_cache.errors import InvariantError

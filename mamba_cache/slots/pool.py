@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -620,16 +621,29 @@ class SlotPool:
         slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
         self.listeners.put(Removed("state", block_ids, hash_ids, slots=slots, is_reset=True))
 
-    def stale_blocks(self) -> list[int]:
-        """Return blocks whose state was registered for other content than they have now.
+    def check_uses(self, reserved: Collection[int], leases: Iterable[SlotLease]) -> None:
+        """Prove that just these slots are reserved and leased, and that no state is stale.
 
         A block that lost its hash is filled with other tokens next, and its state would be theirs.
-        For ``check_invariants`` of those who register the hashes of ``kv_blocks``; linear in slots.
+        For those who register the hashes of ``kv_blocks``; linear in slots.
+
+        Raises:
+            InvariantError: They are not.
         """
-        hashes = as_host_array(self.kv_blocks.block_hashes)
+        hashes, hash_of = as_host_array(self.kv_blocks.block_hashes), self._hash_of
         cached = self._slot_to_block[self._slot_to_block >= 0].tolist()
-        hash_of = self._hash_of
-        return [block for block in cached if hash_of.get(block, hashes[block]) != hashes[block]]
+        stale = [block for block in cached if hash_of.get(block, hashes[block]) != hashes[block]]
+        _require(not stale, f"blocks {stale[:8]} have states of what they held before")
+        _require(
+            sorted(reserved) == sorted(self.reserved),
+            f"slots {sorted(self.reserved)} are reserved, but {sorted(reserved)} are planned for",
+        )
+        read = Counter(lease.slot for lease in leases if self.is_current(lease))
+        pinned = [s for s in self.pin_counts.nonzero()[0].tolist() if s not in self.reserved]
+        _require(
+            read == {slot: self.pin_counts.item(slot) for slot in pinned},
+            f"slots {pinned} are pinned, but {sorted(read)} are read",
+        )
 
     def check_invariants(self) -> None:
         """Check the bookkeeping against itself.

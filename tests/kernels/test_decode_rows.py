@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from step_plans import decode_batch
 
 from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache.context.decode_rows import DecodeRows
 from mamba_cache.context.kernels import decode, decode_numpy
+from mamba_cache.context.kernels.decode_numpy import DecodeRows
 from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
 
 MAX_REQUESTS, BLOCK, BLOCKS, CHUNK = 6, 12, 8, 4

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from disk_rig import IDENTITY, SECRET, TENANT, Answer
 
-from mamba_cache.context.matching import PrefixMatch
+from mamba_cache.context import PrefixMatch
 from mamba_cache.context.prefetch import LowerTierLink, PrefetchState
 from mamba_cache.tiers import (
     CopyJob,

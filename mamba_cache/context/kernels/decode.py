@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_cache.context.decode_rows import DecodeRows
+from mamba_cache.context.kernels.decode_numpy import DecodeRows
 from mamba_cache.metadata import StepMetadata
 
 __all__ = ["advance_rows", "describe_decodes"]

@@ -19,10 +19,9 @@ from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import weak_callback
 from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey, KVBlockAllocator
 from mamba_cache.config import HashAlgorithm
-from mamba_cache.context import PrefixContent, Request, SharedStore
-from mamba_cache.context.invariants import check_pinned, check_states_of_blocks
-from mamba_cache.context.matching import PrefixMatch, find_prefix
+from mamba_cache.context import PrefixContent, PrefixMatch, Request, SharedStore
 from mamba_cache.context.pins import Pins
+from mamba_cache.context.requests import find_prefix
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
@@ -324,9 +323,8 @@ class PrefixStore:
         """Check the books, between calls."""
         self.kv_blocks.check_invariants()
         self.slots.check_invariants()
-        check_states_of_blocks(self.slots)
         self.pins.check_invariants()
-        check_pinned(self.pins.leases, self.slots)
+        self.slots.check_uses(self.slots.reserved, self.pins.leases)
         references = np.asarray(self.kv_blocks.block_ref_counts) - self.pins.references
         held = (np.count_nonzero(references), self.slots.num_reserved_slots)
         if any(held):
