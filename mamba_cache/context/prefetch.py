@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Final
 
 from mamba_cache._guard import outside
@@ -46,6 +46,11 @@ _FactsOf = Callable[[EntryKind, int], EntryFacts]
 
 _KeyOf = Callable[[EntryKind, int], EntryKey]
 """Names it, which is all that is needed of most."""
+
+
+_TRY_EVERY: Final = 16
+"""One of so many prefetches that a caller waits for loads even if that is slower than computing:
+otherwise a tier that was slow once is never measured again."""
 
 
 class PrefetchState(str, Enum):
@@ -221,6 +226,13 @@ class Prefetch:
                 self._is_cancelled = True
             self._changed.notify_all()
 
+    def end_within(self, seconds: float) -> None:
+        """Bring the deadline forward to so many seconds from now."""
+        with self._changed:
+            deadline = time.monotonic() + seconds
+            if self._deadline is None or deadline < self._deadline:
+                self._deadline = deadline
+
     def begin_asking(self) -> None:
         """Say that it is not known yet what there is to bring."""
         self._is_asking = True
@@ -229,7 +241,8 @@ class Prefetch:
         """Say that it can be known now."""
         with self._changed:
             # The longer it took, the less the request waits for what it is about.
-            self._patience = _patience_left(self._patience, time.monotonic() - self._began)
+            waited_seconds = time.monotonic() - self._began
+            self._patience = max(self._patience - waited_seconds, _LEAST_PATIENCE * self._patience)
             self._is_answered = True
             self._changed.notify_all()
 
@@ -310,6 +323,7 @@ class _Asked:
     key_of: _KeyOf  # names its entries
     facts_of: _FactsOf  # derives them
     prefetch: Prefetch  # what it waits for
+    is_trial: bool  # whether it loads even if computing is faster
 
 
 class _Flight:
@@ -343,6 +357,8 @@ class LowerTierLink:
 
     What it reads and writes of the host tier's rows is leased; the lower tiers' threads end the
     leases by the host tier's ``end_later``. All calls come from the context's thread.
+    ``is_waited_for`` says that the caller waits for each prefetch. Then none takes longer than
+    computing its tokens, and now and then one is brought although computing is faster.
     """
 
     def __init__(
@@ -357,6 +373,8 @@ class LowerTierLink:
         store: RemoteTier | None = None,
         patience_seconds: float = 0.03,
         planner: LoadPlanner | None = None,
+        store_planner: LoadPlanner | None = None,
+        is_waited_for: bool = False,
         agreement: RankAgreement | None = None,
     ) -> None:
         self._agreement = agreement
@@ -370,7 +388,9 @@ class LowerTierLink:
         self._host_planner = host_planner
         self._patience = patience_seconds
         self._planner = LoadPlanner(_ASSUMED) if planner is None else planner
-        self._store_planner = LoadPlanner(_ASSUMED_OF_STORES)
+        self._store_planner = store_planner or LoadPlanner(_ASSUMED_OF_STORES)
+        self._is_waited_for = is_waited_for
+        self._num_prefetches = 0
         # With the digest of the boundary that each brings, and who learns from it.
         self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
         self._asked: list[_Asked] = []
@@ -457,7 +477,9 @@ class LowerTierLink:
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing."""
         prefetch = self._new_prefetch(request_id, match.skip_tokens, timeout_seconds)
-        asked = _Asked(match, hashes, key_of, facts_of, prefetch)
+        self._num_prefetches += 1
+        is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
+        asked = _Asked(match, hashes, key_of, facts_of, prefetch, is_trial)
         with self._taking_back():
             if self._ask(asked):
                 self._asked.append(asked)
@@ -507,48 +529,6 @@ class LowerTierLink:
             self._open.remove(prefetch)
             prefetch.agree(outcome)
 
-    def find(self, keys: Sequence[EntryKey], *, waited_seconds: float = 0.0) -> list[bool]:
-        """Say of each key whether a lower tier has it; waits for a store, as long as for any."""
-        has = self._has_many(keys)
-        unknown = [key for key, found in zip(keys, has, strict=True) if not found]
-        if unknown and self.store is not None and self.store.silence() < self._patience:
-            question = self._new_prefetch(None, 0, None, waited_seconds)
-            question.go_on = partial(question.begin, 0, 0, 0)
-            question.begin_asking()
-            if self.store.ask(unknown, lambda _: question.answer()):
-                question.wait()
-                has = self._has_many(keys)
-        return has
-
-    def bring(
-        self,
-        wanted: Sequence[EntryFacts],
-        kept: Sequence[EntryFacts] = (),
-        *,
-        request_id: Hashable,
-        skip_tokens: int,
-        timeout_seconds: float | None,
-        waited_seconds: float = 0.0,
-    ) -> Prefetch:
-        """Begin to bring entries, quicker than computing or not, and learn from it."""
-        prefetch = self._new_prefetch(request_id, skip_tokens, timeout_seconds, waited_seconds)
-        with self._taking_back():
-            planner = self._bring(prefetch, wanted, kept, skip_tokens)
-        self._under_way.append((wanted[-1].key.digest, prefetch, planner))
-        return prefetch
-
-    def load_seconds(self, wanted: Sequence[EntryFacts]) -> float | None:
-        """Return what it takes to bring entries, by what loads took so far; None if none did."""
-        num_bytes = dict.fromkeys(_Place, 0)
-        places = self._places_of([facts.key for facts in wanted])
-        for facts, place in zip(wanted, places, strict=True):
-            num_bytes[place] += facts.payload_bytes
-        of_tier, of_store = num_bytes[_Place.TIER], num_bytes[_Place.STORE]
-        asked = ((of_tier, self._planner), (of_store, self._store_planner))
-        if any(size and not planner.has_measured_loads for size, planner in asked):
-            return None
-        return self._seconds(0, of_tier, of_store)
-
     def _bring(
         self,
         prefetch: Prefetch,
@@ -584,7 +564,6 @@ class LowerTierLink:
         request_id: Hashable,
         skip_tokens: int,
         timeout_seconds: float | None,
-        waited_seconds: float = 0.0,
     ) -> Prefetch:
         silence = None if self.store is None else self.store.silence
         return Prefetch(
@@ -594,7 +573,7 @@ class LowerTierLink:
             0,
             timeout_seconds,
             silence=silence,
-            patience_seconds=_patience_left(self._patience, waited_seconds),
+            patience_seconds=self._patience,
             needs_agreement=self._agreement is not None,
         )
 
@@ -661,8 +640,8 @@ class LowerTierLink:
         num_bytes = self._host.row_bytes(EntryKind.STATE) if unknown else 0
         num_bytes += sum(self._host.row_bytes(k.kind) for k in unknown if k.kind is EntryKind.KV)
         tokens = self._usable_blocks(match) * self._block_size
-        stay = self._seconds(match.prompt_tokens - match.skip_tokens, 0, 0)
-        if not unknown or self._seconds(match.prompt_tokens - tokens, 0, num_bytes) >= stay:
+        loading = self._seconds(match.prompt_tokens - tokens, 0, num_bytes)
+        if not unknown or loading >= self._seconds_without(asked):
             return False
         prefetch = asked.prefetch
         prefetch.begin_asking()
@@ -678,6 +657,8 @@ class LowerTierLink:
         if not blocks:
             prefetch.begin(skip_tokens, 0, 0)
             return False
+        if self._is_waited_for:  # no longer than computing it takes
+            prefetch.end_within(self._seconds(blocks * self._block_size - skip_tokens, 0, 0))
         planner = self._bring(prefetch, wanted, kept, blocks * self._block_size)
         self._under_way.append((asked.hashes.digest(blocks - 1), prefetch, planner))
         return True
@@ -700,7 +681,7 @@ class LowerTierLink:
         size = {kind: self._host.row_bytes(kind) for kind in EntryKind}
         # Of staying where the request is, and of each boundary after that.
         takes = [math.inf] * (usable - first + 1)
-        takes[0] = self._seconds(match.prompt_tokens - match.skip_tokens, 0, 0)
+        takes[0] = self._seconds_without(asked)
         of_blocks = dict.fromkeys(_Place, 0)  # bytes of the blocks before a boundary
         for index in range(min(first, on_gpu), usable if entries else 0):
             if self._has_kv and index >= on_gpu:
@@ -769,6 +750,12 @@ class LowerTierLink:
         seconds += self._planner.load_seconds(tier_bytes)
         return seconds + self._store_planner.load_seconds(store_bytes)
 
+    def _seconds_without(self, asked: _Asked) -> float:
+        """Return how long a request takes if nothing is brought; almost forever in a trial."""
+        if asked.is_trial:
+            return sys.float_info.max
+        return self._seconds(asked.match.prompt_tokens - asked.match.skip_tokens, 0, 0)
+
     def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: QueuedTier) -> None:
         """Begin to bring one entry."""
         flight = self._flights.get(facts.key)
@@ -796,11 +783,6 @@ class LowerTierLink:
             host.end_later(lease, refusal)
 
         return end
-
-
-def _patience_left(patience_seconds: float, waited_seconds: float) -> float:
-    """Return how long a request that has waited already still waits for a store that is silent."""
-    return max(patience_seconds - waited_seconds, _LEAST_PATIENCE * patience_seconds)
 
 
 def _nothing(_: Refusal | None) -> None:

@@ -72,11 +72,6 @@ class LoadPlanner:
         self._weight = 0.0
         self._means = (0.0, 0.0, 0.0, 0.0)
 
-    @property
-    def has_measured_loads(self) -> bool:
-        """Whether what a load takes was ever measured, and is not only assumed."""
-        return self._weight > 0
-
     def seconds(self, resumption: Resumption, num_tokens: int) -> float:
         """Return how long it takes until all of ``num_tokens`` tokens are computed or loaded."""
         seconds = (num_tokens - resumption.tokens) / self.rates.tokens_per_second

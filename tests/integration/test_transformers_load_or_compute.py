@@ -15,8 +15,8 @@ from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import disk, remote
 
-SOON, LATE = 0.05, 1e6
-"""Seconds in which prompts are computed: fewer and more than any load here takes."""
+FAST, SLOW = 1e4, 1e-4
+"""Tokens that a model computes a second: a prompt takes less or more time than any load here."""
 
 
 class Reads(MemoryStore):
@@ -56,17 +56,25 @@ def model():
 
 @pytest.fixture(params=["disk", "store"])
 def open_cache(request, tmp_path, reads, model):
-    """Opens caches over one disk or store; their model computes in ``computing`` seconds."""
+    """Opens caches over one disk or store, and a model of a speed; None: it is not measured."""
     below = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
     if request.param == "store":
         below = {"store": reads, "hash_secret": b"of this test"}
 
-    def open_one(computing=None, **settings):
+    def open_one(tokens_per_second=None, **settings):
         cache = make_cache(model, host_cache_gb=0.01, **below, **settings)
-        cache._store.tiers._seconds_to_compute = lambda num_tokens: computing
+        set_speed(cache, tokens_per_second)
         return cache
 
     return open_one
+
+
+def set_speed(cache, tokens_per_second):
+    """Have a cache take its model to be so fast, whatever forwards take."""
+    planner = cache._store.tiers._planner
+    planner._learns = False
+    if tokens_per_second is not None:
+        planner.rates = planner.rates._replace(tokens_per_second=tokens_per_second)
 
 
 def lower_tier(cache):
@@ -78,7 +86,7 @@ def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, rea
     with open_cache() as first:
         answers, _ = ask(first, prompts())
     few = budgets(make_cache(model), slots=2, blocks=18)  # of one prompt at a time
-    with open_cache(SOON, **few) as second:
+    with open_cache(FAST, **few) as second:
         reads.gate.clear()
         assert ask(second, prompts()[:1]) == (answers[:1], 0)
         assert reads.count
@@ -96,13 +104,13 @@ def test_a_tier_that_loses_is_tried_once_and_then_now_and_again(
     open_cache, reads, monkeypatch
 ) -> None:
     """Nobody knows at first what loads take, nor what computing does."""
-    monkeypatch.setattr(prefix_tiers, "_TRY_EVERY", 3)
+    monkeypatch.setattr(prefetch, "_TRY_EVERY", 4)
     with open_cache() as first:
         answers, _ = ask(first, prompts())
     with open_cache() as second:
         assert ask(second, prompts()[:1]) == (answers[:1], REUSABLE[0])
         count = reads.count
-        second._store.tiers._seconds_to_compute = lambda num_tokens: SOON
+        set_speed(second, FAST)
         assert ask(second, prompts()[1:3]) == (answers[1:3], 0)
         assert reads.count == count
         found, _ = ask(second, prompts()[3:])
@@ -114,7 +122,7 @@ def test_a_tier_that_loses_is_tried_once_and_then_now_and_again(
 def test_a_tier_that_wins_is_loaded_from(open_cache, reads) -> None:
     with open_cache() as first:
         answers, _ = ask(first, prompts())
-    with open_cache(LATE) as second:
+    with open_cache(SLOW) as second:
         found, skipped = ask(second, prompts())
         assert (found, skipped) == (answers, sum(REUSABLE))
 
@@ -124,7 +132,7 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
     """Nobody knows what computing takes; while the load is under way, none other is begun."""
     with open_cache() as first:
         answers, _ = ask(first, prompts())
-    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", SOON)
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", 0.05)
     with open_cache() as second:
         reads.gate.clear()
         assert ask(second, prompts()[:1]) == (answers[:1], 0)
@@ -136,9 +144,7 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
 
 def test_what_computing_takes_is_known_from_forwards(model) -> None:
     with make_cache(model, host_cache_gb=0.01) as cache:
-        tiers = cache._store.tiers
-        assert tiers._seconds_to_compute(100) is None
+        planner = cache._store.tiers._planner
+        assert planner.rates == prefix_tiers._UNMEASURED
         ask(cache, prompts()[:2])
-        seconds = tiers._seconds_to_compute(100)
-        assert 0 < seconds < 1000
-        assert tiers._seconds_to_compute(200) == pytest.approx(2 * seconds)
+        assert planner.rates.tokens_per_second > 0.1

@@ -63,7 +63,7 @@ def below(request, tmp_path, monkeypatch):
     """Settings of caches over one disk, or over one store, whose clock stands still."""
     if request.param == "disk":
         return {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
-    for module in (remote, prefetch, prefix_tiers):
+    for module in (remote, prefetch):
         monkeypatch.setattr(module, "time", ManualClock())
     return {"store": MemoryStore(), "hash_secret": b"of this test"}
 

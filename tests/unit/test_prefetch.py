@@ -421,16 +421,30 @@ def test_entries_are_worth_the_tokens_before_their_boundary(
     tier.end_loads()
 
 
-def test_what_loads_take_is_told_once_one_was_measured(context, tier) -> None:
-    lower, wanted = context._tiering.lower, [facts for facts, _ in tier.stored.values()]
-    assert lower.load_seconds(wanted) is None
-    assert lower.load_seconds([]) == 0
-    ask(context)
+@pytest.mark.parametrize(("timeout", "seconds"), [(None, 56), (60, 56), (10, 10)])
+def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
+    context, tier, monkeypatch, timeout, seconds
+) -> None:
+    clock, tiering = ManualClock(), context._tiering
+    monkeypatch.setattr(prefetching, "time", clock)
+    tiering.lower._is_waited_for = True
+    tiering.planner.rates = Rates(tokens_per_second=1.0)
+    prefetch = ask(context, timeout_seconds=timeout)
+    clock.now += seconds - 0.5
+    assert prefetch.state is PrefetchState.PENDING
+    clock.now += 1
+    assert prefetch.state is PrefetchState.TIMED_OUT
     tier.end_loads()
-    match(context)
-    num_bytes = sum(facts.payload_bytes for facts in wanted)
-    lower._host.reset()
-    assert lower.load_seconds(wanted) == pytest.approx(lower._planner.load_seconds(num_bytes))
+    assert match(context).skip_tokens == 56
+
+
+def test_a_caller_that_waits_tries_a_slow_tier_now_and_again(context, tier, monkeypatch) -> None:
+    """What was measured once would decide for ever otherwise."""
+    monkeypatch.setattr(prefetching, "_TRY_EVERY", 3)
+    context._tiering.lower._is_waited_for = True
+    context._tiering.planner.rates = Rates(tokens_per_second=1e12)
+    assert [ask(context).num_entries for _ in range(6)] == [0, 0, 2, 0, 0, 2]
+    tier.end_loads()
 
 
 def test_hits_are_offered_again(context, tier) -> None:

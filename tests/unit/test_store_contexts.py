@@ -3,7 +3,6 @@
 import gc
 import threading
 import weakref
-from dataclasses import replace
 
 import pytest
 import restart_rig
@@ -113,21 +112,6 @@ def test_another_thread_waits_until_the_context_has_gone_on(store) -> None:
     waiting.join()
     assert states == [PrefetchState.READY]
     context.close()
-
-
-def test_a_store_says_what_it_has_without_bringing_it(store) -> None:
-    first, other = make(store), make(store)
-    lower, asked = first._tiering.lower, []
-    ask_store = lower.store.ask
-    lower.store.ask = lambda keys, found: asked.extend(keys) or ask_store(keys, found)
-    assert ask(first).wait() is PrefetchState.READY
-    link = other._tiering.lower
-    unknown = replace(asked[0], digest=b"?" * 16)
-    assert link.find([*asked, unknown]) == [True] * len(asked) + [False]
-    assert link.load_seconds([]) == 0
-    assert other.tier_stats()[1].restored == 0
-    first.close()
-    other.close()
 
 
 def test_salts_secrets_ranks_weights_keep_entries_apart(store) -> None:

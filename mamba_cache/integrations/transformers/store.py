@@ -250,9 +250,7 @@ class PrefixStore:
             self.tiers.bring(prompt)
         return self.match(prompt)
 
-    def offer(
-        self, chain: BlockHashChain, tokens: npt.NDArray[np.int32], lora_id: ExtraKey
-    ) -> None:
+    def offer(self, chain: BlockHashChain, lora_id: ExtraKey) -> None:
         """Offer what is cached of a sequence's whole blocks to the tiers below."""
         if self.tiers is None or lora_id in self.live_dtypes:
             return
@@ -261,9 +259,9 @@ class PrefixStore:
             block = self.kv_blocks.find_block(hash_id, hashes.digest(index))
             if block is None:
                 return
-            self.tiers.offer(EntryKind.KV, chain, tokens, index, block)
+            self.tiers.offer(EntryKind.KV, chain, index, block)
             if self.slots.has_state(block):
-                self.tiers.offer(EntryKind.STATE, chain, tokens, index, block)
+                self.tiers.offer(EntryKind.STATE, chain, index, block)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the key that a sequence is computed under."""
@@ -584,7 +582,7 @@ class SequenceRecord:
         """Offer what is findable now to the tiers below, unless it is of other dtypes."""
         tiers = self._store.tiers
         if tiers is not None and self._lora_id not in self._store.live_dtypes:
-            tiers.offer(kind, self._chain, self._tokens, index, block)
+            tiers.offer(kind, self._chain, index, block)
 
     def _take(self, count: int) -> list[int]:
         """Take up to ``count`` blocks, as many as there are."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import check_number
 from mamba_cache._extras import installed_version
 from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PrefetchState
+from mamba_cache.context.prefetch import LowerTierLink, Prefetch
 from mamba_cache.errors import (
     BlockCapacityError,
     BudgetError,
@@ -46,6 +45,7 @@ from mamba_cache.tiers import (
     ModelIdentity,
     Numerics,
     PlainTransfers,
+    Rates,
     Refusal,
     RemoteTier,
     RowFormat,
@@ -62,12 +62,12 @@ __all__ = ["PrefixTiers", "check_tiers"]
 _GIB: Final = 2**30
 _STATE_SHARE: Final = 0.5
 _DEADLINE_SECONDS: Final = 10.0
-"""How long a call waits for lower tiers at most, and where nobody knows what computing takes."""
+"""How long a call waits for disk and store at most."""
 
 _END_SECONDS: Final = 5.0
 
-_TRY_EVERY: Final = 16
-"""Of the loads that would not win, one in so many is tried: nothing else measures them again."""
+_UNMEASURED: Final = Rates(bytes_per_second=1e18, latency_seconds=0.0, tokens_per_second=1e-6)
+"""Rates until the first measurement: every load is tried."""
 
 _KERNEL_PACKAGES: Final = (
     "transformers", "accelerate", "peft", "kernels", "mamba-ssm", "causal-conv1d", "flash-attn",
@@ -154,15 +154,10 @@ class PrefixTiers:
         self._offers: list[_Offer] = []
         self._keys: dict[ExtraKey, ExtraKey] = {}
         self._key: ExtraKey = None
-        self._planner = LoadPlanner()
-        self._knows_rate = False
+        self._planner = LoadPlanner(_UNMEASURED)
         self._timed: list[tuple[Mark, Mark, int]] = []
-        self._late: Prefetch | None = None
-        self._num_declined = 0
-        self._has_declined = False
-        self._waited_seconds = 0.0
+        self._prefetch: Prefetch | None = None
         self._disk: DiskTier | None = None
-        self._link: LowerTierLink | None = None
         self._remote: RemoteTier | None = None
         if runner.fingerprint.weights_digest() is None:
             raise InvalidArgumentError(
@@ -193,10 +188,8 @@ class PrefixTiers:
         self._knows_weights = weights is not None
         name = weights or f"unknown {secrets.token_hex(16)}"
         self._identity = _identity(self._store, self._runner, name)
-        self._disk = self._link = None
-        if (self._path is None and self._remote is None) or weights is None:
-            return
-        if self._path is not None:
+        self._disk = None
+        if self._path is not None and weights is not None:
             self._disk = DiskTier(
                 self._path,
                 self._identity,
@@ -211,10 +204,13 @@ class PrefixTiers:
             self._host,
             self._disk,
             block_size_tokens=self._store.layout.block_size_tokens,
-            min_computed_tokens=1,
+            min_computed_tokens=0,
             has_kv=self._has_kv,
             host_planner=self._planner,
-            store=self._remote,
+            store=self._remote if self._knows_weights else None,
+            planner=LoadPlanner(_UNMEASURED),
+            store_planner=LoadPlanner(_UNMEASURED),
+            is_waited_for=True,
         )
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
@@ -234,21 +230,14 @@ class PrefixTiers:
         self._key = self._keys[lora_id]
         return lora_id if self._key is None else self._key
 
-    def offer(
-        self,
-        kind: EntryKind,
-        chain: BlockHashChain,
-        tokens: npt.NDArray[np.int32],
-        index: int,
-        block: int,
-    ) -> None:
+    def offer(self, kind: EntryKind, chain: BlockHashChain, index: int, block: int) -> None:
         """Have a block, or the state at its end, copied to the host tier when the call is over.
 
         It is the sequence's block ``index``.
         """
         if self._key is None or self._host.has(kind, chain.hashes.digest(index)):
             return
-        facts = self._facts(kind, chain, tokens, index)
+        facts = self._facts(chain.hashes, kind, index)
         slots = self._store.slots
         if kind is EntryKind.STATE:
             place = slots.get_slot(block)
@@ -276,8 +265,7 @@ class PrefixTiers:
         self._copies.spill(jobs).wait()
         for offer, lease in leases:
             self._host.complete(lease)
-            if self._link is not None:
-                self._link.offer(offer.facts)
+            self._link.offer(offer.facts)
 
     @contextmanager
     def timed(self, num_tokens: int) -> Iterator[None]:
@@ -294,87 +282,71 @@ class PrefixTiers:
             if seconds is None:
                 return
             self._planner.record_prefill(num_tokens, seconds)
-            self._knows_rate = True
             del self._timed[0]
-
-    def _seconds_to_compute(self, num_tokens: int) -> float | None:
-        """Return about how long a prompt's tokens take, None if no forward was measured."""
-        if not self._knows_rate:
-            return None
-        return num_tokens / self._planner.rates.tokens_per_second
 
     def bring(self, prompt: SoughtPrompt) -> None:
         """Bring the longest prefix of a prompt below, if it is longer than the one here."""
         self._host.poll()
-        if self._link is not None:
-            self._link.poll()
+        self._link.poll()
         self._read_times()
-        self._has_declined, self._waited_seconds = False, 0.0
         if self._key is None:
             return
-        size = self._store.layout.block_size_tokens
-        for depth in self._depths_below(prompt):
+        # While an earlier load is under way, disk and store are taken to be too slow.
+        if self._below and (self._prefetch is None or self._prefetch.is_over):
+            self._fetch(prompt)
+        for depth in self._depths_in_host(prompt):
             match = self._store.match(prompt)
-            here = match.state_matched_blocks
-            if depth <= here:
+            if depth <= match.state_matched_blocks:
                 return
-            computing = self._seconds_to_compute((depth - here) * size)
-            if self._bring_up_to(prompt, depth, list(match.block_ids), computing):
+            if self._bring_up_to(prompt, depth, list(match.block_ids)):
                 return
 
-    def _depths_below(self, prompt: SoughtPrompt) -> list[int]:
-        """Return after how many blocks of a prompt states lie below, the most first.
+    def _fetch(self, prompt: SoughtPrompt) -> None:
+        """Bring what disk and store have of a prompt to host memory, and wait for it."""
+        match, hashes = self._store.match(prompt), prompt.chain.hashes
+        depth = max(self._depths_in_host(prompt), default=match.state_matched_blocks)
+        match = replace(
+            match,
+            prompt_tokens=match.prompt_tokens - prompt.min_computed,
+            skip_tokens=depth * self._store.layout.block_size_tokens,
+        )
+        self._prefetch = self._link.prefetch(
+            None,
+            match,
+            hashes,
+            partial(self._facts, hashes),
+            _DEADLINE_SECONDS,
+            key_of=lambda kind, index: self._key_of(kind, hashes.digest(index)),
+        )
+        self._prefetch.go_on = self._link.poll
+        self._prefetch.wait()
+        self._host.poll()
+        self._link.poll()
 
-        Only those count whose keys and values are there as well.
+    def _depths_in_host(self, prompt: SoughtPrompt) -> list[int]:
+        """Return after how many blocks states of a prompt lie in host memory, the most first.
+
+        Only those count whose keys and values are there or beside the model.
         """
         found, hashes = self._store.match(prompt), prompt.chain.hashes
         size = self._store.layout.block_size_tokens
-        most = max(0, len(prompt.tokens) - prompt.min_computed) // size
-        depths = range(found.state_matched_blocks + 1, most + 1)
-        if not depths:
-            return []
-        if self._has_kv:
-            missing = [
-                depth
-                for depth in range(found.kv_matched_blocks + 1, most + 1)
-                if not self._host.has(EntryKind.KV, hashes.digest(depth - 1))
-            ]
-            lower = self._found(EntryKind.KV, prompt, missing)
-            gap = next((depth for depth in missing if depth not in lower), most + 1)
-            depths = range(depths.start, gap)
-        in_host = {d for d in depths if self._host.has(EntryKind.STATE, hashes.digest(d - 1))}
-        unknown = [depth for depth in depths if depth not in in_host]
-        return sorted(in_host | self._found(EntryKind.STATE, prompt, unknown), reverse=True)
+        usable = max(0, len(prompt.tokens) - prompt.min_computed) // size
+        reach = min(found.kv_matched_blocks, usable) if self._has_kv else usable
+        while reach < usable and self._host.has(EntryKind.KV, hashes.digest(reach)):
+            reach += 1
+        return [
+            depth
+            for depth in range(reach, found.state_matched_blocks, -1)
+            if self._host.has(EntryKind.STATE, hashes.digest(depth - 1))
+        ]
 
-    def _found(self, kind: EntryKind, prompt: SoughtPrompt, depths: Sequence[int]) -> set[int]:
-        """Return those of a prompt's blocks, counted from 1, whose entries lower tiers have."""
-        if self._link is None or not depths:
-            return set()
-        keys = [self._key_of(kind, prompt.chain.hashes.digest(depth - 1)) for depth in depths]
-        return {depth for depth, found in zip(depths, self._find(keys), strict=True) if found}
-
-    def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether a lower tier has it."""
-        assert self._link is not None, "the caller has looked"
-        began = time.monotonic()
-        found = self._link.find(keys, waited_seconds=self._waited_seconds)
-        self._waited_seconds += time.monotonic() - began
-        return found
-
-    def _bring_up_to(
-        self, prompt: SoughtPrompt, depth: int, matched: list[int], computing: float | None
-    ) -> bool:
-        """Bring the state after ``depth`` blocks, and these; say whether they are there now.
-
-        It would take about ``computing`` seconds to compute them; None: nobody knows.
-        """
-        held, chain, tokens = matched[:depth], prompt.chain, prompt.tokens
+    def _bring_up_to(self, prompt: SoughtPrompt, depth: int, matched: list[int]) -> bool:
+        """Bring the state after ``depth`` blocks, and these; say whether they are there now."""
+        held, hashes = matched[:depth], prompt.chain.hashes
         missing = range(len(held), depth)
-        wanted = [self._facts(EntryKind.STATE, chain, tokens, depth - 1)]
+        wanted = [self._facts(hashes, EntryKind.STATE, depth - 1)]
         if self._has_kv:  # after the state, which takes longest
-            wanted += [self._facts(EntryKind.KV, chain, tokens, index) for index in missing]
-        if not self._are_in_host(wanted, depth, computing):
-            return False
+            wanted += [self._facts(hashes, EntryKind.KV, index) for index in missing]
         kv_blocks = self._store.kv_blocks
         kv_blocks.retain_memory_blocks(held)
         try:
@@ -422,8 +394,7 @@ class PrefixTiers:
                 for index in sorted(damaged, reverse=True):
                     lease = leases.pop(index)
                     host.refuse(lease, Refusal.PAYLOAD_DIGEST)
-                    if self._link is not None:  # it may have been stored like this
-                        self._link.remove(lease.facts.key)
+                    self._link.remove(lease.facts.key)  # it may have been stored like this
                 return False
             host.use(leases)
             host.count_restored(len(leases))
@@ -456,62 +427,9 @@ class PrefixTiers:
         )
         return True
 
-    def _are_in_host(
-        self, wanted: Sequence[EntryFacts], depth: int, computing: float | None
-    ) -> bool:
-        """Say whether the host tier has all entries, once those below have been brought."""
-        below = [facts for facts in wanted if not self._is_in_host(facts)]
-        if not below:
-            return True
-        if self._link is None or self._has_declined:
-            return False
-        if len(wanted) - 1 > self._host.num_rows(EntryKind.KV):  # one is a state
-            return False
-        if not all(self._find([facts.key for facts in below])):
-            return False
-        limits = [each for each in (computing, _DEADLINE_SECONDS) if each is not None]
-        limit = min(limits, default=None)
-        if self._is_slower(below, limit):
-            self._has_declined = True
-            return False
-        kept = [facts for facts in wanted if self._is_in_host(facts)]
-        began = time.monotonic()
-        prefetch = self._link.bring(
-            below,
-            kept,
-            request_id=None,
-            skip_tokens=depth * self._store.layout.block_size_tokens,
-            timeout_seconds=limit,
-            waited_seconds=self._waited_seconds,
-        )
-        state = prefetch.wait()
-        self._waited_seconds += time.monotonic() - began
-        self._host.poll()
-        self._link.poll()
-        if state is PrefetchState.TIMED_OUT:
-            self._late = prefetch
-        if state is PrefetchState.TIMED_OUT or prefetch.has_failed:
-            self._has_declined = True  # a tier that is dead fails for each boundary, one by one
-        return state is PrefetchState.READY
-
-    def _is_slower(self, below: Sequence[EntryFacts], limit: float | None) -> bool:
-        """Say whether entries come too late from lower tiers, as far as anybody knows.
-
-        While a load for which a call did not wait to its end is under way, any other is taken to.
-        """
-        assert self._link is not None, "the caller has looked"
-        if self._late is None or self._late.is_over:
-            self._late = None
-            seconds = self._link.load_seconds(below)
-            if seconds is None or limit is None or seconds < limit:
-                return False
-        self._num_declined += 1
-        return self._num_declined % _TRY_EVERY != 0
-
     def remove(self, kind: EntryKind, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again."""
-        if self._link is not None:
-            self._link.remove(self._key_of(kind, digest))
+        self._link.remove(self._key_of(kind, digest))
         self._host.remove(kind, digest)
 
     def stats(self) -> tuple[TierStats, ...]:
@@ -537,10 +455,9 @@ class PrefixTiers:
             self._host.reset()
 
     def _end_transfers(self) -> None:
-        self._offers, self._timed = [], []
+        self._offers, self._timed, self._prefetch = [], [], None
         self._copies.wait()
-        if self._link is not None:
-            self._link.reset()
+        self._link.reset()
 
     def reset(self) -> None:
         """Forget what host memory holds. What is on the disk stays, and is found again."""
@@ -575,18 +492,13 @@ class PrefixTiers:
         identity, tenant = self._identity, tenant_digest(self.hash_secret, None)
         return EntryKey(identity.digest, tenant, kind, digest, identity.rank)  # it has the salt
 
-    def _facts(
-        self, kind: EntryKind, chain: BlockHashChain, tokens: npt.NDArray[np.int32], index: int
-    ) -> EntryFacts:
+    def _facts(self, hashes: BlockHashes, kind: EntryKind, index: int) -> EntryFacts:
         """Derive what the entry of block ``index`` must be."""
         return EntryFacts(
-            self._key_of(kind, chain.hashes.digest(index)),
+            self._key_of(kind, hashes.digest(index)),
             (index + 1) * self._store.layout.block_size_tokens,
             self._layouts[kind].row_bytes,
         )
-
-    def _is_in_host(self, facts: EntryFacts) -> bool:
-        return self._host.has(facts.key.kind, facts.key.digest)
 
     def _is_there(self, offer: _Offer) -> bool:
         slots = self._store.slots

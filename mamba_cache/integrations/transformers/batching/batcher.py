@@ -740,7 +740,7 @@ class Batcher:
             return
         tokens, chain = [*request.prompt, *request.answer], request.prepared.chain.copy()
         chain.append(tokens[chain.num_tokens :])
-        self._store.offer(chain, np.array(tokens, dtype=np.int32), self._runner.fingerprint.key)
+        self._store.offer(chain, self._runner.fingerprint.key)
 
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Makes a token part of an answer; says whether it is the last one."""
