@@ -57,10 +57,6 @@ class CallGuard:
         """Return whether the guard was made for ``thing``."""
         return self._owner() is thing
 
-    def runs_here(self) -> bool:
-        """Return whether a call of this thread is running."""
-        return self._thread == get_ident()
-
     def enter(self, name: str, *, renews: bool = False, waits: bool = False) -> None:
         """Begin a call; the arguments are those of ``guarded``."""
         if not self._lock.acquire(blocking=waits):
@@ -69,12 +65,10 @@ class CallGuard:
             self._lock.release()
             raise self._concurrent_use(name, "from within it")
         self._call, self._thread, self.is_changing = name, get_ident(), False
-        heal = None if self._heal is None else self._heal()
         try:
-            if self.poison and not renews and heal is not None:
-                heal()
-            elif not renews:
-                self.check()
+            if self.poison and not renews:
+                heal = None if self._heal is None else self._heal()
+                (heal or self.check)()
         except BaseException:
             self.leave()
             raise
@@ -145,7 +139,7 @@ def guarded(
         @wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             guard: CallGuard = self._guard
-            is_nested = nests and guard.runs_here()
+            is_nested = nests and guard._thread == get_ident()
             was_changing = is_nested and guard.is_changing
             if not is_nested:
                 guard.enter(name, renews=renews and guard.belongs_to(self), waits=waits)
@@ -176,7 +170,7 @@ def query(method: _Method) -> _Method:
     @wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard: CallGuard = self._guard
-        if not guard.runs_here():
+        if guard._thread != get_ident():
             if guard.is_busy:
                 raise guard._concurrent_use(method.__name__, "by another thread")
             guard.check()

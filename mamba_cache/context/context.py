@@ -459,7 +459,8 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._runner.require_none()
-        self._pins.expire()
+        if len(self._pins):
+            self._pins.expire()
         own, tokens, chain = self._preparer.read(request)
         self.request_table.check_new(own.request_id)
         active = ActiveRequest(
@@ -513,7 +514,8 @@ class DynamicInferenceContext:
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._runner.require_none()
-        self._pins.expire()
+        if len(self._pins):
+            self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
@@ -583,7 +585,8 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._runner.require_none()
-        self._pins.expire()
+        if len(self._pins):
+            self._pins.expire()
         rows = self.request_table
         group, prefills = rows.decoding_group(decode_ids), rows.scheduled_requests()
         if not group.ids and not prefills:
@@ -643,7 +646,8 @@ class DynamicInferenceContext:
         """Do the same one by one, which costs less than operations on arrays."""
         rows = self.request_table
         events = [(place, work.group.rows.item(place), work.ends.item(place)) for place in due]
-        lacking = [event for event in events if event[2] > rows.num_tokens_held(event[1])]
+        size = self.block_size_tokens
+        lacking = [each for each in events if each[2] > rows.num_blocks.item(each[1]) * size]
         if lacking:
             names = (work.group.ids[place] for place, _, _ in lacking)
             rows.grow_few_by_one(

@@ -125,12 +125,6 @@ class StepExtractions:
             self._refuse(metadata)
         return metadata.num_checkpoints > 0
 
-    def check_layer(self, layer: int) -> None:
-        """Check that there is such a layer."""
-        is_right = type(layer) is int and 0 <= layer < self._num_layers
-        if not is_right:
-            check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
-
     def record(
         self,
         layer: int,
@@ -170,7 +164,7 @@ class StepExtractions:
             )
         needed = metadata.num_chunks, metadata.num_prefill_tokens
         for layer, (num_chunks, num_tokens) in captured.lengths.items():
-            self.check_layer(layer)
+            check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
             if self._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
                 raise InvalidArgumentError(
                     f"layer {self._labels[layer]} was captured with {num_chunks} chunk_states and "

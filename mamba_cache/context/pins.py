@@ -143,10 +143,9 @@ class Pins:
     @guarded(nests=True)
     def expire(self) -> None:
         """End the pins whose time is up, and those whose states somebody has taken away."""
-        if self._pins:
-            now = self._clock()
-            for pin in [pin for pin in self._pins if self._is_over(pin, now)]:
-                self._end(pin)
+        now = self._clock()
+        for pin in [pin for pin in self._pins if self._is_over(pin, now)]:
+            self._end(pin)
 
     def forget(self) -> None:
         """Forget all pins: who owns the blocks and slots has taken all of them back."""

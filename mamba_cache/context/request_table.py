@@ -212,11 +212,6 @@ class RequestTable:
         """Requests that could still be added."""
         return len(self._free_rows)
 
-    def check_row_available(self) -> None:
-        """Check that a request can be added."""
-        if not self._free_rows:
-            raise RequestCapacityError(1, 0, "finish or preempt a request first")
-
     def take(
         self,
         shared_blocks: Sequence[int],
@@ -224,7 +219,8 @@ class RequestTable:
         name: object,
     ) -> int:
         """Take a row with cached blocks and new ones."""
-        self.check_row_available()
+        if not self._free_rows:
+            raise RequestCapacityError(1, 0, "finish or preempt a request first")
         shared = list(shared_blocks)
         missing = max(0, self._blocks_for(num_tokens) - len(shared))
         held = len(shared) + missing
@@ -308,10 +304,6 @@ class RequestTable:
         blocks = self._allocate(len(rows), names, num_tokens)
         for row, block in zip(rows, blocks, strict=True):
             self._append(row, self.num_blocks.item(row), [block])
-
-    def num_tokens_held(self, row: int) -> int:
-        """Count the tokens that a row's blocks hold when they are full."""
-        return self.num_blocks.item(row) * self.block_size_tokens
 
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
         """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""

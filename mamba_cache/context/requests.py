@@ -149,7 +149,8 @@ class RequestPreparer:
             return request.request, request.tokens, request.chain
         if not isinstance(request, Request):
             raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
-        tokens = self.check_tokens(request.prompt_tokens)
+        # A copy, for the caller may write into theirs.
+        tokens: TokenArray = self.read_tokens(request.prompt_tokens).copy()
         if not len(tokens):
             raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
         if len(tokens) > self._config.max_sequence_length:
@@ -174,11 +175,6 @@ class RequestPreparer:
             lora_id=request.lora_id,
             multimodal_keys=request.multimodal_keys,
         )
-
-    def check_tokens(self, tokens: object) -> TokenArray:
-        """Return tokens as an int32 array of the context's own."""
-        own: TokenArray = self.read_tokens(tokens).copy()  # the caller may write into theirs
-        return own
 
     def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
         """Say whether all ints of an array of any shape are token ids."""

@@ -114,11 +114,6 @@ class StepRunner:
         """Whether the tokens of the last step are not on the host."""
         return self._uncollected is not None
 
-    def require_collected(self) -> None:
-        """Check that the tokens of the step before the one in flight are on the host."""
-        if self._uncollected is not None:
-            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
-
     def require_none(self) -> None:
         """Check that no step is in flight."""
         if self._step is not None:
@@ -139,7 +134,8 @@ class StepRunner:
             for active in prefills:
                 self._admitter.renew_restore(active)
             if self._tiering is not None and prefills:
-                self._begin_loads(self._tiering)
+                for active in self._tiering.begin(self._prefills):  # those that cannot load
+                    self._admitter.plan_again(active)
             plan = plan_step(work, self._rows, prefills, boundaries, crossing)
             self._num_boundaries = len(plan.boundaries)
             with outside:
@@ -158,11 +154,6 @@ class StepRunner:
             self._preempt_all()
             raise
         return step
-
-    def _begin_loads(self, tiering: Tiering) -> None:
-        """Enqueue what the step's requests load; those that cannot load compute instead."""
-        for active in tiering.begin(self._prefills):
-            self._admitter.plan_again(active)
 
     def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
         """Take requests out of the step; what they computed is of no use. Return their ids."""
@@ -345,7 +336,8 @@ class StepRunner:
     ) -> Sampled | DeviceTokens:
         """Return the step's sampled tokens, checked: as arrays if they are on the host."""
         step = self.step
-        self.require_collected()
+        if self._uncollected is not None:
+            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
         if isinstance(new_tokens, DeviceTokens):
             if self._speculation is None:
                 raise InvalidArgumentError(

@@ -330,7 +330,7 @@ class MambaSlotAllocator(SlotPool):
             InvalidArgumentError: The lists differ in length, or a request has no live state or
                 comes twice.
         """
-        slots = self.slots_of(block_ids)
+        slots = self._slots_of(self._block_ids(block_ids))
         requests = as_ints("request_indices", request_indices)
         check_same_length(request_indices=requests, block_ids=slots)
         found = [slot for slot in slots if slot >= 0]

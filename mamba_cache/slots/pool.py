@@ -197,15 +197,6 @@ class SlotPool:
         [block_id] = self._block_ids([block_id])
         return self._slot_at[block_id]
 
-    @query
-    def slots_of(self, block_ids: Iterable[int]) -> list[int]:
-        """Return the slot that caches each block, -1 where there is none.
-
-        Raises:
-            UnknownBlockError: An id is outside the KV pool.
-        """
-        return self._slots_of(self._block_ids(block_ids))
-
     def has_state(self, block_id: int) -> bool:
         """Say whether a block's state is cached.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from mamba_cache._checks import INT32_MAX, as_ints, check_int
+from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.spec import StateSpec
@@ -96,19 +96,7 @@ class StatePool:
             raise InvalidArgumentError(f"a state has the tensors {[*self.tensors]}, got {name!r}")
         return self.tensors[name]
 
-    def zero_(self, rows: Sequence[int] | None = None) -> None:
-        """Clear the states in ``rows``, or all of them if None.
-
-        Raises:
-            InvalidArgumentError: A row is outside [0, num_rows); nothing was cleared.
-        """
-        if rows is None:
-            for tensor in self.tensors.values():
-                tensor.zero_()
-            return
-        chosen = as_ints("rows", rows)
-        outside = [row for row in chosen if not 0 <= row < self.num_rows]
-        if outside:
-            raise InvalidArgumentError(f"rows must be in [0, {self.num_rows}), got {outside}")
+    def zero_(self) -> None:
+        """Clear all states."""
         for tensor in self.tensors.values():
-            tensor[:, chosen] = 0
+            tensor.zero_()

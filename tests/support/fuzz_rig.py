@@ -20,7 +20,7 @@ from context_rig import (
 from fault_rig import frozen
 from kinds_rig import MIXED
 from kv_rig import cache, prefix
-from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states, make_pool
+from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states
 from slot_rig import full as full_slots
 
 from mamba_cache import (
@@ -131,16 +131,6 @@ def kv_pool():
     cache(pool, 1, 2, 3)
     cache(pool, 7)
     pool.allocate_memory_blocks(2)
-    return pool
-
-
-def slot_pool():
-    """Slots 0 and 1 cached, one of them pinned, one reserved, one free."""
-    pool = make_pool(4, 8)
-    pool.allocate_slots_batch([0, 1])
-    pool.register_block_hashes_batch([0, 1], [10, 11])
-    pool.reserve_slots([2])
-    pool.pin_slots([3])
     return pool
 
 
@@ -268,7 +258,6 @@ TARGETS = {
         KVBlockAllocator, pool_size=9, eviction_policy="lru", enable_prefix_caching=True
     ),
     "slot_pool": plain(SlotPool, max_slots=3, kv_blocks=KVBlockAllocator(5)),
-    **methods("slot_pool", slot_pool, slots_of={"block_ids": [0, 3]}),
     **methods("listeners", Listeners, add={"listener": lambda event: 0}),
     **methods(
         "slots",
@@ -339,7 +328,6 @@ TARGETS = {
     "kv_spec": plain(KVCacheSpec, num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32),
     "placement": plain(EveryNthBlock, n=2),
     "states": plain(StatePool, spec=STATES, num_rows=2, device="cpu"),
-    **methods("states", lambda: StatePool(STATES, 3, device="cpu"), zero_={"rows": [0, 2]}),
     "copier": plain(
         StateCopier, sources=[torch.ones(2, 4, 3)], destinations=[torch.ones(2, 5, 3)]
     ),

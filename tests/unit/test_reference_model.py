@@ -45,7 +45,8 @@ def make_caches(config=CONFIG, dtype=torch.float64, *, num_rows=4, num_slots=4):
 
 def start(caches, tokens, row):
     """A fresh request in ``row``, whose live state is zeroed as ``begin_step`` does it."""
-    caches.live_states.zero_([row])
+    for tensor in caches.live_states.tensors.values():
+        tensor[:, row] = 0
     first = row * BLOCKS_PER_SEQUENCE
     return Sequence(tokens, row, list(range(first, first + BLOCKS_PER_SEQUENCE)))
 

@@ -58,10 +58,10 @@ def test_slots_are_taken_from_the_top_of_the_stack_in_stack_order():
 
 
 def test_slots_of_blocks(pool):
-    assert pool.slots_of([7, 1, 8, 9, 7]) == [4, -1, 3, -1, 4]
-    assert pool.slots_of([]) == []
-    with pytest.raises(UnknownBlockError, match=r"\[0, 10\), got \[-1, 10\]"):
-        pool.slots_of([1, -1, 10])
+    assert [pool.get_slot(block) for block in (7, 1, 8, 9)] == [4, -1, 3, -1]
+    for block in (-1, 10):
+        with pytest.raises(UnknownBlockError, match=rf"\[0, 10\), got \[{block}\]"):
+            pool.get_slot(block)
 
 
 @pytest.mark.parametrize("method", ["allocate_slots_batch", "reserve_slots"])
@@ -136,7 +136,7 @@ def test_the_last_blocks_count_does_not_matter_to_slots_without_a_block(pool):
 def test_an_evicted_slot_is_the_callers(pool):
     pool.policy.victims = [4]
     assert pool._evict_lru_slots_batch(1) == [4]
-    assert (pool.slots_of([7]), pool.free_count) == ([-1], 2)
+    assert (pool.get_slot(7), pool.free_count) == (-1, 2)
     with pytest.raises(InvariantError, match="is every slot"):
         pool.check_invariants()
     pool.free_slots[pool.free_count] = 4

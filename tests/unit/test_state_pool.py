@@ -50,26 +50,11 @@ def test_bad_num_rows(num_rows):
         StatePool(SPEC, num_rows, device="cpu")
 
 
-def test_zero_clears_the_named_rows_only(pool):
-    before = {name: tensor.clone() for name, tensor in pool.tensors.items()}
-    pool.zero_([4, 1])
-    for name, tensor in pool.tensors.items():
-        assert tensor[:, [1, 4]].count_nonzero() == 0
-        assert torch.equal(tensor[:, [0, 2, 3, 5]], before[name][:, [0, 2, 3, 5]])
-
-
 def test_zero_keeps_the_addresses(pool):
     addresses = [tensor.data_ptr() for tensor in pool.tensors.values()]
     pool.zero_()
     assert addresses == [tensor.data_ptr() for tensor in pool.tensors.values()]
     assert all(tensor.count_nonzero() == 0 for tensor in pool.tensors.values())
-
-
-@pytest.mark.parametrize("row", [-1, 6])
-def test_zero_of_a_row_outside_clears_nothing(pool, row):
-    with pytest.raises(InvalidArgumentError, match=rf"rows must be in \[0, 6\), got \[{row}\]"):
-        pool.zero_([0, row])
-    assert all((tensor != 0).all() for tensor in pool.tensors.values())
 
 
 def test_a_pool_over_tensors_of_somebody_elses():
