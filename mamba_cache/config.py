@@ -63,11 +63,12 @@ class CacheConfig:
         cache_gb: One budget in GiB (2**30 bytes) for KV blocks and slots, in place of the two that
             follow. It is divided when the context is made (docs/how-to/choosing_budgets.md).
         state_share: What part of ``cache_gb`` slots have, from 0 to 1.
-        kv_cache_gb: Budget for KV blocks in GiB. Ignored if ``num_kv_blocks`` is set.
-        num_kv_blocks: KV blocks that requests can use, the dummy block not counted.
-        mamba_cache_gb: Budget for slots in GiB. Ignored if ``max_slots`` is set.
-        max_slots: Slots for saved states. 0 means that no state is ever saved; without prefix
-            caching that is the default.
+        kv_cache_gb: Budget for KV blocks in GiB.
+        num_kv_blocks: KV blocks that requests can use, the dummy block not counted; instead of
+            ``kv_cache_gb``.
+        mamba_cache_gb: Budget for slots in GiB.
+        max_slots: Slots for saved states, instead of ``mamba_cache_gb``. 0 means that no state is
+            ever saved; without prefix caching that is the default.
         ssm_chunk_size: Tokens of one chunk of the model's SSM kernel.
         enable_prefix_caching: If False, nothing is matched and nothing is saved.
         eviction_policy: What becomes of KV blocks that no request refers to.
@@ -247,6 +248,8 @@ class CacheConfig:
             gb = getattr(self, size)
             if gb is not None and self.cache_gb is not None:
                 raise InvalidArgumentError(f"give cache_gb or {size}, not both")
+            if gb is not None and getattr(self, count) is not None:
+                raise InvalidArgumentError(f"give {size} (GiB) or {count}, not both")
             if gb is None and getattr(self, count) is None and self.cache_gb is None:
                 raise InvalidArgumentError(
                     f"give {size} (GiB) or {count}, or cache_gb for both budgets; all are None"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,19 @@ def serve(
         typer = importlib.import_module("typer")  # transformers builds its commands with it
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
+        _check_options(typer.main.get_command(server), others)
         _run(server, model, others)
     return 0
+
+
+def _check_options(command: Any, others: Sequence[str]) -> None:
+    """Refuse an option that transformers does not know and that is nearly one of ours."""
+    known = {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in command.params))
+    own = [name for name in _OPTIONS if name.startswith("--")]
+    for given in (each.partition("=")[0] for each in others):
+        alike = get_close_matches(given, own, n=1) if given.startswith("--") else []
+        if alike and given not in known:
+            raise InvalidArgumentError(f"there is no option {given}: did you mean {alike[0]}?")
 
 
 def _run(server: Any, model: str, others: Sequence[str]) -> None:

@@ -36,6 +36,10 @@ _FIRST_NAMED: Final = 1 << 52
 
 _MAX_BLOCK: Final = 1 << 20
 
+_FORMATS: Final = (
+    "must be an object with hash_ids and input_length, an object with hashes, or a list of hashes"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
@@ -157,6 +161,10 @@ def _read_lines(lines: Iterable[str], block_size: int | None) -> Iterator[TraceR
             request = _read_request(fields, block_size or TOKENS_PER_HASH_ID, numbers)
         except KeyError as error:
             raise InvalidArgumentError(f"line {line_number} of the trace lacks {error}") from None
+        except json.JSONDecodeError as error:
+            raise InvalidArgumentError(
+                f"line {line_number} of the trace is not JSON: {error.msg} in {line.strip()[:40]!r}"
+            ) from None
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise InvalidArgumentError(f"line {line_number} of the trace: {error}") from error
         yield request
@@ -176,7 +184,9 @@ def _read_request(fields: Any, size: int, numbers: dict[object, int]) -> TraceRe
     if isinstance(fields, list):
         fields = {"hashes": fields}
     if not isinstance(fields, dict):
-        raise TypeError(f"must be an object or a list of hashes, got {type(fields).__name__}")
+        raise TypeError(f"{_FORMATS}; got {type(fields).__name__}")
+    if not fields.keys() & {"hashes", "hash_ids"}:
+        raise ValueError(f"{_FORMATS}; this object has {sorted(fields)}")
     name = "hashes" if "hashes" in fields else "hash_ids"
     ids = _read_ids(name, fields[name], numbers)
     if name == "hash_ids":

@@ -153,10 +153,16 @@ class RequestPreparer:
         tokens: TokenArray = self.read_tokens(request.prompt_tokens).copy()
         if not len(tokens):
             raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
-        if len(tokens) > self._config.max_sequence_length:
+        limit = self._config.max_sequence_length
+        if len(tokens) > limit:
             raise SequenceLengthError(
                 f"request {request.request_id!r} has {len(tokens)} prompt tokens; "
-                f"max_sequence_length is {self._config.max_sequence_length}"
+                f"max_sequence_length is {limit}"
+            )
+        if max(request.checkpoint_positions, default=0) > limit:
+            raise InvalidArgumentError(
+                f"checkpoint_positions must be at most max_sequence_length ({limit}), got "
+                f"{max(request.checkpoint_positions)}"
             )
         chain = self._chain_of(request)
         if self._config.enable_prefix_caching:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mamba_cache.blocks import KVBlockAllocator
@@ -14,7 +14,7 @@ from mamba_cache.slots import SlotPool
 __all__ = ["CacheStats", "collect_stats", "count_admission"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CacheStats:
     """Totals since the context was made or reset.
 
@@ -84,6 +84,16 @@ class CacheStats:
     cached_slots: int
     bytes_per_slot: int
     bypasses: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the requests that skipped tokens, from 0 to 1; 0 before the first request."""
+        return self.hits / self.requests if self.requests else 0.0
+
+    def __repr__(self) -> str:
+        counts = {each.name: getattr(self, each.name) for each in fields(self)}
+        said = [f"hit_rate={self.hit_rate:.3g}", *(f"{k}={v}" for k, v in counts.items() if v)]
+        return f"CacheStats({', '.join(said)})"
 
 
 _COUNTED = (

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mamba_cache._checks import check_hashable, check_int, check_number
+from mamba_cache._checks import check_hashable, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache._weak_callback import weak_callback
 from mamba_cache.config import CacheConfig
@@ -105,9 +105,9 @@ class Engine:
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
-        InvalidArgumentError: ``max_wait_steps`` is not an int >= 0, ``prefetch_seconds`` is no
-            number >= 0, or the config's ``ssm_chunk_size`` or ``vocab_size`` is larger than the
-            model's.
+        InvalidArgumentError: ``model`` is no ``LanguageModel``, ``config`` no ``CacheConfig``,
+            ``max_wait_steps`` not an int >= 0, ``prefetch_seconds`` no number >= 0, or the
+            config's ``ssm_chunk_size`` or ``vocab_size`` is larger than the model's.
     """
 
     def __init__(
@@ -120,6 +120,12 @@ class Engine:
         prefetch_seconds: float = 5.0,
         **options: Any,
     ) -> None:
+        check_kind("config", config, CacheConfig)
+        if not hasattr(getattr(model, "config", None), "state_spec"):
+            raise InvalidArgumentError(
+                f"model must be a LanguageModel, got {type(model).__name__}; around a model of "
+                "transformers goes integrations.transformers.PrefixCache"
+            )
         self.context = DynamicInferenceContext(
             _fit(config, model.config),
             model.config.state_spec(model.dtype),

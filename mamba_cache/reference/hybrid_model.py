@@ -19,7 +19,7 @@ from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.mamba import Mamba2Layer
 from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
 from mamba_cache.reference.weights import WeightMaker, rms_norm
-from mamba_cache.states import KVCacheSpec
+from mamba_cache.states import KVCacheSpec, as_device
 
 __all__ = ["HybridModel"]
 
@@ -64,7 +64,7 @@ class HybridModel:
             raise InvalidArgumentError(f"dtype must be a floating-point type, got {dtype}")
         self.config = config = config or HybridModelConfig()
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = as_device(device)
         if weights is None:
             weights = WeightMaker(seed, dtype, self.device)
         self.embedding = weights.normal(config.vocab_size, config.hidden_size)

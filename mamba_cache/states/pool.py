@@ -18,12 +18,17 @@ def as_device(device: torch.device | str) -> torch.device:
     """Return the device of a name.
 
     Raises:
-        InvalidArgumentError: PyTorch knows no such device.
+        InvalidArgumentError: PyTorch knows no such device, or cannot use it here.
     """
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"device must name a PyTorch device, got {device!r}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        is_built = torch.version.cuda or torch.version.hip
+        why = "PyTorch finds no GPU" if is_built else "this PyTorch is built without CUDA"
+        raise InvalidArgumentError(f"device {str(found)!r} cannot be used: {why}; use 'cpu'")
+    return found
 
 
 class StatePool:

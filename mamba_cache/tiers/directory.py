@@ -163,8 +163,13 @@ def _read_secret(folder: int, root: Path) -> bytes:
 def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
     """Make the folder of an identity if there is none, and hold it."""
     name = folder_of(path, identity).name
-    with _own_folder(path, make=True) as root, suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=root)
+    with _own_folder(path, make=True) as root:
+        try:
+            os.mkdir(name, 0o700, dir_fd=root)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise _refusal(error, path / name, "no directory") from None
     folder = path / name
     with _own_folder(folder) as fd:
         _check_marker(fd, folder, identity)
@@ -267,9 +272,12 @@ def _delete(folder: int, names: list[str]) -> None:
 def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
     """Open a folder that is this user's alone, and give its descriptor."""
     if make:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        except OSError as error:
+            raise _refusal(error, path, "below a file") from None
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -312,8 +320,13 @@ def _refusal(error: OSError, path: Path, kind: str) -> Exception:
             f"disk_cache_path: {path} is a link, and links are not followed: remove it, or give "
             "the path that it leads to"
         )
-    if error.errno in (errno.ENOTDIR, errno.EISDIR):
-        return InvalidArgumentError(f"disk_cache_path: {path} is {kind}")
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+        return InvalidArgumentError(f"disk_cache_path: {path} is {kind}: give a folder of your own")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return InvalidArgumentError(
+            f"disk_cache_path: {path} cannot be used ({error.strerror}): give a folder that this "
+            "process may write"
+        )
     return error
 
 

@@ -7,6 +7,7 @@ store says is not believed: ``exists`` confirms what was put, sizes and MACs wha
 from __future__ import annotations
 
 import hmac
+import logging
 import math
 import os
 import threading
@@ -36,6 +37,8 @@ from mamba_cache.tiers.jobs import (
 from mamba_cache.tiers.manifest import chunk_slices, manifest_bytes, read_manifest, write_manifest
 
 __all__ = ["RemoteTier"]
+
+_log = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = 2**21
 """Of the format, as the header is: all who share a store have the same."""
@@ -438,13 +441,13 @@ class RemoteTier(QueuedTier):
 
     def _count_failure(self) -> None:
         self._failures += 1
+        self._call_began.notify()  # the watcher ends what is queued, probes, and warns once
         if self._failures < _FAILURES_TO_OPEN:
             return
         if self._failures == _FAILURES_TO_OPEN:
             self._counts["opened"] += 1
         self._probes_at = time.monotonic() + _PROBE_SECONDS
         self._stored.clear()  # one that comes back may have nothing any more
-        self._call_began.notify()  # who watches ends what is queued, and knows of the probe
 
     def _finish(
         self, worker: _Worker, job: Job, refusal: Refusal | None = None, reason: str | None = None
@@ -455,6 +458,7 @@ class RemoteTier(QueuedTier):
 
     def _watch(self) -> None:
         """Give up calls that do not return, and have a store that failed asked again."""
+        is_told = False
         while True:
             jobs: list[Job] = []
             with self._lock:
@@ -468,13 +472,25 @@ class RemoteTier(QueuedTier):
                 if self._probes_at is not None and now >= self._probes_at:
                     self._probes_at, self._probe_is_due = None, True
                     self._work_came.notify_all()
-                if not jobs and not dropped:
+                # It has never answered, or fails again and again.
+                has_failed = self._counts["opened"] or (self._failures and not self._heard_at)
+                if has_failed and not is_told:
+                    faults = ", ".join(self._faults) or "timed_out"
+                elif not jobs and not dropped:
                     moments = [each.deadline for each in self._workers if each.deadline is not None]
                     moments += [] if self._probes_at is None else [self._probes_at]
                     self._looks_at = min(moments, default=math.inf)
                     self._call_began.wait(self._looks_at - now if moments else None)
             self._end_all(jobs, Refusal.TIMEOUT, "timed_out")
             self._end_all(dropped, Refusal.IO_ERROR, "unhealthy")
+            if has_failed and not is_told:
+                is_told = True
+                _log.warning(
+                    "store: %s does not answer (%s). Requests go on without it, and it is asked "
+                    "again; `mamba-cache doctor --store URL` says what is wrong",
+                    self.store.name,
+                    faults,
+                )
         self._end_threads()
 
     def _end_threads(self) -> None:

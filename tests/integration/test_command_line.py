@@ -161,6 +161,13 @@ def test_help_goes_to_stdout_and_names_what_options_take(call, command):
         assert re.search(r"--shared N +tokens that all prompts begin with \(default: 0\)", out)
 
 
+@pytest.mark.parametrize("command", ["", "plan", "doctor", "replay", "du", "rm", "serve"])
+def test_help_fits_80_columns(call, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(*command.split(), "--help")
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
 def test_version(call):
     assert call("--version")[:2] == (0, f"mamba-cache {__version__}\n")
 
@@ -283,7 +290,7 @@ def serving():
 def test_serve_passes_on_what_is_not_its_own(call, serving, monkeypatch):
     given = []
 
-    def serve(force_model: str, port: int, quiet: bool = False) -> None:
+    def serve(force_model: str, port: int, quiet: bool = False, cb_block_size: int = 0) -> None:
         given.append((force_model, port, quiet))
 
     monkeypatch.setattr(serving, "installed", lambda **own: nullcontext(given.append(own)))
@@ -297,6 +304,10 @@ def test_serve_passes_on_what_is_not_its_own(call, serving, monkeypatch):
     taken |= {name: own[f"--{name.replace('_', '-')}"] for name in
               ("events_endpoint", "events_replay_endpoint")}  # fmt: skip
     assert taken.items() <= given[0].items()
+    code, _, err = call("serve", "some/model", "--block-size=64")
+    assert (code, "no option --block-size: did you mean --block-size-tokens?" in err) == (2, True)
+    code, _, err = call("serve", "some/model", "80", "--cb-block-size", "x")
+    assert (code, "--cb-block-size" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

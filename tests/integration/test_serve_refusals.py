@@ -13,6 +13,7 @@ for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from serve_rig import SETTINGS, SPECIAL, TOKENS, Server, save  # noqa: E402
+from transformers.cli.serving import utils  # noqa: E402
 from transformers_rig import make_model  # noqa: E402
 
 from mamba_cache.integrations.transformers import serve  # noqa: E402
@@ -134,6 +135,17 @@ def test_an_unservable_request_is_told_why(each_server, folder, path, stream, fi
     assert (answer[0], reason in json.loads(answer[1])["detail"]) == (400, True), answer
     status, _ = each_server.post(path, body_of(path, folder))
     assert status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, PROMPT, RESPONSE])
+def test_the_server_does_not_say_that_it_ignores_the_user(single, folder, path, monkeypatch):
+    """The user is the salt; of other fields it says so."""
+    said = []
+    monkeypatch.setattr(utils.logger, "warning_once", said.append)
+    for more in ({}, {"truncation": "auto"} if path == RESPONSE else {"logprobs": None}):
+        assert single.post(path, body_of(path, folder, user="alice", **more))[0] == 200
+    assert [message for message in said if "user" in message] == []
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,7 @@
 """What a call of a prefix cache does beside the model's forward: no more than once what need be."""
 
 import copy
+import re
 
 import pytest
 
@@ -243,3 +244,25 @@ def test_a_reset_in_training_mode_leaves_the_check_to_the_next_prompt(model, cac
         cached(cache, prompt)
     model.eval()
     assert_same(plain(model, prompt), cached(cache, prompt))
+
+
+def test_a_cache_says_what_it_holds_and_what_the_last_call_skipped(model, generator):
+    prompt = text(generator, 4 * BLOCK + 3)
+    with make_cache(model) as cache:
+        assert cache.last_skipped_tokens == 0
+        cached(cache, prompt)
+        assert cache.last_skipped_tokens == 0
+        for call in (cached, lambda c, p: c.generate_batch(p.tolist(), max_new_tokens=1)):
+            call(cache, prompt)
+            assert cache.last_skipped_tokens == 4 * BLOCK
+        cache.prefill(prompt[:, : BLOCK - 1])
+        assert cache.last_skipped_tokens == 0
+        assert re.fullmatch(
+            r"<PrefixCache of NemotronHForCausalLM on cpu: \d+ of [\d,]+ states and \d+ KV blocks "
+            r"of 8 tokens are cached; 4 requests, 50% hits, 64 tokens skipped>",
+            repr(cache),
+        )
+        cache.prefill(prompt)
+        cache.reset()
+        assert cache.last_skipped_tokens == 0
+    assert repr(cache) == "<PrefixCache of NemotronHForCausalLM, closed>"

@@ -199,6 +199,11 @@ def test_other_inputs_of_the_model_are_refused_in_any_wrapping(refusing, prompt,
         refusing.generate(prompt, **others)
 
 
+def test_an_option_that_is_nearly_one_is_answered_with_its_name(refusing, prompt):
+    with pytest.raises(InvalidArgumentError, match=r"did you mean max_new_tokens\?"):
+        refusing.generate(prompt, max_tokens=2)
+
+
 def test_a_configuration_of_another_kind(cache, prompt):
     with pytest.raises(InvalidArgumentError, match=r"GenerationConfig, got dict"):
         cache.generate(prompt, generation_config={"num_beams": 2})

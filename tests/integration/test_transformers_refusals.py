@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 import transformers
+from chats import CHATML, make_tokenizer
 from transformers import cache_utils
 from transformers_rig import BLOCK, GREEDY, assert_same, cached, make_cache, make_model, plain, text
 
@@ -71,6 +72,8 @@ def test_models_of_other_kinds(model):
         make_cache(llama)
     with pytest.raises(InvalidArgumentError, match="causal language model"):
         make_cache(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidArgumentError, match=r"load it with .*from_pretrained\('folder'\)"):
+        make_cache("folder")
     with pytest.raises(InvalidArgumentError, match="training mode"):
         make_cache(model.train())
 
@@ -128,6 +131,19 @@ def test_a_closed_cache_is_of_no_use(model, prompt):
         with pytest.raises(StepOrderError, match="closed"):
             call(prompt)
     assert not model._forward_pre_hooks
+
+
+def test_a_pipeline_is_told_that_a_cache_is_no_model(cache):
+    for call in (
+        lambda: transformers.pipeline(
+            "text-generation", model=cache, tokenizer=make_tokenizer(CHATML)
+        ),
+        lambda: cache.config,
+    ):
+        with pytest.raises(
+            AttributeError, match=r"no attribute '\w+'. It is no model.* cache\.gen"
+        ):
+            call()
 
 
 # The library.

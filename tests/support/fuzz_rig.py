@@ -306,7 +306,7 @@ TARGETS = {
     "digests": plain(BlockHashes, digests=list(HASHES.digests)),
     "config": plain(
         CacheConfig, block_size_tokens=8, ssm_chunk_size=8, max_requests=2, max_tokens=64,
-        max_sequence_length=64, kv_cache_gb=1.0, num_kv_blocks=4, mamba_cache_gb=1.0, max_slots=2,
+        max_sequence_length=64, num_kv_blocks=4, max_slots=2,
         eviction_policy="lru", vocab_size=13, min_computed_tokens=1, max_checkpoints_per_step=3,
         num_speculative_tokens=1, slot_quantization=None, quantized_tensors=["ssm"],
         hash_algorithm="sha256", hash_secret=b"x",

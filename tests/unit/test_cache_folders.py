@@ -294,3 +294,33 @@ def test_a_secret_that_others_know_or_that_is_no_secret_is_refused(tmp_path) -> 
     file.symlink_to(tmp_path / "other")
     with pytest.raises(InvalidArgumentError, match="is a link"):
         cache_secret(tmp_path)
+
+
+def test_a_path_below_a_file_is_refused_by_the_settings_name(tmp_path) -> None:
+    """It raised FileExistsError, or NotADirectoryError."""
+    (tmp_path / "file").touch()
+    for path in ("file", "file/cache", "file/deep/cache"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"^disk_cache_path: .* is .*: give a folder"
+        ):
+            cache_secret(tmp_path / path)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("at", ["the path", "a folder in it"])
+def test_a_path_that_cannot_be_written_is_refused_by_the_settings_name(
+    tmp_path, monkeypatch, number, at
+) -> None:
+    make = os.mkdir
+
+    def fail(path, mode=0o777, *, dir_fd=None):
+        if (dir_fd is None) == (at == "the path"):
+            raise OSError(number, os.strerror(number), path)
+        make(path, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    kind = OSError if number == errno.EIO else InvalidArgumentError
+    with pytest.raises(
+        kind, match="Input/output" if kind is OSError else r"^disk_cache_path: .*may"
+    ):
+        open_tier(tmp_path / "new")

@@ -65,6 +65,12 @@ class TestBudgets:
         with pytest.raises(InvalidArgumentError, match=rf"give {size} \(GiB\) or {count}"):
             make(**{count: None})
 
+    def test_size_and_count_are_not_given_together(self, size: str, count: str) -> None:
+        with pytest.raises(
+            InvalidArgumentError, match=rf"give {size} \(GiB\) or {count}, not both"
+        ):
+            make(**{size: 1, count: 1})
+
     @pytest.mark.parametrize("gb", [0, 0.25, 80])
     def test_a_size_will_do(self, size: str, count: str, gb: float) -> None:
         assert getattr(make(**{count: None, size: gb}), size) == gb
@@ -115,10 +121,10 @@ class TestOneBudget:
 
 
 def test_numpy_numbers_become_plain_ones() -> None:
-    config = make(num_kv_blocks=np.int64(7), kv_cache_gb=np.float32(0.5))
+    config = make(num_kv_blocks=np.int64(7), host_cache_gb=np.float32(0.5))
     assert type(config.num_kv_blocks) is int
-    assert type(config.kv_cache_gb) is float
-    assert (config.num_kv_blocks, config.kv_cache_gb) == (7, 0.5)
+    assert type(config.host_cache_gb) is float
+    assert (config.num_kv_blocks, config.host_cache_gb) == (7, 0.5)
 
 
 def test_no_slots_need_be_given_without_prefix_caching() -> None:
@@ -130,6 +136,7 @@ def test_no_slots_need_be_given_without_prefix_caching() -> None:
 @pytest.mark.parametrize("name", ["kv_cache_gb", "host_cache_gb", "disk_cache_gb"])
 def test_the_largest_budget_is_allowed_and_no_larger_one(name: str) -> None:
     others: dict[str, Any] = {"host_cache_gb": 1, "disk_cache_path": "x", "disk_cache_gb": 1}
+    others |= {"num_kv_blocks": None, "kv_cache_gb": 1}
     assert getattr(make(**{**others, name: 2**33}), name) == 2**33
     with pytest.raises(InvalidArgumentError, match=f"{name} must be a number in"):
         make(**{**others, name: 2**33 + 1})

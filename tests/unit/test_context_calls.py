@@ -50,6 +50,10 @@ BAD_CALLS = {
         lambda c: c.add_request(request("x"), checkpoint_positions=[-1]),
         "checkpoint_positions",
     ),
+    "checkpoint past the longest sequence": (
+        lambda c: c.add_request(request("x", checkpoint_positions=[129])),
+        r"at most max_sequence_length \(128\), got 129",
+    ),
     "checkpoints that are no collection": (
         lambda c: c.add_request(request("x"), checkpoint_positions=8),
         "checkpoint_positions",

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from context_rig import MODEL_CONFIG, make_config, make_context
+from context_rig import MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache.context import MissReason
 from mamba_cache.context.stats import collect_stats
@@ -56,3 +56,14 @@ def test_bytes_per_slot_are_those_of_the_tensors(slot_quantization):
 def test_bytes_per_slot_are_known_without_slots():
     context = make_context(make_config(max_slots=0), poison=False)
     assert context.stats().bytes_per_slot == MODEL_CONFIG.state_spec(torch.float64).bytes_per_slot
+
+
+def test_a_summary_says_the_hit_rate_and_what_is_not_zero():
+    context = make_context()
+    assert context.stats().hit_rate == 0
+    for _ in range(4):
+        generate(context, [5] * 40, 1)
+    stats = context.stats()
+    assert (stats.requests, stats.hits, stats.hit_rate) == (4, 3, 0.75)
+    assert repr(stats).startswith("CacheStats(hit_rate=0.75, requests=4, hits=3, misses={")
+    assert "=0," not in repr(stats)

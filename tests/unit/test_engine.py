@@ -17,7 +17,7 @@ from engine_rig import (
     step_checked,
 )
 
-from mamba_cache.config import CacheConfig  # noqa: F401 - named in the engine's example
+from mamba_cache.config import CacheConfig
 from mamba_cache.context import MissReason
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -167,6 +167,20 @@ def test_logits_that_cannot_be_sampled_take_the_step_back(rng, value):
         step_checked(engine)
     done = run_checked(engine)
     assert [done[i].tokens for i in ids] == [alone(prompt, greedy(3)) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((MODEL, None), "config must be a CacheConfig, got None"),
+        ((None, CacheConfig(num_kv_blocks=4, max_slots=1)), "model must be a LanguageModel, got N"),
+        ((torch.nn.Linear(1, 1), CacheConfig(num_kv_blocks=4, max_slots=1)), "got Linear; around"),
+    ],
+)
+def test_an_engine_needs_a_model_and_settings(given, said):
+    """They raised AttributeError."""
+    with pytest.raises(InvalidArgumentError, match=said):
+        Engine(*given)
 
 
 def test_max_wait_steps_is_checked():

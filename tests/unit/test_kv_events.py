@@ -105,8 +105,14 @@ def test_an_endpoint_that_is_taken_is_named_and_nothing_stays_open():
             EventPublisher(first.endpoint)
         with pytest.raises(InvalidArgumentError, match="cannot be bound"):
             EventPublisher("tcp://127.0.0.1:*", replay_endpoint=first.endpoint)
-    with pytest.raises(InvalidArgumentError, match="'nowhere' cannot be connected"):
-        EventPublisher("nowhere")
+    with pytest.raises(InvalidArgumentError, match="'tcp://nowhere' cannot be connected"):
+        EventPublisher("tcp://nowhere")
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+def test_an_endpoint_without_a_scheme_is_told_what_one_looks_like(name):
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} must be .* 'tcp://127.*'localhost:5"):
+        EventPublisher(**{**ANY, name: "localhost:5557"})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The store tier: what it says is stored is stored, what it brings is what was put."""
 
 import os
+import re
 import threading
 from dataclasses import replace
 
@@ -771,3 +772,18 @@ def test_invariants_are_checked(bench) -> None:
     with pytest.raises(InvariantError, match="what a thread does was taken"):
         bench.tier.check_invariants()
     worker.jobs.clear()
+
+
+def test_a_store_that_never_answered_is_told_of_once(monkeypatch, caplog) -> None:
+    faulty = FaultyStore(MemoryStore())
+    faulty.inject("health", Trouble.FAIL)
+    faulty.inject("exists_many", Trouble.FAIL)
+    tier = RemoteTier(faulty, secret=SECRET)
+    wait_until(lambda: caplog.messages)
+    for _ in range(2):
+        answer = Answer()
+        tier.ask([facts_of(1).key], answer)
+    wait_until(lambda: not tier.is_healthy)
+    tier.close()
+    [message] = caplog.messages
+    assert re.match(r"store: \w+ does not answer \(.+\)\. Requests go on without it", message)

@@ -1,9 +1,12 @@
 """The pool of state tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import HybridModel
 from mamba_cache.states import StatePool, StateSpec
 
 SPEC = StateSpec.mamba(3, (10, 4), (2, 5, 7), torch.bfloat16, torch.float32)
@@ -80,3 +83,14 @@ def test_a_pool_over_tensors_of_somebody_elses():
 def test_tensors_that_are_not_the_specs(tensors):
     with pytest.raises(InvalidArgumentError, match="tensors must be"):
         StatePool.over(SPEC, tensors)
+
+
+@pytest.mark.parametrize(("built", "why"), [(None, "built without CUDA"), ("13.0", "finds no GPU")])
+def test_a_gpu_that_is_not_there_is_named_with_what_to_do(monkeypatch, built, why):
+    """PyTorch raised an AssertionError."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for make in (partial(StatePool, SPEC, 6), HybridModel):
+        with pytest.raises(InvalidArgumentError, match=rf"'cuda:1' cannot be used: .*{why}; use"):
+            make(device="cuda:1")

@@ -146,10 +146,14 @@ class EventPublisher:
         heartbeat_seconds: float = 1.0,
     ) -> None:
         check_choice("mode", mode, ("reachable", "resident"))
-        check_kind("endpoint", endpoint, str)
         check_kind("topic", topic, str)
-        if replay_endpoint is not None:
-            check_kind("replay_endpoint", replay_endpoint, str)
+        for name, given in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
+            if given is not None or name == "endpoint":
+                check_kind(name, given, str)
+                if "://" not in str(given):
+                    raise InvalidArgumentError(
+                        f"{name} must be an address such as 'tcp://127.0.0.1:5557', got {given!r}"
+                    )
         check_int("data_parallel_rank", data_parallel_rank, minimum=0, maximum=INT32_MAX)
         check_number("heartbeat_seconds", heartbeat_seconds, maximum=3600.0)
         self.mode: EventMode = mode

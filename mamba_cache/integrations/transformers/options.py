@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
 from operator import is_
@@ -361,10 +362,12 @@ def _check_model_arguments(arguments: Mapping[str, Any]) -> None:
         if value is not None and name not in MODEL_ARGUMENTS
     ]
     if others:
+        alike = get_close_matches(others[0], FREE | ARGUMENTS, n=1)
+        hint = f" (did you mean {alike[0]}?)" if alike else ""
         raise InvalidArgumentError(
             f"generate can be given no other input of the model than input_ids and "
-            f"attention_mask, got {others} too: prefixes are found by token ids, which do not tell "
-            "what else the model sees"
+            f"attention_mask, got {others} too{hint}: prefixes are found by token ids, which do "
+            "not tell what else the model sees"
         )
     kept = arguments.get("logits_to_keep")
     if kept is not None and not isinstance(kept, int):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
 
@@ -207,6 +207,7 @@ class PrefixCache:
         _check_sizes(block_size_tokens, segment_tokens)
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         self._bypasses: Counter[str] = Counter()
+        self._skipped_before = 0
         self._reuse_answers = reuse_answers
         self._settings = SimpleNamespace(
             model=model,
@@ -304,6 +305,32 @@ class PrefixCache:
             )
         self._is_closed = False
 
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to call where a model's attribute is looked for, as pipelines do.
+
+            Raises:
+                AttributeError: Always.
+            """
+            raise AttributeError(
+                f"a PrefixCache has no attribute {name!r}. It is no model, so pipeline(model=...) "
+                "cannot take it: tokenize the prompt, call cache.generate(**inputs), and decode "
+                "what that returns"
+            )
+
+    def __repr__(self) -> str:
+        model = type(self._settings.model).__name__
+        if self._is_closed:
+            return f"<PrefixCache of {model}, closed>"
+        stats = self._store.stats()
+        return (
+            f"<PrefixCache of {model} on {self._home[0]}: {stats.cached_slots:,} of "
+            f"{self._store.slots.max_slots:,} states and {stats.cached_blocks:,} KV blocks of "
+            f"{self.block_size_tokens} tokens are cached; {stats.requests:,} requests, "
+            f"{stats.hit_rate:.0%} hits, {stats.skipped_tokens:,} tokens skipped>"
+        )
+
     def __enter__(self) -> PrefixCache:
         return self
 
@@ -351,7 +378,7 @@ class PrefixCache:
             StepOrderError: The cache is closed.
             ConcurrentUseError: A callback of another call called it.
         """
-        self._check_ready()
+        self._begin_call()
         hint = PromptHint(will_continue, source)
         if generation_config is not None:
             options["generation_config"] = generation_config
@@ -501,7 +528,7 @@ class PrefixCache:
             ConcurrentUseError: A callback of another call called it.
             UnresumableModelError: The model computes something else for several requests at once.
         """
-        self._check_ready()
+        self._begin_call()
         call = BatchCall(
             self._runner,
             inputs,
@@ -696,7 +723,7 @@ class PrefixCache:
             ModelChangedError: The model was moved, or its weights are others.
             StepOrderError: The cache is closed.
         """
-        self._check_ready()
+        self._begin_call()
         self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
         tokens = read_prompt(input_ids, self._runner.vocabulary)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, [len(tokens)])[0]
@@ -813,6 +840,11 @@ class PrefixCache:
         self._guard.tidy()
         return replace(self._store.stats(), bypasses=dict(self._bypasses))
 
+    @property
+    def last_skipped_tokens(self) -> int:
+        """Prompt tokens that the last ``generate``, ``generate_batch`` or ``prefill`` skipped."""
+        return self._store.counters["skipped_tokens"] - self._skipped_before
+
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return what host memory and the disk hold and did; none without ``host_cache_gb``."""
         return () if self._store.tiers is None else self._store.tiers.stats()
@@ -885,6 +917,7 @@ class PrefixCache:
             tiers.close()
         self._batcher = None
         self._store.close()
+        self._skipped_before = 0
 
     @guarded(waits=True)
     def check_invariants(self) -> None:
@@ -916,6 +949,7 @@ class PrefixCache:
                 self._batcher.reset(keeps_graphs=keeps_graphs)
             self._store.reset()
             self._bypasses.clear()
+            self._skipped_before = 0
             self._runner.fingerprint.forget()
             if self._store.tiers is not None:
                 self._store.tiers.take_weights()
@@ -981,6 +1015,11 @@ class PrefixCache:
             # The caller's line, which came through the guard.
             warnings.warn(f"nothing is reused or cached: {why}", stacklevel=4)
         self._bypasses[reason] += 1
+
+    def _begin_call(self) -> None:
+        """Check that a call can be served; ``last_skipped_tokens`` counts from here."""
+        self._check_ready()
+        self._skipped_before = self._store.counters["skipped_tokens"]
 
     def _check_ready(self) -> None:
         self._check_home()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,11 @@ class ModelRunner:
         self, model: Any, weights_check: WeightsCheck = "full", variant: str | None = None
     ) -> None:
         library = transformers()
+        if isinstance(model, (str, os.PathLike)):
+            raise InvalidArgumentError(
+                f"model must be a loaded model, got {str(model)!r}: load it with "
+                f"AutoModelForCausalLM.from_pretrained({str(model)!r}), and give what that returns"
+            )
         if not isinstance(model, library.PreTrainedModel) or not hasattr(model, "generate"):
             raise InvalidArgumentError(
                 f"model must be a causal language model of transformers, got "

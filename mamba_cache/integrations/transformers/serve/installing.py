@@ -356,6 +356,7 @@ def _handle_request(_: ServedModels, original: Callable[..., Any]) -> Callable[.
     @wraps(original)
     async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
         salt = salt_of(salt_values.get(), body.get("user"))
+        self._unused_fields = getattr(self, "_unused_fields", set()) - {"user"}  # it is the salt
         request = ServedRequest(self, body, salt)
         current_request.set(request)
         try:
