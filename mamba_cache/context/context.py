@@ -415,7 +415,7 @@ class DynamicInferenceContext:
         self._guard.is_changing = True
         match = self._admitter.match(chain.hashes, len(tokens))
         if self._tiering is None:
-            return Prefetch(own.request_id, match.skip_tokens, 0, 0, timeout_seconds)
+            return Prefetch(own.request_id, match.skip_tokens, timeout_seconds)
         handle = self._tiering.prefetch(own, chain, match, timeout_seconds)
         handle.go_on = weak_callback(self.poll_tiers)
         return handle

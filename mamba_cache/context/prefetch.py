@@ -119,8 +119,6 @@ class Prefetch:
         self,
         request_id: Hashable,
         skip_tokens: int,
-        num_entries: int,
-        num_bytes: int,
         timeout_seconds: float | None,
         *,
         silence: Callable[[], float] | None = None,
@@ -131,8 +129,7 @@ class Prefetch:
         self._agreed = PrefetchState.PENDING
         self.request_id = request_id
         self.skip_tokens = skip_tokens
-        self.num_entries = num_entries
-        self.num_bytes = num_bytes
+        self.num_entries = self.num_bytes = 0
         self._changed = threading.Condition()
         self._num_over = self._num_arrived = 0
         self._refusals: list[Refusal] = []
@@ -476,7 +473,14 @@ class LowerTierLink:
         key_of: _KeyOf,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing."""
-        prefetch = self._new_prefetch(request_id, match.skip_tokens, timeout_seconds)
+        prefetch = Prefetch(
+            request_id,
+            match.skip_tokens,
+            timeout_seconds,
+            silence=None if self.store is None else self.store.silence,
+            patience_seconds=self._patience,
+            needs_agreement=self._agreement is not None,
+        )
         self._num_prefetches += 1
         is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
         asked = _Asked(match, hashes, key_of, facts_of, prefetch, is_trial)
@@ -559,24 +563,6 @@ class LowerTierLink:
             return None
         return self._planner if all(are_in_tier) else self._store_planner
 
-    def _new_prefetch(
-        self,
-        request_id: Hashable,
-        skip_tokens: int,
-        timeout_seconds: float | None,
-    ) -> Prefetch:
-        silence = None if self.store is None else self.store.silence
-        return Prefetch(
-            request_id,
-            skip_tokens,
-            0,
-            0,
-            timeout_seconds,
-            silence=silence,
-            patience_seconds=self._patience,
-            needs_agreement=self._agreement is not None,
-        )
-
     def remove(self, key: EntryKey) -> None:
         """Have an entry that is known to be wrong not found again, in tiers that can do that."""
         for tier in self.tiers:
@@ -635,7 +621,8 @@ class LowerTierLink:
             return False
         entries = self._entries_of(match)
         keys = [asked.key_of(*each) for each in entries]
-        unknown = [key for key, found in zip(keys, self._has_many(keys), strict=True) if not found]
+        places = zip(keys, self._places_of(keys), strict=True)
+        unknown = [key for key, place in places if place is _Place.NOWHERE]
         # At best all blocks come from there, and one state.
         num_bytes = self._host.row_bytes(EntryKind.STATE) if unknown else 0
         num_bytes += sum(self._host.row_bytes(k.kind) for k in unknown if k.kind is EntryKind.KV)
@@ -739,10 +726,6 @@ class LowerTierLink:
                     if is_there and places[index] is _Place.NOWHERE:
                         places[index] = place
         return places
-
-    def _has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether a lower tier is known to have it."""
-        return [place is not _Place.NOWHERE for place in self._places_of(keys)]
 
     def _seconds(self, num_tokens: int, tier_bytes: int, store_bytes: int) -> float:
         """Return how long it takes to compute so many tokens and load so many bytes."""

@@ -222,7 +222,7 @@ class Tiering:
     ) -> Prefetch:
         """Begin to bring what a lower tier has of a request; nothing without one."""
         if self.lower is None:
-            return Prefetch(request.request_id, match.skip_tokens, 0, 0, timeout_seconds)
+            return Prefetch(request.request_id, match.skip_tokens, timeout_seconds)
         hashes = chain.hashes
         tenant = tenant_digest(self._secret, request.cache_salt)
 
