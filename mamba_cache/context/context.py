@@ -514,8 +514,7 @@ class DynamicInferenceContext:
             StepOrderError: The request is not preempted, or a step is in flight.
         """
         self._runner.require_none()
-        if len(self._pins):
-            self._pins.expire()
+        self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
         self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
