@@ -101,19 +101,3 @@ def test_an_adapter_shares_nothing_with_the_model_or_another_adapter(tmp_path) -
         with open_cache(tmp_path / f"{of} for {name}", adapted(*CASES[name])) as cache:
             skipped = REUSABLE[3] if of == name else 0
             assert ask(cache, [ids]) == ([expected[name]], skipped)
-
-
-def test_an_adapter_that_is_scaled_while_a_cache_is_open_finds_nothing_of_before(tmp_path) -> None:
-    """Neither beside the model nor below it."""
-    ids, model = prompts()[0], adapted(1)
-    [adapter] = [module for module in model.modules() if isinstance(module, Adapter)]
-    with open_cache(tmp_path, model) as cache:
-        ask(cache, [ids])
-        adapter.scaling = 3.0
-        answers, skipped = ask(cache, [ids])
-        assert skipped == 0
-        assert answers == [plain(model, ids).sequences[0].tolist()]
-        adapter.scaling = 1.0
-        answers, skipped = ask(cache, [ids])
-        assert skipped == REUSABLE[0]
-        assert answers == [plain(model, ids).sequences[0].tolist()]

@@ -711,3 +711,16 @@ def test_each_policy_has_a_name(model):
 def test_a_compiled_module_is_refused_with_what_to_do(model):
     with pytest.raises(InvalidArgumentError, match=r"call model.compile\(\) and give the model"):
         make_cache(torch.compile(model, backend="eager"))
+
+
+def test_a_compiled_model_is_served(generator):
+    """Elsewhere the cache's own code was compiled with it, and failed."""
+    model = make_model("lfm2")
+    prompt = text(generator, 3 * BLOCK + 2)
+    expected = plain(model, prompt, max_new_tokens=2)
+    model.compile(backend="eager", dynamic=False)
+    cache = make_cache(model)
+    for _ in range(2):
+        assert_same(expected, cached(cache, prompt, max_new_tokens=2))
+    assert (cache.stats().hits, cache.stats().requests) == (1, 2)
+    assert model._compiled_call_impl is not None

@@ -45,23 +45,6 @@ def set_scale(model):
         layer.set_scale("default", 1.0)
 
 
-@change("`scale_layer` of PEFT", KEYED)
-def scale_layer(model):
-    for layer in adapters(model):
-        layer.scale_layer(2.0)
-    yield
-    for layer in adapters(model):
-        layer.unscale_layer(2.0)
-
-
-@change("`rescale_adapter_scale` of PEFT", KEYED)
-def rescale_adapter_scale(model):
-    from peft.helpers import rescale_adapter_scale as rescaled  # noqa: PLC0415
-
-    with rescaled(model, 0.25):
-        yield
-
-
 @change("`set_adapter` of PEFT", KEYED)
 def set_adapter(model):
     model.set_adapter("other")
@@ -172,15 +155,6 @@ def weights_that_accelerate_offloaded(model):
         weight.add_(noise(weight))
     yield
     kept.restore()
-
-
-@change("`AlignDevicesHook` of accelerate", KEYED, matters=False, comes_back=False)
-def accelerate_keeps_weights_on_the_host(model):
-    module = mixers(model)[0].in_proj.base_layer
-    hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", offload=True)
-    accelerate.hooks.add_hook_to_module(module, hook)
-    yield
-    accelerate.hooks.remove_hook_from_module(module)
 
 
 def add_adapter(peft_model, name, seed):

@@ -41,21 +41,6 @@ def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_pat
     assert record["skipped_tokens"] == 3 * BLOCK
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_prompt_whose_first_token_is_known_is_logged_as_it_came(
-    model, generator, tmp_path, count
-) -> None:
-    path = tmp_path / "requests.jsonl"
-    head = text(generator, 3 * BLOCK - 1)  # a token more would fill a block
-    with make_cache(model) as cache, TraceLog(path) as log:
-        cache.listeners.add(log)
-        cached(cache, head)
-        cache.generate_batch([head[0].tolist()], max_new_tokens=count, do_sample=False)
-    first, batched = read_trace(path)
-    assert batched.input_length == first.input_length == 3 * BLOCK - 1
-    assert batched.hash_ids == first.hash_ids
-
-
 def test_a_prompt_that_is_computed_anew_in_smaller_pieces_is_logged_once(
     model, generator, tmp_path, monkeypatch
 ) -> None:

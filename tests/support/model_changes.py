@@ -157,20 +157,6 @@ def _do(name, outcome, do, undo, **others):
         undo(model)
 
 
-def _exchange(name, find, attribute):
-    """Two modules each get the other's."""
-
-    @kind(name, NOTICED)
-    def change(model):
-        one, other = find(model)
-        first, second = getattr(one, attribute), getattr(other, attribute)
-        setattr(one, attribute, second)
-        setattr(other, attribute, first)
-        yield
-        setattr(one, attribute, first)
-        setattr(other, attribute, second)
-
-
 def _hook(name, register):
     @kind(name, BYPASSED)
     def change(model):
@@ -322,9 +308,14 @@ _put("a module quantised in place", KEYED, lambda model: mixers(model)[0], "in_p
 _do("dtype of the model", NOTICED, nn.Module.double, nn.Module.float)
 _do("load_state_dict(assign=True) of equal values", HARMLESS, _assign_state_dict,
     lambda model: None, matters=False)  # fmt: skip
-_exchange("parameters of two modules exchanged",
-          lambda model: [mixer.in_proj for mixer in mixers(model)[:2]], "weight")  # fmt: skip
-_exchange("two modules exchanged", lambda model: mixers(model)[:2], "in_proj")
+
+
+@kind("two modules exchanged", NOTICED)
+def modules_exchanged(model):
+    one, other = mixers(model)[:2]
+    one.in_proj, other.in_proj = other.in_proj, one.in_proj
+    yield
+    one.in_proj, other.in_proj = other.in_proj, one.in_proj
 
 
 @kind("load_state_dict(assign=True)", NOTICED)
@@ -433,16 +424,8 @@ _put("a forward replaced on the object", BYPASSED, _projection, "forward", _doub
 _put("a class's forward replaced", BYPASSED, lambda m: type(norms(m)[0]), "forward", _doubled)
 
 
-def _compile(find):
-    return {
-        "do": lambda model: find(model).compile(backend="eager", dynamic=True),
-        "undo": lambda model: delattr(find(model), "_compiled_call_impl"),
-        "matters": False,
-    }
-
-
-_do("a submodule compiled in place", KEYED, **_compile(lambda model: norms(model)[0]))
-_do("the model compiled in place", KEYED, **_compile(lambda model: model))
+_do("a submodule compiled in place", KEYED, lambda model: norms(model)[0].compile(backend="eager"),
+    lambda model: delattr(norms(model)[0], "_compiled_call_impl"), matters=False)  # fmt: skip
 
 
 @kind("a submodule replaced by its compiled form", KEYED, matters=False)
