@@ -8,7 +8,6 @@ import re
 import runpy
 
 import pytest
-import torch
 from megatron_rig import (
     BLOCK,
     WHEELS,
@@ -196,18 +195,6 @@ def test_the_steps_notice_slots_that_are_broken(core, serve, generator, monkeypa
     prompts = random_tokens(generator, 12 * BLOCK)
     with pytest.raises((AssertionError, RuntimeError, IndexError, MambaCacheError)):
         assert megatron_steps(server, prompts).skipped == SKIPPED
-
-
-def test_a_released_request_leaves_nothing_recorded(serve, generator):
-    server = serve()
-    server.add(random_tokens(generator, 3 * BLOCK))
-    assert server.slots._intermediate_counts_cpu.sum() > 0
-    rows = torch.tensor([0])
-    server.context.release_memory_blocks_from_request_indexes(rows)
-    assert server.slots._intermediate_counts_cpu.tolist() == [0] * 4
-    assert server.slots._intermediate_offsets_cpu.tolist() == [[0] * 3] * 4
-    assert server.slots._intermediate_block_ids_cpu.tolist() == [[-1] * 3] * 4
-    assert server.slots._eos_cache_block_id_cpu.tolist() == [-1] * 4
 
 
 def test_the_scratch_has_the_rows_that_the_forward_writes(core, serve):

@@ -216,13 +216,6 @@ def test_prompts_that_pause_between_two_chunks_keep_their_state(nemotron, genera
     assert found
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_little_room_for_requests_and_chunks(nemotron, generator, rows):
-    cache = nemotron.cache(max_requests=rows, segment_tokens=BLOCK)
-    prompts = [tokens(generator, n) for n in (3 * BLOCK + 2, 2, 1)]
-    assert answers(batch(cache, prompts)) == [nemotron.answer(prompt, 6) for prompt in prompts]
-
-
 def test_limits_of_the_batching_config(cache, nemotron, generator):
     prompts = [tokens(generator, 3 * BLOCK) for _ in range(4)]
     config = ContinuousBatchingConfig(

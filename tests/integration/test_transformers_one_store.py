@@ -113,14 +113,6 @@ def test_it_may_be_made_and_used_in_and_out_of_inference_mode(nemotron, generato
         assert alone(cache, prompts[1]) == wanted[1]
 
 
-def test_autocast_does_not_mix_with_what_is_cached_without(nemotron, generator):
-    cache, prompt = nemotron.cache(), tokens(generator, 2 * BLOCK)
-    alone(cache, prompt)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        alone(cache, prompt)
-    assert answers(batch(cache, [prompt])) == [nemotron.answer(prompt, 6)]
-
-
 def test_what_batches_computed_lies_in_host_memory_too(nemotron, generator):
     room = budgets(nemotron.cache(), slots=8, blocks=28)
     with nemotron.cache(**room, host_cache_gb=0.01) as cache:

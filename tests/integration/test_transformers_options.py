@@ -372,16 +372,6 @@ def test_guidance_is_served_and_its_answers_are_reused(model, cache, prompt):
     assert assert_published_states_are_right(model, cache, tokens) == 2
 
 
-def test_answers_can_be_left_out(model, prompt):
-    cache = make_cache(model, reuse_answers=False)
-    answer = cached(cache, prompt, max_new_tokens=3 * BLOCK).sequences
-    next_turn = join(answer, answer[:, :3])
-    hit = skipped(cache, lambda: assert_same(plain(model, next_turn), cached(cache, next_turn)))
-    assert hit == prompt.shape[1] // BLOCK * BLOCK
-    with pytest.raises(InvalidArgumentError, match="reuse_answers must be a bool, got 'no'"):
-        make_cache(model, reuse_answers="no")
-
-
 def test_without_answers_nothing_is_kept_that_was_computed_token_by_token(model, prompt):
     """In a batch the prompts' last tokens are."""
     whole = [prompt[0, : 4 * BLOCK].tolist(), prompt[0, 3 : 2 * BLOCK + 3].tolist()]

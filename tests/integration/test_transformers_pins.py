@@ -182,16 +182,6 @@ def test_pins_take_no_more_than_their_share_and_name_what_they_want(nemotron, ge
     cache.check_invariants()
 
 
-def test_a_salt_pins_its_own_states(nemotron, generator):
-    cache, _ = small(nemotron)
-    prompt = tokens(generator, 2 * BLOCK)
-    cache.prefill(prompt, cache_salt="a")
-    cache.pin(prompt, cache_salt="a")
-    crowd(cache, generator, is_batch=True)
-    assert found(cache, prompt, is_batch=False) == 0
-    assert found(cache, prompt, is_batch=False, cache_salt="a") == 2 * BLOCK
-
-
 def test_a_reset_ends_pins_and_so_does_closing(nemotron, generator):
     for is_batch in (False, True):
         cache, _ = small(nemotron)

@@ -326,29 +326,12 @@ def state_dict_assigned(model):
     model.load_state_dict(before, assign=True)
 
 
-@kind("output embeddings tied to the input's", KEYED)
-def tied(model):
-    before = head(model).weight
-    _tie(model)
-    yield
-    head(model).weight = before
-
-
 @kind("weight norm put on", KEYED, matters=False, comes_back=False)
 def weight_norm(model):
     before = head(model).weight
     _add_weight_norm(model)
     yield
     parametrize.remove_parametrizations(head(model), "weight")
-    head(model).weight = before
-
-
-@kind("pruning put on", NOTICED)
-def pruned(model):
-    before = head(model).weight
-    _prune(model)
-    yield
-    prune.remove(head(model), "weight")
     head(model).weight = before
 
 
