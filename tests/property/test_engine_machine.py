@@ -95,7 +95,9 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 2, 4]),
     )
     def submit(self, stem, tail, sampling, tenant, positions, n):
-        prompt = (STEM[:stem] + tail or [1])[: self.config.max_sequence_length]
+        longest = self.config.max_sequence_length
+        prompt = (STEM[:stem] + tail or [1])[:longest]
+        positions = [min(position, longest) for position in positions]
         tokens = answer(tuple(prompt), sampling)
         self.newest = prompt, tokens
         n = n if sampling.temperature else 1

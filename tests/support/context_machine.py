@@ -194,7 +194,8 @@ class ContextMachine(RuleBasedStateMachine):
     )
     def add(self, stem, tail, tenant, chunk, wanted):
         seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
-        request = seen.request(self.next_id, list(seen.prompt), checkpoint_positions=wanted)
+        positions = [min(position, self.longest) for position in wanted]
+        request = seen.request(self.next_id, list(seen.prompt), checkpoint_positions=positions)
         try:
             with self.unchanged_by_an_error():
                 seen.admission = self.context.add_request(request, chunk_tokens=chunk)
