@@ -284,6 +284,7 @@ def test_a_store_that_moves_is_waited_for(store, clock) -> None:
 
 def test_nobody_waits_for_a_store_that_is_left_alone(store, clock) -> None:
     context = make(store)
+    context.wait_for_tiers()  # its first look at the store, which succeeds, is over
     store.inject("exists_many", Trouble.FAIL)
     for _ in range(2):
         assert ask(context).wait() is PrefetchState.NOTHING
