@@ -69,7 +69,7 @@ class KVBlockAllocator:
     ``PoisonedError`` until ``reset``: that of the context, if the blocks are a part of one.
 
     Args:
-        pool_size: RowIds in the pool, >= 2. The last one is the dummy block, which padding refers
+        pool_size: Blocks in the pool, >= 2. The last one is the dummy block, which padding refers
             to: it is never handed out and cannot be given back.
         eviction_policy: LRU keeps cached blocks; REF_ZERO forgets a block when its last
             reference goes.
@@ -89,7 +89,7 @@ class KVBlockAllocator:
         before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
             or None.
         evicted_blocks_total: Cached blocks given up to make room.
-        hash_collisions_total: RowIds not registered because their id belongs to another digest.
+        hash_collisions_total: Blocks not registered because their id belongs to another digest.
 
     Raises:
         InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
@@ -280,7 +280,7 @@ class KVBlockAllocator:
         Call it once what fills the blocks has been enqueued. Doing so again changes nothing.
 
         Args:
-            block_ids: RowIds that are used, or cached under the very same hash.
+            block_ids: Blocks that are used, or cached under the very same hash.
             block_hashes: One hash each.
             parent_hash: Hash id of the block before the first one; None at a sequence's start.
             tokens: What the blocks hold, equally many in each, for listeners; of any kind that
