@@ -8,7 +8,7 @@ from typing import Any
 
 from mamba_cache.cli.output import add_command, print_json, print_table, size_text
 from mamba_cache.errors import TierInUseError
-from mamba_cache.tiers import folders, remove_folder
+from mamba_cache.tiers.directory import folders, remove_folder
 
 __all__ = ["add_disk_commands", "du", "rm"]
 

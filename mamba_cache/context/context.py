@@ -81,16 +81,11 @@ from mamba_cache.states import (
     as_device,
     plan_extraction,
 )
-from mamba_cache.tiers import (
-    CacheIdentity,
-    DiskTier,
-    EntryKind,
-    HostTier,
-    LoadPlanner,
-    ModelIdentity,
-    RemoteTier,
-    TierStats,
-)
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, TierStats
+from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.remote import RemoteTier
 
 __all__ = ["DynamicInferenceContext"]
 

@@ -16,19 +16,13 @@ from mamba_cache._guard import outside
 from mamba_cache.blocks import BlockHashes
 from mamba_cache.context.requests import PrefixMatch
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.tiers import (
-    EntryFacts,
-    EntryKey,
-    EntryKind,
-    HostTier,
-    LoadPlanner,
-    QueuedTier,
-    Rates,
-    Refusal,
-    RemoteTier,
-    RowLease,
-    quickest,
-)
+from mamba_cache.tiers import LoadPlanner, Rates, Refusal
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.jobs import QueuedTier
+from mamba_cache.tiers.planner import quickest
+from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.rows import RowLease
 
 __all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
 

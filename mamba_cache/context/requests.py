@@ -23,7 +23,8 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError, InvariantError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
 from mamba_cache.slots import SlotLease, SlotPool
-from mamba_cache.tiers import RowLease, Ticket
+from mamba_cache.tiers.rows import RowLease
+from mamba_cache.tiers.transfers import Ticket
 
 if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
     from mamba_cache.context.request_table import RequestTable

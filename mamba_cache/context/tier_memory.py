@@ -18,23 +18,14 @@ from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator, SlotEvicti
 from mamba_cache.slots.policies import check_policy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import (
-    CacheIdentity,
-    CudaTransfers,
-    DiskTier,
-    EntryKind,
-    HostTier,
-    LoadPlanner,
-    ModelIdentity,
-    Numerics,
-    PlainTransfers,
-    RemoteTier,
-    RowFormat,
-    RowLayout,
-    Transfers,
-    cache_secret,
-    pinner_for,
-)
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, Numerics
+from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
+from mamba_cache.tiers.directory import cache_secret
+from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.transfers import PlainTransfers, RowLayout, Transfers
 
 __all__ = ["identity_of", "make_tiering", "with_secret"]
 

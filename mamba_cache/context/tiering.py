@@ -23,22 +23,13 @@ from mamba_cache.errors import InvariantError
 from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateProposal
-from mamba_cache.tiers import (
-    CacheIdentity,
-    CopyJob,
-    EntryFacts,
-    EntryKey,
-    EntryKind,
-    HostTier,
-    LoadPlanner,
-    Mark,
-    Refusal,
-    Resumption,
-    RowLease,
-    Ticket,
-    Transfers,
-    tenant_digest,
-)
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, Refusal
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.identity import tenant_digest
+from mamba_cache.tiers.planner import Resumption
+from mamba_cache.tiers.rows import RowLease
+from mamba_cache.tiers.transfers import CopyJob, Mark, Ticket, Transfers
 
 __all__ = ["Tiering"]
 

@@ -17,7 +17,7 @@ from mamba_cache.blocks import BlockHashes, KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, Admission, Request, TokenArray
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.slots import SlotPool
-from mamba_cache.tiers import EntryKind
+from mamba_cache.tiers.entry import EntryKind
 
 __all__ = [
     "MAX_WAITING",

@@ -15,7 +15,7 @@ from typing import Final
 
 from mamba_cache._checks import check_secret
 from mamba_cache.events import Admitted, Event
-from mamba_cache.tiers import tenant_digest
+from mamba_cache.tiers.identity import tenant_digest
 
 __all__ = ["TRACE_FORMAT", "TraceLog"]
 

@@ -17,12 +17,7 @@ MAX_BLOB_BYTES: Final = 512 * 2**20
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Check the keys of a call.
-
-    Raises:
-        InvalidArgumentError: They are no list of strings, or one is empty, too long, has other
-            characters than printable ASCII without spaces, or comes twice.
-    """
+    """Check the keys of a call."""
     if isinstance(keys, str):
         raise InvalidArgumentError(f"keys must be a sequence of keys, got the string {keys!r}")
     for key in keys:
@@ -37,12 +32,7 @@ def check_keys(keys: Sequence[str]) -> None:
 
 
 def check_blobs(keys: Sequence[str], buffers: Sequence[memoryview], *, writable: bool) -> None:
-    """Check the keys and buffers of a call.
-
-    Raises:
-        InvalidArgumentError: The keys are wrong (``check_keys``), buffers are not as many, or one
-            is no ``memoryview``, empty, not contiguous, or read-only though it is to be written to.
-    """
+    """Check the keys and buffers of a call."""
     check_keys(keys)
     if len(buffers) != len(keys):
         raise InvalidArgumentError(f"{len(keys)} keys need as many buffers, got {len(buffers)}")

@@ -244,15 +244,7 @@ def _expected(
 
 
 class CudaTransfers:
-    """Copies between a GPU and rows of pinned host memory.
-
-    Args:
-        layouts: How the entries of each kind lie in rows.
-        memory: The rows of each kind.
-        device: The GPU.
-        piece_bytes: At most so much is measured at once, but for longer lines.
-        **programs: How many a launch has: an option of ``EntryChecksums``.
-    """
+    """Copies between a GPU and rows of pinned host memory."""
 
     @outside_inference_mode
     def __init__(

@@ -60,29 +60,17 @@ _FORMER: Final = ("states.slab", "kv.slab")
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """The folder of one identity.
-
-    Attributes:
-        path: Where it is.
-        identity: What it was made with.
-        num_bytes: What its files take on the disk.
-        used_at: When it was last opened, in seconds since 1970.
-        is_in_use: Whether a process holds it.
-    """
+    """The folder of one identity."""
 
     path: Path
     identity: CacheIdentity
-    num_bytes: int
-    used_at: float
-    is_in_use: bool
+    num_bytes: int  # that its files take on the disk
+    used_at: float  # when it was last opened, in seconds since 1970
+    is_in_use: bool  # whether a process holds it
 
 
 class FolderLock:
-    """Holds a folder for this process, until ``release`` or the process's end.
-
-    Raises:
-        TierInUseError: Another process, or another part of this one, holds it.
-    """
+    """Holds a folder for this process, until ``release`` or the process's end."""
 
     def __init__(self, folder: Path) -> None:
         self._fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -122,17 +110,6 @@ def cache_secret(path: str | os.PathLike[str]) -> bytes:
 
     It lies in the file ``secret`` below the path, with mode 0600. All processes with this path get
     the same one.
-
-    Args:
-        path: Of the disk cache, which is made if there is none.
-
-    Returns:
-        [32] bytes.
-
-    Raises:
-        InvalidArgumentError: The path or the file is not this user's alone, is a link, or the file
-            is no secret.
-        OSError: It cannot be read or written.
     """
     root = Path(path).expanduser()
     with _own_folder(root, make=True) as folder:
@@ -217,9 +194,6 @@ def folders(path: Path) -> list[CacheFolder]:
     """List the folders below a disk cache's path, the least recently opened first.
 
     Only folders of this user with the marker of a disk cache count; all else is passed over.
-
-    Raises:
-        InvalidArgumentError: There is no such directory, or it is not this user's alone.
     """
     if not path.is_dir():
         raise InvalidArgumentError(f"there is no directory {path}")
@@ -234,13 +208,7 @@ def folders(path: Path) -> list[CacheFolder]:
 
 
 def remove_folder(folder: CacheFolder) -> None:
-    """Delete a folder that nobody uses. Files that are not of the cache stay, and it with them.
-
-    Raises:
-        InvalidArgumentError: It is not a folder of a disk cache of this user.
-        TierInUseError: Somebody uses it.
-        OSError: It cannot be deleted.
-    """
+    """Delete a folder that nobody uses. Files that are not of the cache stay, and it with them."""
     with _own_folder(folder.path) as fd:
         identity = _read_marker(fd, folder.path)
         lock = FolderLock(folder.path)

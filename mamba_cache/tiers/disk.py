@@ -74,35 +74,10 @@ class DiskTier(QueuedTier):
     may call; ``done`` is called from threads of this object, or from the caller's when the answer
     is known at once.
 
+    Each identity has a folder, which one process uses at a time. Folders of others are deleted, the
+    least recently opened first, when all of them would take more than ``capacity_bytes``.
+
     Its threads end at ``close``. In a process that was forked it refuses everything.
-
-    Args:
-        path: A directory, which is made if there is none. Each identity has a folder in it, that
-            one process uses at a time. Folders of other identities are deleted, the least recently
-            opened first, when all of them together would take more than ``capacity_bytes``.
-        identity: What all entries are of.
-        capacity_bytes: What all folders of disk caches below ``path`` may take. The least recently
-            used entries are deleted for others.
-        secret: The key of the entries' MACs: ``CacheConfig.hash_secret``.
-        state_bytes: Payload of a state; 0: none is stored.
-        kv_bytes: Payload of a KV block; 0: none is stored.
-        write_on_use: 2: an entry is written when it is offered for the second time, for most are
-            never used again and writing is what a disk has least of; 1: at once.
-        num_readers: Threads that read entries, and as many that read parts of large ones; None: as
-            there are processors, for who reads also digests, but at least 8 and at most 16.
-        max_queued: Loads that may wait, and likewise puts.
-
-    Attributes:
-        name: "disk".
-        folder: Where the files are.
-
-    Raises:
-        BudgetError: The capacity does not hold one entry of each kind.
-        InvalidArgumentError: An argument is of another kind or out of range, or the path, a folder
-            or a file is a link or not this user's alone.
-        MissingExtraError: ``cryptography`` is not installed.
-        TierInUseError: Another process uses the folder.
-        OSError: The folder or its files cannot be made or opened.
     """
 
     name = "disk"
@@ -122,7 +97,7 @@ class DiskTier(QueuedTier):
     ) -> None:
         check_kind("identity", identity, CacheIdentity)
         self._capacity = check_int("capacity_bytes", capacity_bytes, minimum=0)
-        if num_readers is None:
+        if num_readers is None:  # who reads also makes MACs
             num_readers = max(8, min(16, os.cpu_count() or 1))
         num_readers = check_int("num_readers", num_readers, minimum=1, maximum=256)
         self._removals: deque[RemovalJob] = deque()
@@ -177,11 +152,7 @@ class DiskTier(QueuedTier):
         return None if key in self._entries else Refusal.MISSING
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored, as ``QueuedTier`` says.
-
-        Raises:
-            InvalidArgumentError: It is of another identity, or of another size than its kind.
-        """
+        """Queue an entry to be stored, as ``QueuedTier`` says."""
         self._check_size(facts, payload)
         if not self._is_own(facts.key):
             raise InvalidArgumentError(f"{facts.key} is of another identity than the disk cache's")
@@ -214,11 +185,7 @@ class DiskTier(QueuedTier):
         }
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself.
-
-        Raises:
-            InvariantError: It does not.
-        """
+        """Prove that the bookkeeping agrees with itself."""
         with self._lock:
             super().check_invariants()
             if +self._num != Counter(key.kind for key in self._entries):

@@ -142,25 +142,14 @@ class EntryKey:
 
     Its spelling is ``mc1/<identity>/<tenant>/<s or k>/<full digest>/<rank>[/<chunk>]``, digests in
     hexadecimal.
-
-    Attributes:
-        identity: [32] bytes, ``CacheIdentity.digest``.
-        tenant: [16] bytes, ``tenant_digest``.
-        kind: A state or a KV block.
-        digest: [16 or 32] bytes, the full block digest; it names the whole prefix.
-        rank: ``CacheIdentity.rank``.
-        chunk: Which chunk of an entry that is stored in several; None if it is whole.
-
-    Raises:
-        InvalidArgumentError: A field is of another kind, length or range.
     """
 
-    identity: bytes
-    tenant: bytes
+    identity: bytes  # [32]
+    tenant: bytes  # [16]
     kind: EntryKind
-    digest: bytes
+    digest: bytes  # [16 or 32], the full block digest: it names the whole prefix
     rank: int = 0
-    chunk: int | None = None
+    chunk: int | None = None  # of an entry that is stored in several
 
     def __post_init__(self) -> None:
         _check_bytes("identity", self.identity, (_IDENTITY_BYTES,))
@@ -188,11 +177,7 @@ class EntryKey:
 
     @classmethod
     def parse(cls, text: str) -> EntryKey:
-        """Return the key that is spelled so.
-
-        Raises:
-            InvalidArgumentError: None is.
-        """
+        """Return the key that is spelled so."""
         try:
             version, identity, tenant, kind, digest, rank, *chunks = text.split("/")
             key = cls(
@@ -212,19 +197,10 @@ class EntryKey:
 
 @dataclass(frozen=True, slots=True)
 class EntryFacts:
-    """What a request derives of an entry that it looks for, and an entry's header says of it.
-
-    Attributes:
-        key: What it is found by.
-        prefix_tokens: Tokens from the sequence's start to the end of its block.
-        payload_bytes: What it holds, in bytes.
-
-    Raises:
-        InvalidArgumentError: A field is of another kind, length or range.
-    """
+    """What a request derives of an entry that it looks for, and an entry's header says of it."""
 
     key: EntryKey
-    prefix_tokens: int
+    prefix_tokens: int  # from the sequence's start to the end of its block
     payload_bytes: int
 
     def __post_init__(self) -> None:
@@ -234,11 +210,7 @@ class EntryFacts:
             object.__setattr__(self, name, number)
 
     def refusal(self, other: EntryFacts) -> Refusal | None:
-        """Say in which field ``other``, which a tier holds, is not what is looked for.
-
-        Returns:
-            The first that differs; None if all are equal.
-        """
+        """Say in which field ``other``, which a tier holds, is not what is looked for."""
         mine, its = self.key, other.key
         for expected, found, reason in (
             (mine.identity, its.identity, Refusal.IDENTITY),
@@ -257,23 +229,12 @@ class EntryFacts:
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:
-    """What stands before an entry's payload.
-
-    Attributes:
-        facts: What the entry is.
-        payload_tag: [16] bytes: in host memory ``payload_digest``, on disk and in stores
-            ``PayloadMac.tag``.
-        generation: How often the row had been given to an entry when this one was written.
-        nonce: [16] bytes that no other entry on disk or in stores has; zeroes in host memory.
-
-    Raises:
-        InvalidArgumentError: A field is of another kind, length or range.
-    """
+    """What stands before an entry's payload."""
 
     facts: EntryFacts
-    payload_tag: bytes
-    generation: int = 0
-    nonce: bytes = bytes(NONCE_BYTES)
+    payload_tag: bytes  # [16]: ``payload_digest`` in host memory, ``PayloadMac.tag`` elsewhere
+    generation: int = 0  # of the row
+    nonce: bytes = bytes(NONCE_BYTES)  # that no other entry outside host memory has
 
     def __post_init__(self) -> None:
         check_kind("facts", self.facts, EntryFacts)
@@ -283,25 +244,12 @@ class EntryHeader:
         object.__setattr__(self, "generation", generation)
 
     def to_bytes(self, key: bytes = b"") -> bytes:
-        """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both.
-
-        Args:
-            key: ``EntryMacs.header_key``, which makes the checksum a MAC. Default: for host memory.
-        """
+        """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both."""
         return header_bytes(self.facts, self.payload_tag, self.generation, self.nonce, key)
 
     @classmethod
     def read(cls, data: bytes | bytearray | memoryview, key: bytes = b"") -> EntryHeader | Refusal:
-        """Read a header that something else may have written, or nothing.
-
-        Args:
-            data: At least ``HEADER_BYTES`` bytes; what follows them is not looked at.
-            key: As in ``to_bytes``.
-
-        Returns:
-            The header, or why these bytes are none. Only a header that a writer with the key made
-            is returned. It is still to be compared with what is looked for.
-        """
+        """Read a header that something else may have written, or nothing."""
         content = bytes(data[:HEADER_BYTES])
         if len(content) < HEADER_BYTES:
             return Refusal.SHORT
@@ -333,11 +281,7 @@ class EntryHeader:
         return header if header.to_bytes(key) == content else Refusal.MALFORMED
 
     def refusal(self, expected: EntryFacts) -> Refusal | None:
-        """Say in which field the entry is not what is looked for; None if all are equal.
-
-        Args:
-            expected: What the request derived.
-        """
+        """Say in which field the entry is not what is looked for; None if all are equal."""
         return expected.refusal(self.facts)
 
 
@@ -374,13 +318,6 @@ class EntryMacs:
     """The keys of the MACs of entries on disk and in stores.
 
     A process without the secret can write no entry that another one accepts. Any thread may call.
-
-    Args:
-        secret: ``CacheConfig.hash_secret``.
-
-    Raises:
-        InvalidArgumentError: The secret is no bytes, or empty.
-        MissingExtraError: ``cryptography`` is not installed.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -403,12 +340,7 @@ class EntryMacs:
         return self._keys_of(identity)[:32]
 
     def payload_mac(self, identity: bytes, nonce: bytes | None = None) -> PayloadMac:
-        """Return what makes the MAC of one entry's payload.
-
-        Args:
-            identity: [32] bytes, ``CacheIdentity.digest``.
-            nonce: [16] bytes, of the entry's header. Default: a new one, for an entry to write.
-        """
+        """Return what makes the MAC of one entry's payload."""
         nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
         expand = self._expand(self._hash(), 32, b"mamba_cache payload " + nonce)
         key = expand.derive(self._keys_of(identity)[32:])
@@ -426,11 +358,7 @@ class EntryMacs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadMac:
-    """Makes the MAC of one entry's payload from its parts: AES-GMAC. Made by ``EntryMacs``.
-
-    Attributes:
-        nonce: [16] bytes, for the entry's header.
-    """
+    """Makes the MAC of one entry's payload from its parts: AES-GMAC. Made by ``EntryMacs``."""
 
     # GMAC under a nonce that was used before gives its key away. So each entry that is written has
     # a key of its own, derived from 128 random bits, and the nonces under it count its parts. That
@@ -439,12 +367,7 @@ class PayloadMac:
     _encrypt: Callable[[bytes, bytes, Any], bytes]
 
     def part(self, number: int, content: Any) -> bytes:
-        """Return the MAC of a part, [16] bytes.
-
-        Args:
-            number: Its place in the payload, from 0.
-            content: A contiguous buffer of its bytes; it is not copied.
-        """
+        """Return the MAC of a part, [16] bytes."""
         return self._encrypt(number.to_bytes(12, "little"), b"", content)
 
     def tag(self, parts: Sequence[bytes]) -> bytes:
@@ -465,12 +388,6 @@ def payload_digest(payload: Any) -> bytes:
     """Return the digest of a payload in host memory: xxh3-128, at about the speed of memory.
 
     It tells bytes that were damaged, not bytes that somebody chose so that it would not tell.
-
-    Args:
-        payload: A contiguous buffer of bytes; it is not copied.
-
-    Returns:
-        [16] bytes.
     """
     digest: bytes = xxhash.xxh3_128_digest(payload)
     return digest

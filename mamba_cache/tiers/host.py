@@ -31,16 +31,10 @@ __all__ = ["HostTier", "RowFormat", "TierStats"]
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Rows of one kind of entry.
-
-    Attributes:
-        row_bytes: Bytes of a row, a multiple of ``memory.ROW_ALIGNMENT``.
-        checksums: Where in a row the checksums of what is before them stand.
-        num_rows: Rows that there will be.
-    """
+    """Rows of one kind of entry."""
 
     row_bytes: int
-    checksums: slice
+    checksums: slice  # where in a row the checksums of what is before them stand
     num_rows: int
 
 
@@ -142,21 +136,6 @@ class HostTier:
 
     It is used by one thread, as the context that it belongs to. Lower tiers end their copies from
     threads of their own by ``end_later``; ``poll`` does what they asked for.
-
-    Args:
-        kv: Rows of KV blocks.
-        states: Rows of states.
-        state_policy: Which states go first: a policy of slots. Default: the least recently used.
-        pinner: Makes the memory, in the background. Default: memory that is not pinned, at once.
-        hash_id_of: Gives the hash id of a digest, for a policy that knows prompts. Default: such
-            a policy does not learn which prompt a state is of unless it was proposed.
-
-    Attributes:
-        identity: [32] bytes that enter the key of each entry.
-        dropped: Entries that were not stored, by reason.
-        refused: Entries that were looked for and not restored, by reason.
-        stored_total: Entries that were written to their end.
-        restored_total: Entries that were read by a hit and verified.
     """
 
     def __init__(
@@ -275,36 +254,21 @@ class HostTier:
 
     @guarded(nests=True, changes=True)
     def begin_request(self, facts: Any) -> Any:
-        """Tell the states' policy of a request; return what stands for its prompt in proposals.
-
-        Args:
-            facts: ``slots.PromptFacts``, or what else the policy takes.
-        """
+        """Tell the states' policy of a request; return what stands for its prompt in proposals."""
         return self._entries[EntryKind.STATE].pool.begin_request(facts)
 
     @guarded(nests=True, changes=True)
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
-        """Say which of some states are worth a row now, for a policy that knows prompts.
-
-        Args:
-            proposals: ``slots.StateProposal``s with what ``begin_request`` returned, one or more.
-        """
+        """Say which of some states are worth a row now, for a policy that knows prompts."""
         return self._entries[EntryKind.STATE].pool.would_admit(proposals)
 
     @guarded(nests=True, changes=True)
     def reserve(
         self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
     ) -> RowLease | None:
-        """Take a row for an entry that is to be written.
+        """Take a row for an entry that is to be written, unless none can be had, which is counted.
 
-        Args:
-            facts: What it will hold.
-            proposal: Of a state, as in ``would_admit``: it may be refused. None: it is not.
-            for_lower: Whether a lower tier writes it, and ends it with ``end_later``.
-
-        Returns:
-            What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, or no
-            row could be had or is worth giving up, which is counted.
+        A state with a ``proposal`` may be refused, as by ``would_admit``.
         """
         pool = self._entries[facts.key.kind].pool
         digest, num_refused = facts.key.digest, pool.refused_total
@@ -319,14 +283,7 @@ class HostTier:
 
     @guarded(nests=True, changes=True)
     def complete(self, lease: RowLease) -> bool:
-        """Make an entry findable whose bytes, and the checksums behind them, are in its row.
-
-        Returns:
-            False if the tier was reset meanwhile.
-
-        Raises:
-            DoubleFreeError: The lease was ended before.
-        """
+        """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
         entries, row = self._entries[lease.facts.key.kind], lease.row
         header = header_bytes(lease.facts, entries.digest_of_checksums(row), lease.generation)
         entries.headers[row] = np.frombuffer(header, np.uint8)
@@ -341,15 +298,7 @@ class HostTier:
 
     @guarded(nests=True, changes=True)
     def cancel(self, lease: RowLease, reason: str | None = None) -> None:
-        """Give a row back whose entry will not come, once nothing writes it.
-
-        Args:
-            lease: Of a writer.
-            reason: What to count it as; None: it is counted already.
-
-        Raises:
-            DoubleFreeError: The lease was ended before.
-        """
+        """Give a row back whose entry will not come, once nothing writes it."""
         self._lower.pop(_name_of(lease), None)
         self._entries[lease.facts.key.kind].pool.cancel(lease)
         if reason is not None:
@@ -362,13 +311,6 @@ class HostTier:
         Its header, and the checksums behind its bytes, are compared with what the request derived.
         An entry that does not match is dropped. Its bytes are still to be compared with the
         checksums by whoever copies them.
-
-        Args:
-            facts: What the request derived.
-            for_lower: Whether a lower tier reads it, and ends it with ``end_later``.
-
-        Returns:
-            What ``release`` takes; or why there is none, which is counted.
         """
         entries = self._entries[facts.key.kind]
         lease = entries.pool.read(facts.key.digest, facts)
@@ -399,21 +341,13 @@ class HostTier:
 
     @guarded(nests=True, changes=True)
     def release(self, lease: RowLease) -> None:
-        """End a reader's lease.
-
-        Raises:
-            DoubleFreeError: It was ended before.
-        """
+        """End a reader's lease."""
         self._lower.pop(_name_of(lease), None)
         self._entries[lease.facts.key.kind].pool.release(lease)
 
     @guarded(nests=True, changes=True)
     def refuse(self, lease: RowLease, refusal: Refusal) -> None:
-        """End the lease of a reader who found other bytes than there should be; drop the entry.
-
-        Raises:
-            DoubleFreeError: It was ended before.
-        """
+        """End the lease of a reader who found other bytes than there should be; drop the entry."""
         self._entries[lease.facts.key.kind].pool.drop(lease)
         self.refused[refusal.value] += 1
         self.release(lease)
@@ -467,12 +401,7 @@ class HostTier:
                 self.release(lease)
 
     def end_later(self, lease: RowLease, refusal: Refusal | None) -> None:
-        """End a lower tier's copy at the next ``poll``. Any thread may call it.
-
-        Args:
-            lease: Taken with ``for_lower``.
-            refusal: Why the copy failed; None: it did not, and what was written is verified.
-        """
+        """End a lower tier's copy at the next ``poll``. Any thread may call it."""
         self._inbox.append((lease, refusal))
 
     @guarded(nests=True, changes=True, renews=True)
@@ -515,11 +444,7 @@ class HostTier:
         )
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself.
-
-        Raises:
-            InvariantError: It does not.
-        """
+        """Prove that the bookkeeping agrees with itself."""
         for kind, entries in self._entries.items():
             entries.pool.check_invariants()
             if entries.pool.num_ready != entries.memory.num_ready:

@@ -303,18 +303,7 @@ class CacheIdentity:
 
 
 def tenant_digest(secret: bytes, cache_salt: str | bytes | int | None) -> bytes:
-    """Return what stands for a salt in keys and headers: nobody can tell the salt from it.
-
-    Args:
-        secret: ``CacheConfig.hash_secret``.
-        cache_salt: A request's.
-
-    Returns:
-        [16] bytes. Salts of different types differ, as they do in block hashes.
-
-    Raises:
-        InvalidArgumentError: The salt is of another type.
-    """
+    """Return what stands for a salt in keys and headers: nobody can tell the salt from it."""
     if isinstance(cache_salt, bytes):
         content = b"b" + cache_salt
     elif isinstance(cache_salt, str):

@@ -78,9 +78,6 @@ class QueuedTier(ABC):
 
     Subclasses say which entries they have (``_absence``), and have threads that ``_wait`` for jobs
     and ``_end`` each. The lock is held by whoever reads or changes anything of the tier.
-
-    Attributes:
-        name: What stats call it, such as "disk".
     """
 
     name: str
@@ -131,31 +128,16 @@ class QueuedTier(ABC):
             return len(self._queued()) + len(self._taken) + self._num_telling
 
     def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
-        """Say of each key whether it is likely to be there; ``load`` alone knows.
-
-        Args:
-            keys: Of entries of one request.
-        """
+        """Say of each key whether it is likely to be there; ``load`` alone knows."""
         if not self.is_healthy:
             return [False] * len(keys)
         with self._lock:
             return self._find(keys)
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored.
+        """Queue an entry to be stored; nobody changes ``payload`` until ``done`` is called.
 
-        Args:
-            facts: What it is.
-            payload: [``facts.payload_bytes``] bytes, which nobody changes until ``done``.
-            done: Called when it is stored, or is known not to be.
-
-        Returns:
-            False if it is not taken, and ``done`` is not called: the queue is full, the tier is not
-            healthy, the entry is on its way, or it is offered for the first time where only the
-            second counts.
-
-        Raises:
-            InvalidArgumentError: It is of another size or another identity than the tier's.
+        False: it is not taken, which is counted, and ``done`` is not called.
         """
         self._check_size(facts, payload)
         if self._is_forked:  # without the lock, which a fork may have left held
@@ -172,18 +154,7 @@ class QueuedTier(ABC):
     def load(self, expected: EntryFacts, into: memoryview, done: Done) -> bool:
         """Queue an entry to be read and verified: each field of its header, and its MAC.
 
-        Args:
-            expected: What the request derived of it.
-            into: [``expected.payload_bytes``] bytes to write to, until ``done``. They hold the
-                entry only if that was called with None.
-            done: Called when it is there and verified, or is known not to be. An entry that does
-                not match is not found again.
-
-        Returns:
-            False if it is not taken, and ``done`` is not called.
-
-        Raises:
-            InvalidArgumentError: It is of another size than the tier's.
+        ``into`` holds it only if ``done`` is called with None. False: it is not taken.
         """
         self._check_size(expected, into)
         if self._is_forked:
@@ -216,14 +187,7 @@ class QueuedTier(ABC):
             self._remove_soon(key)
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until what was queued so far is over, and ``done`` has been called for it.
-
-        Args:
-            timeout_seconds: How long. Default: as long as it takes.
-
-        Returns:
-            Whether it is.
-        """
+        """Wait until what was queued so far is over, and ``done`` has been called for it."""
         if self._is_forked:
             return True
         with self._lock:
@@ -262,11 +226,7 @@ class QueuedTier(ABC):
             )
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself.
-
-        Raises:
-            InvariantError: It does not.
-        """
+        """Prove that the bookkeeping agrees with itself."""
         with self._lock:
             jobs = [*self._queued(), *self._taken]
             keys = [job.facts.key for job in jobs if isinstance(job, PutJob)]

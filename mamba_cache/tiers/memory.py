@@ -35,17 +35,6 @@ class RowMemory:
 
     Slabs are at most a quarter of a GiB (or one row) each: the first rows are to be there soon, and
     while the driver pins one, others of its calls wait, those of a forward among them.
-
-    Args:
-        row_bytes: Bytes of one row, a multiple of ``ROW_ALIGNMENT``.
-        num_rows: Rows that there will be.
-        slab_bytes: Bytes of one slab, unless a row is longer.
-
-    Attributes:
-        row_bytes: As given.
-        num_rows: As given.
-        rows_per_slab: Rows of each slab but the last one, which may have fewer.
-        num_ready: Rows that are there.
     """
 
     def __init__(self, row_bytes: int, num_rows: int, *, slab_bytes: int = _SLAB_BYTES) -> None:
@@ -107,13 +96,6 @@ class Pinner:
     Memory comes in huge pages where the system gives them, and is touched before it is pinned: the
     driver alone does that page by page, which takes many times as long. Many threads touch a slab
     together, and the next ones while it is pinned.
-
-    Args:
-        pin: Pins memory: is given an address and a number of bytes. Called by the threads.
-        unpin: Is given the address of each when the slabs are given up.
-
-    Attributes:
-        seconds: What threads have spent, by part, on "touch" and on "pin".
     """
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:

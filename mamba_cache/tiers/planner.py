@@ -35,15 +35,10 @@ class Rates(NamedTuple):
 
 
 class Resumption(NamedTuple):
-    """A boundary at which a request could resume.
+    """A boundary at which a request could resume."""
 
-    Attributes:
-        tokens: Tokens before it.
-        load_bytes: Bytes to load for it; 0 if all is on the GPU.
-    """
-
-    tokens: int
-    load_bytes: int
+    tokens: int  # before it
+    load_bytes: int  # 0 if all is on the GPU
 
 
 class LoadPlanner:
@@ -136,12 +131,7 @@ class LoadPlanner:
 
 
 def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
-    """Return which takes the least time on the rank that takes longest; of equals the last.
-
-    Args:
-        seconds: What each takes on this rank; infinite where it is not possible.
-        agreement: With the other ranks, which give as many; None: there are none.
-    """
+    """Return which takes the least time on the rank that takes longest; of equals the last."""
     with outside:
         longest = seconds if agreement is None else agreement.largest(seconds)
     return min(range(len(longest)), key=lambda index: (longest[index], -index))

@@ -107,27 +107,6 @@ class RemoteTier(QueuedTier):
     again by this process until it has put it anew, and removed from the store. Any thread may call;
     ``done`` is called from threads of this object, or from the caller's when the answer is known at
     once. In a process that was forked it refuses everything.
-
-    Args:
-        store: Where the entries are.
-        secret: The key of the entries' MACs: ``CacheConfig.hash_secret``.
-        write_on_use: 2: an entry is written when it is offered for the second time; 1: at once.
-        num_threads: Threads that call the store; all but one of them may be reading entries, or
-            writing. Default: 4, or as many as there are processors, at least 2: Mooncake's reads of
-            a machine that is dead keep a processor busy each, until they fail.
-        max_queued: Loads that may wait, and likewise puts and questions.
-        call_seconds: When one call of the store is given up.
-        owns_store: Whether ``close`` closes the store too.
-        chunk_bytes: Bytes of one chunk. Who shares a store must have the same.
-        verifies: False believes what the store brings: for tests of what verifying prevents.
-
-    Attributes:
-        name: "store".
-        store: As given.
-
-    Raises:
-        InvalidArgumentError: An argument is out of range.
-        MissingExtraError: ``cryptography`` is not installed.
     """
 
     name = "store"
@@ -155,7 +134,7 @@ class RemoteTier(QueuedTier):
             threads_are_alike=True,
             queues=[self._connecting, self._asks, self._removals],
         )
-        if num_threads is None:
+        if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
             num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))
         self._num_threads = check_int("num_threads", num_threads, minimum=2, maximum=256)
         self._call_seconds = check_number("call_seconds", call_seconds, maximum=1e9)
@@ -202,15 +181,7 @@ class RemoteTier(QueuedTier):
             return max(0.0, time.monotonic() - min([heard_at, *calls]))
 
     def ask(self, keys: Sequence[EntryKey], found: Found) -> bool:
-        """Queue a question which entries the store has, as the store answers.
-
-        Args:
-            keys: Of the entries.
-            found: Called with True or False for each; False where that cannot be known.
-
-        Returns:
-            False if it is not taken, as in ``put``.
-        """
+        """Queue a question which entries the store has; what cannot be known counts as absent."""
         if not self.is_healthy:
             return False
         with self._lock:
@@ -257,11 +228,7 @@ class RemoteTier(QueuedTier):
         }
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself.
-
-        Raises:
-            InvariantError: It does not.
-        """
+        """Prove that the bookkeeping agrees with itself."""
         with self._lock:
             super().check_invariants()
             busy = [job for worker in self._workers for job in worker.jobs]

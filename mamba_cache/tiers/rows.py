@@ -18,22 +18,13 @@ __all__ = ["RowLease", "RowPool"]
 
 @dataclass(frozen=True, slots=True)
 class RowLease:
-    """A claim on a row: of who writes it, or of who reads it.
-
-    Attributes:
-        row: The row.
-        generation: Which of the row's entries it is for.
-        number: Which lease of the pool it is; no two have the same.
-        writes: Whether its holder writes the row, or reads it.
-        facts: What the row holds or will hold, as the holder has said: the host tier's
-            ``EntryFacts``.
-    """
+    """A claim on a row: of who writes it, or of who reads it."""
 
     row: int
-    generation: int
-    number: int
+    generation: int  # which of the row's entries it is for
+    number: int  # no two leases of a pool have the same
     writes: bool
-    facts: Any = None
+    facts: Any = None  # what its holder says of the entry
 
 
 class RowPool:
@@ -41,27 +32,8 @@ class RowPool:
 
     A row is *free*, *arriving* (being written, not findable), *cached*, or *leaving* (given up
     while somebody still reads or writes it: not findable, and free when the last one has ended). A
-    row that is read or written is never given to another entry.
-
-    Args:
-        num_rows: Rows that there will be; they can be used as soon as ``add_rows`` says so.
-        policy: Which go first: a ``slots.SlotEvictionPolicy``, for which a row is slot and block at
-            once, or a ``slots.PrefixSlotPolicy``, which knows prompts. Default: the least recently
-            used, and of those used in one call the last one named first, so that the end of a
-            prefix goes before its beginning.
-
-    Attributes:
-        num_rows: As given.
-        num_ready: Rows that can be used by now: the first ones.
-        readers: [num_rows] int32. Readers of each row.
-        generations: [num_rows] int64. Another number whenever a row is given to an entry.
-        evicted_total: Entries given up for others.
-        refused_total: Entries that the policy refused, because others were worth more.
-        next_number: Of the next lease.
-        pool_size: ``num_rows``, as policies call it.
-        block_ref_counts: ``readers``, likewise.
-        block_timestamps: [num_rows] int64. When each row was last used, likewise.
-        block_hashes: [num_rows] int64, all -1, likewise.
+    row that is read or written is never given to another entry. Without a policy of slots the least
+    recently used goes first, and of those used in one call the last one named.
     """
 
     def __init__(self, num_rows: int, *, policy: Any = None) -> None:
@@ -148,18 +120,7 @@ class RowPool:
         return accepted
 
     def reserve(self, digest: bytes, proposal: Any = None, facts: Any = None) -> RowLease | None:
-        """Take a row for an entry: a free one, or one that is given up for it.
-
-        Args:
-            digest: Of the entry.
-            proposal: What it is, for a policy that knows prompts, which may refuse it. None, or
-                with another policy: it is not refused.
-            facts: Of the lease.
-
-        Returns:
-            What ``complete`` or ``cancel`` takes; None if the entry is there or on its way, every
-            row is being read or written, or the policy refuses it, which is counted.
-        """
+        """Take a row for an entry: a free one, or one that is given up for it."""
         if digest in self._row_of or digest in self._awaited:
             return None
         policy = None if proposal is None else self._prefix_policy
@@ -178,19 +139,7 @@ class RowPool:
         return self._lease(row, facts, writes=True)
 
     def complete(self, lease: RowLease, *, hash_id: int = 0, saved_tokens: int = 1) -> bool:
-        """Make an entry findable that is written to its end.
-
-        Args:
-            lease: Of its writer.
-            hash_id: Of its block, for a policy that knows prompts; 0: it has none.
-            saved_tokens: Tokens before its end, likewise.
-
-        Returns:
-            False if it was given up meanwhile; its row is free then.
-
-        Raises:
-            DoubleFreeError: The lease was ended before.
-        """
+        """Make an entry findable that is written to its end."""
         self._end(lease)
         row = lease.row
         if row in self._leaving:
@@ -209,11 +158,7 @@ class RowPool:
         return True
 
     def cancel(self, lease: RowLease) -> None:
-        """Free the row of an entry that will not be written, once nothing writes it.
-
-        Raises:
-            DoubleFreeError: The lease was ended before.
-        """
+        """Free the row of an entry that will not be written, once nothing writes it."""
         self._end(lease)
         row = lease.row
         if row in self._leaving:
@@ -233,11 +178,7 @@ class RowPool:
         return self._lease(row, facts, writes=False)
 
     def release(self, lease: RowLease) -> None:
-        """End a reader's lease.
-
-        Raises:
-            DoubleFreeError: It was ended before.
-        """
+        """End a reader's lease."""
         self._end(lease)
         row = lease.row
         self.readers[row] -= 1
@@ -267,12 +208,7 @@ class RowPool:
         return self._leases.get(lease.number) is lease
 
     def reset(self, keep: Iterable[RowLease] | None = None) -> None:
-        """Make all entries unfindable. What is being read or written is free when that ends.
-
-        Args:
-            keep: The leases that go on, for an owner who knows that the others' copies are over
-                and does not trust the bookkeeping. Default: all.
-        """
+        """Make all entries unfindable. What is being read or written is free when that ends."""
         kept = list(self._leases.values() if keep is None else keep)
         self._leases = {lease.number: lease for lease in kept}
         self._leaving = {lease.row for lease in kept}
@@ -290,11 +226,7 @@ class RowPool:
             self._policy.reset(self.num_rows)
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself.
-
-        Raises:
-            InvariantError: It does not.
-        """
+        """Prove that the bookkeeping agrees with itself."""
         cached = set(self._row_of.values())
         rows = sorted([*self._free, *self._arriving, *cached, *self._leaving])
         readers = np.zeros(self.num_rows, np.int32)

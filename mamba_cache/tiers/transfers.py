@@ -23,16 +23,10 @@ _DIGEST_BYTES = 16
 
 
 class CopyJob(NamedTuple):
-    """One entry to copy.
-
-    Attributes:
-        kind: What it is.
-        place: Its slot, or its KV block.
-        row: Its row of host memory.
-    """
+    """One entry to copy."""
 
     kind: EntryKind
-    place: int
+    place: int  # its slot, or its KV block
     row: int
 
 
@@ -41,22 +35,10 @@ class RowLayout:
 
     One after the other, each whole; then the checksums of all of them, then nothing up to a
     multiple of ``ROW_ALIGNMENT``.
-
-    Args:
-        tensors: Each [num_layers, places, *inner], inner axes contiguous.
-        sums_chunks: Whether the checksums are those of ``states.checksums.EntryChecksums``, which a
-            GPU computes, and not one digest.
-
-    Attributes:
-        tensors: As given.
-        parts: Where each of them stands in a row.
-        payload_bytes: Bytes of the tensors, with what aligns them.
-        checksums: Where the checksums stand in a row.
-        row_bytes: Bytes of a row.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, sums_chunks: bool = False) -> None:
-        self.tensors = list(tensors)
+        self.tensors = list(tensors)  # each [num_layers, places, *inner], inner axes contiguous
         self.parts: list[slice] = []
         end = 0
         for tensor in self.tensors:
@@ -70,11 +52,7 @@ class RowLayout:
         self.row_bytes = -(-self.checksums.stop // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     def views(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return rows, [n, row_bytes] uint8, as tensors like those of the layout.
-
-        Returns:
-            For each tensor [num_layers, n, *inner], of the same memory.
-        """
+        """Return rows, [n, row_bytes] uint8, as tensors like those of the layout."""
         views = []
         for tensor, part in zip(self.tensors, self.parts, strict=True):
             shape = tensor.shape[0], *tensor.shape[2:]
@@ -84,11 +62,7 @@ class RowLayout:
 
 
 class Ticket(Protocol):
-    """Copies that were enqueued.
-
-    Attributes:
-        num_bytes: Of all of them.
-    """
+    """Copies that were enqueued."""
 
     num_bytes: int
 
@@ -166,12 +140,7 @@ class _Over:
 
 
 class PlainTransfers:
-    """Copies where the tensors are in host memory themselves: done when a call returns.
-
-    Args:
-        layouts: How the entries of each kind lie in rows.
-        memory: The rows of each kind.
-    """
+    """Copies where the tensors are in host memory themselves: done when a call returns."""
 
     def __init__(
         self, layouts: Mapping[EntryKind, RowLayout], memory: Mapping[EntryKind, RowMemory]

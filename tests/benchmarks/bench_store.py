@@ -30,16 +30,9 @@ from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, Sampli
 from mamba_cache.reference.no_model import NoModel, count_as_computed
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import (
-    EntryFacts,
-    EntryKey,
-    EntryKind,
-    LoadPlanner,
-    ModelIdentity,
-    Numerics,
-    Rates,
-    RemoteTier,
-)
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, Numerics, Rates
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.remote import RemoteTier
 
 _PROCESSES: Final = 4
 _BLOCK: Final = 256

@@ -45,22 +45,13 @@ from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.weights import WeightMaker
 from mamba_cache.states import KVCacheSpec, StatePool, StateSpec
-from mamba_cache.tiers import (
-    CopyJob,
-    CudaTransfers,
-    EntryKind,
-    HostTier,
-    LoadPlanner,
-    ModelIdentity,
-    PlainTransfers,
-    Rates,
-    RowFormat,
-    RowLayout,
-    Transfers,
-    pinner_for,
-)
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
+from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
 from mamba_cache.tiers.dma import cuda_rectangles
+from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.files import PAGE_BYTES
+from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout, Transfers
 
 PARTS = ("copies", "steps", "model", "first", "disk", "ready")
 """What it measures: copies beside plain ones; steps while copies run, which are matrix products

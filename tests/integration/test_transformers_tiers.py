@@ -19,7 +19,8 @@ from mamba_cache.context import prefetch
 from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import EntryKind, remote
+from mamba_cache.tiers import remote
+from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.files import PAGE_BYTES
 
 FAMILY = "granite 4"

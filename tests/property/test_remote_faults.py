@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from remote_rig import Bench, wait_until
 
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import EntryKind, Refusal
+from mamba_cache.tiers import Refusal
+from mamba_cache.tiers.entry import EntryKind
 
 EVERY = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
 NUM_ENTRIES = 4

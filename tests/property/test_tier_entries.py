@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.tiers import HEADER_BYTES, EntryFacts, EntryHeader, EntryKey, EntryKind, Refusal
+from mamba_cache.tiers import Refusal
+from mamba_cache.tiers.entry import HEADER_BYTES, EntryFacts, EntryHeader, EntryKey, EntryKind
 
 KEYS = st.builds(
     EntryKey,

@@ -9,7 +9,11 @@ from tiers_machine import DiskMachine
 
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import MambaCacheError
-from mamba_cache.tiers import CopyJob, EntryKind, HostTier, PlainTransfers, RemoteTier, disk
+from mamba_cache.tiers import disk
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.transfers import CopyJob, PlainTransfers
 
 
 def _bytes_unseen(load):

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from mamba_cache import CacheConfig, KVCacheSpec, StateSpec
-from mamba_cache.tiers import CacheIdentity, EntryFacts, EntryKey, EntryKind, ModelIdentity
+from mamba_cache.tiers import CacheIdentity, ModelIdentity
 from mamba_cache.tiers.directory import entry_name, folder_of
 from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.files import file_bytes
 
 STATE_BYTES = 9000

@@ -9,8 +9,9 @@ from disk_rig import SECRET, Answer, buffer_for, facts_of
 from faulty_store import FaultyStore
 
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import EntryKind, RemoteTier
 from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.remote import RemoteTier
 
 CHUNK_BYTES = 2048
 """A state of the disk rig has five chunks, the last one shorter; a KV block two."""

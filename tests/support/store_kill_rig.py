@@ -24,8 +24,9 @@ from faulty_store import FaultyStore, Trouble
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import EntryKind, RemoteTier
 from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.remote import RemoteTier
 
 CHUNK_BYTES = 2**17
 PAYLOAD_BYTES = 4 * CHUNK_BYTES + 1000

@@ -21,22 +21,14 @@ from disk_rig import IDENTITY, SECRET, TENANT, Answer
 
 from mamba_cache.context import PrefixMatch
 from mamba_cache.context.prefetch import LowerTierLink, PrefetchState
-from mamba_cache.tiers import (
-    CopyJob,
-    DiskTier,
-    EntryFacts,
-    EntryKey,
-    EntryKind,
-    HostTier,
-    LoadPlanner,
-    PlainTransfers,
-    Refusal,
-    RowFormat,
-    RowLayout,
-)
+from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
+from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.files import PAGE_BYTES, file_bytes
+from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 NUM_ENTRIES = 6
 NUM_ROWS = 8

@@ -5,7 +5,8 @@ from restart_rig import slow_prefill
 
 from mamba_cache import Request
 from mamba_cache.slots import EveryNthBlock
-from mamba_cache.tiers import EntryKind, LoadPlanner, ModelIdentity, Rates
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
+from mamba_cache.tiers.entry import EntryKind
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 IDENTITY = ModelIdentity(name="model", weights="w")

@@ -31,9 +31,10 @@ from tier_rig import (
 from mamba_cache.context import PrefetchState, RequestStatus
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.slots import EveryNthBlock, LastBlock
-from mamba_cache.tiers import ModelIdentity, Refusal, payload_digest
+from mamba_cache.tiers import ModelIdentity, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
+from mamba_cache.tiers.entry import payload_digest
 from mamba_cache.tiers.files import PAGE_BYTES
 
 

@@ -10,9 +10,15 @@ import pytest
 from disk_rig import IDENTITY, load, make_identity, open_tier, payload_of, put
 
 from mamba_cache import InvalidArgumentError
-from mamba_cache.tiers import cache_secret, folders, remove_folder
 from mamba_cache.tiers import directory as directories
-from mamba_cache.tiers.directory import CacheFolder, FolderLock, folder_of
+from mamba_cache.tiers.directory import (
+    CacheFolder,
+    FolderLock,
+    cache_secret,
+    folder_of,
+    folders,
+    remove_folder,
+)
 
 
 def mode_of(path):

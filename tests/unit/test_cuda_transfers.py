@@ -9,15 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from mamba_cache.tiers import (
-    CopyJob,
-    CudaTransfers,
-    EntryKind,
-    HostTier,
-    RowFormat,
-    RowLayout,
-    cuda,
-)
+from mamba_cache.tiers import cuda
+from mamba_cache.tiers.cuda import CudaTransfers
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.transfers import CopyJob, RowLayout
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 

@@ -37,11 +37,12 @@ from disk_rig import (
 
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import BudgetError, InvariantError, TierInUseError
-from mamba_cache.tiers import EntryKind, PayloadMac, Refusal, files
+from mamba_cache.tiers import Refusal, files
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers.directory import folder_of, folders, remove_folder
+from mamba_cache.tiers.entry import EntryKind, PayloadMac
 from mamba_cache.tiers.files import PAGE_BYTES, file_bytes
 
 STATE, KV = EntryKind.STATE, EntryKind.KV

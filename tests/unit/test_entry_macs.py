@@ -29,17 +29,18 @@ from remote_rig import Bench
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import MissingExtraError
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import (
+from mamba_cache.tiers import Refusal
+from mamba_cache.tiers import entry as entries
+from mamba_cache.tiers.entry import (
     HEADER_BYTES,
+    PART_BYTES,
     EntryHeader,
     EntryMacs,
-    Refusal,
-    RemoteTier,
+    parts_of,
     payload_digest,
 )
-from mamba_cache.tiers import entry as entries
-from mamba_cache.tiers.entry import PART_BYTES, parts_of
 from mamba_cache.tiers.files import PAGE_BYTES
+from mamba_cache.tiers.remote import RemoteTier
 
 FORGED = bytes(range(250)) * (STATE_BYTES // 250)
 OTHER_SECRET = b"of somebody else"

@@ -40,7 +40,8 @@ from mamba_cache.errors import (
 from mamba_cache.reference import Engine, HybridModel, SamplingParams, verify_greedy_on_device
 from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
-from mamba_cache.tiers import LoadPlanner, Rates, Refusal, tenant_digest
+from mamba_cache.tiers import LoadPlanner, Rates, Refusal
+from mamba_cache.tiers.identity import tenant_digest
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(30)]
 OTHERS = [[(5 * i + k) % 13 for i in range(30)] for k in range(1, 6)]

@@ -17,14 +17,8 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context.tier_memory import identity_of
 from mamba_cache.reference import HybridModel, HybridModelConfig
-from mamba_cache.tiers import (
-    CacheIdentity,
-    EntryKind,
-    LoadPlanner,
-    Numerics,
-    Rates,
-    Refusal,
-)
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, Numerics, Rates, Refusal
+from mamba_cache.tiers.entry import EntryKind
 
 
 class HeldTier:

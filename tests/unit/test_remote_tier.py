@@ -13,8 +13,10 @@ from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import MemoryStore, StoreFault
-from mamba_cache.tiers import EntryKind, Refusal, RemoteTier, remote
+from mamba_cache.tiers import Refusal, remote
+from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.jobs import Job, PutJob
+from mamba_cache.tiers.remote import RemoteTier
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 

@@ -18,17 +18,11 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.errors import TierInUseError
 from mamba_cache.stores import MemoryStore, StoreFault
-from mamba_cache.tiers import (
-    EntryKind,
-    LoadPlanner,
-    ModelIdentity,
-    ParallelRank,
-    Rates,
-    Refusal,
-    tenant_digest,
-)
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.identity import tenant_digest
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ from tier_rig import PROMPT, ask, make_over
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import PayloadMac, RemoteTier
 from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers.entry import PayloadMac
+from mamba_cache.tiers.remote import RemoteTier
 
 OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
 

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from mamba_cache import InvalidArgumentError
-from mamba_cache.tiers import (
+from mamba_cache.tiers import Refusal
+from mamba_cache.tiers import entry as entries
+from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     EntryFacts,
     EntryHeader,
     EntryKey,
     EntryKind,
-    Refusal,
+    parts_of,
     payload_digest,
 )
-from mamba_cache.tiers import entry as entries
-from mamba_cache.tiers.entry import parts_of
 
 KEY = EntryKey(b"i" * 32, b"t" * 16, EntryKind.STATE, b"d" * 16, 3)
 FACTS = EntryFacts(KEY, 512, 1000)

@@ -11,14 +11,8 @@ from disk_rig import file_of, load, open_tier, put
 
 from mamba_cache import CacheConfig, InvalidArgumentError, KVCacheSpec, StateSpec
 from mamba_cache.states import StateTensorSpec
-from mamba_cache.tiers import (
-    CacheIdentity,
-    ModelIdentity,
-    Numerics,
-    ParallelRank,
-    Refusal,
-    tenant_digest,
-)
+from mamba_cache.tiers import CacheIdentity, ModelIdentity, Numerics, ParallelRank, Refusal
+from mamba_cache.tiers.identity import tenant_digest
 
 CONFIG = {
     "num_kv_blocks": 8,

@@ -3,7 +3,8 @@
 import pytest
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.tiers import LoadPlanner, Rates, Resumption
+from mamba_cache.tiers import LoadPlanner, Rates
+from mamba_cache.tiers.planner import Resumption
 
 STATE_BYTES, TOKEN_BYTES = 102.6e6, 16_384
 

@@ -26,20 +26,13 @@ from mamba_cache.slots import (
     PromptFacts,
     StateProposal,
 )
-from mamba_cache.tiers import (
-    CopyJob,
-    EntryFacts,
-    EntryKey,
-    HostTier,
-    PlainTransfers,
-    Refusal,
-    RowFormat,
-    RowLayout,
-    RowMemory,
-    RowPool,
-)
+from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import memory as memory_module
-from mamba_cache.tiers.memory import Pinner, plain_slab
+from mamba_cache.tiers.entry import EntryFacts, EntryKey
+from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
+from mamba_cache.tiers.rows import RowPool
+from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 
 def digest(number):

@@ -24,7 +24,8 @@ from mamba_cache.context.verification import (
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.reference.engine import compute_prefix
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import EntryKind, ModelIdentity
+from mamba_cache.tiers import ModelIdentity
+from mamba_cache.tiers.entry import EntryKind
 
 PROMPT = [token % VOCAB for token in range(3 * BLOCK + 3)]
 

@@ -79,7 +79,8 @@ from mamba_cache.integrations.transformers.tiers import PrefixTiers, check_tiers
 from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
 from mamba_cache.slots.placement import BranchPoint, check_placement
 from mamba_cache.slots.policies import check_policy
-from mamba_cache.tiers import TierStats, cache_secret
+from mamba_cache.tiers import TierStats
+from mamba_cache.tiers.directory import cache_secret
 
 __all__ = ["PrefixCache"]
 

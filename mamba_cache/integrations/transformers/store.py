@@ -39,7 +39,7 @@ from mamba_cache.slots import (
     StateProposal,
 )
 from mamba_cache.states import StatePool
-from mamba_cache.tiers import EntryKind
+from mamba_cache.tiers.entry import EntryKind
 
 if TYPE_CHECKING:
     from mamba_cache.context.requests import ActiveRequest, Admission

@@ -33,29 +33,21 @@ from mamba_cache.states import StateSpec, StateTensorSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import (
     CacheIdentity,
-    CopyJob,
-    CudaTransfers,
-    DiskTier,
-    EntryFacts,
-    EntryKey,
-    EntryKind,
-    HostTier,
     LoadPlanner,
-    Mark,
     ModelIdentity,
     Numerics,
-    PlainTransfers,
     Rates,
     Refusal,
-    RemoteTier,
-    RowFormat,
-    RowLayout,
-    RowLease,
     TierStats,
-    Transfers,
-    pinner_for,
-    tenant_digest,
 )
+from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
+from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.identity import tenant_digest
+from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.rows import RowLease
+from mamba_cache.tiers.transfers import CopyJob, Mark, PlainTransfers, RowLayout, Transfers
 
 __all__ = ["PrefixTiers", "check_tiers"]
 
@@ -113,9 +105,6 @@ class PrefixTiers:
     time. For the disk and the store a call waits only where they are not known to be slower than
     the model, and no longer than the model would take; what comes later stays in host memory.
     Settings are those of ``PrefixCache``.
-
-    Attributes:
-        hash_secret: Key of the store's digests; below a disk or a store the same in each process.
     """
 
     def __init__(
