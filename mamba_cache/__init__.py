@@ -2,53 +2,60 @@
 
 Start with ``DynamicInferenceContext``, which an inference engine embeds, or with
 ``MambaSlotAllocator`` for an engine that has a context of its own.
+
+Names are imported at their first use, so that ``import mamba_cache`` needs no torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mamba_cache._version import __version__
-from mamba_cache.blocks import (
-    BlockHasher,
-    BlockHashes,
-    KVBlockAllocator,
-    compute_block_hashes,
-)
-from mamba_cache.config import CacheConfig, EvictionPolicy
-from mamba_cache.context import (
-    Admission,
-    CacheStats,
-    CapturedExtractions,
-    DeviceTokens,
-    DynamicInferenceContext,
-    Forks,
-    MissReason,
-    PrefixMatch,
-    PreparedRequest,
-    Request,
-    RequestStatus,
-    ScheduledRequest,
-    Step,
-)
-from mamba_cache.errors import (
-    CapacityError,
-    InvalidArgumentError,
-    MambaCacheError,
-    PoisonedError,
-    StepOrderError,
-    UnknownRequestError,
-)
-from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
-from mamba_cache.slots import (
-    CheckpointPlacement,
-    ConsumedSlotPolicy,
-    EveryNthBlock,
-    LastBlock,
-    LruSlotPolicy,
-    MambaSlotAllocator,
-    MegatronPlacement,
-    RefZeroSlotPolicy,
-    ScoreSlotPolicy,
-    SlotEvictionPolicy,
-)
-from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
+
+if TYPE_CHECKING:
+    from mamba_cache.blocks import (
+        BlockHasher,
+        BlockHashes,
+        KVBlockAllocator,
+        compute_block_hashes,
+    )
+    from mamba_cache.config import CacheConfig, EvictionPolicy
+    from mamba_cache.context import (
+        Admission,
+        CacheStats,
+        CapturedExtractions,
+        DeviceTokens,
+        DynamicInferenceContext,
+        Forks,
+        MissReason,
+        PrefixMatch,
+        PreparedRequest,
+        Request,
+        RequestStatus,
+        ScheduledRequest,
+        Step,
+    )
+    from mamba_cache.errors import (
+        CapacityError,
+        InvalidArgumentError,
+        MambaCacheError,
+        PoisonedError,
+        StepOrderError,
+        UnknownRequestError,
+    )
+    from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
+    from mamba_cache.slots import (
+        CheckpointPlacement,
+        ConsumedSlotPolicy,
+        EveryNthBlock,
+        LastBlock,
+        LruSlotPolicy,
+        MambaSlotAllocator,
+        MegatronPlacement,
+        RefZeroSlotPolicy,
+        ScoreSlotPolicy,
+        SlotEvictionPolicy,
+    )
+    from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
 
 __all__ = [
     "Admission",
@@ -93,3 +100,63 @@ __all__ = [
     "compute_block_hashes",
     "compute_varlen_chunk_metadata",
 ]
+
+_EXPORTS = {
+    "blocks": ("BlockHasher", "BlockHashes", "KVBlockAllocator", "compute_block_hashes"),
+    "config": ("CacheConfig", "EvictionPolicy"),
+    "context": (
+        "Admission",
+        "CacheStats",
+        "CapturedExtractions",
+        "DeviceTokens",
+        "DynamicInferenceContext",
+        "Forks",
+        "MissReason",
+        "PrefixMatch",
+        "PreparedRequest",
+        "Request",
+        "RequestStatus",
+        "ScheduledRequest",
+        "Step",
+    ),
+    "errors": (
+        "CapacityError",
+        "InvalidArgumentError",
+        "MambaCacheError",
+        "PoisonedError",
+        "StepOrderError",
+        "UnknownRequestError",
+    ),
+    "metadata": ("StepMetadata", "compute_varlen_chunk_metadata"),
+    "slots": (
+        "CheckpointPlacement",
+        "ConsumedSlotPolicy",
+        "EveryNthBlock",
+        "LastBlock",
+        "LruSlotPolicy",
+        "MambaSlotAllocator",
+        "MegatronPlacement",
+        "RefZeroSlotPolicy",
+        "ScoreSlotPolicy",
+        "SlotEvictionPolicy",
+    ),
+    "states": ("KVCacheSpec", "LayerKind", "StateSpec"),
+}
+"""Which module exports which names of ``__all__``."""
+
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers read the imports above
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of ``__all__``, or a module that exports one, at its first use."""
+        if name in _EXPORTS:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """List all names, imported or not."""
+        return sorted({*globals(), *__all__})

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from mamba_cache._version import __version__
-from mamba_cache.cli.disk import add_disk_commands
-from mamba_cache.cli.doctor import add_doctor
-from mamba_cache.cli.plan import add_plan
-from mamba_cache.cli.replay import add_replay
-from mamba_cache.cli.serve import add_serve, serve
+from mamba_cache.cli.output import describe_command
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -22,7 +19,29 @@ from mamba_cache.errors import (
     UnsupportedVersionError,
 )
 
-__all__ = ["main", "run"]
+__all__ = ["COMMANDS", "main", "run"]
+
+COMMANDS = {
+    "plan": ("plan", "Suggest budgets: how many slots and KV blocks, and how large a block."),
+    "doctor": ("doctor", "Check versions, extras, the GPU, and that a hit equals a miss."),
+    "replay": (
+        "replay",
+        "Replay a trace of requests: what it hits with each policy and number of slots.",
+    ),
+    "du": (
+        "disk",
+        "Show what a disk cache takes: one folder for each model, weights, rank and settings.",
+    ),
+    "rm": (
+        "disk",
+        "Delete a disk cache. Folders that a process uses stay, and the exit code is 1.",
+    ),
+    "serve": (
+        "serve",
+        "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
+    ),
+}
+"""The module of each command, and the first line of its docstring."""
 
 _DESCRIPTION = """Prefix caching for hybrid (attention + Mamba) language models.
 
@@ -47,20 +66,26 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command; return its exit code."""
     parser = _Parser(prog="mamba-cache", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mamba-cache {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_plan, add_doctor, add_replay, add_disk_commands, add_serve):
-        add(commands)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    parsers = {
+        name: commands.add_parser(name, help=line, allow_abbrev=False, argument_default=SUPPRESS)
+        for name, (_, line) in COMMANDS.items()
+    }
+    # Only the command that is named is imported: most need torch, which takes seconds.
+    name = next((each for each in arguments if each in COMMANDS), None)
+    if name is not None:
+        module = import_module(f"mamba_cache.cli.{COMMANDS[name][0]}")
+        command = getattr(module, name)
+        describe_command(parsers[name], command, module.OPTIONS)
     given, others = parser.parse_known_args(arguments)
     options = vars(given)
-    command = options.pop("command")
-    if others and command is not serve:
-        commands.choices[command.__name__].error(f"unrecognized arguments: {' '.join(others)}")
+    own = parsers[options.pop("command")]
+    if others and name != "serve":
+        own.error(f"unrecognized arguments: {' '.join(others)}")
     if others:
         # The value of an option of the server would be taken for the model.
         if arguments.index(others[0]) < arguments.index(options["model"]):
-            commands.choices["serve"].error(
-                f"MODEL comes before all options that are passed on, got {others[0]} first"
-            )
+            own.error(f"MODEL comes before all options that are passed on, got {others[0]} first")
         options["others"] = others
     try:
         code: int = command(**options)

@@ -6,19 +6,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mamba_cache.cli.output import add_command, print_json, print_table, size_text
+from mamba_cache.cli.output import print_json, print_table, size_text
 from mamba_cache.errors import TierInUseError
 from mamba_cache.tiers.directory import folders, remove_folder
 
-__all__ = ["add_disk_commands", "du", "rm"]
+__all__ = ["OPTIONS", "du", "rm"]
 
 
-def add_disk_commands(commands: Any) -> None:
-    """Add both commands."""
-    path = "the disk cache's path (`disk_cache_path`)"
-    for command in (du, rm):
-        options = {"path": {"metavar": "PATH", "type": Path, "help": path}}
-        add_command(commands, command, options)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "path": {
+        "metavar": "PATH",
+        "type": Path,
+        "help": "the disk cache's path (`disk_cache_path`)",
+    }
+}
+"""Of both commands."""
 
 
 def du(path: Path, as_json: bool = False) -> int:

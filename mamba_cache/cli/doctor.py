@@ -20,19 +20,27 @@ import torch
 
 from mamba_cache._extras import install_hint
 from mamba_cache._version import __version__
-from mamba_cache.cli.output import add_command, print_json, print_table
+from mamba_cache.cli.output import print_json, print_table
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import MissingExtraError
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
 from mamba_cache.stores import BlobStore, StoreFault, open_store
 
-__all__ = ["Check", "add_doctor", "check_hits", "check_machine", "check_store", "doctor"]
+__all__ = ["OPTIONS", "Check", "check_hits", "check_machine", "check_store", "doctor"]
 
 _EXTRAS = {
     "transformers": ("transformers", "prefix caching for transformers models"),
     "prometheus_client": ("metrics", "metrics"),
 }
 """Packages, the extra that brings each, and its purpose."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--store": {
+        "metavar": "URL",
+        "help": "check this store and nothing else: put, find, get, compare and remove 64 MB, "
+        "e.g. valkey://127.0.0.1:6379 or mooncake://127.0.0.1:50051",
+    }
+}
 
 _BLOCK = 128
 _HIT_PROMPTS = 4
@@ -66,16 +74,6 @@ class Check:
     status: Literal["ok", "failed", "absent"]
     detail: str
     advice: str = ""
-
-
-def add_doctor(commands: Any) -> None:
-    """Add the command."""
-    store = {
-        "metavar": "URL",
-        "help": "check this store and nothing else: put, find, get, compare and remove 64 MB, "
-        "e.g. valkey://127.0.0.1:6379 or mooncake://127.0.0.1:50051",
-    }
-    add_command(commands, doctor, {"--store": store})
 
 
 def doctor(store: str | None = None, as_json: bool = False) -> int:

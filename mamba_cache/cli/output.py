@@ -1,37 +1,31 @@
-"""Output of commands, tables for people and JSON for machines; and how a command is added."""
+"""Output of commands, tables for people and JSON for machines; and the options of a command."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from argparse import SUPPRESS
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["add_command", "print_json", "print_table", "size_text"]
+__all__ = ["describe_command", "print_json", "print_table", "size_text"]
 
 _JSON = {"dest": "as_json", "action": "store_true", "help": "print one JSON object, no table"}
 
 
-def add_command(
-    commands: Any, command: Callable[..., int], options: Mapping[str, Mapping[str, Any]]
+def describe_command(
+    parser: ArgumentParser,
+    command: Callable[..., int],
+    options: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Add a command that is described by its docstring, and whose signature has the defaults.
+    """Add a command's options; its docstring describes it, and its signature has the defaults.
 
     Args:
-        commands: What ``add_subparsers`` returned.
+        parser: The command's own.
         command: Takes the options by name and returns the exit code.
         options: The arguments of ``add_argument`` for each.
     """
-    described, parameters = command.__doc__ or "", inspect.signature(command).parameters
-    parser = commands.add_parser(
-        command.__name__,
-        help=described.partition("\n")[0],
-        description=described,
-        allow_abbrev=False,
-        argument_default=SUPPRESS,
-    )
-    parser.set_defaults(command=command)
+    parser.description, parameters = command.__doc__, inspect.signature(command).parameters
     if "as_json" in parameters:
         options = {**options, "--json": _JSON}
     for name, settings in options.items():
@@ -39,7 +33,7 @@ def add_command(
         default = parameters[action.dest].default
         if isinstance(default, (str, int, float)) and not isinstance(default, bool):
             action.type = action.type or type(default)
-            action.help += f" (default: {default})"
+            action.help = f"{action.help} (default: {default})"
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

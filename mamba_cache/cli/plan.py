@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.cli.output import add_command, print_json, print_table, size_text
+from mamba_cache.cli.output import print_json, print_table, size_text
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.config import CacheConfig
@@ -19,7 +19,7 @@ from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_sha
 from mamba_cache.slots import MegatronPlacement, PlacementFacts
 from mamba_cache.states import SlotQuantization
 
-__all__ = ["add_plan", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
+__all__ = ["OPTIONS", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
 
 _GIB = 2**30
 _MAX_GIB = 10**6
@@ -36,7 +36,7 @@ _SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 _BLOCKS_PER_PREFIX = 8
 """Blocks that a shared prefix should have at least: one may be lost at its end."""
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "model": {
         "metavar": "MODEL",
         "help": "a Hugging Face config.json or its folder; the hub id of a model in this machine's "
@@ -70,11 +70,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--limit": {"metavar": "N", "help": "requests of the trace to replay"},
 }
-
-
-def add_plan(commands: Any) -> None:
-    """Add the command."""
-    add_command(commands, plan, _OPTIONS)
 
 
 def plan(

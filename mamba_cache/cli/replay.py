@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mamba_cache._checks import check_int
 from mamba_cache.cli.bound import bound_of
-from mamba_cache.cli.output import add_command, print_json, print_table
+from mamba_cache.cli.output import print_json, print_table
 from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
@@ -31,7 +31,7 @@ from mamba_cache.slots import (
     SlotEvictionPolicy,
 )
 
-__all__ = ["PLACEMENTS", "add_replay", "replay", "run_replay"]
+__all__ = ["OPTIONS", "PLACEMENTS", "replay", "run_replay"]
 
 PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
     "megatron": MegatronPlacement,
@@ -45,7 +45,7 @@ _UNLIMITED: Final = "unlimited"
 _PROGRESS_SECONDS: Final = 20.0
 _TIMED: Final = ("on_request", "admit", "on_reserved", "on_published", "on_removed", "least_loss")
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "trace": {"metavar": "TRACE", "help": "a file of JSON lines, or .gz"},
     "--slots": {"metavar": "N,...", "help": "budgets of slots: numbers, or unlimited"},
     "--kv-blocks": {"metavar": "N", "help": "budget of KV blocks: a number, or unlimited"},
@@ -63,11 +63,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "add the most that any cache could skip; needs scipy",
     },
 }
-
-
-def add_replay(commands: Any) -> None:
-    """Add the command."""
-    add_command(commands, replay, _OPTIONS)
 
 
 def replay(

@@ -8,13 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mamba_cache.cli.output import add_command
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 
-__all__ = ["add_serve", "serve"]
+__all__ = ["OPTIONS", "serve"]
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "MODEL", "help": "folder or hub id of the model; it is preloaded"},
     "--mamba-cache-gb": {"metavar": "GIB", "help": "budget for saved states"},
     "--kv-cache-gb": {"metavar": "GIB", "help": "budget for keys and values"},
@@ -64,11 +63,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "--hash-secret-file",
     },
 }
-
-
-def add_serve(commands: Any) -> None:
-    """Add the command."""
-    add_command(commands, serve, _OPTIONS)
 
 
 def serve(
@@ -125,7 +119,7 @@ def serve(
 def _check_options(command: Any, others: Sequence[str]) -> None:
     """Refuse an option that transformers does not know and that is nearly one of ours."""
     known = {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in command.params))
-    own = [name for name in _OPTIONS if name.startswith("--")]
+    own = [name for name in OPTIONS if name.startswith("--")]
     for given in (each.partition("=")[0] for each in others):
         alike = get_close_matches(given, own, n=1) if given.startswith("--") else []
         if alike and given not in known:

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from sources import ROOT
 
 from mamba_cache._version import __version__
 from mamba_cache.cli import doctor, replay
-from mamba_cache.cli.app import run
+from mamba_cache.cli.app import COMMANDS, run
 from mamba_cache.cli.doctor import Check
 from mamba_cache.cli.output import size_text
 from mamba_cache.integrations.model_shapes import load_shape
@@ -151,21 +152,37 @@ def test_a_plan_needs_to_know_the_memory(call, monkeypatch):
     assert (code, "give --memory" in err) == (2, True)
 
 
-@pytest.mark.parametrize("command", ["", "plan", "doctor", "replay", "du", "rm", "serve"])
-def test_help_goes_to_stdout_and_names_what_options_take(call, command):
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_goes_to_stdout_names_what_options_take_and_fits_80_columns(
+    call, monkeypatch, command
+):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = call(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"usage: mamba-cache {command}" in out
     assert ("--json" in out) == (command not in ("", "serve"))
     if command == "plan":
         assert re.search(r"--shared N +tokens that all prompts begin with \(default: 0\)", out)
-
-
-@pytest.mark.parametrize("command", ["", "plan", "doctor", "replay", "du", "rm", "serve"])
-def test_help_fits_80_columns(call, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = call(*command.split(), "--help")
     assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_help_imports_no_torch():
+    """Nor does the package, before one of its names is used."""
+    code = (
+        "import sys, mamba_cache, mamba_cache.cli.app as app\n"
+        "try: app.run(['--help'])\n"
+        "except SystemExit: print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\nFalse False\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_all_commands_has_the_first_line_of_each(name):
+    module, line = COMMANDS[name]
+    command = getattr(importlib.import_module(f"mamba_cache.cli.{module}"), name)
+    assert command.__doc__.partition("\n")[0] == line
 
 
 def test_version(call):

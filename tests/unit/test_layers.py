@@ -97,8 +97,8 @@ def test_imports_go_down() -> None:
         for module in () if source.module in old else imports(source, source.tree):
             foreign = module.split(".")[0]
             if foreign != PACKAGE:
-                allowed = {*TABLE[top].third_party, *sys.stdlib_module_names} if top else set()
-                if foreign not in allowed:
+                third_party = TABLE[top].third_party if top else set()
+                if foreign not in {*third_party, *sys.stdlib_module_names}:
                     breaches.append(f"{source.name} imports {module}")
             elif module in old or not may_import(top, top_of(module)):
                 breaches.append(f"{source.name} imports {module}")

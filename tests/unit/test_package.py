@@ -92,7 +92,31 @@ def defined_names(source: Source) -> set[str]:
 
 
 def test_front_door() -> None:
-    assert set(mamba_cache.__all__) == FRONT_DOOR
+    """Type checkers are told of each name where it is imported from at its first use."""
+    assert (
+        set(mamba_cache.__all__) == FRONT_DOOR == {n for n in dir(mamba_cache) if n in FRONT_DOOR}
+    )
+    [source] = [source for source in SOURCES if source.module == PACKAGE]
+    told = {
+        alias.name: node.module
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.")
+        for alias in node.names
+    }
+    assert set(told) == FRONT_DOOR
+    for name, module in told.items():
+        assert getattr(mamba_cache, name) is getattr(importlib.import_module(module or ""), name)
+
+
+def test_modules_of_the_front_door_are_attributes_and_no_other_name_is() -> None:
+    with mock.patch.dict(sys.modules):
+        forget(PACKAGE)
+        package = importlib.import_module(PACKAGE)
+        assert package.errors.MambaCacheError is package.MambaCacheError
+        with pytest.raises(
+            AttributeError, match="module 'mamba_cache' has no attribute 'PrefixCach"
+        ):
+            package.PrefixCache  # noqa: B018
 
 
 def test_all_leaves_nothing_public_out() -> None:
