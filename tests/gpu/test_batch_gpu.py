@@ -123,13 +123,16 @@ def test_calls_of_generate_are_replayed_and_answer_as_the_model_does(family, gen
         assert torch.equal(*found)
         cache.check_invariants()
     stats = cache.batch_stats()
-    assert stats.generate_calls == len(calls)
+    # Rows wait before their last tokens, which then are single ones.
+    is_step_exact = cache._prefiller.fewest_tokens == 1
+    num_batched = len(calls) if is_step_exact else 2
+    assert stats.generate_calls == num_batched
     assert stats.eager_steps == 0, stats.eager_reason
     assert stats.replays == stats.decode_steps > 0
     assert cache.stats().hits > 0
     dictionary = cache.generate(rows[-1:], return_dict_in_generate=True, **options)
     assert dictionary.past_key_values.layers
-    assert cache.batch_stats().generate_calls == len(calls)
+    assert cache.batch_stats().generate_calls == num_batched
 
 
 @pytest.mark.parametrize("family", FAMILIES)

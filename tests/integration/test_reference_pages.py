@@ -7,7 +7,7 @@ import runpy
 import pytest
 from sources import ROOT
 
-pytest.importorskip("sphinx", reason="needs the extra docs")
+pytest.importorskip("sphinx.addnodes", reason="needs the extra docs")
 
 import mamba_cache
 

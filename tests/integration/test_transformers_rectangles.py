@@ -269,6 +269,24 @@ def test_a_scan_computes_each_row_as_alone(name, is_cut, monkeypatch, generator)
         assert max(off(a[one], b) for a, b in zip(found, wanted, strict=True)) < 1e-12
 
 
+def test_a_scan_is_never_given_no_tokens(generator):
+    """A kernel that is writes out of bounds; a row that is cut at its end needs no further call."""
+    given = torch.randn(1, 8, 4, generator=generator)
+
+    def summed(x, *, initial_state):
+        assert x.shape[1]
+        return x, initial_state + x.sum(1)
+
+    shape = rectangles.RectangleShape(1, 8, (3, 5, 0), is_ragged=True)
+    run = rectangles._make_run(shape, torch.tensor([8]), torch.tensor([[3, 8]]))
+    output, final = run.compute(
+        summed, [given], {"initial_state": torch.zeros(1, 4)}, "initial_state"
+    )
+    assert torch.equal(output, given)
+    assert torch.equal(run.pieces[0], given[:, :3].sum(1))
+    assert torch.equal(run.pieces[1], final)
+
+
 class Recorded:
     """Stands for a CUDA graph and its logits: nothing is computed before a replay."""
 

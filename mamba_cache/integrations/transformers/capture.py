@@ -55,6 +55,9 @@ class ScanRun:
         width = self.num_tokens if self.columns is None else self.columns.shape[1]
         state, outputs, pieces = given[initial], [], []
         for begin, end in zip((0, *self.cuts), (*self.cuts, width), strict=True):
+            if begin == end:  # kernels write out of bounds for no tokens
+                pieces.append(state)
+                continue
             part = {key: x[:, begin:end] if key in sequences else x for key, x in given.items()}
             part[initial] = state
             output, state = scan(

@@ -143,10 +143,10 @@ class StepGraphs:
         """Capture a step that has run already; nothing of it is computed. Return if it worked."""
         kind, graph = _kind_of(key), torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_reserved(self.device)
         pool = next((one.graph.pool() for one in self._graphs.values()), None)
         try:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                before = torch.cuda.memory_reserved(self.device)  # entering empties the cache
                 logits = compute()
         except Exception as error:
             self._refuse(kind, error)
