@@ -25,8 +25,8 @@ from mamba_cache import (
     SlotEvictionPolicy,
     StateSpec,
 )
+from mamba_cache.cache import PlacementFacts
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots import PlacementFacts
 
 BLOCK_SIZE_TOKENS, MAX_TOKENS, NUM_REQUESTS = 64, 4096, 600
 NUM_DOCUMENTS, DOCUMENT_BLOCKS = 12, 40

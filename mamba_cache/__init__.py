@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 from mamba_cache._version import __version__
 
 if TYPE_CHECKING:
-    from mamba_cache.blocks import (
+    from mamba_cache.cache import (
         BlockHasher,
         BlockHashes,
+        CheckpointPlacement,
+        ConsumedSlotPolicy,
+        EveryNthBlock,
         KVBlockAllocator,
+        LastBlock,
+        LruSlotPolicy,
+        MegatronPlacement,
+        RefZeroSlotPolicy,
+        ScoreSlotPolicy,
+        SlotEvictionPolicy,
         compute_block_hashes,
     )
     from mamba_cache.config import CacheConfig, EvictionPolicy
@@ -43,18 +52,7 @@ if TYPE_CHECKING:
         UnknownRequestError,
     )
     from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
-    from mamba_cache.slots import (
-        CheckpointPlacement,
-        ConsumedSlotPolicy,
-        EveryNthBlock,
-        LastBlock,
-        LruSlotPolicy,
-        MambaSlotAllocator,
-        MegatronPlacement,
-        RefZeroSlotPolicy,
-        ScoreSlotPolicy,
-        SlotEvictionPolicy,
-    )
+    from mamba_cache.slots import MambaSlotAllocator
     from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
 
 __all__ = [
@@ -102,7 +100,21 @@ __all__ = [
 ]
 
 _EXPORTS = {
-    "blocks": ("BlockHasher", "BlockHashes", "KVBlockAllocator", "compute_block_hashes"),
+    "cache": (
+        "BlockHasher",
+        "BlockHashes",
+        "CheckpointPlacement",
+        "ConsumedSlotPolicy",
+        "EveryNthBlock",
+        "KVBlockAllocator",
+        "LastBlock",
+        "LruSlotPolicy",
+        "MegatronPlacement",
+        "RefZeroSlotPolicy",
+        "ScoreSlotPolicy",
+        "SlotEvictionPolicy",
+        "compute_block_hashes",
+    ),
     "config": ("CacheConfig", "EvictionPolicy"),
     "context": (
         "Admission",
@@ -128,18 +140,7 @@ _EXPORTS = {
         "UnknownRequestError",
     ),
     "metadata": ("StepMetadata", "compute_varlen_chunk_metadata"),
-    "slots": (
-        "CheckpointPlacement",
-        "ConsumedSlotPolicy",
-        "EveryNthBlock",
-        "LastBlock",
-        "LruSlotPolicy",
-        "MambaSlotAllocator",
-        "MegatronPlacement",
-        "RefZeroSlotPolicy",
-        "ScoreSlotPolicy",
-        "SlotEvictionPolicy",
-    ),
+    "slots": ("MambaSlotAllocator",),
     "states": ("KVCacheSpec", "LayerKind", "StateSpec"),
 }
 """Which module exports which names of ``__all__``."""

@@ -1,5 +1,82 @@
-"""What is decided about rows of a cache, without tensors: the life cycle of blocks and slots."""
+"""What is decided about a cache, without tensors: hashes, KV blocks, slots, eviction, placement.
 
-from mamba_cache.cache.rows import FEW, NONE, RowIds, Rows, as_rows, ids_of, values_at
+It needs numpy and xxhash. Listeners get the blocks and states that become findable and that cease
+to be (``KVBlockAllocator.listeners``).
+"""
 
-__all__ = ["FEW", "NONE", "RowIds", "Rows", "as_rows", "ids_of", "values_at"]
+from collections.abc import Callable
+from typing import Final
+
+from mamba_cache.cache.adaptive import AdaptiveSlotPolicy
+from mamba_cache.cache.hashing import (
+    MAX_TOKEN_ID,
+    BlockHashChain,
+    BlockHasher,
+    BlockHashes,
+    ExtraKey,
+    as_token_array,
+    compute_block_hashes,
+    hash_id_of,
+)
+from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
+from mamba_cache.cache.placement import (
+    BranchPoint,
+    CheckpointPlacement,
+    EveryNthBlock,
+    LastBlock,
+    MegatronPlacement,
+    PlacementFacts,
+)
+from mamba_cache.cache.policies import (
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    PrefixSlotPolicy,
+    PromptFacts,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+    SlotEvictionPolicy,
+    SlotPlan,
+    StateProposal,
+)
+from mamba_cache.cache.rows import Rows
+from mamba_cache.cache.slot_pool import SlotLease, SlotPool
+
+__all__ = [
+    "MAX_TOKEN_ID",
+    "SLOT_POLICIES",
+    "AdaptiveSlotPolicy",
+    "BlockHashChain",
+    "BlockHasher",
+    "BlockHashes",
+    "BranchPoint",
+    "CheckpointPlacement",
+    "ConsumedSlotPolicy",
+    "EveryNthBlock",
+    "ExtraKey",
+    "KVBlockAllocator",
+    "LastBlock",
+    "LruSlotPolicy",
+    "MegatronPlacement",
+    "PlacementFacts",
+    "PrefixSlotPolicy",
+    "PromptFacts",
+    "RefZeroSlotPolicy",
+    "Rows",
+    "ScoreSlotPolicy",
+    "SlotEvictionPolicy",
+    "SlotLease",
+    "SlotPlan",
+    "SlotPool",
+    "StateProposal",
+    "as_token_array",
+    "compute_block_hashes",
+    "hash_id_of",
+]
+
+SLOT_POLICIES: Final[dict[str, Callable[[], SlotEvictionPolicy]]] = {
+    "adaptive": AdaptiveSlotPolicy,
+    "lru": LruSlotPolicy,
+    "consumed": ConsumedSlotPolicy,
+    "score": ScoreSlotPolicy,
+}
+"""What makes each slot policy, by the name that settings and commands give it."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import check_int, check_number
+from mamba_cache.cache import MegatronPlacement, PlacementFacts
 from mamba_cache.cli.output import print_json, print_table, size_text
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
-from mamba_cache.slots import MegatronPlacement, PlacementFacts
 from mamba_cache.states import SlotQuantization
 
 __all__ = ["OPTIONS", "make_plan", "plan", "split_by_trace", "suggest_block_size"]

@@ -14,14 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from mamba_cache._checks import check_int
-from mamba_cache.cli.bound import bound_of
-from mamba_cache.cli.output import print_json, print_table
-from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
-from mamba_cache.config import CacheConfig
-from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.reference import Engine, SamplingParams
-from mamba_cache.reference.no_model import NoModel
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     SLOT_POLICIES,
     CheckpointPlacement,
     EveryNthBlock,
@@ -30,6 +23,13 @@ from mamba_cache.slots import (
     PrefixSlotPolicy,
     SlotEvictionPolicy,
 )
+from mamba_cache.cli.bound import bound_of
+from mamba_cache.cli.output import print_json, print_table
+from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
+from mamba_cache.config import CacheConfig
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.reference import Engine, SamplingParams
+from mamba_cache.reference.no_model import NoModel
 
 __all__ = ["OPTIONS", "PLACEMENTS", "replay", "run_replay"]
 

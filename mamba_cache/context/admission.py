@@ -8,7 +8,16 @@ from dataclasses import replace
 from typing import Literal
 
 from mamba_cache._checks import check_int
-from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.cache import (
+    BlockHashes,
+    CheckpointPlacement,
+    KVBlockAllocator,
+    PlacementFacts,
+    PromptFacts,
+    SlotLease,
+    StateProposal,
+)
+from mamba_cache.cache.placement import placed_positions
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
@@ -25,15 +34,7 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import InvariantError, SequenceLengthError, TokenCapacityError
 from mamba_cache.events import Stored
-from mamba_cache.slots import (
-    CheckpointPlacement,
-    MambaSlotAllocator,
-    PlacementFacts,
-    PromptFacts,
-    SlotLease,
-    StateProposal,
-)
-from mamba_cache.slots.placement import placed_positions
+from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["Admitter"]
 

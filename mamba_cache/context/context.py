@@ -17,7 +17,8 @@ from mamba_cache._checks import check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import weak_callback
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictionPolicy
+from mamba_cache.cache.placement import check_placement
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.admission import Admitter
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
@@ -69,11 +70,6 @@ from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepBuffers, StepMetadata
 from mamba_cache.protocols import RankAgreement, SlotContext
-from mamba_cache.slots import (
-    CheckpointPlacement,
-    SlotEvictionPolicy,
-)
-from mamba_cache.slots.placement import check_placement
 from mamba_cache.states import (
     KVCacheSpec,
     StatePool,

@@ -11,17 +11,13 @@ from typing import cast
 
 import torch
 
+from mamba_cache.cache import SLOT_POLICIES, RefZeroSlotPolicy, SlotEvictionPolicy
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots import (
-    SLOT_POLICIES,
-    MambaSlotAllocator,
-    RefZeroSlotPolicy,
-    SlotEvictionPolicy,
-)
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,

@@ -12,14 +12,13 @@ import numpy.typing as npt
 from mamba_cache._checks import check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache._weak_callback import weak_callback
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator, SlotLease, SlotPool
 from mamba_cache.errors import (
     BlockCapacityError,
     InvariantError,
     MambaSlotCapacityError,
     MissingStateError,
 )
-from mamba_cache.slots import SlotLease, SlotPool
 
 __all__ = ["Pin", "Pins"]
 

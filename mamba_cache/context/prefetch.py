@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final
 
 from mamba_cache._guard import outside
-from mamba_cache.blocks import BlockHashes
+from mamba_cache.cache import BlockHashes
 from mamba_cache.context.requests import PrefixMatch
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import LoadPlanner, Rates, Refusal

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mamba_cache._checks import as_items
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.errors import (
     BlockCapacityError,

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mamba_cache._checks import as_items, check_hashable, check_int
-from mamba_cache.blocks import (
+from mamba_cache.cache import (
     MAX_TOKEN_ID,
     BlockHashChain,
     BlockHasher,
     BlockHashes,
     KVBlockAllocator,
+    SlotLease,
+    SlotPool,
     as_token_array,
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError, InvariantError, SequenceLengthError
 from mamba_cache.metadata import SequenceSlice
-from mamba_cache.slots import SlotLease, SlotPool
 from mamba_cache.tiers.rows import RowLease
 from mamba_cache.tiers.transfers import Ticket
 

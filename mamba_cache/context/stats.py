@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator, SlotPool
 from mamba_cache.context.requests import MissReason, PrefixMatch
-from mamba_cache.slots import SlotPool
 
 __all__ = ["CacheStats", "collect_stats", "count_admission"]
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 
 from mamba_cache._checks import check_kind
-from mamba_cache.blocks import KVBlockAllocator, hash_id_of
+from mamba_cache.cache import AdaptiveSlotPolicy, KVBlockAllocator, SlotEvictionPolicy, hash_id_of
+from mamba_cache.cache.policies import check_policy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator, SlotEvictionPolicy
-from mamba_cache.slots.policies import check_policy
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, Numerics

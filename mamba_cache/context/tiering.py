@@ -10,7 +10,15 @@ from typing import TypeAlias
 
 from mamba_cache._guard import outside
 from mamba_cache._weak_callback import weak_callback
-from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey, KVBlockAllocator
+from mamba_cache.cache import (
+    BlockHashChain,
+    BlockHashes,
+    ExtraKey,
+    KVBlockAllocator,
+    PromptFacts,
+    SlotLease,
+    StateProposal,
+)
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch
 from mamba_cache.context.requests import (
@@ -22,7 +30,7 @@ from mamba_cache.context.requests import (
 from mamba_cache.errors import InvariantError
 from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.slots import MambaSlotAllocator, PromptFacts, SlotLease, StateProposal
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, Refusal
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.host import HostTier

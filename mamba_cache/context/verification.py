@@ -13,10 +13,9 @@ from typing import Final, TypeAlias
 import torch
 
 from mamba_cache._checks import check_int
-from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.cache import BlockHashes, KVBlockAllocator, SlotPool
 from mamba_cache.context.requests import ActiveRequest, Admission, Request, TokenArray
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import SlotPool
 from mamba_cache.tiers.entry import EntryKind
 
 __all__ = [

@@ -11,6 +11,9 @@ import torch
 from mamba_cache._checks import as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded, outside
 from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.cache.placement import CheckpointPlacement, check_placement
+from mamba_cache.cache.policies import SlotEvictionPolicy, as_host_array, policy_named
+from mamba_cache.cache.slot_pool import SlotPool, check_same_length
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,
@@ -25,9 +28,6 @@ from mamba_cache.slots.megatron_scratch import (
     num_scratch_rows,
     plan_checkpoints,
 )
-from mamba_cache.slots.placement import CheckpointPlacement, check_placement
-from mamba_cache.slots.policies import SlotEvictionPolicy, as_host_array, policy_named
-from mamba_cache.slots.pool import SlotPool, check_same_length
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
 

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
-from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.protocols import SlotContext
-from mamba_cache.slots.placement import (
+from mamba_cache.cache.placement import (
     CheckpointPlacement,
     PlacementFacts,
     checkpoint_offsets,
     placed_positions,
 )
+from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.protocols import SlotContext
 from mamba_cache.states import StateSpec
 
 __all__ = [

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from measuring import Measurement, median_us, parser_for, progress, report
 
-from mamba_cache.blocks import BlockHashes, KVBlockAllocator, compute_block_hashes
+from mamba_cache.cache import BlockHashes, KVBlockAllocator, compute_block_hashes
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.metadata import compute_chunk_metadata

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from measuring import Measurement, parser_for, progress, report
 
-from mamba_cache.blocks import BlockHasher
+from mamba_cache.cache import BlockHasher
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.reference.no_model import count_as_computed, smallest_state

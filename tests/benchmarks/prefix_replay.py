@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from transformers_rig import BLOCK, make_cache, make_model
 
+from mamba_cache.cache import SLOT_POLICIES, PlacementFacts, SlotPool
+from mamba_cache.cache.placement import BranchPoint, placed_positions
 from mamba_cache.cli.traces import TraceRequest, read_trace
 from mamba_cache.context.stats import count_admission
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers import store as store_module
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.store import PrefixStore
-from mamba_cache.slots import SLOT_POLICIES, PlacementFacts, SlotPool
-from mamba_cache.slots.placement import BranchPoint, placed_positions
 
 RUN = 13
 _TOKENS = 32

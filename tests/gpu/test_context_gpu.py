@@ -7,9 +7,9 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
 from gpu_rig import waiting_raises
 
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.reference import HybridModel
-from mamba_cache.slots import EveryNthBlock
 
 pytestmark = pytest.mark.gpu
 

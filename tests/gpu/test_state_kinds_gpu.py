@@ -10,7 +10,7 @@ from gpu_rig import assert_same_bits, random_bits_, waiting_raises
 from kinds_rig import MODELS, KindsModel
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, Request
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.states import LayerKind, StateSpec
 
 pytestmark = pytest.mark.gpu

@@ -15,9 +15,9 @@ from clocks import Clock
 from sources import ROOT
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, Request
+from mamba_cache.cache import PlacementFacts
 from mamba_cache.errors import BlockCapacityError
 from mamba_cache.reference import HybridModel, engine
-from mamba_cache.slots import PlacementFacts
 
 EXAMPLES = ROOT / "examples"
 

@@ -30,7 +30,7 @@ def test_each_class_of_the_front_door_has_a_page():
     assert [one for one in values if not is_shown_apart(one)] == []
 
 
-@pytest.mark.parametrize("name", ["slots.policies", "context.requests", "errors", "protocols"])
+@pytest.mark.parametrize("name", ["cache.policies", "context.requests", "errors", "protocols"])
 def test_a_module_has_a_sentence_on_each_of_its_names(name):
     module = importlib.import_module(f"mamba_cache.{name}")
     lines, _ = CONF["module_page"](module, set())

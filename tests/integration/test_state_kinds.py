@@ -15,8 +15,8 @@ from context_rig import (
 from kinds_rig import GDN, MIXED, MODELS, KindsModel
 
 from mamba_cache import CapturedExtractions
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import StateSpec, quantize_states
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(4 * BLOCK + 3)]

@@ -23,8 +23,8 @@ from transformers_rig import (
     text,
 )
 
+from mamba_cache.cache import EveryNthBlock, ScoreSlotPolicy
 from mamba_cache.integrations.transformers import PrefixCache
-from mamba_cache.slots import EveryNthBlock, ScoreSlotPolicy
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import torch
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model, text
 
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.integrations.transformers import capture as capture_module
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.slots import EveryNthBlock
 
 INSEPARABLE = ("zaya",)
 """Families whose states are not what a function returns; their prompts are cut at checkpoints."""

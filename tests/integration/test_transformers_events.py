@@ -24,7 +24,7 @@ from transformers_rig import (  # noqa: E402
     text,
 )
 
-from mamba_cache.blocks import BlockHashChain  # noqa: E402
+from mamba_cache.cache import BlockHashChain  # noqa: E402
 from mamba_cache.events import Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 from mamba_cache.integrations.transformers.serve.models import ServedModels  # noqa: E402

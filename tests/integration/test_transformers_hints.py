@@ -9,11 +9,10 @@ from drawn_traces import draw_agents, draw_conversations, draw_mixed
 from prefix_replay import replay, turns_of
 from transformers_rig import BLOCK, budgets
 
-from mamba_cache.blocks import BlockHashChain
+from mamba_cache.cache import AdaptiveSlotPolicy, BlockHashChain
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.trace import TraceLog
-from mamba_cache.slots import AdaptiveSlotPolicy
 
 SHORT = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
 

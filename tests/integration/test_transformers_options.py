@@ -37,6 +37,7 @@ from transformers_rig import (
     text,
 )
 
+from mamba_cache.cache import SLOT_POLICIES, EveryNthBlock, LastBlock, LruSlotPolicy
 from mamba_cache.errors import (
     ConcurrentUseError,
     InvalidArgumentError,
@@ -45,7 +46,6 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers import options as served
 from mamba_cache.integrations.transformers.layers import read_layers
-from mamba_cache.slots import SLOT_POLICIES, EveryNthBlock, LastBlock, LruSlotPolicy
 
 
 @pytest.fixture(scope="module")

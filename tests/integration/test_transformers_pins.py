@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers_rig import BLOCK, budgets
 
+from mamba_cache.cache import AdaptiveSlotPolicy, ConsumedSlotPolicy, LruSlotPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
@@ -19,7 +20,6 @@ from mamba_cache.errors import (
     MissingStateError,
     SequenceLengthError,
 )
-from mamba_cache.slots import AdaptiveSlotPolicy, ConsumedSlotPolicy, LruSlotPolicy
 
 POLICIES = [LruSlotPolicy, ConsumedSlotPolicy, AdaptiveSlotPolicy]
 LENGTHS = (BLOCK, 2 * BLOCK - 1, 2 * BLOCK)

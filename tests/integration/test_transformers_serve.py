@@ -47,6 +47,7 @@ from transformers import (  # noqa: E402
 from transformers.cli.serving import chat_completion, model_manager, utils  # noqa: E402
 from transformers_rig import make_model  # noqa: E402
 
+from mamba_cache.cache import AdaptiveSlotPolicy  # noqa: E402
 from mamba_cache.errors import (  # noqa: E402
     InvalidArgumentError,
     MissingExtraError,
@@ -56,7 +57,6 @@ from mamba_cache.errors import (  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers import tiers as prefix_tiers  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
-from mamba_cache.slots import AdaptiveSlotPolicy  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from adaptive_model import ModelTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mamba_cache.slots import PromptFacts
-from mamba_cache.slots.adaptive import CandidateTree
+from mamba_cache.cache import PromptFacts
+from mamba_cache.cache.adaptive import CandidateTree
 
 
 class _Prompts:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.blocks import BlockHashChain, BlockHasher, compute_block_hashes
+from mamba_cache.cache import BlockHashChain, BlockHasher, compute_block_hashes
 
 HASHER = BlockHasher(secret=b"fixed")
 TOKENS = st.lists(st.integers(0, 2), max_size=24)

@@ -9,11 +9,8 @@ from example_counts import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.reference import Engine, FinishReason, NgramDrafter, SamplingParams
-from mamba_cache.slots import (
-    EveryNthBlock,
-    LastBlock,
-)
 
 STEM = [(5 * i * i + 11 * i) % 256 for i in range(48)]
 TAILS = [[], [1], [2, 3, 2, 3, 2], list(range(90, 103)), [7] * 24]

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mamba_cache.blocks import (
-    BlockHasher,
-    BlockHashes,
-    KVBlockAllocator,
-    compute_block_hashes,
-)
-from mamba_cache.cache import rows
+from mamba_cache.cache import BlockHasher, BlockHashes, KVBlockAllocator, compute_block_hashes, rows
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,

@@ -21,15 +21,7 @@ from slot_rig import (
     state_bits,
 )
 
-from mamba_cache.errors import (
-    DoubleFreeError,
-    InvalidArgumentError,
-    MambaSlotCapacityError,
-    MissingStateError,
-    UnknownBlockError,
-)
-from mamba_cache.events import Removed, Stored
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     LruSlotPolicy,
@@ -38,6 +30,14 @@ from mamba_cache.slots import (
     ScoreSlotPolicy,
     StateProposal,
 )
+from mamba_cache.errors import (
+    DoubleFreeError,
+    InvalidArgumentError,
+    MambaSlotCapacityError,
+    MissingStateError,
+    UnknownBlockError,
+)
+from mamba_cache.events import Removed, Stored
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
 
 NUM_BLOCKS, NUM_REQUESTS = 10, 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mamba_cache.slots.adaptive import (
+from mamba_cache.cache.adaptive import (
     BIN_OF_AGE,
     CLASS_GROUPS,
     FORGOTTEN_AT_ONCE,

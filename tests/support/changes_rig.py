@@ -9,8 +9,8 @@ from transformers_rig import BLOCK, GREEDY, join, make_cache, text
 from transformers_rig import plain as plain_generate
 
 from mamba_cache._precision import has_all_digits
+from mamba_cache.cache import LastBlock
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
-from mamba_cache.slots import LastBlock
 
 FEW = {"max_new_tokens": 3}
 

@@ -9,15 +9,7 @@ from fingerprints import fingerprint
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mamba_cache.context import Request, RequestStatus
-from mamba_cache.errors import (
-    CapacityError,
-    MambaCacheError,
-    MissingStateError,
-    SequenceLengthError,
-    StepOrderError,
-)
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     EveryNthBlock,
@@ -25,6 +17,14 @@ from mamba_cache.slots import (
     LruSlotPolicy,
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
+)
+from mamba_cache.context import Request, RequestStatus
+from mamba_cache.errors import (
+    CapacityError,
+    MambaCacheError,
+    MissingStateError,
+    SequenceLengthError,
+    StepOrderError,
 )
 
 UNCACHED = UncachedRuns()

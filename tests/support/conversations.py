@@ -30,7 +30,7 @@ from transformers_rig import (
     make_model,
 )
 
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     BranchPoint,
     ConsumedSlotPolicy,
     EveryNthBlock,

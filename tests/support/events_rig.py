@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import zmq
 
-from mamba_cache.blocks import BlockHashChain, BlockHasher, KVBlockAllocator
+from mamba_cache.cache import BlockHashChain, BlockHasher, KVBlockAllocator, LruSlotPolicy, SlotPool
 from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.events import EventPublisher
 from mamba_cache.integrations.events.view import EventView
-from mamba_cache.slots import LruSlotPolicy, SlotPool
 
 BLOCK = 4
 PAUSE = threading.Event()

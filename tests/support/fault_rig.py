@@ -23,10 +23,10 @@ from context_rig import (
 )
 
 import mamba_cache
+from mamba_cache.cache import ConsumedSlotPolicy, MegatronPlacement
 from mamba_cache.context import RequestStatus
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
 from mamba_cache.reference import verify_greedy_on_device
-from mamba_cache.slots import ConsumedSlotPolicy, MegatronPlacement
 
 SHARED = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]

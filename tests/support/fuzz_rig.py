@@ -37,9 +37,8 @@ from mamba_cache import (
     compute_block_hashes,
     compute_varlen_chunk_metadata,
 )
-from mamba_cache.blocks import BlockHashChain
+from mamba_cache.cache import BlockHashChain, SlotLease, SlotPool
 from mamba_cache.events import Listeners
-from mamba_cache.slots import SlotLease, SlotPool
 from mamba_cache.states import (
     SlotQuantization,
     StateCopier,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mamba_cache.blocks import BlockHasher, BlockHashes, KVBlockAllocator, compute_block_hashes
+from mamba_cache.cache import BlockHasher, BlockHashes, KVBlockAllocator, compute_block_hashes
 
 HASHER = BlockHasher(secret=b"key")
 

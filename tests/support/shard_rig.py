@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from fingerprints import fingerprint
 
+from mamba_cache.cache import ConsumedSlotPolicy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.errors import CapacityError
 from mamba_cache.integrations.distributed import GroupAgreement, agree_on_num_slots
-from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import StateSpec
 
 LAYERS, HEADS, CHANNELS, VOCAB, MODULUS = 2, 8, 16, 50, 65521

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mamba_cache.slots import LruSlotPolicy, MambaSlotAllocator, SlotPool
+from mamba_cache.cache import LruSlotPolicy, SlotPool
+from mamba_cache.slots import MambaSlotAllocator
 
 NUM_LAYERS, CONV, SSM = 2, (3, 2), (2, 5)
 DTYPES = (torch.bfloat16, torch.float32)

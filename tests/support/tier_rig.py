@@ -4,7 +4,7 @@ from context_rig import make_config, make_context
 from restart_rig import slow_prefill
 
 from mamba_cache import Request
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
 from mamba_cache.tiers.entry import EntryKind
 

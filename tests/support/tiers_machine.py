@@ -28,9 +28,9 @@ from tier_rig import (
     flip_header,
 )
 
+from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.context import PrefetchState, RequestStatus
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.slots import EveryNthBlock, LastBlock
 from mamba_cache.tiers import ModelIdentity, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name

@@ -6,19 +6,19 @@ from context_rig import make_config, make_context
 from drawn_traces import draw_conversations
 from kv_rig import by_id
 
-from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.cli.replay import run_replay
-from mamba_cache.errors import InvalidArgumentError, InvariantError
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
+    KVBlockAllocator,
     LruSlotPolicy,
     PromptFacts,
     RefZeroSlotPolicy,
     SlotPool,
     StateProposal,
 )
-from mamba_cache.slots.adaptive import FORGOTTEN_AT_ONCE, NO_CANDIDATE, CandidateTree
+from mamba_cache.cache.adaptive import FORGOTTEN_AT_ONCE, NO_CANDIDATE, CandidateTree
+from mamba_cache.cli.replay import run_replay
+from mamba_cache.errors import InvalidArgumentError, InvariantError
 
 
 class Service:

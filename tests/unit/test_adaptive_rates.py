@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mamba_cache.slots import adaptive
-from mamba_cache.slots.adaptive import (
+from mamba_cache.cache import adaptive
+from mamba_cache.cache.adaptive import (
     BIN_OF_AGE,
     INDEX_SCALE,
     MAX_EVENTS,

@@ -16,9 +16,9 @@ from context_rig import (
 )
 from fingerprints import fingerprint
 
+from mamba_cache.cache import LruSlotPolicy, PlacementFacts
+from mamba_cache.cache.placement import placed_positions
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
-from mamba_cache.slots import LruSlotPolicy, PlacementFacts
-from mamba_cache.slots.placement import placed_positions
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 

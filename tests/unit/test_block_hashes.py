@@ -7,14 +7,14 @@ import pytest
 import torch
 import xxhash
 
-from mamba_cache.blocks import (
+from mamba_cache.cache import (
     BlockHashChain,
     BlockHasher,
     BlockHashes,
     as_token_array,
     compute_block_hashes,
 )
-from mamba_cache.blocks.hashing import encode_keys, hash_id_of
+from mamba_cache.cache.hashing import encode_keys, hash_id_of
 from mamba_cache.errors import InvalidArgumentError
 
 HASHERS = pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from context_rig import (
 )
 
 from mamba_cache import DeviceTokens, Request
-from mamba_cache.slots import EveryNthBlock
+from mamba_cache.cache import EveryNthBlock
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
@@ -70,7 +70,7 @@ def test_each_state_of_an_answer_supersedes_the_one_before(length):
 
 def test_a_state_is_not_put_beside_a_block_that_shares_the_hash_id_alone(monkeypatch):
     """Removed to see it fail: the digest that ``Publisher.publish`` compares."""
-    monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", 1)
+    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", 1)
     context = make_context(placement=EveryNthBlock(1))
     first, second = ([token, *PROMPT[1 : BLOCK + 1]] for token in (1, 2))
     generate(context, first, 1)

@@ -14,9 +14,8 @@ from context_rig import (
     run_step,
 )
 
-from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.cache import BlockHashes, EveryNthBlock, KVBlockAllocator
 from mamba_cache.errors import InvalidArgumentError, PoisonedError
-from mamba_cache.slots import EveryNthBlock
 
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
 
@@ -34,7 +33,7 @@ def prompt_with_ids(context, wanted, not_this=()):
 @pytest.fixture
 def context(monkeypatch):
     """One whose hash ids are 1, 2 or 3."""
-    monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", 3)
+    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", 3)
     return make_context(placement=EveryNthBlock(1))
 
 
@@ -58,7 +57,7 @@ def test_a_colliding_id_whose_parents_lead_back_to_it_is_kept_private(context):
 
 @pytest.mark.parametrize("num_ids", [1, 3, 7])
 def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatch, rng, num_ids):
-    monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", num_ids)
+    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", num_ids)
     context = make_context(make_config(num_kv_blocks=9), placement=EveryNthBlock(1))
     for _ in range(12):
         prompt = rng.integers(0, 3, size=int(rng.integers(1, 4 * BLOCK))).tolist()

@@ -5,9 +5,9 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, make_config
 
 from mamba_cache import errors
+from mamba_cache.cache import MegatronPlacement
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext
-from mamba_cache.slots import MegatronPlacement
 from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

@@ -17,9 +17,9 @@ from context_rig import (
     uncached,
 )
 
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import MissReason, Request, RequestStatus
 from mamba_cache.errors import BlockCapacityError
-from mamba_cache.slots import EveryNthBlock
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 

@@ -19,9 +19,9 @@ from context_rig import (
 from fingerprints import fingerprint
 
 from mamba_cache import errors
+from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.context import DynamicInferenceContext, MissReason
 from mamba_cache.context.stats import _COUNTED, collect_stats
-from mamba_cache.slots import EveryNthBlock, LastBlock
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)

@@ -5,8 +5,8 @@ from fingerprints import fingerprint
 from shard_rig import CONFIG as SHARD_CONFIG
 from shard_rig import Shard, ShardModel, Stream, shard_spec
 
+from mamba_cache.cache import AdaptiveSlotPolicy, ScoreSlotPolicy
 from mamba_cache.context import DynamicInferenceContext
-from mamba_cache.slots import AdaptiveSlotPolicy, ScoreSlotPolicy
 
 
 @pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, ScoreSlotPolicy])

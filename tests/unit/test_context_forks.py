@@ -21,7 +21,7 @@ from context_rig import (
 from fingerprints import fingerprint
 
 from mamba_cache import DeviceTokens
-from mamba_cache.blocks import compute_block_hashes
+from mamba_cache.cache import LruSlotPolicy, compute_block_hashes
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -30,7 +30,6 @@ from mamba_cache.errors import (
     TokenCapacityError,
     UnknownRequestError,
 )
-from mamba_cache.slots import LruSlotPolicy
 
 PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(2 * BLOCK + 3)]
 AT_BOUNDARY = PROMPT[: 2 * BLOCK]

@@ -14,15 +14,15 @@ from context_rig import (
     saved_prefix_lengths,
 )
 
-from mamba_cache.context import MissReason, PrefixMatch, Request
-from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     EveryNthBlock,
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
 )
+from mamba_cache.context import MissReason, PrefixMatch, Request
+from mamba_cache.errors import InvalidArgumentError
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 

@@ -5,8 +5,8 @@ import torch
 from context_rig import BLOCK, CHUNK, add, make_config, make_context
 
 from mamba_cache import DynamicInferenceContext, Request
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.config import EvictionPolicy
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import CHECKPOINT_FIELDS, LayerKind, StateSpec
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import AdaptiveSlotPolicy, KVBlockAllocator
 from mamba_cache.context import DynamicInferenceContext, Request, SharedStore
 from mamba_cache.context.pins import Pins
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Stored
-from mamba_cache.slots import AdaptiveSlotPolicy, MambaSlotAllocator
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import StatePool
 
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)

@@ -6,9 +6,9 @@ from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, 
 from kv_rig import by_id
 
 from mamba_cache import Request
+from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.context import RequestStatus, ScheduledRequest
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import EveryNthBlock, LastBlock
 from mamba_cache.states import ZERO_SOURCE
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

@@ -14,11 +14,16 @@ from context_rig import (
     saved_prefix_lengths,
 )
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import (
+    AdaptiveSlotPolicy,
+    KVBlockAllocator,
+    LruSlotPolicy,
+    SlotPlan,
+    SlotPool,
+)
 from mamba_cache.context import Request
 from mamba_cache.context.verification import PrefixContent, compare_prefixes
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy, SlotPlan, SlotPool
 
 PROMPT = [1 + (5 * i) % (VOCAB - 1) for i in range(3 * BLOCK + 3)]
 KEYS = [

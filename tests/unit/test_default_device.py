@@ -17,9 +17,9 @@ from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_
 
 from mamba_cache import DeviceTokens
 from mamba_cache._to_device import to_device
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaHybridModelState
 from mamba_cache.reference import HybridModel
-from mamba_cache.slots import EveryNthBlock
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 

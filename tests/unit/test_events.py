@@ -5,10 +5,9 @@ import pytest
 from kv_rig import cache, prefix
 from slot_rig import full, make_allocator, make_pool
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator, SlotPool
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Admitted, Listeners, Removed, Stored
-from mamba_cache.slots import SlotPool
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from context_rig import BLOCK, MODEL, VOCAB, make_config, make_context
 from fingerprints import fingerprint
 from kv_rig import prefix, snapshot
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import EveryNthBlock, KVBlockAllocator
 from mamba_cache.context import Request
 from mamba_cache.errors import BlockCapacityError
 from mamba_cache.metadata import compute_chunk_metadata
-from mamba_cache.slots import EveryNthBlock
 
 COUNTS = (0, 1_000)
 

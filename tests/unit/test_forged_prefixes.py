@@ -9,7 +9,7 @@ from context_rig import MODEL_CONFIG, generate, make_context
 from forged import BLOCK, FORGED, PUBLIC, VOCABULARY
 from restart_rig import slow_prefill
 
-from mamba_cache.blocks import BlockHasher, compute_block_hashes
+from mamba_cache.cache import BlockHasher, compute_block_hashes
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request, prefetch
 from mamba_cache.errors import InvalidArgumentError

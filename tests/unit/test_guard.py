@@ -22,8 +22,7 @@ from slot_rig import full
 from tier_rig import KV, make_tiered
 
 from mamba_cache._guard import CallGuard, guarded, outside, query
-from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.cache import Rows
+from mamba_cache.cache import ConsumedSlotPolicy, KVBlockAllocator, Rows, SlotPool
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import (
     ConcurrentUseError,
@@ -32,7 +31,6 @@ from mamba_cache.errors import (
     PoisonedError,
 )
 from mamba_cache.events import Admitted, Removed, Stored
-from mamba_cache.slots import ConsumedSlotPolicy, SlotPool
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]

@@ -22,8 +22,8 @@ from context_rig import (
 from fingerprints import fingerprint
 
 from mamba_cache import CapturedExtractions, Request
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.states import extract_checkpoint_states
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]

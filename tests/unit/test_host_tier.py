@@ -29,6 +29,7 @@ from tier_rig import (
     make_tiered,
 )
 
+from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.context.tier_memory import make_tiering
@@ -38,7 +39,6 @@ from mamba_cache.errors import (
     InvariantError,
 )
 from mamba_cache.reference import Engine, HybridModel, SamplingParams, verify_greedy_on_device
-from mamba_cache.slots import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import LoadPlanner, Rates, Refusal
 from mamba_cache.tiers.identity import tenant_digest

@@ -13,8 +13,8 @@ from context_rig import (
 from fingerprints import fingerprint
 
 from mamba_cache import BlockHasher, Request, compute_block_hashes
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import StepOrderError
-from mamba_cache.slots import EveryNthBlock
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
@@ -49,7 +49,7 @@ def test_hashes_are_made_with_the_algorithm_and_secret_of_the_settings(algorithm
 @pytest.mark.parametrize("num_ids", [1, 3])
 def test_forced_collisions_of_ids_serve_nothing_foreign(monkeypatch, num_ids):
     """Removed to see it fail: the comparison of digests in ``KVBlockAllocator.match_prefix``."""
-    monkeypatch.setattr("mamba_cache.blocks.hashing._ID_MASK", num_ids)
+    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", num_ids)
     context = make_context(placement=EveryNthBlock(1))
     for salt in ("a", "b", "a"):
         for prompt in (PROMPT, OTHER, PROMPT[: BLOCK + 1]):

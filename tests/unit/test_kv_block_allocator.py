@@ -6,7 +6,7 @@ import torch
 from kv_rig import cache, prefix, snapshot
 from work import lines_executed
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,

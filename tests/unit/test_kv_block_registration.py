@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kv_rig import by_id, cache, prefix, snapshot
 
-from mamba_cache.blocks import BlockHashes, KVBlockAllocator
+from mamba_cache.cache import BlockHashes, KVBlockAllocator
 from mamba_cache.errors import (
     HashConflictError,
     InvalidArgumentError,

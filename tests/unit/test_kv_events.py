@@ -16,7 +16,7 @@ from engine_rig import BLOCK, SamplingParams, make_engine  # noqa: E402
 from events_rig import GOLDEN, PAUSE, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
 from work import lines_executed  # noqa: E402
 
-from mamba_cache.blocks import BlockHasher  # noqa: E402
+from mamba_cache.cache import BlockHasher  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
 from mamba_cache.events import Removed, Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402

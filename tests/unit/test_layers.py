@@ -45,7 +45,7 @@ TABLE = read_table(PAGE.read_text(encoding="utf-8"))
 
 
 def top_of(module: str) -> str:
-    """`mamba_cache.slots.pool` is part of `slots`; `mamba_cache` itself is on top of everything."""
+    """`mamba_cache.cache.rows` is part of `cache`; `mamba_cache` itself is on top of everything."""
     return (*module.split("."), "")[1]
 
 
@@ -116,11 +116,11 @@ def test_reading_of_the_table() -> None:
     for source, target, allowed in (
         ("context", "slots", True),
         ("slots", "context", False),
-        ("slots", "blocks", False),
+        ("cache", "slots", False),
         ("cli", "reference", True),
         ("reference", "cli", False),
         ("reference", "integrations", False),
-        ("blocks", "", False),
+        ("cache", "", False),
         ("", "cli", True),
     ):
         assert may_import(source, target) is allowed, (source, target)
@@ -130,12 +130,12 @@ def test_reading_of_imports() -> None:
     """The walk itself: relative and absolute imports name what they reach."""
     for module, statement, expected in (
         ("slots/pool.py", "import torch.nn", "torch.nn"),
-        ("slots/pool.py", "from ..blocks import pool", "mamba_cache.blocks"),
+        ("slots/pool.py", "from ..cache import rows", "mamba_cache.cache"),
         ("slots/pool.py", "from . import policy", "mamba_cache.slots"),
         ("slots/__init__.py", "from .pool import P", "mamba_cache.slots.pool"),
-        ("slots/pool.py", "from mamba_cache import blocks", "mamba_cache.blocks"),
+        ("slots/pool.py", "from mamba_cache import cache", "mamba_cache.cache"),
         ("slots/pool.py", "from mamba_cache import Request", "mamba_cache"),
-        ("slots/pool.py", "from .. import blocks", "mamba_cache.blocks"),
+        ("slots/pool.py", "from .. import cache", "mamba_cache.cache"),
     ):
         source = Source(Path(ROOT / PACKAGE / module))
         assert imports(source, ast.parse(statement)) == [expected]

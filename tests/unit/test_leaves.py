@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from kv_rig import by_id
 
-from mamba_cache.blocks import KVBlockAllocator
-from mamba_cache.blocks.leaves import LAST_RESORT, LeafQueue
+from mamba_cache.cache import KVBlockAllocator
+from mamba_cache.cache.kv_block_allocator import LAST_RESORT, LeafQueue
 from mamba_cache.events import Removed
 
 

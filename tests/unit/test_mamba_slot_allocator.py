@@ -16,19 +16,19 @@ from slot_rig import (
     make_context,
 )
 
+from mamba_cache.cache import (
+    ConsumedSlotPolicy,
+    LastBlock,
+    LruSlotPolicy,
+    MegatronPlacement,
+    RefZeroSlotPolicy,
+)
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaSlotCapacityError,
     UnknownBlockError,
 )
-from mamba_cache.slots import (
-    ConsumedSlotPolicy,
-    LastBlock,
-    LruSlotPolicy,
-    MambaSlotAllocator,
-    MegatronPlacement,
-    RefZeroSlotPolicy,
-)
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import StateSpec, StateTensorSpec
 
 

@@ -7,8 +7,8 @@ import torch
 from slot_rig import add_live_states, make_allocator, make_context, randomize, slot_bits
 from slot_rig import state_bits as bits
 
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
-from mamba_cache.slots import EveryNthBlock
 from mamba_cache.slots.megatron_scratch import CommitBatch
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import StatePool, StateSpec

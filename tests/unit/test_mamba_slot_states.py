@@ -15,8 +15,8 @@ from slot_rig import (
     state_bits,
 )
 
+from mamba_cache.cache import ConsumedSlotPolicy
 from mamba_cache.errors import InvalidArgumentError, MissingStateError
-from mamba_cache.slots import ConsumedSlotPolicy
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
 
 

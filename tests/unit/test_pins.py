@@ -10,7 +10,14 @@ from fingerprints import fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.blocks import BlockHashes
+from mamba_cache.cache import (
+    AdaptiveSlotPolicy,
+    BlockHashes,
+    ConsumedSlotPolicy,
+    LruSlotPolicy,
+    RefZeroSlotPolicy,
+    ScoreSlotPolicy,
+)
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request
 from mamba_cache.errors import (
@@ -22,13 +29,6 @@ from mamba_cache.errors import (
     StepOrderError,
 )
 from mamba_cache.reference import Engine
-from mamba_cache.slots import (
-    AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
-    LruSlotPolicy,
-    RefZeroSlotPolicy,
-    ScoreSlotPolicy,
-)
 
 POLICIES = [
     LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mamba_cache.cache import EveryNthBlock, LastBlock, MegatronPlacement, PlacementFacts
+from mamba_cache.cache.placement import checkpoint_offsets
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import EveryNthBlock, LastBlock, MegatronPlacement, PlacementFacts
 from mamba_cache.slots.megatron_scratch import plan_checkpoints
-from mamba_cache.slots.placement import checkpoint_offsets
 
 BLOCK = 256
 BLOCK_IDS = [100, 101, 102, 103, 104, 105, 106, 107]

@@ -11,13 +11,8 @@ from slot_rig import (
     slot_bits,
 )
 
+from mamba_cache.cache import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
 from mamba_cache.errors import DoubleFreeError, InvalidArgumentError, MambaSlotCapacityError
-from mamba_cache.slots import (
-    ConsumedSlotPolicy,
-    LruSlotPolicy,
-    RefZeroSlotPolicy,
-    ScoreSlotPolicy,
-)
 
 every_policy = pytest.mark.parametrize(
     "policy",

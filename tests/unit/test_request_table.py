@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mamba_cache.blocks import KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.errors import BlockCapacityError, InvariantError
 

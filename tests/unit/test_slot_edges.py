@@ -16,10 +16,8 @@ from slot_rig import (
     make_pool,
 )
 
+from mamba_cache.cache import ScoreSlotPolicy
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import (
-    ScoreSlotPolicy,
-)
 from mamba_cache.slots.allocator import check_model
 from mamba_cache.slots.megatron_scratch import (
     IntermediateTables,

@@ -8,15 +8,10 @@ import pytest
 import torch
 from fingerprints import digest_of
 
+from mamba_cache.cache import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
+from mamba_cache.cache.policies import HostView, policy_named
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots import (
-    ConsumedSlotPolicy,
-    LruSlotPolicy,
-    RefZeroSlotPolicy,
-    ScoreSlotPolicy,
-)
-from mamba_cache.slots.policies import HostView, policy_named
 
 SLOTS = np.array([1, 3, 4, 6])
 BLOCKS = np.array([9, 2, 7, 5], np.int32)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from slot_rig import books, make_pool
 
+from mamba_cache.cache import SlotLease, SlotPool
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
     UnknownBlockError,
 )
-from mamba_cache.slots import SlotLease, SlotPool
 
 
 def evictable(pool, protected=()):

@@ -4,12 +4,12 @@ import pytest
 from fingerprints import fingerprint
 from slot_rig import full, make_allocator
 
+from mamba_cache.cache import ConsumedSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     MambaSlotCapacityError,
 )
-from mamba_cache.slots import ConsumedSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
 
 
 def test_reserved_slots_are_not_evicted():

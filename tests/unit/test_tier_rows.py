@@ -17,15 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tier_rig import KV, STATE
 
 from mamba_cache._guard import CallGuard
-from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantError
-from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots import (
+from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     ConsumedSlotPolicy,
     LruSlotPolicy,
     PromptFacts,
     StateProposal,
 )
+from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantError
+from mamba_cache.protocols import KVBlockView
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import memory as memory_module
 from mamba_cache.tiers.entry import EntryFacts, EntryKey

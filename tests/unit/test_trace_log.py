@@ -10,7 +10,7 @@ import pytest
 from context_rig import make_config, make_context
 from engine_rig import MODEL, cache_config
 
-from mamba_cache.blocks import compute_block_hashes
+from mamba_cache.cache import compute_block_hashes
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.context import Request

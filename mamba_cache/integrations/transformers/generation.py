@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.blocks import ExtraKey
+from mamba_cache.cache import ExtraKey
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.batcher import Batcher

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.blocks import ExtraKey
+from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
+from mamba_cache.cache.placement import placed_positions
 from mamba_cache.context.stats import count_admission
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -23,8 +24,6 @@ from mamba_cache.integrations.transformers.layers import (
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
-from mamba_cache.slots import CheckpointPlacement, PlacementFacts
-from mamba_cache.slots.placement import placed_positions
 
 __all__ = ["Prefill", "PrefillTask", "Prefiller", "Segment"]
 

@@ -24,7 +24,16 @@ from mamba_cache._checks import (
     check_secret,
 )
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache.blocks import ExtraKey, KVBlockAllocator
+from mamba_cache.cache import (
+    SLOT_POLICIES,
+    CheckpointPlacement,
+    ExtraKey,
+    KVBlockAllocator,
+    SlotEvictionPolicy,
+    SlotPool,
+)
+from mamba_cache.cache.placement import BranchPoint, check_placement
+from mamba_cache.cache.policies import check_policy
 from mamba_cache.config import HashAlgorithm, SlotPolicyName
 from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, VerificationStats
 from mamba_cache.errors import (
@@ -76,9 +85,6 @@ from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tiers import PrefixTiers, check_tiers
-from mamba_cache.slots import SLOT_POLICIES, CheckpointPlacement, SlotEvictionPolicy, SlotPool
-from mamba_cache.slots.placement import BranchPoint, check_placement
-from mamba_cache.slots.policies import check_policy
 from mamba_cache.tiers import TierStats
 from mamba_cache.tiers.directory import cache_secret
 

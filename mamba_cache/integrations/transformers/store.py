@@ -17,7 +17,17 @@ import torch
 from mamba_cache._guard import CallGuard
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._weak_callback import weak_callback
-from mamba_cache.blocks import BlockHashChain, BlockHasher, BlockHashes, ExtraKey, KVBlockAllocator
+from mamba_cache.cache import (
+    BlockHashChain,
+    BlockHasher,
+    BlockHashes,
+    ExtraKey,
+    KVBlockAllocator,
+    PromptFacts,
+    SlotEvictionPolicy,
+    SlotPool,
+    StateProposal,
+)
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.context import PrefixContent, PrefixMatch, Request, SharedStore
 from mamba_cache.context.pins import Pins
@@ -31,13 +41,7 @@ from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots import (
-    MambaSlotAllocator,
-    PromptFacts,
-    SlotEvictionPolicy,
-    SlotPool,
-    StateProposal,
-)
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import StatePool
 from mamba_cache.tiers.entry import EntryKind
 

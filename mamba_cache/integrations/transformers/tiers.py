@@ -17,7 +17,7 @@ import torch
 
 from mamba_cache._checks import check_number
 from mamba_cache._extras import installed_version
-from mamba_cache.blocks import BlockHashChain, BlockHashes, ExtraKey
+from mamba_cache.cache import BlockHashChain, BlockHashes, ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Prefetch
 from mamba_cache.errors import (

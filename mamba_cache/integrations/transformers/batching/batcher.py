@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._weak_callback import weak_callback
-from mamba_cache.blocks import ExtraKey
+from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
 from mamba_cache.context.scheduler import Scheduler
@@ -46,7 +46,6 @@ from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
 from mamba_cache.integrations.transformers.tensors import ints_to_device
-from mamba_cache.slots import CheckpointPlacement, PlacementFacts
 
 __all__ = ["BatchStats", "Batcher", "BatcherSettings"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mamba_cache.blocks import ExtraKey
+from mamba_cache.cache import ExtraKey
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,

@@ -24,9 +24,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mamba_cache.cache.policies import PromptFacts, SlotPlan, StateProposal
 from mamba_cache.errors import InvariantError
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots.policies import PromptFacts, SlotPlan, StateProposal
 
 __all__ = [
     "BIN_OF_AGE", "CLASS_GROUPS", "FORGOTTEN_AT_ONCE", "INDEX_SCALE", "MAX_EVENTS", "MAX_SOURCES",

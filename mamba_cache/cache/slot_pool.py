@@ -12,7 +12,17 @@ import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, outside, query
-from mamba_cache.cache import Rows, as_rows
+from mamba_cache.cache.policies import (
+    HostView,
+    LruSlotPolicy,
+    PrefixSlotPolicy,
+    PromptFacts,
+    SlotEvictionPolicy,
+    StateProposal,
+    as_host_array,
+    check_policy,
+)
+from mamba_cache.cache.rows import Rows, as_rows
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
@@ -23,16 +33,6 @@ from mamba_cache.errors import (
 )
 from mamba_cache.events import Listeners, Removed, Stored
 from mamba_cache.protocols import KVBlockView
-from mamba_cache.slots.policies import (
-    HostView,
-    LruSlotPolicy,
-    PrefixSlotPolicy,
-    PromptFacts,
-    SlotEvictionPolicy,
-    StateProposal,
-    as_host_array,
-    check_policy,
-)
 
 __all__ = ["SlotLease", "SlotPool", "check_same_length"]
 
