@@ -1,6 +1,7 @@
 """Legal calls that are seldom made, and mistakes that are: each is answered, or costs nothing."""
 
 import asyncio
+import atexit
 import threading
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -401,6 +402,25 @@ def test_a_manager_that_is_stopped_leaves_nobody_waiting(nemotron, generator, is
     else:
         assert output.generated_tokens == nemotron.answer(prompt, 5)
     assert clients.forgot_all()
+
+
+def test_a_managers_thread_ends_before_the_interpreter_does(nemotron, generator, monkeypatch):
+    """It went on to free tensors while the interpreter ended, which aborted the process."""
+    at_exit, clients = [], Clients(nemotron)
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    manager = clients.manager
+    manager.start()
+    manager.add_request(tokens(generator, 9), "one")
+    exiting = threading.Thread(target=at_exit[0])
+    exiting.start()
+    while not manager._is_stopped:
+        assert exiting.is_alive()
+    clients.runner.may_run.set()
+    exiting.join()
+    assert not manager._thread.is_alive()
+    assert clients.forgot_all()  # it was not answered: nobody asked for what was said
+    assert at_exit == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, PoisonedError])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -106,6 +107,8 @@ class BatchManager:
 
     def start(self) -> None:
         """Begin to run requests."""
+        # A thread that is inside PyTorch when the interpreter ends aborts the process.
+        atexit.register(self._stop_at_exit)
         self._thread.start()
 
     def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
@@ -180,6 +183,12 @@ class BatchManager:
                 arrival.is_cancelled = True
         self._wake.set()
 
+    def _stop_at_exit(self) -> None:
+        with self._lock:
+            for arrival in self._arrivals.values():
+                arrival.is_cancelled = True
+        self.stop()
+
     def _work(self) -> None:
         try:
             self._run_until_stopped()
@@ -188,6 +197,7 @@ class BatchManager:
                 self._is_over = True
             self._fail_all(StepOrderError("the thread that runs requests has ended"))
             del self._cache  # the server keeps this object when the model is unloaded
+            atexit.unregister(self._stop_at_exit)
 
     def _run_until_stopped(self) -> None:
         while True:

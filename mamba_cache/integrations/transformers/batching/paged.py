@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from mamba_cache.integrations.transformers.batching.kernels import (
     decode_inputs_torch,
     paged_attention_torch,
 )
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.states import kernels_for
 
@@ -49,9 +49,9 @@ def register_attention() -> None:
 
 
 def _registries() -> tuple[Any, Any]:
-    utilities = importlib.import_module("transformers.modeling_utils")
-    masking = importlib.import_module("transformers.masking_utils")
-    return utilities.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
+    library = transformers()
+    masks = library.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    return library.modeling_utils.ALL_ATTENTION_FUNCTIONS, masks
 
 
 def _attend(
