@@ -5,11 +5,13 @@ import inspect
 import json
 import pkgutil
 import re
+import runpy
 import shutil
+from html import escape
 from pathlib import Path
 from types import ModuleType
 
-from docutils.nodes import Element
+from docutils.nodes import Element, document, image, raw
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -23,11 +25,11 @@ project_copyright = author
 version = release = mamba_cache.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "benchmarks/tables"]
 html_theme = "furo"
 html_title = f"mamba_cache {version}"
-html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_static_path = ["_static", "figures/figures.css"]
+html_css_files = ["site.css", "figures.css"]
 html_copy_source = False
 html_use_index = html_domain_indices = False  # the reference and the search lead to every name
 
@@ -60,6 +62,7 @@ DOCSTRINGS = Config(
 )
 REFERENCE = Path(__file__).parent / "reference" / "api"
 RESULTS = Path(__file__).parent / "benchmarks"
+FIGURES = Path(__file__).parent / "figures"
 
 
 def first_sentence(documented: object) -> str:
@@ -204,17 +207,29 @@ def write_reference(_app: object) -> None:
             (folder / f"{name}.{one}.rst").write_text("\n".join(page), encoding="utf-8")
 
 
+def write_tables(_app: object) -> None:
+    """Write the tables that pages include, from the runs that are kept."""
+    folder = RESULTS / "tables"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, text in runpy.run_path(str(FIGURES / "tables.py"))["fragments"]().items():
+        (folder / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
+
+
 def write_results(_app: object) -> None:
-    """Write a page for each run of a benchmark, so that every figure can be looked up."""
+    """Write a page for each run of a benchmark, and one that lists them; none is in the sidebar."""
     folder = RESULTS / "results"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    orphan = "---\norphan: true\n---\n"
+    listed = [orphan, "# All runs", "", "Each as it was printed. [Back](../index.md).", ""]
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         date = path.stem[-len("2026-01-01") :]
+        listed.append(f"- [{path.stem}]({path.stem}.md)")
         made = [result[key] for key in ("machine", "python") if key in result]
-        lines = [f"# {path.stem}", "", f"{'; Python '.join(made)}; {date}."]
-        lines += [f"{{download}}`The file <../{path.name}>`.", ""]
+        lines = [orphan, f"# {path.stem}", "", f"{'; Python '.join(made)}; {date}."]
+        lines += [f"{{download}}`The file <../{path.name}>`. [All runs](index.md).", ""]
         if "kernels" in result:
             kinds = [*result["versions"].items(), *result["kernels"].items()]
             lines += ["; ".join(f"{name}: {value}" for name, value in kinds) + ".", ""]
@@ -224,6 +239,7 @@ def write_results(_app: object) -> None:
         lines += ["", *records_table(result.get("records", []))]
         lines += ["", *records_table(result.get("chat", {}).get("requests", []))]
         (folder / f"{path.stem}.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (folder / "index.md").write_text("\n".join([*listed, ""]), encoding="utf-8")
 
 
 def result_row(one: dict) -> str:
@@ -299,7 +315,24 @@ def find_at_home(
     return domain.resolve_xref(env, page, app.builder, node["reftype"], target, node, content)
 
 
+def inline_figures(app: Sphinx, doctree: document, _page: str) -> None:
+    """Put the figures into the pages, so that they follow the switch between light and dark."""
+    if app.builder.format != "html":
+        return
+    for node in list(doctree.findall(image)):
+        path = FIGURES / Path(node["uri"]).name
+        if path.suffix == ".svg" and path.exists():
+            svg = path.read_text(encoding="utf-8")
+            svg = svg[svg.index("<svg") :]
+            svg = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+            svg = re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{path.stem}-", svg)  # once on a page
+            label = f'<svg class="figure" role="img" aria-label="{escape(node["alt"])}"'
+            node.replace_self(raw("", svg.replace("<svg", label, 1), format="html"))
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", write_tables)
+    app.connect("doctree-resolved", inline_figures)
     app.connect("builder-inited", write_reference)
     app.connect("builder-inited", write_results)
     app.connect("missing-reference", find_at_home)

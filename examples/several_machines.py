@@ -6,7 +6,7 @@ model is small and what it says means nothing, but with the store and without it
 
 Without an argument the replicas are engines of this process, and the store is in its memory.
 Machines share a server by its URL: ``several_machines.py valkey://127.0.0.1:6379``, or
-``mooncake://...`` (docs/how-to/stores.md). Routers that know more: docs/how-to/scale_out.md.
+``mooncake://...`` (docs/how-to/stores.md). Routers that know more: docs/how-to/stores.md.
 """
 
 from __future__ import annotations

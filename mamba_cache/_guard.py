@@ -1,7 +1,7 @@
 """The guard of an object's calls: one at a time, and none after a change that broke off.
 
-docs/explanation/faults.md says what callers may rely on. Every object that owns blocks, slots or
-rows has one ``CallGuard``; the parts of such an object share its guard.
+docs/explanation/guarantees.md says what callers may rely on. Every object that owns blocks, slots
+or rows has one ``CallGuard``; the parts of such an object share its guard.
 """
 
 from __future__ import annotations

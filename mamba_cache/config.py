@@ -32,7 +32,7 @@ _MAX_GB = 2.0**33
 """GiB that an address of 63 bits reaches."""
 
 HashAlgorithm = Literal["blake2b", "sha256", "xxh3_128"]
-"""Hash functions of block digests (docs/explanation/threat_model.md)."""
+"""Hash functions of block digests (docs/explanation/guarantees.md)."""
 
 SlotPolicyName = Literal["adaptive", "lru", "consumed", "score"]
 
@@ -61,7 +61,7 @@ class CacheConfig:
         max_tokens: Tokens computed in one step, over all requests.
         max_sequence_length: Prompt and generated tokens of one request.
         cache_gb: One budget in GiB (2**30 bytes) for KV blocks and slots, in place of the two that
-            follow. It is divided when the context is made (docs/how-to/choosing_budgets.md).
+            follow. It is divided when the context is made (docs/how-to/settings.md).
         state_share: What part of ``cache_gb`` slots have, from 0 to 1.
         kv_cache_gb: Budget for KV blocks in GiB.
         num_kv_blocks: KV blocks that requests can use, the dummy block not counted; instead of
@@ -74,7 +74,7 @@ class CacheConfig:
         eviction_policy: What becomes of KV blocks that no request refers to.
         slot_policy: Which saved states are given up first where a context is given no policy of its
             own: "adaptive" learns which come back, and has KV blocks follow them; "lru",
-            "consumed" and "score" are simple rules (docs/how-to/choosing_policies.md). None: what
+            "consumed" and "score" are simple rules (docs/how-to/policies.md). None: what
             ``eviction_policy`` asks for, "adaptive" under LRU.
         vocab_size: Token ids must be below it. None: only what no tokenizer gives is refused.
         min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels

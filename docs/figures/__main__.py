@@ -2,6 +2,7 @@
 
 from pictures import draw_entry, draw_hit, draw_layers, draw_tiers
 from plots import draw_control, draw_copy, draw_hits, draw_ttft
+from style import save_style
 
 for draw in (
     draw_hit,
@@ -12,5 +13,6 @@ for draw in (
     draw_control,
     draw_ttft,
     draw_hits,
+    save_style,
 ):
     draw()

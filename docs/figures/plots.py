@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from style import LIGHT, save
-from tables import kernel_runs, shown_run
+from tables import runs
 
 RESULTS = Path(__file__).parent.parent / "benchmarks"
 
@@ -71,8 +71,8 @@ def draw_control() -> None:
 
 def draw_ttft() -> None:
     """Draw the time to first token of one model, by the tokens that were cached."""
-    shown = shown_run(kernel_runs())
-    paths = [shown["path"]] if shown else sorted(RESULTS.glob("ttft-nemotron-h-8b*.json"))
+    made = runs(with_kernels=True)
+    paths = [run["path"] for run in made if run["family"] == "nemotron-h-8b"][-1:]
     axes = _axes("Time to first token, Nemotron-H-8B, ms", "cached tokens, beside 256 new")
     curves: dict[str, Points] = defaultdict(dict)
     for path in paths:

@@ -85,11 +85,25 @@ def save(figure: Figure, name: str, sources: Iterable[Path] = ()) -> None:
     (FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
 
 
-def _style() -> str:
-    light, dark = (
-        "; ".join(f"--{name}: {pair[index]}" for name, pair in COLOURS.items()) for index in (0, 1)
+def save_style() -> None:
+    """Write how figures look within a page, where they follow the page's switch."""
+    light, dark = _values(0), _values(1)
+    css = (
+        f"body {{ {light} }}\n"
+        f"body[data-theme=dark] {{ {dark} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ body:not([data-theme=light]) {{ {dark} }} }}\n"
+        ".figure * { stroke-linejoin: round; stroke-linecap: butt }\n"
     )
+    (FOLDER / "figures.css").write_text(css, encoding="utf-8")
+
+
+def _style() -> str:
+    light, dark = _values(0), _values(1)
     return f":root {{ {light} }} @media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+
+
+def _values(index: int) -> str:
+    return "; ".join(f"--{name}: {pair[index]}" for name, pair in COLOURS.items())
 
 
 def _digest(path: Path) -> str:

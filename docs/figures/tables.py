@@ -1,7 +1,8 @@
-"""``python docs/figures/tables.py`` writes measured times to first token into the pages.
+"""``python docs/figures/tables.py`` writes measured times to first token into the README.
 
-A run with kernels is kept as ``ttft-FAMILY-kernels-GPU-DATE.json``, or with a word more before the
-GPU where a family has several (``-kernels-conv-``). Runs of the reference path have no such word.
+The build of the pages writes the same figures, and more, to ``docs/benchmarks/tables``, which pages
+include. A run with kernels is kept as ``ttft-FAMILY-kernels-GPU-DATE.json``; a run of the reference
+path has no such word.
 """
 
 from __future__ import annotations
@@ -13,179 +14,136 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
-GUIDE = ROOT / "docs" / "how-to" / "transformers.md"
 README = ROOT / "README.md"
-EXPECT = RESULTS / "expect.md"
+BEGIN = "<!-- times to first token, written by docs/figures/tables.py -->"
+END = "<!-- end of times -->"
 
-COLUMNS = ("plain transformers", "miss", "second sighting", "hit", "next turn")
+WAYS = ("plain transformers", "miss", "second sighting", "hit", "next turn", "identical prompt")
 BARE = "the new tokens alone"
-BEGIN, END = (
-    "<!-- times with kernels, written by docs/figures/tables.py -->",
-    "<!-- end of times -->",
-)
-SHOWN_FAMILY, SHOWN_PREFIX = "nemotron-h-8b", "16,128"
 
 
-def kernel_runs(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the runs of the benchmark with kernels, by name."""
-    paths = sorted(results.glob("ttft-*-kernels-*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) | {"path": path} for path in paths]
+def runs(*, with_kernels: bool) -> list[dict[str, Any]]:
+    """Return the runs of the benchmark with kernels, or of the reference path, by name."""
+    paths = sorted(RESULTS.glob("ttft-*.json"))
+    chosen = [path for path in paths if ("-kernels-" in path.name) == with_kernels]
+    return [json.loads(path.read_text(encoding="utf-8")) | {"path": path} for path in chosen]
 
 
-def figures(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a run's measurements by name."""
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def times(ways: tuple[str, ...]) -> str:
+    """Return the times with kernels: a row for each family and number of cached tokens."""
+    rows = []
+    for run in runs(with_kernels=True):
+        found = _figures(run)
+        for tokens in _lengths(found):
+            faster = found[f"hit, faster than plain, {tokens}"]["value"]
+            cells = [_time(found, f"{way}, {tokens}") for way in ways]
+            rows.append([run["family"], _bare_number(tokens), *cells, f"{faster:.1f}x"])
+    return table(["model", "cached + new tokens", *ways, "hit over plain"], rows)
+
+
+def setting() -> str:
+    """Return what the runs with kernels were made on, in a sentence."""
+    found = set()
+    for run in runs(with_kernels=True):
+        versions, gpu = run["versions"], run["machine"].rpartition(", ")[2]
+        found.add(
+            f"one {gpu}, PyTorch {versions['torch']}, Triton {versions['triton']}, transformers "
+            f"{versions['transformers']}, {_date(run)}"
+        )
+    return "; ".join(sorted(found))
+
+
+def break_even() -> str:
+    """Return from how many cached tokens on a hit wins, for each run with kernels."""
+    rows = []
+    for run in runs(with_kernels=True):
+        one = _figures(run)["break-even"]
+        sources = {source for source in run["kernels"].values() if "reference" not in source}
+        won_from = f"{one['value']:,.0f} cached tokens"
+        rows.append([run["family"], ", ".join(sorted(sources)), won_from, one["detail"]])
+    return table(["model", "kernels", "a hit wins from", ""], rows)
+
+
+def chats() -> str:
+    """Return the times of chats: all first tokens of a run together."""
+    rows = []
+    for run in runs(with_kernels=True):
+        if chat := run.get("chat"):
+            found = {
+                name.partition("first tokens, ")[2]: one["value"]
+                for name, one in _figures(run).items()
+                if "first tokens, " in name
+            }
+            ways = ("plain transformers", "through the cache", BARE)
+            what = f"{chat['users']} users, {chat['turns']} turns, {chat['system_tokens']:,} shared"
+            rows.append([run["family"], what, *(f"{found[way]:,.0f} ms" for way in ways)])
+    return table(["model", "chat", "plain transformers", "through the cache", BARE], rows)
+
+
+def reference() -> str:
+    """Return the times of the reference path, which has no kernels."""
+    rows = []
+    for run in runs(with_kernels=False):
+        found = _figures(run)
+        family = re.fullmatch(r"ttft-(.*?)(-\d+k)?-h200-.*", run["path"].stem)
+        for tokens in _lengths(found):
+            cells = [_time(found, f"{way}, {tokens}") for way in WAYS[:2]]
+            hit, alone = _time(found, f"hit, {tokens}"), _time(found, "forward of 256 tokens alone")
+            rows.append([family[1], _bare_number(tokens), *cells, hit, alone])
+    rows.sort(key=lambda row: (row[0], int(row[1].split()[0].replace(",", ""))))
+    return table(["model", "cached + new tokens", *WAYS[:2], "hit", "256 tokens alone"], rows)
+
+
+def fragments() -> dict[str, str]:
+    """Return what pages include, by name."""
+    made_on = f"Times to first token with kernels ({setting()}):"
+    return {
+        "ttft": f"{made_on}\n\n{times((*WAYS[:5], BARE))}",
+        "expect": f"{made_on}\n\n{times(WAYS)}\n\n{break_even()}\n\n{chats()}",
+        "reference": reference(),
+    }
+
+
+def readme_block() -> str:
+    """Return what the README shows: each family and length."""
+    return (
+        f"{times(('plain transformers', 'miss', 'hit'))}\n\n({setting()}; random weights in bf16)"
+    )
+
+
+def write_readme() -> None:
+    """Put the times where the README has them."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    README.write_text(f"{before}{BEGIN}\n\n{readme_block()}\n\n{END}{after}", encoding="utf-8")
+
+
+def _figures(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in run["measurements"]}
 
 
-def kernels(run: dict[str, Any]) -> str:
-    """Return the packages that a run had kernels from."""
-    sources = {source for source in run["kernels"].values() if "reference" not in source}
-    return ", ".join(sorted(sources))
+def _lengths(found: dict[str, dict[str, Any]]) -> list[str]:
+    matches = [re.fullmatch(r"hit, (\d.*tokens)", name) for name in found]
+    return [match[1] for match in matches if match]
 
 
-def rows(run: dict[str, Any]) -> list[str]:
-    """Return a run's rows: family, kernels, tokens, and the times."""
-    found = figures(run)
-    lengths = [re.fullmatch(r"hit, (.*) tokens", name) for name in found]
-    return [
-        f"| {run['family']} | {kernels(run)} | {tokens[1]} | "
-        + " | ".join(_time(found, f"{way}, {tokens[1]} tokens") for way in (*COLUMNS, BARE))
-        + " |"
-        for tokens in lengths
-        if tokens and tokens[1][0].isdigit()
-    ]
+def _bare_number(tokens: str) -> str:
+    return tokens.removesuffix(" tokens")
 
 
-def chat_row(run: dict[str, Any]) -> str:
-    """Return the row of a run's chat: the times to its first tokens together."""
-    found = {
-        name.partition("first tokens, ")[2]: one["value"]
-        for name, one in figures(run).items()
-        if "first tokens, " in name
-    }
-    plain, cached, bare = (found[way] for way in ("plain transformers", "through the cache", BARE))
-    return (
-        f"| {run['family']} | {kernels(run)} | {plain:,.0f} ms | {cached:,.0f} ms | "
-        f"{bare:,.0f} ms | {cached / bare:.2f}x |"
-    )
-
-
-def block(runs: list[dict[str, Any]]) -> str:
-    """Return what the guide says of runs with kernels; nothing if there are none."""
-    if not runs:
-        return ""
-    settings = sorted({_setting(run) for run in runs})
-    lines = [
-        f"With kernels ({'; '.join(settings)}), medians of interleaved runs:",
-        "",
-        f"| family | kernels | cached + new tokens | {' | '.join(COLUMNS)} | {BARE} |",
-        "|---" * (len(COLUMNS) + 4) + "|",
-        *(row for run in runs for row in rows(run)),
-    ]
-    for run in runs:
-        if one := figures(run).get("break-even"):
-            lines += [
-                "",
-                f"{run['family']} with {kernels(run)}: hits win from {one['value']:,.0f} ",
-            ]
-            lines[-1] += f"cached tokens on ({one['detail']})."
-    chats = [run for run in runs if "chat" in run]
-    if chats:
-        chat = chats[0]["chat"]
-        lines += [
-            "",
-            f"A chat of {chat['users']} users who take {chat['turns']} turns each behind the same "
-            f"{chat['system_tokens']:,}-token system prompt, all first tokens together:",
-            "",
-            f"| family | kernels | plain | through the cache | {BARE} | over those |",
-            "|---|---|---|---|---|---|",
-            *map(chat_row, chats),
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def expected_block(runs: list[dict[str, Any]]) -> str:
-    """Return what the page about expectations says of runs with kernels."""
-    ways = ("plain transformers", "miss", "hit", "next turn", "identical prompt")
-    lines = [
-        f"Time to first token with kernels ({'; '.join(sorted({_setting(run) for run in runs}))}):",
-        "",
-        f"| model | cached + new tokens | {' | '.join(ways)} | hit over plain |",
-        "|---" * (len(ways) + 3) + "|",
-    ]
-    for run in runs:
-        found = figures(run)
-        for name in found:
-            if tokens := re.fullmatch(r"hit, (\d.*) tokens", name):
-                times = [_time(found, f"{way}, {tokens[1]} tokens") for way in ways]
-                faster = found[f"hit, faster than plain, {tokens[1]} tokens"]["value"]
-                cells = [run["family"], tokens[1], *times, f"{faster:.1f}x"]
-                lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| model | kernels | a hit wins from | |", "|---|---|---|---|"]
-    for run in runs:
-        one = figures(run)["break-even"]
-        lines.append(
-            f"| {run['family']} | {kernels(run)} | {one['value']:,.0f} cached tokens "
-            f"| {one['detail']} |"
-        )
-    return "\n".join(lines)
-
-
-def shown_run(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the run that stands in the README: the one of the most kernels; None without any."""
-    shown = [
-        run
-        for run in runs
-        if run["family"] == SHOWN_FAMILY and f"hit, {SHOWN_PREFIX} + 256 tokens" in figures(run)
-    ]
-    return max(shown, key=lambda run: kernels(run).count(","), default=None)
-
-
-def readme_row(run: dict[str, Any]) -> str:
-    """Return the README's row: hit, plain and miss of the longest prefix."""
-    found = figures(run)
-    plain, hit, miss = (
-        found[f"{way}, {SHOWN_PREFIX} + 256 tokens"]["value"]
-        for way in ("plain transformers", "hit", "miss")
-    )
-    prefix = SHOWN_PREFIX.replace(",", "")
-    return (
-        f"| Time to first token, {SHOWN_PREFIX} cached + 256 new tokens, Nemotron-H-8B's shape in "
-        f"bf16, transformers with kernels of {kernels(run)} "
-        f"| {hit:,.0f} ms instead of {plain:,.0f} ms; a miss takes {miss / plain:.2f}x of that "
-        f"| `python tests/benchmarks/bench_ttft.py --family {SHOWN_FAMILY} --prefix {prefix}` |"
-    )
-
-
-def write_tables() -> None:
-    """Write the runs with kernels into the guide and the README, if there are any."""
-    runs = kernel_runs()
-    guide = GUIDE.read_text(encoding="utf-8")
-    before, rest = guide.split(BEGIN)
-    text = f"{before}{BEGIN}\n\n{block(runs)}\n{END}{rest.split(END)[1]}".replace("\n\n\n", "\n\n")
-    GUIDE.write_text(text, encoding="utf-8")
-    before, rest = EXPECT.read_text(encoding="utf-8").split(BEGIN)
-    text = f"{before}{BEGIN}\n\n{expected_block(runs)}\n\n{END}{rest.split(END)[1]}"
-    EXPECT.write_text(text, encoding="utf-8")
-    if run := shown_run(runs):
-        readme = README.read_text(encoding="utf-8")
-        readme = re.sub(r"^\| Time to first token.*$", readme_row(run), readme, flags=re.MULTILINE)
-        README.write_text(readme, encoding="utf-8")
+def _date(run: dict[str, Any]) -> str:
+    return run["path"].stem[-len("2026-01-01") :]
 
 
 def _time(found: dict[str, dict[str, Any]], name: str) -> str:
     return f"{found[name]['value']:,.0f} ms" if name in found else "out of memory"
 
 
-def _setting(run: dict[str, Any]) -> str:
-    gpu = run["machine"].rpartition(", ")[2]
-    versions = run["versions"]
-    date = run["path"].stem[-len("2026-01-01") :]
-    return (
-        f"one {gpu}, PyTorch {versions['torch']}, Triton {versions['triton']}, "
-        f"transformers {versions['transformers']}, {date}"
-    )
-
-
 if __name__ == "__main__":
-    write_tables()
+    write_readme()

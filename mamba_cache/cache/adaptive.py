@@ -8,7 +8,7 @@ prompt begins with the other's. The value of a state is
 
 *Gain* is the number of blocks from the kept candidate above it. It *serves* the ghosts below it,
 down to the next kept ones: their prompts resume from it. Indices are learned from counts. Time is
-counted in requests. docs/explanation/eviction.md has the algorithm and its figures.
+counted in requests. docs/how-to/policies.md has the algorithm and its figures.
 """
 
 from __future__ import annotations

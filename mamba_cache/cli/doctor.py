@@ -61,7 +61,7 @@ _STORE_ADVICE = {
     StoreFault.LEASED: "others read the chunks, or the master's --default_kv_lease_ttl is long",
     StoreFault.MISSING: "the server evicts at once, or says stored and stores nothing: what does "
     "its log say?",
-    StoreFault.REJECTED: "is it a server of this kind, in a version that docs/how-to/scale_out.md "
+    StoreFault.REJECTED: "is it a server of this kind, in a version that docs/how-to/stores.md "
     "names?",
 }
 

@@ -87,7 +87,7 @@ def lines_of(text):
 
 
 def test_the_guide_shows_what_a_plan_prints(call):
-    guide = (ROOT / "docs" / "how-to" / "choosing_budgets.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "how-to" / "settings.md").read_text(encoding="utf-8")
     command, shown = re.search(
         r"```console\n\$ mamba-cache (.*?)\n(.*?)```", guide, re.DOTALL
     ).groups()

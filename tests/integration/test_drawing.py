@@ -27,7 +27,8 @@ def test_every_figure_is_drawn_as_it_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(style, "FOLDER", tmp_path)
     runpy.run_path(str(FIGURES / "__main__.py"))
     drawn = {path.name: content(path) for path in tmp_path.glob("*.svg")}
-    for name in ("style", "plots", "pictures", "tables"):
+    for name in ("style", "plots", "pictures"):
         monkeypatch.delitem(sys.modules, name)
     assert drawn == {path.name: content(path) for path in FIGURES.glob("*.svg")}
     assert all(texts for texts, _ in drawn.values())
+    assert (tmp_path / "figures.css").read_text() == (FIGURES / "figures.css").read_text()

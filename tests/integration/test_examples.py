@@ -44,8 +44,8 @@ def shown(page: str, command: str) -> str:
     ("page", "name"),
     [
         ("tutorial/embed.md", "embed_in_your_engine"),
-        ("explanation/placement.md", "custom_policy"),
-        ("how-to/forks.md", "forks"),
+        ("how-to/policies.md", "custom_policy"),
+        ("how-to/batching.md", "forks"),
         ("how-to/batching.md", "transformers_batch"),
     ],
 )

@@ -64,17 +64,11 @@ def test_the_example_computes_only_what_is_new(core, capsys):
     assert "States with and without the cache agree" in printed
 
 
-def test_the_readmes_lines_run(core, generator):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
-    [code] = [code for code in blocks if "megatron.install" in code]
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_guides_lines_run(core, generator, capsys):
+    install, part, check = python_blocks("how-to/megatron.md")
+    exec(compile(install, "how-to/megatron.md", "exec"), {})
     assert type(Server(core, generator).slots) is MambaSlotAllocator
-
-
-def test_the_guides_lines_run(core, capsys):
-    """But for the README's, with which it begins."""
-    part, check = (code for code in python_blocks("how-to/megatron.md") if "install()" not in code)
+    megatron.uninstall()
     names = {"megatron": megatron, "model_config": 24, "inference_config": 8}
     names["DynamicInferenceContext"] = lambda blocks, slots: make_context(core, blocks, slots)
     for code in (part, check):

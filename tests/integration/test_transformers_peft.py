@@ -20,7 +20,19 @@ from model_changes import (  # noqa: E402
     noise,
     rows_of_the_page,
 )
-from transformers_rig import make_model  # noqa: E402
+from transformers_rig import (  # noqa: E402
+    BLOCK,
+    assert_same,
+    cached,
+    make_cache,
+    make_model,
+    plain,
+    text,
+)
+
+from mamba_cache.errors import InvalidArgumentError, UnresumableModelError  # noqa: E402
+from mamba_cache.integrations.transformers import runner  # noqa: E402
+from mamba_cache.integrations.transformers.runner import read_layers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT about its own future
 
@@ -185,3 +197,41 @@ def test_a_prefix_of_the_model_before_is_never_served(name, generator):
 def test_the_page_lists_these_kinds():
     rows = rows_of_the_page()
     assert {name: rows.get(name) for name in KINDS} == {n: x.outcome for n, x in KINDS.items()}
+
+
+# How a model was loaded, as docs/how-to/transformers.md says.
+
+
+@pytest.mark.parametrize("placed", ["auto", "cpu", "half of the layers on the disk"])
+def test_a_model_that_accelerate_placed_is_served(placed, tmp_path, generator):
+    model = make_model("granite 4")
+    model.save_pretrained(tmp_path / "model")
+    parts = ["model.embed_tokens", "model.norm", "lm_head"]
+    parts += [f"model.layers.{index}" for index in range(len(model.model.layers))]
+    offloaded = parts[-len(parts) // 2 :]
+    on_disk = {name: "disk" if name in offloaded else "cpu" for name in parts}
+    loaded = type(model).from_pretrained(
+        tmp_path / "model",
+        device_map=on_disk if "disk" in placed else placed,
+        offload_folder=str(tmp_path / "offloaded"),
+    )
+    cache, ids = make_cache(loaded), text(generator, 3 * BLOCK)
+    for _ in range(2):
+        assert_same(cached(cache, ids), plain(model, ids))
+    assert (cache.stats().hits, dict(cache.stats().bypasses)) == (1, {})
+
+
+def test_a_dynamically_quantised_model_is_refused():
+    model = torch.ao.quantization.quantize_dynamic(make_model("granite 4"), {torch.nn.Linear})
+    with pytest.raises(UnresumableModelError, match="does not go on correctly"):
+        make_cache(model)
+
+
+def test_a_model_over_several_devices_is_refused(monkeypatch):
+    def read_elsewhere(*arguments):
+        memory = read_layers(*arguments)
+        return replace(memory, tokens=[tensor.to("meta") for tensor in memory.tokens])
+
+    monkeypatch.setattr(runner, "read_layers", read_elsewhere)
+    with pytest.raises(InvalidArgumentError, match=r"one device, got \['cpu', 'meta'\]"):
+        make_cache(make_model("granite 4"))

@@ -12,7 +12,7 @@ from sources import ROOT
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-PAGE = (ROOT / "docs" / "explanation" / "model_changes.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
 
 NOTICED = "noticed"
 """The call raises ModelChangedError."""
@@ -35,7 +35,7 @@ class Kind:
     """One kind of change.
 
     Attributes:
-        name: As docs/explanation/model_changes.md names it.
+        name: As docs/explanation/guarantees.md names it.
         outcome: What the cache does about it.
         change: Changes a model, yields, and changes it back.
         prepare: What is done to the model before its cache is made.
@@ -66,9 +66,10 @@ def kind(name, outcome, *, kinds=KINDS, **others):
 
 
 def rows_of_the_page():
-    """The kinds that docs/explanation/model_changes.md lists, with their outcomes."""
+    """The kinds that docs/explanation/guarantees.md lists, with their outcomes."""
     outcomes = "noticed|keyed|bypassed|refused|harmless"
-    return dict(re.findall(rf"^\| ([^|]+) \| ({outcomes}) \|", PAGE, re.MULTILINE))
+    rows = re.findall(rf"^\| \*({outcomes})\*[^|]*\| ([^|]+) \|", PAGE, re.MULTILINE)
+    return {name: outcome for outcome, names in rows for name in names.split("; ")}
 
 
 def head(model):

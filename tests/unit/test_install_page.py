@@ -1,10 +1,10 @@
-"""The page about installing names every extra, and what each brings."""
+"""The quickstart names every extra, and what each brings."""
 
 import re
 
 from sources import ROOT
 
-PAGE = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 

@@ -30,7 +30,7 @@ from mamba_cache.integrations.prometheus import (
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import Refusal, TierStats
 
-GUIDE = ROOT / "docs" / "how-to" / "metrics.md"
+GUIDE = ROOT / "docs" / "how-to" / "hits.md"
 
 
 class Source:

@@ -27,7 +27,7 @@ __all__ = ["WORDS", "copy_states", "copy_tile"]
 #   16 KiB, 4 warps        1.10  1.09                  1.12  1.09
 #   persistent, 4 KiB      1.06  1.06  1.07            1.08  1.06  1.08
 # The hardware starts programs in order, so small ones keep what is in flight close together in
-# memory; docs/explanation/kernels.md has the rest of the search.
+# memory; docs/how-to/kernels.md has the rest of the search.
 _NUM_WARPS = 4
 _PAIRS_IN_GRAPH = 64
 
