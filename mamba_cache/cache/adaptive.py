@@ -61,7 +61,7 @@ NO_CANDIDATE: Final = -1
 REQUESTS_PER_REFIT: Final = 256
 REQUESTS_PER_SWEEP: Final = 32
 _SWEPT_PER_REQUEST: Final = 128
-# With few slots states live shortly, so indices must be fresher: see eviction.md, "Index".
+# With few slots states live shortly, so indices must be fresher: see docs/how-to/policies.md.
 _KEPT_PER_LOOK, _MAX_PER_LOOK = 32, 6
 MIN_GHOSTS: Final = 4096
 _GHOSTS_PER_SLOT: Final = 16
