@@ -285,7 +285,7 @@ class CacheConfig:
         object.__setattr__(self, "disk_cache_path", os.fspath(self.disk_cache_path))
         if not self.has_host_tier:
             raise InvalidArgumentError(
-                "a disk tier needs a host tier, through whose rows entries come and go: give "
+                "disk_cache_path needs a host tier, through whose rows entries come and go: give "
                 "host_cache_gb (GiB)"
             )
 
@@ -300,7 +300,7 @@ class CacheConfig:
             )
         if not self.has_host_tier:
             raise InvalidArgumentError(
-                "a store needs a host tier, through whose rows entries come and go: give "
+                "store needs a host tier, through whose rows entries come and go: give "
                 "host_cache_gb (GiB)"
             )
 

@@ -59,7 +59,6 @@ from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
-from mamba_cache.context.tiering import Tiering
 from mamba_cache.context.verification import (
     HitToVerify,
     HitVerifier,
@@ -407,7 +406,8 @@ class DynamicInferenceContext:
         match = self._admitter.match(chain.hashes, len(tokens))
         if self._tiering is None:
             return Prefetch(own.request_id, match.skip_tokens, timeout_seconds)
-        handle = self._tiering.prefetch(own, chain, match, timeout_seconds)
+        entries = self._tiering.entries(chain.hashes, own.cache_salt)
+        handle = self._tiering.prefetch(own.request_id, match, entries, timeout_seconds)
         handle.go_on = weak_callback(self.poll_tiers)
         return handle
 
@@ -1136,13 +1136,7 @@ class DynamicInferenceContext:
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down; none without tiers."""
         self._guard.tidy()
-        if self._tiering is None:
-            return ()
-        below = (self.disk_tier, self.store_tier)
-        return (
-            self._tiering.host.stats(),
-            *(tier.stats() for tier in below if tier is not None),
-        )
+        return () if self._tiering is None else self._tiering.stats()
 
     @property
     def disk_tier(self) -> DiskTier | None:
@@ -1164,7 +1158,7 @@ class DynamicInferenceContext:
         queued for a tier is given up.
         """
         if self._tiering is not None and self._tiering.lower is not None:
-            self._wait_for_lower(self._tiering)
+            self._tiering.flush()
             self._tiering.lower.close()
             self._closes_lower.detach()
 
@@ -1176,14 +1170,7 @@ class DynamicInferenceContext:
         """
         if self._tiering is not None:
             self._tiering.wait()
-            self._wait_for_lower(self._tiering)
-
-    @staticmethod
-    def _wait_for_lower(tiering: Tiering) -> None:
-        """Wait until a lower tier has ended what it was given, and end it here too."""
-        if tiering.lower is not None:
-            tiering.lower.flush()
-            tiering.poll()
+            self._tiering.flush()
 
     def check_invariants(self) -> None:
         """Prove that all bookkeeping agrees. Costs nothing when it is not called.

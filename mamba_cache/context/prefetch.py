@@ -1,4 +1,4 @@
-"""What lower tiers, a disk and a store, keep of the host tier, and what they bring back."""
+"""Loads from disk and store into the host tier, and write-back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +24,7 @@ from mamba_cache.tiers.planner import quickest
 from mamba_cache.tiers.remote import RemoteTier
 from mamba_cache.tiers.rows import RowLease
 
-__all__ = ["LowerTierLink", "Prefetch", "PrefetchState"]
+__all__ = ["LowerTierLink", "Prefetch", "PrefetchState", "PromptEntries"]
 
 _ASSUMED: Final = Rates(bytes_per_second=2e9, latency_seconds=1e-3)
 """Of a disk, until it is measured."""
@@ -35,16 +35,30 @@ _ASSUMED_OF_STORES: Final = Rates(bytes_per_second=1e9, latency_seconds=2e-3)
 _PATIENCE_SECONDS: Final = 5.0
 """How long a call that breaks off waits for what lower tiers were handed."""
 
-_FactsOf = Callable[[EntryKind, int], EntryFacts]
-"""What a request derives of the entry of a kind at one of its blocks."""
-
-_KeyOf = Callable[[EntryKind, int], EntryKey]
-"""Names it, which is all that is needed of most."""
-
-
 _TRY_EVERY: Final = 16
 """One of so many prefetches that a caller waits for loads even if that is slower than computing:
 otherwise a tier that was slow once is never measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEntries:
+    """Derives the entries of one prompt: of a kind, of a block or of the state at its end."""
+
+    hashes: BlockHashes
+    identity: bytes
+    tenant: bytes
+    rank: int
+    block_size_tokens: int
+    payload_bytes: Mapping[EntryKind, int]
+
+    def key(self, kind: EntryKind, index: int) -> EntryKey:
+        """Name an entry, which is all that is needed of most."""
+        return EntryKey(self.identity, self.tenant, kind, self.hashes.digest(index), self.rank)
+
+    def facts(self, kind: EntryKind, index: int) -> EntryFacts:
+        """Derive what an entry must be."""
+        num_tokens = (index + 1) * self.block_size_tokens
+        return EntryFacts(self.key(kind, index), num_tokens, self.payload_bytes[kind])
 
 
 class PrefetchState(str, Enum):
@@ -310,9 +324,7 @@ class _Asked:
     """A request of whose prefix a store may have more."""
 
     match: PrefixMatch  # what the GPU and the host tier had of it
-    hashes: BlockHashes  # hashes of its complete blocks
-    key_of: _KeyOf  # names its entries
-    facts_of: _FactsOf  # derives them
+    entries: PromptEntries
     prefetch: Prefetch  # what it waits for
     is_trial: bool  # whether it loads even if computing is faster
 
@@ -443,28 +455,25 @@ class LowerTierLink:
         if not tier.put(facts, self._host.buffer(lease), self._ending(lease)):
             self._host.release(lease)
 
-    def offer_used(self, blocks: int, key_of: _KeyOf, facts_of: _FactsOf) -> None:
+    def offer_used(self, blocks: int, entries: PromptEntries) -> None:
         """Offer what a hit has used and the host tier has."""
         tiers = [tier for tier in self.tiers if blocks and tier.is_healthy]
         if not tiers:
             return
         used = [(EntryKind.KV, index) for index in range(blocks)] if self._has_kv else []
         used.append((EntryKind.STATE, blocks - 1))
-        keys = [key_of(*each) for each in used]
+        keys = [entries.key(*each) for each in used]
         for tier in tiers:
             for each, key, is_stored in zip(used, keys, tier.has_many(keys), strict=True):
                 if not is_stored and self._host.has(key.kind, key.digest):
-                    self._offer_to(tier, facts_of(*each))
+                    self._offer_to(tier, entries.facts(*each))
 
     def prefetch(
         self,
         request_id: Hashable,
         match: PrefixMatch,
-        hashes: BlockHashes,
-        facts_of: _FactsOf,
+        entries: PromptEntries,
         timeout_seconds: float | None,
-        *,
-        key_of: _KeyOf,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing."""
         prefetch = Prefetch(
@@ -477,7 +486,7 @@ class LowerTierLink:
         )
         self._num_prefetches += 1
         is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
-        asked = _Asked(match, hashes, key_of, facts_of, prefetch, is_trial)
+        asked = _Asked(match, entries, prefetch, is_trial)
         with self._taking_back():
             if self._ask(asked):
                 self._asked.append(asked)
@@ -614,7 +623,7 @@ class LowerTierLink:
         if store is None or not store.is_healthy or store.silence() >= self._patience:
             return False
         entries = self._entries_of(match)
-        keys = [asked.key_of(*each) for each in entries]
+        keys = [asked.entries.key(*each) for each in entries]
         places = zip(keys, self._places_of(keys), strict=True)
         unknown = [key for key, place in places if place is _Place.NOWHERE]
         # At best all blocks come from there, and one state.
@@ -641,7 +650,8 @@ class LowerTierLink:
         if self._is_waited_for:  # no longer than computing it takes
             prefetch.end_within(self._seconds(blocks * self._block_size - skip_tokens, 0, 0))
         planner = self._bring(prefetch, wanted, kept, blocks * self._block_size)
-        self._under_way.append((asked.hashes.digest(blocks - 1), prefetch, planner))
+        boundary = asked.entries.hashes.digest(blocks - 1)
+        self._under_way.append((boundary, prefetch, planner))
         return True
 
     def _plan(self, asked: _Asked) -> tuple[int, list[EntryFacts], list[EntryFacts]]:
@@ -655,7 +665,7 @@ class LowerTierLink:
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
         if first >= usable or (is_alone and not entries):
             return 0, [], []
-        keys = [asked.key_of(*each) for each in entries]
+        keys = [asked.entries.key(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
         on_gpu = min(match.kv_matched_blocks, usable)
         most_blocks = self._host.num_rows(EntryKind.KV)  # that are there at once
@@ -689,8 +699,8 @@ class LowerTierLink:
         needed += [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
         return (
             chosen + 1,
-            [asked.facts_of(*each) for each in needed if where[each] is not _Place.HOST],
-            [asked.facts_of(*each) for each in needed if where[each] is _Place.HOST],
+            [asked.entries.facts(*each) for each in needed if where[each] is not _Place.HOST],
+            [asked.entries.facts(*each) for each in needed if where[each] is _Place.HOST],
         )
 
     def _usable_blocks(self, match: PrefixMatch) -> int:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from mamba_cache._checks import check_kind
-from mamba_cache.cache import AdaptiveSlotPolicy, KVBlockAllocator, SlotEvictionPolicy, hash_id_of
+from mamba_cache.cache import (
+    AdaptiveSlotPolicy,
+    KVBlockAllocator,
+    SlotEvictionPolicy,
+    SlotPool,
+    hash_id_of,
+)
 from mamba_cache.cache.policies import check_policy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink
@@ -27,7 +34,11 @@ from mamba_cache.tiers.host import HostTier, RowFormat
 from mamba_cache.tiers.remote import RemoteTier
 from mamba_cache.tiers.transfers import PlainTransfers, RowLayout, Transfers
 
-__all__ = ["identity_of", "make_tiering", "with_secret"]
+__all__ = ["identity_of", "make_tiering", "open_disk", "tiering_over", "with_secret"]
+
+
+_MAX_COPIES = 256
+"""Entries whose copies to the host tier may be under way at once."""
 
 
 def with_secret(
@@ -80,7 +91,7 @@ def make_tiering(
     identity: CacheIdentity | None,
     agreement: RankAgreement | None = None,
 ) -> Tiering | None:
-    """Make the tiers that the settings ask for; None: none."""
+    """Make the tiers of a context that the settings ask for; None: none."""
     for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
         if given is not None:
             check_kind(name, given, LoadPlanner)
@@ -99,10 +110,40 @@ def make_tiering(
     device = kv_cache.device
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
-    on_gpu = device.type == "cuda"
-    layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
     if state_policy is None and isinstance(slots.policy, AdaptiveSlotPolicy):
         state_policy = AdaptiveSlotPolicy()
+    return tiering_over(
+        tensors,
+        device,
+        config,
+        kv_blocks,
+        slots,
+        identity=identity,
+        planner=planner,
+        state_policy=state_policy,
+        agreement=agreement,
+        disk_planner=disk_planner,
+    )
+
+
+def tiering_over(
+    tensors: Mapping[EntryKind, Sequence[torch.Tensor]],
+    device: torch.device,
+    config: CacheConfig,
+    kv_blocks: KVBlockAllocator,
+    slots: SlotPool,
+    *,
+    identity: CacheIdentity | None,
+    planner: LoadPlanner | None = None,
+    state_policy: SlotEvictionPolicy | None = None,
+    agreement: RankAgreement | None = None,
+    disk_planner: LoadPlanner | None = None,
+    store_planner: LoadPlanner | None = None,
+    is_waited_for: bool = False,
+) -> Tiering:
+    """Make tiers below tensors of slots and KV blocks, each [num_layers, places, *inner]."""
+    on_gpu = device.type == "cuda"
+    layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
     host = HostTier(
         *_formats(config, layouts),
         state_policy=state_policy,
@@ -120,7 +161,7 @@ def make_tiering(
     if config.disk_cache_path is not None or config.store is not None:
         store = _open_store(config, identity)
         try:
-            disk = None if config.disk_cache_path is None else _open_disk(config, identity, host)
+            disk = None if config.disk_cache_path is None else open_disk(config, identity, host)
         except BaseException:
             if store is not None:
                 store.close()
@@ -135,6 +176,8 @@ def make_tiering(
             store=store,
             patience_seconds=config.store_patience_seconds,
             planner=disk_planner,
+            store_planner=store_planner,
+            is_waited_for=is_waited_for,
             agreement=agreement,
         )
     return Tiering(
@@ -146,13 +189,15 @@ def make_tiering(
         planner=planner,
         has_kv=has_kv,
         identity=identity,
+        # A caller that waits for its copies has no others under way.
+        max_copies=sys.maxsize if is_waited_for else _MAX_COPIES,
         lower=lower,
         agreement=agreement,
     )
 
 
-def _open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:
-    """Open the disk tier."""
+def open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:
+    """Open the disk tier that the settings ask for."""
     if identity is None:
         raise InvalidArgumentError(
             "disk_cache_path needs identity (tiers.CacheIdentity.of): entries outlive this "
@@ -217,8 +262,7 @@ def _num_rows(
     budget = int(config.host_cache_gb * share * 2**30)
     if share and budget < layout.row_bytes:
         raise BudgetError(
-            f"host_cache_gb={config.host_cache_gb} GiB with host_state_share="
-            f"{config.host_state_share} is too small: it holds no {name} of {layout.row_bytes} "
-            "bytes"
+            f"host_cache_gb={config.host_cache_gb} GiB is too small: it holds no {name} of "
+            f"{layout.row_bytes} bytes in its share of {share:.0%}"
         )
     return budget // layout.row_bytes

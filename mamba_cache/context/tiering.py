@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 from mamba_cache._guard import outside
 from mamba_cache._weak_callback import weak_callback
 from mamba_cache.cache import (
-    BlockHashChain,
     BlockHashes,
     ExtraKey,
     KVBlockAllocator,
     PromptFacts,
     SlotLease,
+    SlotPool,
     StateProposal,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import LowerTierLink, Prefetch
-from mamba_cache.context.requests import (
-    ActiveRequest,
-    PlannedLoad,
-    PrefixMatch,
-    Request,
-)
-from mamba_cache.errors import InvariantError
+from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PromptEntries
+from mamba_cache.context.requests import ActiveRequest, PlannedLoad, PrefixMatch
+from mamba_cache.errors import InvariantError, MambaCacheError
 from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.slots import MambaSlotAllocator
-from mamba_cache.tiers import CacheIdentity, LoadPlanner, Refusal
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, Refusal, TierStats
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.identity import tenant_digest
@@ -86,12 +79,12 @@ class Tiering:
         host: HostTier,
         transfers: Transfers,
         kv_blocks: KVBlockAllocator,
-        slots: MambaSlotAllocator,
+        slots: SlotPool,
         *,
         planner: LoadPlanner,
         has_kv: bool,
         identity: CacheIdentity | None = None,
-        max_copies: int = 256,
+        max_copies: int,
         lower: LowerTierLink | None = None,
         agreement: RankAgreement | None = None,
     ) -> None:
@@ -101,8 +94,7 @@ class Tiering:
         self._slots = slots
         self._block_size = config.block_size_tokens
         self._min_computed = config.min_computed_tokens
-        self._identity = os.urandom(32) if identity is None else identity.digest
-        self._rank = 0 if identity is None else identity.rank
+        self.identify(identity)
         self._secret = config.hash_secret or os.urandom(32)
         self._max_copies = max_copies
         self._has_kv = has_kv
@@ -118,6 +110,16 @@ class Tiering:
         self._begun: tuple[Mark, int] | None = None
         self._timed: list[tuple[Mark, Mark, int]] = []
         kv_blocks.listeners.add(weak_callback(self._on_removed), Removed)
+
+    def identify(self, identity: CacheIdentity | None) -> None:
+        """Take what entries are of from now on; None: of this object alone."""
+        self._identity = os.urandom(32) if identity is None else identity.digest
+        self._rank = 0 if identity is None else identity.rank
+
+    @property
+    def num_offers(self) -> int:
+        """Entries that were offered and are not copied yet."""
+        return len(self._offers)
 
     @property
     def num_copies(self) -> int:
@@ -172,7 +174,7 @@ class Tiering:
 
     def read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
         """Keep the rows that a match resumes from."""
-        load = self._read(active, match)
+        load = self.read_rows(match, self._entries(active))
         is_refused = True
         try:
             [is_refused] = self._on_any_rank([load is None])
@@ -181,14 +183,14 @@ class Tiering:
                 self.cancel(load)
         return None if is_refused else load
 
-    def _read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
+    def read_rows(self, match: PrefixMatch, entries: PromptEntries) -> PlannedLoad | None:
+        """Keep the rows that a match resumes from on this rank; None if one is not there."""
         blocks = match.state_matched_blocks
         leases: list[RowLease] = []
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
         wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
-        facts_of = self._facts(active)
         for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
-            lease = self.host.read(facts_of(kind, index))
+            lease = self.host.read(entries.facts(kind, index))
             if isinstance(lease, Refusal):
                 for other in leases:
                     self.host.release(other)
@@ -206,36 +208,20 @@ class Tiering:
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to the lower tier what a request resumes from, if the host tier has it."""
-        if self.lower is None:
-            return
-        tenant = tenant_digest(self._secret, active.request.cache_salt)
-        key_of = partial(self._key_of, tenant, active.hashes)
-        self.lower.offer_used(blocks, key_of, self._facts(active))
+        if self.lower is not None:
+            self.lower.offer_used(blocks, self._entries(active))
 
     def prefetch(
         self,
-        request: Request,
-        chain: BlockHashChain,
+        request_id: Hashable,
         match: PrefixMatch,
+        entries: PromptEntries,
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what a lower tier has of a request; nothing without one."""
         if self.lower is None:
-            return Prefetch(request.request_id, match.skip_tokens, timeout_seconds)
-        hashes = chain.hashes
-        tenant = tenant_digest(self._secret, request.cache_salt)
-
-        def facts_of(kind: EntryKind, index: int) -> EntryFacts:
-            return self._facts_of(kind, index, tenant, hashes.digest(index))
-
-        return self.lower.prefetch(
-            request.request_id,
-            match,
-            hashes,
-            facts_of,
-            timeout_seconds,
-            key_of=partial(self._key_of, tenant, hashes),
-        )
+            return Prefetch(request_id, match.skip_tokens, timeout_seconds)
+        return self.lower.prefetch(request_id, match, entries, timeout_seconds)
 
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again, in any tier."""
@@ -243,9 +229,6 @@ class Tiering:
             tenant = tenant_digest(self._secret, cache_salt)
             self.lower.remove(EntryKey(self._identity, tenant, kind, digest, self._rank))
         self.host.remove(kind, digest)
-
-    def _key_of(self, tenant: bytes, hashes: BlockHashes, kind: EntryKind, index: int) -> EntryKey:
-        return EntryKey(self._identity, tenant, kind, hashes.digest(index), self._rank)
 
     def cancel(self, load: PlannedLoad) -> None:
         """Give back the rows of a load that will not be used, once nothing reads them."""
@@ -259,17 +242,25 @@ class Tiering:
     def begin(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
         """Enqueue the loads of a step."""
         loading = [active for active in requests if active.current_chunk.load is not None]
-        if not loading:
-            return []
-        jobs: list[CopyJob] = []
+        loads = []
         for active in loading:
             load = active.current_load
-            load.first_job = len(jobs)
             blocks = active.blocks_between(load.first_block, load.first_block + load.num_blocks)
+            loads.append((load, blocks, load.current_checkpoint.slot))
+        return [] if not loads or self.load(loads) else loading
+
+    def load(self, loads: Sequence[tuple[PlannedLoad, Sequence[int], int]]) -> bool:
+        """Enqueue copies of rows to the blocks and the slot of each load; say whether they are.
+
+        If they are not, on this rank or another one, the rows are given back.
+        """
+        jobs: list[CopyJob] = []
+        for load, blocks, slot in loads:
+            load.first_job = len(jobs)
             rows = [lease.row for lease in load.leases]
             pairs = zip(blocks, rows[:-1], strict=True)
             jobs += [CopyJob(EntryKind.KV, *pair) for pair in pairs]
-            jobs.append(CopyJob(EntryKind.STATE, load.current_checkpoint.slot, rows[-1]))
+            jobs.append(CopyJob(EntryKind.STATE, slot, rows[-1]))
         ticket: Ticket | None = None
         try:
             ticket = self.transfers.load(jobs)
@@ -277,26 +268,29 @@ class Tiering:
             # Some may be under way: nothing that they write or read may change hands.
             self.transfers.wait()
             self.host.refused["copy_failed"] += len(jobs)
-        for active in loading:
-            active.current_load.ticket = ticket
+        for load, _, _ in loads:
+            load.ticket = ticket
         [is_given_up] = self._on_any_rank([ticket is None])
-        if not is_given_up:
-            return []
-        self.transfers.wait()
-        for active in loading:
-            self.cancel(active.current_load)
-        return loading
+        if is_given_up:
+            self.transfers.wait()
+            for load, _, _ in loads:
+                self.cancel(load)
+        return not is_given_up
 
     def begin_forward(self, num_tokens: int) -> None:
         """Begin to measure how long prompts take."""
         self._begun = (self.transfers.mark(), num_tokens) if num_tokens else None
 
-    def end_step(self) -> None:
-        """End it, for everything of the step is enqueued; begin to spill what became findable."""
+    def end_forward(self) -> None:
+        """End it, for everything of the forward is enqueued."""
         if self._begun is not None:
             begun, num_tokens = self._begun
             self._timed.append((begun, self.transfers.mark(), num_tokens))
             self._begun = None
+
+    def end_step(self) -> None:
+        """Begin to spill what became findable."""
+        self.end_forward()
         self.pump()
 
     def verify(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
@@ -306,7 +300,11 @@ class Tiering:
         waited for here but where ``commit_step`` is given tokens that the device alone knows.
         """
         loading = [active for active in requests if active.current_chunk.load is not None]
-        loads = [active.current_load for active in loading]
+        self.end_loads([active.current_load for active in loading])
+        return [active for active in loading if active.current_load.is_damaged]
+
+    def end_loads(self, loads: Sequence[PlannedLoad]) -> None:
+        """Wait for loads, find out on all ranks whether they are damaged, and end them."""
         # Else a call that broke off has found out, and on all ranks.
         unknown = [load for load in loads if load.is_damaged is None]
         if unknown:
@@ -314,7 +312,6 @@ class Tiering:
             verdicts = self._on_any_rank([bool(rows) for rows in bad])
             for load, rows, is_damaged in zip(unknown, bad, verdicts, strict=True):
                 self._end_load(load, rows, is_damaged=is_damaged)
-        return [active for active in loading if active.current_load.is_damaged]
 
     def _damaged_rows(self, load: PlannedLoad) -> set[int]:
         """Wait for a load, and return which of its rows brought other bytes than were written."""
@@ -351,12 +348,17 @@ class Tiering:
         if not self._keeps_kv:
             return
         hashes, known = active.hashes, self.host.digests(EntryKind.KV)
-        facts_of = self._facts(active)
+        entries = self._entries(active)
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
             if block == holder and hashes.digest(index) not in known:
-                offer = _Offer(EntryKind.KV, block, facts_of(EntryKind.KV, index))
-                self._watched[block] = offer
-                self._offers.append(offer)
+                self.offer_block(block, entries.facts(EntryKind.KV, index))
+
+    def offer_block(self, block: int, facts: EntryFacts) -> None:
+        """Offer a block that is findable, unless it was offered."""
+        if block not in self._watched:
+            offer = _Offer(EntryKind.KV, block, facts)
+            self._watched[block] = offer
+            self._offers.append(offer)
 
     @property
     def knows_prompts(self) -> bool:
@@ -395,14 +397,20 @@ class Tiering:
         """Offer a state of a request that became findable."""
         index = position // self._block_size - 1
         if not self.host.has(EntryKind.STATE, active.hashes.digest(index)):
-            facts = self._facts(active)(EntryKind.STATE, index)
-            generation = self._slots.generations.item(slot)
             if proposal is not None:
                 proposal = proposal._replace(
                     prompt=active.prompt_seen_below,
                     is_asked=proposal.is_asked or self._passes_all,
                 )
-            self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation, proposal))
+            facts = self._entries(active).facts(EntryKind.STATE, index)
+            self.offer_slot(slot, facts, proposal)
+
+    def offer_slot(
+        self, slot: int, facts: EntryFacts, proposal: StateProposal | None = None
+    ) -> None:
+        """Offer the state of a slot, which is findable."""
+        generation = self._slots.generations.item(slot)
+        self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation, proposal))
 
     def pump(self) -> None:
         """End the copies that are over, and begin those of what was offered. It does not wait."""
@@ -454,11 +462,15 @@ class Tiering:
             del self._retiring[0]
         if self.lower is not None:
             self.lower.poll()
+        self._read_times()
+
+    def _read_times(self) -> None:
+        """Learn from the forwards that have ended."""
         while self._timed:
             begun, ended, num_tokens = self._timed[0]
             seconds = self.transfers.seconds_between(begun, ended)
             if seconds is None:
-                break
+                return
             self.planner.record_prefill(num_tokens, seconds)
             del self._timed[0]
 
@@ -470,13 +482,39 @@ class Tiering:
 
     def reset(self) -> None:
         """Forget all entries, offers and copies; waits until these are over."""
+        self._end_all()
+        self.host.reset()
+
+    def let_go(self) -> None:
+        """Take back all that a call held which broke off, and entries if it was changing them."""
+        self._end_all()
+        try:
+            self.host.poll()
+            is_idle = not any(self.host.leases.values())
+        except MambaCacheError:  # a change of its bookkeeping broke off
+            is_idle = False
+        if not is_idle:
+            self.host.reset()
+
+    def _end_all(self) -> None:
+        """Forget all offers and copies, once these are over."""
         self.transfers.wait()
         self._offers, self._spills, self._retiring = [], [], []
         self._watched.clear()
         self._begun, self._timed = None, []
         if self.lower is not None:
             self.lower.reset()
-        self.host.reset()
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return what each tier holds and did, from the top down."""
+        below = () if self.lower is None else self.lower.tiers
+        return (self.host.stats(), *(tier.stats() for tier in below))
+
+    def flush(self) -> None:
+        """Wait until lower tiers have ended what they were given, and end it here too."""
+        if self.lower is not None:
+            self.lower.flush()
+            self.poll()
 
     def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
         """Prove that rows of the host tier are held for what is planned and under way alone."""
@@ -494,25 +532,14 @@ class Tiering:
         if watched != of_blocks:
             raise InvariantError("blocks are watched for spills that there are not")
 
-    def _facts(self, active: ActiveRequest) -> Callable[[EntryKind, int], EntryFacts]:
-        """Return what derives a request's entries: of a kind, of a block or at its end."""
-        hashes = active.hashes
-        tenant = tenant_digest(self._secret, active.request.cache_salt)
+    def _entries(self, active: ActiveRequest) -> PromptEntries:
+        return self.entries(active.hashes, active.request.cache_salt)
 
-        def facts_of(kind: EntryKind, index: int) -> EntryFacts:
-            return self._facts_of(kind, index, tenant, hashes.digest(index))
-
-        return facts_of
-
-    def _facts_of(
-        self,
-        kind: EntryKind,
-        index: int,
-        tenant: bytes,
-        digest: bytes,
-    ) -> EntryFacts:
-        key = EntryKey(self._identity, tenant, kind, digest, self._rank)
-        return EntryFacts(key, (index + 1) * self._block_size, self.host.row_bytes(kind))
+    def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:
+        """Return what derives the entries of a prompt."""
+        tenant = tenant_digest(self._secret, cache_salt)
+        sizes = {kind: self.host.row_bytes(kind) for kind in EntryKind}
+        return PromptEntries(hashes, self._identity, tenant, self._rank, self._block_size, sizes)
 
     def _is_there(self, offer: _Offer) -> bool:
         """Say whether an entry is still where it was when it was offered."""

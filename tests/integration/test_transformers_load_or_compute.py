@@ -71,15 +71,14 @@ def open_cache(request, tmp_path, reads, model):
 
 def set_speed(cache, tokens_per_second):
     """Have a cache take its model to be so fast, whatever forwards take."""
-    planner = cache._store.tiers._planner
-    planner._learns = False
+    planner = cache._store.tiers._tiering.planner
     if tokens_per_second is not None:
         planner.rates = planner.rates._replace(tokens_per_second=tokens_per_second)
 
 
 def lower_tier(cache):
     tiers = cache._store.tiers
-    return tiers._disk or tiers._remote
+    return tiers._below[0]
 
 
 def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, reads, model) -> None:
@@ -139,12 +138,16 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
         asked_for = lower_tier(second).stats().loads
         assert ask(second, prompts()[1:]) == (answers[1:], 0)
         assert lower_tier(second).stats().loads == asked_for
+        assert not second._store.tiers._may_fetch()
+        monkeypatch.setattr(prefix_tiers, "_RETRY_SECONDS", 0.0)  # it is tried again then
+        assert second._store.tiers._may_fetch()
         reads.gate.set()
 
 
 def test_what_computing_takes_is_known_from_forwards(model) -> None:
     with make_cache(model, host_cache_gb=0.01) as cache:
-        planner = cache._store.tiers._planner
+        planner = cache._store.tiers._tiering.planner
         assert planner.rates == prefix_tiers._UNMEASURED
+        planner._learns = True
         ask(cache, prompts()[:2])
         assert planner.rates.tokens_per_second > 0.1

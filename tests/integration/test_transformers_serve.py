@@ -48,6 +48,7 @@ from transformers.cli.serving import chat_completion, model_manager, utils  # no
 from transformers_rig import make_model  # noqa: E402
 
 from mamba_cache.cache import AdaptiveSlotPolicy  # noqa: E402
+from mamba_cache.context import tiering  # noqa: E402
 from mamba_cache.errors import (  # noqa: E402
     InvalidArgumentError,
     MissingExtraError,
@@ -761,8 +762,8 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"reuse_answers": 1}, "reuse_answers"),
         ({"hash_algorithm": "md5"}, "hash_algorithm must be one of"),
         ({"hash_secret": b""}, "hash_secret must be bytes, at least one of them"),
-        ({"disk_cache_path": "cache"}, "disk_cache_path needs host_cache_gb"),
-        ({"store": "memory://", "host_cache_gb": 1}, "store needs host_cache_gb"),
+        ({"disk_cache_path": "cache"}, "disk_cache_path needs a host tier"),
+        ({"store": "memory://", "host_cache_gb": 1}, "store needs hash_secret"),
         ({"weights_check": "some"}, "weights_check must be one of"),
         ({"events_mode": "all"}, "events_mode must be one of"),
         ({"events_replay_endpoint": "tcp://127.0.0.1:*"}, "goes with events_endpoint"),
@@ -779,7 +780,7 @@ def test_a_server_keeps_its_prefixes_over_a_restart(
 ):
     # The package's clock jumps in tests; the disk is waited for all the same.
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
-    monkeypatch.setattr(prefix_tiers.PrefixTiers, "_read_times", lambda self: None)
+    monkeypatch.setattr(tiering.Tiering, "_read_times", lambda self: None)
     question, hits = words(100), []
     for _ in range(2):
         with serve.installed(**SETTINGS, host_cache_gb=0.01, disk_cache_path=tmp_path):

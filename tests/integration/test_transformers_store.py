@@ -21,7 +21,6 @@ SECRET = b"of this test"
 def clock(monkeypatch):
     """The clock of stores, which stands still; loads are waited for as long as they take."""
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
-    monkeypatch.setattr(prefix_tiers.PrefixTiers, "_read_times", lambda self: None)
     clock = ManualClock()
     for module in (remote, prefetch):
         monkeypatch.setattr(module, "time", clock)
@@ -102,7 +101,7 @@ def test_a_call_has_its_patience_once(clock) -> None:
     store.exists_many = slow
     store.inject("get_many_into", Trouble.HANG)
     with open_cache(store, model) as second:
-        link = second._store.tiers._link
+        link = second._store.tiers._tiering.lower
         bring, patience = link._bring, []
 
         def look(prefetch, *arguments):

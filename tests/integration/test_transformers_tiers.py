@@ -19,7 +19,7 @@ from mamba_cache.context import prefetch
 from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import remote
+from mamba_cache.tiers import remote, transfers
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.files import PAGE_BYTES
 
@@ -30,7 +30,6 @@ FAMILY = "granite 4"
 def patience(monkeypatch):
     """The package's clock jumps in tests; the disk is waited for all the same."""
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
-    monkeypatch.setattr(prefix_tiers.PrefixTiers, "_read_times", lambda self: None)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +132,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
             next(model.parameters()).mul_(1.5)
         with pytest.raises(ModelChangedError):
             ask(cache, prompts()[:1])
-        disk = weakref.ref(cache._store.tiers._disk)
+        disk = weakref.ref(cache._store.tiers._below[0])
         cache.reset()
         answers, skipped = ask(cache, prompts()[:1])
         assert skipped == 0
@@ -147,7 +146,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())
-        folder = first._store.tiers._disk.folder
+        folder = first._store.tiers._below[0].folder
     for number, file in enumerate(entry_files(folder)[::3]):
         turn_bits(file, PAGE_BYTES + number)
     with open_cache(tmp_path, model) as second:
@@ -161,7 +160,7 @@ def test_damage_in_host_memory_is_noticed(model, expected) -> None:
     probe = make_cache(model)
     small = make_cache(model, **budgets(probe, slots=2, blocks=18), host_cache_gb=0.01)
     ask(small, prompts())
-    for memory in small._store.tiers._host.memory.values():
+    for memory in small._store.tiers._tiering.host.memory.values():
         for row in range(memory.num_ready):
             memory.row(row)[3] ^= 4
     answers, _ = ask(small, prompts())
@@ -181,7 +180,7 @@ def test_no_more_is_brought_than_there_are_rows_for(tmp_path, model, expected) -
     """A part of a prefix in host memory is of no use, and would be brought at each call."""
     with open_cache(tmp_path, model) as first:
         ask(first, prompts()[1:2])
-        sizes = {kind: each.row_bytes for kind, each in first._store.tiers._layouts.items()}
+        sizes = {kind: first._store.tiers._tiering.host.row_bytes(kind) for kind in EntryKind}
     budget = 2 * max(5 * sizes[EntryKind.KV], sizes[EntryKind.STATE])
     small = {"host_cache_gb": budget / 2**30, "disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
     with make_cache(model, **small) as second:
@@ -195,7 +194,7 @@ def test_a_call_that_breaks_off_leaves_the_tiers_usable(
 ) -> None:
     with open_cache(tmp_path, model) as cache:
         with monkeypatch.context() as patch:
-            patch.setattr(prefix_tiers.PlainTransfers, "spill", _interrupted)
+            patch.setattr(transfers.PlainTransfers, "spill", _interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ask(cache, prompts()[:1])
         assert ask(cache, prompts())[0] == expected
@@ -207,13 +206,18 @@ def _interrupted(*_):
 
 def test_settings_are_checked(tmp_path, model) -> None:
     for settings, error, message in (
-        ({"disk_cache_path": tmp_path}, InvalidArgumentError, "needs host_cache_gb"),
+        ({"disk_cache_path": tmp_path}, InvalidArgumentError, "disk_cache_path needs a host tier"),
+        ({"disk_cache_path": 5, "host_cache_gb": 0.01}, InvalidArgumentError, "must be a path"),
+        (
+            {"store": 5, "host_cache_gb": 0.01, "hash_secret": b"a"},
+            InvalidArgumentError, "store must be a stores.BlobStore or the URL of one, got int",
+        ),
         ({"host_cache_gb": -1}, InvalidArgumentError, "host_cache_gb must be"),
-        ({"host_cache_gb": 1e-7}, BudgetError, "host_cache_gb is too small"),
-        ({"store": MemoryStore(), "hash_secret": b"a"}, InvalidArgumentError, "needs host_cache"),
+        ({"host_cache_gb": 1e-7}, BudgetError, "host_cache_gb=1e-07 GiB is too small"),
+        ({"store": MemoryStore(), "hash_secret": b"a"}, InvalidArgumentError, "needs a host tier"),
         (
             {"store": MemoryStore(), "host_cache_gb": 0.01},
-            InvalidArgumentError, "store needs host_cache_gb",
+            InvalidArgumentError, "store needs hash_secret",
         ),
         ({"host_cache_gb": 0.01, "weights_check": "off"}, InvalidArgumentError, "weights_check"),
     ):  # fmt: skip

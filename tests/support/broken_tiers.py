@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from types import SimpleNamespace
 from unittest import mock
 
 from store_machine import StoreMachine
@@ -74,15 +75,12 @@ def _lower_lease_kept(end_lower):
 def _a_block_early(read):
     """The state is that at the end of the block before."""
 
-    def broken(self, active, match):
-        facts = self._facts(active)
-
+    def broken(self, match, entries):
         def early(kind, index):
             is_state = kind is EntryKind.STATE and index > 0
-            return facts(kind, index - is_state)
+            return entries.facts(kind, index - is_state)
 
-        with mock.patch.object(self, "_facts", return_value=early):
-            return read(self, active, match)
+        return read(self, match, SimpleNamespace(facts=early))
 
     return broken
 
@@ -206,7 +204,7 @@ FAULTS = {
         HostTier, "_end_lower", _lower_lease_kept, _restarted,
     ),
     "the boundary is off by one: the state is the block's before": (
-        Tiering, "read", _a_block_early, _restarted,
+        Tiering, "read_rows", _a_block_early, _restarted,
     ),
     "keys and values are loaded without their state": (
         PlainTransfers, "load", _alone(EntryKind.KV), _restarted,

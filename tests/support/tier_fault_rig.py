@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -410,25 +411,17 @@ def partial_batch(rig):
 def prefetch_all(rig):
     """A prefetch of one prefix with all entries, as a context asks for it."""
 
-    class Hashes:
-        def __len__(self):
-            return NUM_ENTRIES
-
-        def digest(self, index):
-            return index.to_bytes(16, "little")
-
     match = PrefixMatch(NUM_ENTRIES + 1, (), 0, 0, None)
     rig.link._planner.rates = rig.link._planner.rates._replace(bytes_per_second=1e18)
     rig.link._planner._learns = False
     rig.link._host_planner.rates = rig.link._host_planner.rates._replace(tokens_per_second=1e-3)
 
-    def facts_of(kind, index):
-        return rig.facts(index, kind)
-
-    def key_of(kind, index):
-        return facts_of(kind, index).key
-
-    return rig.link.prefetch("one", match, Hashes(), facts_of, None, key_of=key_of)
+    entries = SimpleNamespace(
+        hashes=SimpleNamespace(digest=lambda index: index.to_bytes(16, "little")),
+        key=lambda kind, index: rig.facts(index, kind).key,
+        facts=lambda kind, index: rig.facts(index, kind),
+    )
+    return rig.link.prefetch("one", match, entries, None)
 
 
 def aborted(rig):

@@ -197,7 +197,7 @@ def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
         ({"slot_quantization": "int4"}, "slot_quantization"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"host_cache_gb": 1, "host_state_share": 1.5}, "host_state_share must be a number in"),
-        (DISK, "a disk tier needs a host tier"),
+        (DISK, "disk_cache_path needs a host tier"),
         (
             {"verify_hits": 0.5, "slot_quantization": "int8"},
             "verify_hits needs slots that keep states",

@@ -324,7 +324,7 @@ def _row(context, kind, blocks):
 def _facts(context, blocks):
     add(context, "probe", PROMPT)
     [active] = [a for a in context.request_table if a.request_id == "probe"]
-    facts = context._tiering._facts(active)(STATE, blocks - 1)
+    facts = context._tiering._entries(active).facts(STATE, blocks - 1)
     context.finish("probe")
     return facts
 

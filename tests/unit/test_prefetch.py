@@ -552,7 +552,7 @@ def test_arguments_are_checked(context, tmp_path) -> None:
         ({"disk_cache_path": 3}, "disk_cache_path must be a path"),
         ({"disk_cache_gb": -1}, "disk_cache_gb must be a number"),
         ({"write_on_use": 0}, "write_on_use must be"),
-        ({"num_host_blocks": None, "num_host_states": None}, "a disk tier needs a host tier"),
+        ({"num_host_blocks": None, "num_host_states": None}, "disk_cache_path needs a host tier"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             make_config(**(on_disk | change))

@@ -22,7 +22,6 @@ from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, R
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.identity import tenant_digest
 
 
 @pytest.fixture(autouse=True)
@@ -158,9 +157,7 @@ def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(store) -> 
 def key_of(context, prompt, index):
     """The key of the state at the end of a block."""
     prepared = context.prepare(Request(request_id="x", prompt_tokens=prompt))
-    tiering = context._tiering
-    tenant = tenant_digest(tiering._secret, None)
-    return tiering._key_of(tenant, prepared.hashes, EntryKind.STATE, index)
+    return context._tiering.entries(prepared.hashes, None).key(EntryKind.STATE, index)
 
 
 def test_an_engine_skips_what_another_one_computed() -> None:
@@ -480,7 +477,7 @@ def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(tmp_path) -> 
 def test_settings_are_checked() -> None:
     store = MemoryStore()
     on_host = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
-    with pytest.raises(InvalidArgumentError, match="a store needs a host tier"):
+    with pytest.raises(InvalidArgumentError, match="store needs a host tier"):
         make_config(store=store)
     with pytest.raises(InvalidArgumentError, match=r"store must be a stores.BlobStore or the URL"):
         make_config(store=7, **on_host)
