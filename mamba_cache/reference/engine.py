@@ -20,7 +20,6 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context import (
     DynamicInferenceContext,
     HitToVerify,
-    Pin,
     PrefixContent,
     Request,
     Step,
@@ -219,36 +218,6 @@ class Engine:
             for each in made:
                 self._scheduler.forget(each)
             raise
-
-    def pin(self, prompt_tokens: Any, *, ttl_seconds: float | None = None, **fields: Any) -> Pin:
-        """Keep a cached prompt findable, whatever else needs room: ``DynamicInferenceContext.pin``.
-
-        Args:
-            prompt_tokens: As for ``submit``. Run them before, alone or with
-                ``checkpoint_positions`` at their end.
-            ttl_seconds: Seconds until the pin ends by itself. Default: it does not.
-            fields: Further fields of ``Request``, such as ``cache_salt``.
-
-        Returns:
-            What ``unpin`` takes.
-
-        Raises:
-            InvalidArgumentError: The prompt is malformed, or ``ttl_seconds`` is out of range.
-            SequenceLengthError: The prompt is longer than ``max_sequence_length``.
-            MissingStateError: No state of the prompt is cached.
-            BlockCapacityError: Pins would hold more than their share of KV blocks.
-            MambaSlotCapacityError: Or of slots.
-        """
-        request = Request(request_id=None, prompt_tokens=prompt_tokens, **fields)
-        return self.context.pin(request, ttl_seconds=ttl_seconds)
-
-    def unpin(self, pin: Pin) -> None:
-        """End a pin before its time; one that is over is passed over.
-
-        Raises:
-            InvalidArgumentError: It is none.
-        """
-        self.context.unpin(pin)
 
     def step(self) -> list[TokenEvent]:
         """Compute one step for all requests that fit into it.

@@ -19,29 +19,16 @@ __all__ = ["EngineRequest"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineRequest(QueuedRequest):
-    """What the engine keeps of a request that is not finished.
-
-    Where it stands and what it generated, the context knows; it is not repeated here.
-
-    Attributes:
-        sampling: How its tokens are chosen.
-        submitted_at: Seconds of ``time.perf_counter``.
-        drafter: Guesses its next tokens; None: no drafts.
-        num_told: Tokens of its answer that events were made of.
-        prefill_tokens: Tokens computed for it before decoding, those computed twice included.
-        decoding: What its decoding steps brought.
-        admission: What was cached when it first ran.
-        first_token_at: Likewise seconds.
-    """
+    """What the engine keeps of a request beside what the context knows of it."""
 
     sampling: SamplingParams
-    submitted_at: float
+    submitted_at: float  # seconds of ``time.perf_counter``
     drafter: Drafter | None
-    num_told: int = 0
-    prefill_tokens: int = 0
+    num_told: int = 0  # tokens of its answer that events were made of
+    prefill_tokens: int = 0  # computed before decoding, those computed twice included
     decoding: DecodingStats = field(default_factory=DecodingStats)
-    admission: Admission | None = None
-    first_token_at: float | None = None
+    admission: Admission | None = None  # what was cached when it first ran
+    first_token_at: float | None = None  # likewise seconds
     _tokens: list[int] = field(default_factory=list)
 
     @property

@@ -10,6 +10,7 @@ class Injector:
     """Raises its error at one moment of a call, and counts the moments: calls of some functions."""
 
     error: type[BaseException] = OSError
+    is_late = False  # whether the function has done its work by then
 
     def __init__(self, context, index):
         self.context, self.index = context, index
@@ -37,10 +38,12 @@ class Injector:
     def _watched(self, name, function):
         def run(*args, **kwargs):
             self.count += 1
-            if self.count == self.index:
+            is_due = self.count == self.index
+            result = None if is_due and not self.is_late else function(*args, **kwargs)
+            if is_due:
                 self.where = name
                 raise self.error("injected")
-            return function(*args, **kwargs)
+            return result
 
         return run
 
@@ -94,8 +97,21 @@ class Refused(Injector):
             yield self.context.slot_allocator, name
 
 
+class Interrupted(Refused):
+    """A moment is the end of each call of an allocator, and of one that changes the table."""
+
+    error = KeyboardInterrupt
+    is_late = True
+
+    def functions(self):
+        yield from super().functions()
+        for name in ("take", "append_first_token", "give_back"):
+            yield self.context.request_table, name
+
+
 INJECTORS = {
     "no memory for an array or tensor": OutOfMemory,
     "an exception in a launch or callback": Broken,
     "an error of the package in an inner call": Refused,
+    "an interrupt after an inner call": Interrupted,
 }

@@ -98,19 +98,6 @@ def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
         context.status("b")
 
 
-def test_an_abort_that_breaks_off_is_noticed(context, monkeypatch):
-    """A later chunk stayed scheduled, over a live state that the forward had moved on."""
-    context.begin_step()
-    patch(monkeypatch, context._admitter, "release", fail_on(2))
-    with pytest.raises(OSError, match="broken"):
-        context.abort_step()
-    with pytest.raises(PoisonedError, match="abort_step broke off"):
-        context.begin_step()
-    monkeypatch.undo()
-    context.reset()
-    assert_same_run(generate(context, PROMPT, 2), PROMPT)
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
     """A commit that broke off while it saved, and was called again, moved the states on twice."""
@@ -134,24 +121,6 @@ def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
         run_step(context)
     tokens = context.finish("x")
     assert tokens == uncached(ENDING, len(tokens))[0]
-
-
-def test_a_collection_that_breaks_off_is_noticed(monkeypatch):
-    """The tokens of the other requests were lost, and the answers went on without them."""
-    context = make_context(make_config(num_speculative_tokens=2))
-    for name in ("a", "b"):
-        add(context, name, ENDING)
-    run_step(context)
-    MODEL.forward(context.begin_step().metadata, context)
-    counts = torch.ones(2, dtype=torch.int32)
-    context.commit_step(DeviceTokens(torch.tensor([[1, 0, 0], [1, 0, 0]]), counts))
-    patch(monkeypatch, context._runner._admitter, "publish", fail_on(2))
-    with pytest.raises(OSError, match="broken"):
-        context.collect_step()
-    with pytest.raises(PoisonedError, match="collect_step broke off"):
-        context.collect_step()
-    context.reset()
-    assert_same_run(generate(context, OTHER, 2), OTHER)
 
 
 class Broken:

@@ -365,35 +365,6 @@ def _request():
     return Request(request_id="probe", prompt_tokens=PROMPT)
 
 
-STRUCK = {
-    "a table that is half written": ("request_table", "take", "add_request"),
-    "slots that are reserved for nobody": ("slot_allocator", "reserve_slots", "add_request"),
-    "a block that is findable": ("kv_block_allocator", "register_kv_block_hashes", "commit_step"),
-    "a state that is findable": ("slot_allocator", "commit_reserved", "commit_step"),
-    "a table of whom one token is missing": ("request_table", "append_first_token", "commit_step"),
-    "a request that is given back": ("request_table", "give_back", "finish"),
-}
-
-
-@pytest.mark.parametrize("error", FOREIGN)
-@pytest.mark.parametrize(("owner", "name", "call"), STRUCK.values(), ids=STRUCK)
-def test_a_context_whose_change_breaks_off(monkeypatch, owner, name, call, error):
-    context = make_context()
-    generate(context, OTHER, 2)
-    with monkeypatch.context() as patch:
-        strike(patch, getattr(context, owner), name, error)
-        with pytest.raises(error):
-            generate(context, PROMPT, 2)
-    for refused in (lambda: add(context, "y", OTHER), context.begin_step, context.statuses):
-        with pytest.raises(PoisonedError, match=f"{name}|{call}"):
-            refused()
-    assert context.stats().requests >= 1  # what was counted may be read
-    context.reset()
-    context.check_invariants()
-    assert_same_run(generate(context, PROMPT, 2), PROMPT)
-    assert context.stats().used_blocks == context.stats().reserved_slots == 0
-
-
 # What runs outside of changes: it takes a request or a step back, and the cache stays.
 
 
@@ -502,40 +473,6 @@ def test_a_listener_of_an_eviction_that_raises_takes_the_request_back():
     context.listeners.remove(broken)
     context.check_invariants()
     assert_same_run(generate(context, OTHER, 2), OTHER)
-
-
-@pytest.mark.parametrize("error", FOREIGN)
-def test_a_launch_that_fails_takes_its_step_back(monkeypatch, error):
-    context = warm()
-    add(context, "x", [*PROMPT, 1])
-    with monkeypatch.context() as patch:
-        strike(patch, context.slot_allocator.transfers, "slots_to_live", error)
-        with pytest.raises(error):
-            context.begin_step()
-    assert context.status("x") is RequestStatus.PREEMPTED
-    context.finish("x")
-    check_kept(context)
-
-
-@pytest.mark.parametrize("error", FOREIGN)
-def test_a_placement_that_raises_takes_its_request_back(error):
-    class Placement:
-        broken = False
-
-        def positions(self, facts):
-            if self.broken:
-                raise error("struck")
-            return [2 * BLOCK, 3 * BLOCK]
-
-    placement = Placement()
-    context = make_context(placement=placement)
-    generate(context, PROMPT, 1)
-    placement.broken = True
-    with pytest.raises(error):
-        add(context, "x", OTHER)
-    placement.broken = False
-    assert context.statuses() == {}
-    check_kept(context)
 
 
 @pytest.mark.parametrize("error", FOREIGN)

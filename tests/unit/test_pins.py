@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from context_rig import BLOCK, CHUNK, MODEL, VOCAB, add, generate, make_config, make_context
-from engine_rig import greedy
+from context_rig import BLOCK, MODEL, VOCAB, add, generate, make_config, make_context
 from fingerprints import fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from mamba_cache.cache import (
     RefZeroSlotPolicy,
     ScoreSlotPolicy,
 )
-from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -28,7 +26,6 @@ from mamba_cache.errors import (
     MissingStateError,
     StepOrderError,
 )
-from mamba_cache.reference import Engine
 
 POLICIES = [
     LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
@@ -319,23 +316,6 @@ def test_references_of_no_pin_are_found():
     del context._pins._pins[pin]
     with pytest.raises(InvariantError, match="references of pins are not those of their blocks"):
         context._pins.check_invariants()
-
-
-def test_an_engine_pins_what_it_has_run():
-    clock = Time()
-    config = CacheConfig(
-        block_size_tokens=BLOCK,
-        ssm_chunk_size=CHUNK,
-        num_kv_blocks=32,
-        max_slots=8,
-        max_sequence_length=128,
-    )
-    engine = Engine(MODEL, config, clock=clock)
-    engine.generate([SYSTEM], greedy(1))
-    pin = engine.pin(SYSTEM, ttl_seconds=3)
-    assert engine.context.pins == (pin,)
-    engine.unpin(pin)
-    assert engine.context.pins == ()
 
 
 def test_a_pin_that_is_over_contradicts_nothing():
