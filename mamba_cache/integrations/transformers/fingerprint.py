@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -214,6 +214,11 @@ class ModelFingerprint:
     def has_new_hooks(self) -> bool:
         """Return whether hooks were registered since ``begin``, removed again or not."""
         return _num_handles() != self._num_handles
+
+    @property
+    def modules(self) -> Iterable[torch.nn.Module]:
+        """The model's modules, as ``begin`` found them."""
+        return self._reading.modules.values() or self._model.modules()
 
     @property
     def has_foreign(self) -> bool:

@@ -165,6 +165,7 @@ class Generation:
 
     def publish(self, output: Any) -> None:
         """Make the answers findable, once ``generate`` has returned ``output``."""
+        self._disarm()  # a model that is replaced in part would be read anew
         if self._is_batched:
             assert self._batcher is not None
             self._batcher.end_rows()

@@ -38,7 +38,9 @@ On a GPU launches alone take as long as some 2,000 tokens (H200, eager: 43 ms fo
 shape, 93 ms for a Granite-4-like one); on a CPU a forward costs little more than its tokens.
 """
 
-GRAPH_SIZES = {1: (64, 128, 256, 512, 1024)} | dict.fromkeys((2, 4, 8), (64, 128, 256))
+GRAPH_SIZES = {1: (64, 128, 192, 256, 320, 384, 512, 768, 1024)} | dict.fromkeys(
+    (2, 4, 8), (64, 128, 256)
+)
 """Rows of rectangles that are captured in CUDA graphs, and tokens of each row.
 
 Of more tokens than some 2,000 the GPU takes longer than the launches (see above).
