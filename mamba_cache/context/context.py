@@ -115,9 +115,6 @@ class DynamicInferenceContext:
         slot_policy: Which states are given up first. Default: what ``config.slot_policy``
             names.
         placement: Where states are saved. Default: Megatron's three positions.
-        host_state_policy: Which states the host tier gives up first, and which it refuses.
-            Default: another ``AdaptiveSlotPolicy`` if ``slot_policy`` is one, else the least
-            recently used.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
         disk_planner: Likewise what is brought from the disk to the host tier.
@@ -161,7 +158,6 @@ class DynamicInferenceContext:
         device: torch.device | str = "cpu",
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
-        host_state_policy: SlotEvictionPolicy | None = None,
         load_planner: LoadPlanner | None = None,
         disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
@@ -194,7 +190,6 @@ class DynamicInferenceContext:
             kv_cache=self.kv_cache,
             planner=load_planner,
             disk_planner=disk_planner,
-            state_policy=host_state_policy,
             identity=identity_of(identity, config, state_spec, kv_spec, self.device),
             agreement=agreement,
         )

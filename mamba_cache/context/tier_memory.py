@@ -12,11 +12,9 @@ from mamba_cache._checks import check_kind
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     KVBlockAllocator,
-    SlotEvictionPolicy,
     SlotPool,
     hash_id_of,
 )
-from mamba_cache.cache.policies import check_policy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink
 from mamba_cache.context.tiering import Tiering
@@ -87,7 +85,6 @@ def make_tiering(
     kv_cache: torch.Tensor | None,
     planner: LoadPlanner | None,
     disk_planner: LoadPlanner | None = None,
-    state_policy: SlotEvictionPolicy | None,
     identity: CacheIdentity | None,
     agreement: RankAgreement | None = None,
 ) -> Tiering | None:
@@ -95,8 +92,6 @@ def make_tiering(
     for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
         if given is not None:
             check_kind(name, given, LoadPlanner)
-    if state_policy is not None:
-        check_policy(state_policy)
     if not config.has_host_tier or not config.enable_prefix_caching:
         return None
     if kv_cache is None:
@@ -110,8 +105,6 @@ def make_tiering(
     device = kv_cache.device
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
-    if state_policy is None and isinstance(slots.policy, AdaptiveSlotPolicy):
-        state_policy = AdaptiveSlotPolicy()
     return tiering_over(
         tensors,
         device,
@@ -120,7 +113,7 @@ def make_tiering(
         slots,
         identity=identity,
         planner=planner,
-        state_policy=state_policy,
+        state_policy=AdaptiveSlotPolicy() if isinstance(slots.policy, AdaptiveSlotPolicy) else None,
         agreement=agreement,
         disk_planner=disk_planner,
     )
@@ -135,7 +128,7 @@ def tiering_over(
     *,
     identity: CacheIdentity | None,
     planner: LoadPlanner | None = None,
-    state_policy: SlotEvictionPolicy | None = None,
+    state_policy: AdaptiveSlotPolicy | None = None,
     agreement: RankAgreement | None = None,
     disk_planner: LoadPlanner | None = None,
     store_planner: LoadPlanner | None = None,

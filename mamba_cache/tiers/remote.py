@@ -155,7 +155,7 @@ class RemoteTier(QueuedTier):
         self._bad: OrderedDict[EntryKey, None] = OrderedDict()
         self._failures = 0
         self._probes_at: float | None = None
-        self._heard_at = self._reads_since = 0.0
+        self._heard_at = self._failed_at = self._reads_since = 0.0
         self._probe_is_due = False
         self._looks_at = math.inf  # when who watches wakes by itself
         self._workers: set[_Worker] = set()
@@ -403,11 +403,13 @@ class RemoteTier(QueuedTier):
                 self._count_failure()
             else:
                 self._heard_at = time.monotonic()
-                self._failures, self._probes_at, self._probe_is_due = 0, None, False
+                if now >= self._failed_at:  # a call that began before says nothing of what came
+                    self._failures, self._probes_at, self._probe_is_due = 0, None, False
         return answers
 
     def _count_failure(self) -> None:
         self._failures += 1
+        self._failed_at = time.monotonic()
         self._call_began.notify()  # the watcher ends what is queued, probes, and warns once
         if self._failures < _FAILURES_TO_OPEN:
             return

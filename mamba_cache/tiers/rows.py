@@ -32,19 +32,16 @@ class RowPool:
 
     A row is *free*, *arriving* (being written, not findable), *cached*, or *leaving* (given up
     while somebody still reads or writes it: not findable, and free when the last one has ended). A
-    row that is read or written is never given to another entry. Without a policy of slots the least
-    recently used goes first, and of those used in one call the last one named.
+    row that is read or written is never given to another entry. Without a policy that knows prompts
+    the least recently used goes first, and of those used in one call the last one named.
     """
 
     def __init__(self, num_rows: int, *, policy: Any = None) -> None:
-        self.num_rows = self.pool_size = num_rows
-        self._policy = policy
-        self._prefix_policy: Any = policy if hasattr(policy, "on_published") else None
+        self.num_rows = num_rows
+        self._policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
         self.readers: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        self.block_timestamps: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        self.block_ref_counts: Any = self.readers
-        self.block_hashes: Any = np.full(num_rows, -1, np.int64)
+        self._used_at: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.num_ready = 0
         self.evicted_total = self.refused_total = 0
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
@@ -105,25 +102,25 @@ class RowPool:
     @property
     def knows_prompts(self) -> bool:
         """Whether the policy is one that must be told of requests."""
-        return self._prefix_policy is not None
+        return self._policy is not None
 
     def begin_request(self, facts: Any) -> Any:
         """Tell a policy that knows prompts of a request; return what stands for its prompt."""
-        return None if self._prefix_policy is None else self._prefix_policy.on_request(facts)
+        return None if self._policy is None else self._policy.on_request(facts)
 
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
         """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
-        assert self._prefix_policy is not None, "the caller has looked"
+        assert self._policy is not None, "the caller has looked"
         accepted: list[bool]
-        accepted, _ = self._prefix_policy.admit(proposals, len(self._free), self._evictable())
-        self._prefix_policy.withdraw()
+        accepted, _ = self._policy.admit(proposals, len(self._free), self._evictable())
+        self._policy.withdraw()
         return accepted
 
     def reserve(self, digest: bytes, proposal: Any = None, facts: Any = None) -> RowLease | None:
         """Take a row for an entry: a free one, or one that is given up for it."""
         if digest in self._row_of or digest in self._awaited:
             return None
-        policy = None if proposal is None else self._prefix_policy
+        policy = None if proposal is None else self._policy
         if not (self._free or self._queue):
             return None
         if policy is None:
@@ -151,10 +148,8 @@ class RowPool:
         self._row_of[digest] = row
         self._is_cached[row] = True
         self._use([row])
-        if self._prefix_policy is not None:
-            self._prefix_policy.on_published([row], [hash_id], [saved_tokens])
-        elif self._policy is not None:
-            self._policy.on_stored([row], [1])
+        if self._policy is not None:
+            self._policy.on_published([row], [hash_id], [saved_tokens])
         return True
 
     def cancel(self, lease: RowLease) -> None:
@@ -187,7 +182,7 @@ class RowPool:
         if row in self._leaving:
             self._free_leaving(row)
         else:
-            self._queue.push(row, self.block_timestamps.item(row))
+            self._queue.push(row, self._used_at.item(row))
 
     def drop(self, lease: RowLease) -> None:
         """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
@@ -259,8 +254,8 @@ class RowPool:
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
-        if self._prefix_policy is not None:
-            self._prefix_policy.check_invariants([*cached, *self._arriving])
+        if self._policy is not None:
+            self._policy.check_invariants([*cached, *self._arriving])
 
     def _lease(self, row: int, facts: Any, *, writes: bool) -> RowLease:
         lease = RowLease(row, self.generations.item(row), self.next_number, writes, facts)
@@ -281,7 +276,7 @@ class RowPool:
         """Stamp rows, the first one as the most recent."""
         self._clock += len(rows)
         for age, row in enumerate(rows):
-            self.block_timestamps[row] = self._clock - age
+            self._used_at[row] = self._clock - age
             if not self.readers[row]:
                 self._queue.push(row, self._clock - age)
 
@@ -323,5 +318,5 @@ class RowPool:
         self._release_from_policy(row)
 
     def _release_from_policy(self, row: int) -> None:
-        if self._prefix_policy is not None:
-            self._prefix_policy.on_removed([row])
+        if self._policy is not None:
+            self._policy.on_removed([row])

@@ -27,6 +27,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
 from chats import CHATML, OPENING, STRIPPING, make_tokenizer  # noqa: E402
+from clocks import ManualClock  # noqa: E402
 from pages import python_blocks  # noqa: E402
 from serve_rig import (  # noqa: E402
     BLOCK,
@@ -39,6 +40,7 @@ from serve_rig import (  # noqa: E402
     save,
 )
 from sources import ROOT  # noqa: E402
+from store_rig import find_valkey, valkey_server  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     LlamaConfig,
@@ -48,7 +50,7 @@ from transformers.cli.serving import chat_completion, model_manager, utils  # no
 from transformers_rig import make_model  # noqa: E402
 
 from mamba_cache.cache import AdaptiveSlotPolicy  # noqa: E402
-from mamba_cache.context import tiering  # noqa: E402
+from mamba_cache.context import prefetch, tiering  # noqa: E402
 from mamba_cache.errors import (  # noqa: E402
     InvalidArgumentError,
     MissingExtraError,
@@ -58,6 +60,7 @@ from mamba_cache.errors import (  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers import tiers as prefix_tiers  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
+from mamba_cache.tiers import remote  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -789,6 +792,31 @@ def test_a_server_keeps_its_prefixes_over_a_restart(
             running.timed(folders["main"]).delete_model()
             running.close()
     assert hits == [0, reused(prompt_ids(question).shape[1])]
+
+
+@pytest.mark.skipif(find_valkey() is None, reason="needs a Valkey server")
+def test_servers_share_a_store_and_answer_without_it(
+    uninstalled, folders, words, monkeypatch
+) -> None:
+    monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
+    monkeypatch.setattr(tiering.Tiering, "_read_times", lambda self: None)
+    for module in (remote, prefetch):
+        monkeypatch.setattr(module, "time", ManualClock())
+    question, hits, said = words(100), [], []
+    with valkey_server() as store:
+        shared = {"store": f"valkey://127.0.0.1:{store.port}", "hash_secret": b"of both"}
+        for is_alive in (True, True, False):
+            if not is_alive:
+                store.kill()
+            with serve.installed(**SETTINGS, host_cache_gb=0.01, **shared):
+                running = Server()
+                answer = running.chat(folders["main"], question)
+                hits.append(hit(answer))
+                said.append(answer.choices[0].message.content)
+                running.timed(folders["main"]).delete_model()
+                running.close()
+    assert hits == [0, reused(prompt_ids(question).shape[1]), 0]
+    assert said[0] == said[1] == said[2]
 
 
 def test_a_server_of_another_make_is_refused_whole(uninstalled, monkeypatch):

@@ -29,7 +29,6 @@ from tier_rig import (
     make_tiered,
 )
 
-from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.context.tier_memory import make_tiering
@@ -189,7 +188,7 @@ def test_what_a_tier_needs():
     spec = MODEL.config.state_spec(torch.float64)
     with pytest.raises(InvalidArgumentError, match="a host tier needs kv_spec"):
         DynamicInferenceContext(config, spec)
-    wrongs = ("load_planner", 3), ("disk_planner", 3), ("identity", "me"), ("host_state_policy", 1)
+    wrongs = ("load_planner", 3), ("disk_planner", 3), ("identity", "me")
     for name, wrong in wrongs:
         with pytest.raises(InvalidArgumentError):
             make_context(config, **{name: wrong})
@@ -201,7 +200,6 @@ def test_what_a_tier_needs():
             slots=context.slot_allocator,
             kv_cache=torch.empty(1, 2, 3, 4, device="meta"),
             planner=None,
-            state_policy=None,
             identity=None,
         )
 
@@ -402,29 +400,6 @@ def test_what_is_worth_a_row_but_no_slot_gets_both():
     others = [generate(few, prompt, 1)[2] for prompt in OTHERS]
     assert {each.skip_tokens for each in others} == {8}
     assert sum(each.loads_state for each in others) >= 4
-
-
-def test_the_tier_may_know_prompts_where_the_slots_do_not():
-    """And the other way round: each policy is told what it asks for."""
-    sizes = {"num_host_blocks": 60, "num_host_states": 1, "max_slots": 3, "num_kv_blocks": 60}
-    context = make_context(
-        make_config(slot_policy="lru", **sizes),
-        load_planner=always(),
-        host_state_policy=AdaptiveSlotPolicy(),
-    )
-    for again in range(4):
-        generate(context, PROMPT, 1, request_id=again)
-    for prompt in OTHERS:
-        generate(context, prompt[:9], 1)
-    assert context.stats().refused_states == 0
-    assert host_stats(context).dropped["refused"] > 0
-    resume(context)
-    other = make_context(
-        make_config(**sizes), load_planner=always(), host_state_policy=LruSlotPolicy()
-    )
-    evict(fill(other))
-    assert "refused" not in host_stats(other).dropped
-    resume(other)
 
 
 def test_a_slot_is_kept_until_its_copy_is_over():

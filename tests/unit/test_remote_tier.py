@@ -282,6 +282,25 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
     assert (stats.opened, stats.dropped) == (1, {"unhealthy": 1})
 
 
+def test_a_first_look_that_ends_late_takes_back_no_failure(monkeypatch) -> None:
+    clock, store = ManualClock(), FaultyStore(MemoryStore())
+    monkeypatch.setattr(remote, "time", clock)
+    store.inject("health", Trouble.HANG, times=1)
+    store.inject("exists_many", Trouble.FAIL)
+    tier = RemoteTier(store, secret=SECRET, write_on_use=1, chunk_bytes=CHUNK_BYTES)
+    wait_until(lambda: store.injected["health", Trouble.HANG] == 1)
+    clock.now += 1
+    for _ in range(2):
+        answer = Answer()
+        assert tier.ask([facts_of(1).key], answer)
+        assert answer.get() == [False]
+    assert not tier.is_healthy
+    store.release()
+    assert tier.flush(PATIENCE)
+    assert not tier.is_healthy
+    tier.close()
+
+
 def test_what_is_queued_at_a_store_that_fails_is_ended_at_once(bench) -> None:
     """And nobody waits for the calls that are under way."""
     bench.put(1)

@@ -6,7 +6,6 @@ import threading
 import weakref
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
-from copy import copy
 
 import numpy as np
 import pytest
@@ -19,13 +18,10 @@ from tier_rig import KV, STATE
 from mamba_cache._guard import CallGuard
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
-    LruSlotPolicy,
     PromptFacts,
     StateProposal,
 )
 from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantError
-from mamba_cache.protocols import KVBlockView
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import memory as memory_module
 from mamba_cache.tiers.entry import EntryFacts, EntryKey
@@ -55,7 +51,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @initialize(
         num_rows=st.integers(0, 5),
-        policy=st.sampled_from([None, LruSlotPolicy, ConsumedSlotPolicy, AdaptiveSlotPolicy]),
+        policy=st.sampled_from([None, AdaptiveSlotPolicy]),
     )
     def start(self, num_rows, policy):
         self.pool = RowPool(num_rows, policy=policy and policy())
@@ -201,56 +197,6 @@ def test_an_entry_that_two_readers_find_wrong_is_dropped_once():
         pool.release(reader)
     pool.check_invariants()
     assert pool.num_free == 1
-
-
-def test_a_policy_of_slots_chooses():
-    policy = ConsumedSlotPolicy()
-    pool = ready(2, policy=policy)
-    store(pool, 1, 2)
-    used = pool.read(digest(1))
-    pool.use([used])
-    pool.release(used)
-    store(pool, 3)
-    assert digest(2) not in pool
-    assert digest(1) in pool
-
-
-def test_a_policy_of_slots_is_told_where_each_entry_lies():
-    told = []
-
-    class Telling(LruSlotPolicy):
-        def on_stored(self, slots, saved_tokens):
-            told.append((list(slots), list(saved_tokens)))
-
-    pool = ready(2, policy=Telling())
-    leases = [pool.reserve(digest(number)) for number in (1, 2)]
-    for lease in reversed(leases):
-        pool.complete(lease)
-    assert told == [([lease.row], [1]) for lease in reversed(leases)]
-
-
-def test_a_policy_of_slots_sees_rows_as_kv_blocks():
-    """It may read all that ``KVBlockView`` has."""
-    seen = []
-
-    class Looking(LruSlotPolicy):
-        def choose(self, num_slots, slots, blocks, kv_blocks):
-            names = KVBlockView.__annotations__
-            seen.append({name: copy(getattr(kv_blocks, name)) for name in names})
-            return super().choose(num_slots, slots, blocks, kv_blocks)
-
-    pool = ready(3, policy=Looking())
-    store(pool, 1, 2, 3)
-    read = pool.read(digest(3))
-    store(pool, 4)
-    [view] = seen
-    assert view["pool_size"] == 3
-    assert view["block_ref_counts"].tolist() == [0, 0, 1]
-    assert view["block_timestamps"].tolist() == [1, 2, 3]
-    assert view["block_hashes"].tolist() == [-1, -1, -1]
-    dtypes = [view[name].dtype for name in ("block_ref_counts", "block_timestamps", "block_hashes")]
-    assert dtypes == [np.int32, np.int64, np.int64]
-    pool.release(read)
 
 
 def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
