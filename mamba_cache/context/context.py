@@ -57,6 +57,7 @@ from mamba_cache.context.speculation import (
 )
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
+from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
 from mamba_cache.context.verification import (
@@ -67,7 +68,7 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.events import Admitted
-from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.protocols import RankAgreement, SlotContext
 from mamba_cache.states import (
     KVCacheSpec,
@@ -235,26 +236,8 @@ class DynamicInferenceContext:
         self._tells_admitted = shared is None  # the owner of a shared store tells of its prompts
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
-        self.request_table = RequestTable(
-            self.kv_block_allocator,
-            max_requests=config.max_requests,
-            max_blocks=config.max_blocks_per_request,
-            block_size_tokens=config.block_size_tokens,
-            max_tokens=config.max_tokens,
-            max_sequence_length=config.max_sequence_length,
-            max_decode_tokens=config.max_decode_tokens,
-        )
-        self.step_buffers = StepBuffers(
-            self.request_table.block_tables,
-            table_stamps=self.request_table.table_stamps,
-            block_size_tokens=config.block_size_tokens,
-            chunk_size=config.ssm_chunk_size,
-            max_tokens=config.max_tokens,
-            max_checkpoints=config.checkpoints_per_step,
-            max_decode_tokens=config.max_decode_tokens,
-            live_rows_per_request=config.live_rows_per_request,
-            device=self.device,
-        )
+        self.request_table = RequestTable(self.kv_block_allocator, config)
+        self.step_buffers = StepBuffers(self.request_table, config, self.device)
 
     def _set_slot_fields(self) -> None:
         """Set what ``protocols.SlotContext`` lists beside the attributes above."""
@@ -578,7 +561,6 @@ class DynamicInferenceContext:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
         work: DecodeWork = NOBODY_DECODES
         saving: Sequence[int] = ()
-        crossing: Sequence[int] | Int64Array = ()
         if group.ids or drafts is not None:
             work = self._decode_work(group, drafts)
             rows.check_fits(work.num_tokens)
@@ -587,10 +569,11 @@ class DynamicInferenceContext:
             due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
             if len(due):
                 saving, crossing = self._give_blocks(work, due)
+                work = work._replace(crossing=crossing)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._runner.begin(work, saving, crossing, prefills, on_device)
+        return self._runner.begin(work, saving, prefills, on_device)
 
     def _decode_work(self, group: DecodingGroup, drafts: Drafts | None) -> DecodeWork:
         """Return what a step computes of decoding requests, which have room for it."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
+from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
-from mamba_cache.metadata import StepBuffers, StepMetadata
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import CHECKPOINT_FIELDS
 
 __all__ = ["CapturedExtractions", "StepExtractions"]

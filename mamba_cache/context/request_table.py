@@ -10,6 +10,7 @@ import numpy as np
 
 from mamba_cache._checks import as_items
 from mamba_cache.cache import KVBlockAllocator
+from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -57,24 +58,15 @@ class RequestTable:
     operations on whole arrays, however many requests there are.
     """
 
-    def __init__(
-        self,
-        kv_blocks: KVBlockAllocator,
-        *,
-        max_requests: int,
-        max_blocks: int,
-        block_size_tokens: int,
-        max_tokens: int,
-        max_sequence_length: int,
-        max_decode_tokens: int = 1,
-    ) -> None:
+    def __init__(self, kv_blocks: KVBlockAllocator, config: CacheConfig) -> None:
         self._kv_blocks = kv_blocks
-        self._max_tokens = max_tokens
-        self._max_decode_tokens = max_decode_tokens
-        self._max_sequence_length = max_sequence_length
-        self.block_size_tokens = block_size_tokens
+        self._max_tokens = config.max_tokens
+        self._max_decode_tokens = config.max_decode_tokens
+        self._max_sequence_length = config.max_sequence_length
+        self.block_size_tokens = config.block_size_tokens
+        max_requests = config.max_requests
         self.block_tables: np.ndarray[Any, np.dtype[np.int32]] = np.empty(
-            (max_requests, max_blocks), dtype=np.int32
+            (max_requests, config.max_blocks_per_request), dtype=np.int32
         )
 
         def zeros() -> Int64Array:
@@ -86,7 +78,7 @@ class RequestTable:
         self.num_releases = zeros()
         self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
         # The newest tokens by position: of the unfinished block, and those that end it.
-        self._tail_width = block_size_tokens + max_decode_tokens
+        self._tail_width = self.block_size_tokens + self._max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
         self.scheduled_rows: dict[int, int] = {}
         self.num_scheduled_tokens = 0  # tokens of those chunks together

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mamba_cache._checks import as_items, check_hashable, check_int
+from mamba_cache._indices import ZERO_SOURCE
 from mamba_cache.cache import (
     MAX_TOKEN_ID,
     BlockHashChain,
@@ -23,7 +24,6 @@ from mamba_cache.cache import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError, InvariantError, SequenceLengthError
-from mamba_cache.metadata import SequenceSlice
 from mamba_cache.tiers.rows import RowLease
 from mamba_cache.tiers.transfers import Ticket
 
@@ -264,12 +264,16 @@ class PlannedLoad:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk(SequenceSlice):
+class Chunk:
     """What the next step computes of a request's prompt.
 
     Nothing of it is changed once its step has begun.
     """
 
+    row: int  # the request's row in the block tables
+    start: int  # tokens of the sequence before it
+    token_ids: TokenArray  # [n] its tokens
+    first_writable: int = 0  # keys and values before this position are shared and filled already
     is_first: bool = False  # the live state must be restored or zeroed before
     samples: bool = False  # it ends at the last known token, so that the next one is sampled
     lease: SlotLease | None = None  # the slot to restore from, if any
@@ -286,6 +290,13 @@ class Chunk(SequenceSlice):
     def end(self) -> int:
         """The position after the last computed token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def restore_source(self) -> int:
+        """The slot that the live state is restored from; ``ZERO_SOURCE`` clears it."""
+        if self.load is not None:
+            return self.load.current_checkpoint.slot
+        return ZERO_SOURCE if self.lease is None else self.lease.slot
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:

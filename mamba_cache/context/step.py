@@ -1,4 +1,4 @@
-"""Steps: what an embedder sees of one, and its plan as plain values."""
+"""Steps: what an embedder sees of one, and what decoding requests compute in it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mamba_cache._indices import ZERO_SOURCE
-from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64Array, RequestTable
-from mamba_cache.context.requests import ActiveRequest, Chunk
-from mamba_cache.metadata import (
-    NO_DECODES,
-    CheckpointEntry,
-    DecodeBatch,
-    StepMetadata,
-    StepPlan,
-)
+from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64Array
+from mamba_cache.context.requests import Chunk
+from mamba_cache.metadata import StepMetadata
 
-__all__ = [
-    "NOBODY_DECODES",
-    "DecodeWork",
-    "ScheduledRequest",
-    "Step",
-    "plan_step",
-]
+__all__ = ["NOBODY_DECODES", "DecodeWork", "ScheduledRequest", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +56,7 @@ class DecodeWork(NamedTuple):
     lengths: Int64Array | None = None
     drafts: Int64Array | None = None
     knows_drafts: bool = True  # whether ``drafts`` are all that there are
+    crossing: Sequence[int] | Int64Array = ()  # which have tokens beyond their current block
 
     @property
     def num_tokens(self) -> int:
@@ -184,61 +172,3 @@ class Step:
         if not self._prefills:
             return ids
         return (*ids, *(request_id for request_id, chunk in self._prefills if chunk.samples))
-
-
-def plan_step(
-    decodes: DecodeWork,
-    rows: RequestTable,
-    prefills: Sequence[ActiveRequest],
-    boundaries: Sequence[CheckpointEntry],
-    crossing: Sequence[int] | Int64Array,
-) -> StepPlan:
-    """Collect what a step does, as plain values."""
-    count = len(decodes.group.ids)
-    batch = _decode_batch(decodes, rows, crossing) if count else NO_DECODES
-    chunks = [active.current_chunk for active in prefills]
-    inside: list[CheckpointEntry] = []
-    restores: list[tuple[int, int]] = []
-    saved = [*boundaries]
-    for index, chunk in enumerate(chunks):
-        if chunk.is_first:
-            source = ZERO_SOURCE if chunk.lease is None else chunk.lease.slot
-            if chunk.load is not None:
-                source = chunk.load.current_checkpoint.slot
-            restores.append((source, chunk.row))
-        inside += [CheckpointEntry(index, point.position, point.slot) for point in chunk.inside]
-        if (point := chunk.boundary) is not None:
-            saved.append(CheckpointEntry(count + index, point.position, point.slot))
-    return StepPlan(batch, chunks, inside, restores, saved)
-
-
-def _decode_batch(
-    work: DecodeWork, kept: RequestTable, crossing: Sequence[int] | Int64Array
-) -> DecodeBatch:
-    """Return what is known of decoding requests' tokens; the device completes it with drafts."""
-    rows, tokens = work.group.rows, kept.last_tokens[work.group.rows]
-    bounds: Int64Array | None = None
-    if work.lengths is not None:
-        bounds = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(work.lengths, out=bounds[1:])
-    are_several = work.width > 1
-    if work.drafts is not None:
-        table = np.empty((len(rows), work.width), dtype=np.int64)
-        table[:, 0], table[:, 1:] = tokens, work.drafts
-        tokens = table.ravel() if bounds is None else table[table >= 0]
-    elif are_several:
-        packed = np.zeros(work.num_tokens, dtype=np.int64)
-        packed[slice(None, None, work.width) if bounds is None else bounds[:-1]] = tokens
-        tokens = packed
-    # Of a request that is in doubt the place may be in another block, which the device knows.
-    return DecodeBatch(
-        rows=rows,
-        starts=work.most,
-        ends=work.ends,
-        longest=work.longest,
-        token_ids=tokens,
-        width=work.width,
-        query_start_loc=bounds,
-        place_shifts=kept.place_shifts[rows],
-        crossing=crossing,
-    )

@@ -30,19 +30,14 @@ from mamba_cache.context.speculation import (
     read_sampled,
 )
 from mamba_cache.context.stats import count_admission
-from mamba_cache.context.step import (
-    NOBODY_DECODES,
-    DecodeWork,
-    Step,
-    plan_step,
-)
+from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
+from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import (
     InvalidArgumentError,
     StepOrderError,
     UnwrittenStateWarning,
 )
-from mamba_cache.metadata import CheckpointEntry, StepBuffers, StepPlan
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["StepRunner"]
@@ -92,7 +87,6 @@ class StepRunner:
         self._work = NOBODY_DECODES
         self._prefills: tuple[ActiveRequest, ...] = ()
         self._step: Step | None = None
-        self._num_boundaries = 0
         self._planned: dict[int, Checkpoint] = {}
         self._uncollected: _Uncollected | None = None
         self._is_advanced = False
@@ -123,32 +117,32 @@ class StepRunner:
         self,
         work: DecodeWork,
         saving: Sequence[int],
-        crossing: Sequence[int] | Int64Array,
         prefills: Sequence[ActiveRequest],
         drafts: torch.Tensor | None,
     ) -> Step:
         """Send the metadata and restore live states; on an exception the step is taken back."""
         self._work, self._prefills, self._planned = work, tuple(prefills), {}
         try:
-            boundaries = self._plan_boundaries(work, saving) if saving else []
+            saved = self._plan_boundaries(work, saving) if saving else []
             for active in prefills:
                 self._admitter.renew_restore(active)
             if self._tiering is not None and prefills:
                 for active in self._tiering.begin(self._prefills):  # those that cannot load
                     self._admitter.plan_again(active)
-            plan = plan_step(work, self._rows, prefills, boundaries, crossing)
-            self._num_boundaries = len(plan.boundaries)
+            chunks = [active.current_chunk for active in prefills]
             with outside:
-                metadata = self._buffers.fill(plan)
+                metadata = self._buffers.fill(work, chunks, saved)
                 self._extractions.begin(metadata)
                 if self._speculation is not None:
                     is_exact = drafts is None and self._uncollected is None
                     self._speculation.describe(metadata, drafts, is_exact=is_exact)
-                self._restore(plan)
-                chunks = [(a.request_id, a.current_chunk) for a in prefills]
-                step = Step(work, chunks, metadata)
+                # Without the padding, which a kernel would look at entry by entry.
+                if restores := self._buffers.entries("restores"):
+                    self._slots.transfers.slots_to_live(*restores)
+                ids = [active.request_id for active in prefills]
+                step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
             if self._tiering is not None:
-                self._tiering.begin_forward(sum(a.current_chunk.num_tokens for a in prefills))
+                self._tiering.begin_forward(sum(chunk.num_tokens for chunk in chunks))
             self._step = step
         except BaseException:
             self._preempt_all()
@@ -163,17 +157,16 @@ class StepRunner:
             self._admitter.release(active)
         return tuple(active.request_id for active in damaged)
 
-    def _plan_boundaries(self, work: DecodeWork, saving: Sequence[int]) -> list[CheckpointEntry]:
+    def _plan_boundaries(
+        self, work: DecodeWork, saving: Sequence[int]
+    ) -> list[tuple[int, Checkpoint]]:
         """Plan the checkpoints of decoding requests that may end a block; return where."""
-        boundaries = []
         for index in saving:
             active = work.group.requests[index]
             self._admitter.plan_decode(active)
-            checkpoint = active.checkpoint
-            if checkpoint is not None:
-                self._planned[index] = checkpoint
-                boundaries.append(CheckpointEntry(index, checkpoint.position, checkpoint.slot))
-        return boundaries
+            if active.checkpoint is not None:
+                self._planned[index] = active.checkpoint
+        return [*self._planned.items()]
 
     def commit(self, sampled: Sampled | DeviceTokens) -> tuple[Hashable, ...]:
         """Save boundary states, publish what was written, and append the sampled tokens.
@@ -187,7 +180,9 @@ class StepRunner:
             damaged = tiering.verify(self._prefills)
         if self._speculation is not None:
             self._advance(self._speculation, *self._in_batch_order(sampled))
-        self._save_boundaries()
+        # As planned: a request loses its checkpoint if the step before has reached it.
+        if boundaries := self._buffers.entries("boundaries"):
+            self._slots.transfers.live_to_slots(*boundaries)
         new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
         with self._guard.ending(self._slots.listeners):
             work, num_decodes = self._work, len(self._work.group.ids)
@@ -351,14 +346,6 @@ class StepRunner:
         check_accepted(self._work, sampled, ids)
         return sampled
 
-    def _restore(self, plan: StepPlan) -> None:
-        if not plan.restores:
-            return
-        # Without the padding, which a kernel would look at entry by entry.
-        entries, count = self._buffers.first_entries, len(plan.restores)
-        restore = self._slots.transfers.slots_to_live
-        restore(entries("restore_sources", count), entries("restore_rows", count))
-
     def _advance(
         self,
         speculation: Speculation,
@@ -396,14 +383,6 @@ class StepRunner:
             chunk = active.current_chunk
             active.chunk = self._admitter.drop_inside(chunk)
             self._counters["unwritten_states"] += len(chunk.inside)
-
-    def _save_boundaries(self) -> None:
-        if not self._num_boundaries:
-            return
-        # Of the plan: a chunk loses its checkpoint if the step before turns out to have reached it.
-        entries, count = self._buffers.first_entries, self._num_boundaries
-        save = self._slots.transfers.live_to_slots
-        save(entries("boundary_rows", count), entries("boundary_slots", count))
 
     def _end_chunk(self, active: ActiveRequest) -> None:
         chunk = active.current_chunk

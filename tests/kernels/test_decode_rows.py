@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from step_plans import decode_batch
+from step_plans import decode_work, make_buffers, make_table, part
 
 from mamba_cache._indices import PAD_SLOT_ID
 from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.context.kernels.decode_numpy import DecodeRows
-from mamba_cache.metadata import CheckpointEntry, SequenceSlice, StepBuffers, StepPlan
+from mamba_cache.context.requests import Checkpoint
 
 MAX_REQUESTS, BLOCK, BLOCKS, CHUNK = 6, 12, 8, 4
 
@@ -71,30 +71,28 @@ def cases(draw):
 
 def tensors(case, device):
     """The rows and the metadata of a case, and what is padding poisoned."""
-    buffers = StepBuffers(
-        torch.tensor(case.tables, dtype=torch.int32).numpy(),
+    table = make_table(torch.tensor(case.tables, dtype=torch.int32).numpy())
+    buffers = make_buffers(
+        table,
+        device,
         block_size_tokens=BLOCK,
-        chunk_size=CHUNK,
+        ssm_chunk_size=CHUNK,
         max_tokens=64,
-        max_checkpoints=0,
+        checkpoints_per_step=0,
         max_decode_tokens=case.ring - 1,
         live_rows_per_request=case.ring,
-        device=device,
     )
     slices = [
-        SequenceSlice(row, 0 if i < case.num_decodes else case.computed[row], host_tokens(case, i))
+        part(row, 0 if i < case.num_decodes else case.computed[row], host_tokens(case, i))
         for i, row in enumerate(case.rows)
     ]
-    plan = StepPlan(
-        decodes=decode_batch(slices[: case.num_decodes]),
-        prefills=slices[case.num_decodes :],
-        boundaries=[CheckpointEntry(i, p, 50 + i) for i, p in case.boundaries.items()],
-    )
+    work = decode_work(slices[: case.num_decodes], table, BLOCK)
+    saved = [(i, Checkpoint(p, 50 + i)) for i, p in case.boundaries.items()]
     rows = DecodeRows.make(MAX_REQUESTS, case.ring, device)
     rows.num_computed[:] = torch.tensor(case.computed)
     rows.cursors[:] = torch.tensor(case.cursors)
     rows.last_tokens[:] = torch.tensor(case.last_tokens)
-    return rows, buffers.fill(plan)
+    return rows, buffers.fill(work, slices[case.num_decodes :], saved)
 
 
 def host_tokens(case, index):

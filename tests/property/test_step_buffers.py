@@ -1,21 +1,17 @@
 """The tensors of a step against plain-Python loops over its plan."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from step_plans import decode_batch
+from step_plans import decode_work, group_of, make_buffers, make_table, part
 
-from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache.metadata import (
-    CheckpointEntry,
-    SequenceSlice,
-    StepBuffers,
-    StepPlan,
-    step_buffers,
-)
+from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
+from mamba_cache.context import step_buffers
+from mamba_cache.context.requests import Checkpoint
 
 MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 6, 64, 7
 MAX_DECODE_TOKENS = 3
@@ -44,49 +40,50 @@ def plans(draw, sizes=SIZES):
     longest = block * MAX_BLOCKS
     slices = []
     for index in range(num_decodes + num_prefills):
-        most = MAX_DECODE_TOKENS if index < num_decodes else 11
-        length = draw(st.integers(1, min(most, longest)))
+        is_decode = index < num_decodes
+        length = draw(st.integers(1, min(MAX_DECODE_TOKENS if is_decode else 11, longest)))
         start = draw(st.integers(0, longest - length))
-        tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)))
-        writable = 0 if index < num_decodes else draw(st.integers(0, longest))
-        slices.append(SequenceSlice(rows[index], start, tokens, writable))
+        tokens = draw(st.lists(st.integers(0, 99), min_size=length, max_size=length))
+        rest = {} if is_decode else draw_rest(draw, start + length, longest)
+        slices.append(part(rows[index], start, tokens, **rest))
     prefills = slices[num_decodes:]
     ends = chunk_ends(prefills, chunk)
     chosen = (
         draw(st.lists(st.sampled_from(ends), unique=True, max_size=MAX_CHECKPOINTS)) if ends else []
     )
-    pairs = st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 4)), max_size=MAX_REQUESTS)
-    saved = draw(st.lists(st.sampled_from(range(len(slices))), unique=True)) if slices else []
-    boundaries = [
-        CheckpointEntry(i, draw(st.integers(0, 99)), draw(st.integers(0, 9))) for i in saved
-    ]
-    return (
-        chunk,
-        block,
-        StepPlan(
-            decodes=decode_batch(slices[:num_decodes]),
-            prefills=prefills,
-            checkpoints=[CheckpointEntry(w, p, 100 + i) for i, (w, p) in enumerate(chosen)],
-            restores=draw(pairs),
-            boundaries=boundaries,
-        ),
-        live_rows,
-        slices[:num_decodes],
-    )
+    for index, (which, position) in enumerate(chosen):
+        prefills[which].inside += (Checkpoint(position, 100 + index),)
+    decodes = range(num_decodes)
+    saved = draw(st.lists(st.sampled_from(decodes), unique=True)) if decodes else []
+    boundaries = [(i, Checkpoint(draw(st.integers(0, 99)), draw(st.integers(0, 9)))) for i in saved]
+    return chunk, block, live_rows, slices[:num_decodes], prefills, boundaries
 
 
-def oracle(plan, decodes, tables, block, chunk, live_rows):
+def draw_rest(draw, end, longest):
+    """What else a chunk of a prompt has: where it resumes, and whether it saves its end."""
+    slots = st.none() | st.integers(0, 9)
+    source, saved = draw(slots), draw(slots)
+    return {
+        "first_writable": draw(st.integers(0, longest)),
+        "is_first": draw(st.booleans()),
+        "lease": None if source is None else SimpleNamespace(slot=source),
+        "boundary": None if saved is None else Checkpoint(end, saved),
+    }
+
+
+def oracle(drawn, tables):
     """Every tensor as a list without padding, by loops."""
+    chunk, block, live_rows, decodes, prefills, saved = drawn
     out = {name: [] for name in (
         "token_ids", "positions", "kv_slot_mapping", "num_computed_tokens", "seq_lens",
         "request_rows", "state_rows", "last_chunk_indices", "chunk_seq_idx", "checkpoint_chunks",
         "checkpoint_conv_ends", "checkpoint_seq_starts", "checkpoint_rows", "checkpoint_slots",
     )}  # fmt: skip
     out["query_start_loc"], out["cu_chunk_seqlens"] = [0], []
-    list_tokens(out, [*decodes, *plan.prefills], tables, block, live_rows)
-    starts, chunk_ending = list_chunks(out, plan, chunk)
-    list_checkpoints(out, plan, starts, chunk_ending, live_rows)
-    list_saved(out, plan, decodes, live_rows)
+    list_tokens(out, [*decodes, *prefills], tables, block, live_rows)
+    starts, chunk_ending = list_chunks(out, prefills, chunk)
+    list_checkpoints(out, prefills, starts, chunk_ending, live_rows)
+    list_copies(out, decodes, prefills, saved, live_rows)
     return out
 
 
@@ -106,9 +103,9 @@ def list_tokens(out, pieces, tables, block, live_rows):
         out["query_start_loc"].append(len(out["token_ids"]))
 
 
-def list_chunks(out, plan, chunk):
+def list_chunks(out, prefills, chunk):
     chunk_ending, starts, packed = {}, [], 0
-    for which, piece in enumerate(plan.prefills):
+    for which, piece in enumerate(prefills):
         starts.append(packed)
         for position in range(piece.start, piece.start + len(piece.token_ids)):
             if position == piece.start or position % chunk == 0:
@@ -121,52 +118,60 @@ def list_chunks(out, plan, chunk):
     return starts, chunk_ending
 
 
-def list_saved(out, plan, decodes, live_rows):
-    pieces = [*decodes, *plan.prefills]
+def list_copies(out, decodes, prefills, saved, live_rows):
+    pieces = [*decodes, *prefills]
     out["decode_state_rows"] = [
         [piece.row * live_rows] * (1 + MAX_DECODE_TOKENS) for piece in decodes
     ]
-    out["restore_sources"] = [source for source, _ in plan.restores]
-    out["restore_rows"] = [row * live_rows for _, row in plan.restores]
-    out["boundary_rows"] = [pieces[entry.index].row * live_rows for entry in plan.boundaries]
-    out["boundary_slots"] = [entry.slot for entry in plan.boundaries]
-    by_index = {entry.index: number for number, entry in enumerate(plan.boundaries)}
+    firsts = [piece for piece in prefills if piece.is_first]
+    out["restore_sources"] = [p.lease.slot if p.lease else ZERO_SOURCE for p in firsts]
+    out["restore_rows"] = [piece.row * live_rows for piece in firsts]
+    ends = enumerate(prefills, len(decodes))
+    saved = [*saved, *((index, piece.boundary) for index, piece in ends if piece.boundary)]
+    out["boundary_rows"] = [pieces[index].row * live_rows for index, _ in saved]
+    out["boundary_slots"] = [each.slot for _, each in saved]
+    by_index = {index: number for number, (index, _) in enumerate(saved)}
     out["boundary_entries"] = [by_index.get(index, -1) for index in range(len(pieces))]
     out["boundary_positions"] = [
-        plan.boundaries[by_index[index]].position if index in by_index else -1
+        saved[by_index[index]][1].position if index in by_index else -1
         for index in range(len(pieces))
     ]
 
 
-def list_checkpoints(out, plan, starts, chunk_ending, live_rows):
-    for entry in plan.checkpoints:
-        piece = plan.prefills[entry.index]
-        start = starts[entry.index]
-        out["checkpoint_chunks"].append(chunk_ending[entry.index, entry.position])
-        out["checkpoint_conv_ends"].append(start + entry.position - piece.start)
-        out["checkpoint_seq_starts"].append(start)
-        out["checkpoint_rows"].append(piece.row * live_rows)
-        out["checkpoint_slots"].append(entry.slot)
+def list_checkpoints(out, prefills, starts, chunk_ending, live_rows):
+    for which, (piece, start) in enumerate(zip(prefills, starts, strict=True)):
+        for position, slot, _ in piece.inside:
+            out["checkpoint_chunks"].append(chunk_ending[which, position])
+            out["checkpoint_conv_ends"].append(start + position - piece.start)
+            out["checkpoint_seq_starts"].append(start)
+            out["checkpoint_rows"].append(piece.row * live_rows)
+            out["checkpoint_slots"].append(slot)
 
 
-def make_buffers(tables, stamps, chunk, block, live_rows):
-    return StepBuffers(
-        tables,
-        table_stamps=stamps,
+def buffers_for(table, drawn):
+    chunk, block, live_rows, *_ = drawn
+    return make_buffers(
+        table,
+        torch.device("cpu"),
         block_size_tokens=block,
-        chunk_size=chunk,
+        ssm_chunk_size=chunk,
         max_tokens=MAX_TOKENS,
-        max_checkpoints=MAX_CHECKPOINTS,
+        checkpoints_per_step=MAX_CHECKPOINTS,
         max_decode_tokens=MAX_DECODE_TOKENS,
         live_rows_per_request=live_rows,
-        device=torch.device("cpu"),
     )
+
+
+def fill(buffers, table, drawn, group=None):
+    _, block, _, decodes, prefills, saved = drawn
+    work = decode_work(decodes, table, block)
+    return buffers.fill(work if group is None else work._replace(group=group), prefills, saved)
 
 
 def assert_equals_loops(metadata, drawn, tables):
     """Return what the loops give."""
-    chunk, block, plan, live_rows, decodes = drawn
-    wanted = oracle(plan, decodes, tables, block, chunk, live_rows)
+    *_, decodes, prefills, _ = drawn
+    wanted = oracle(drawn, tables)
     padding = {
         "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
         "query_start_loc": metadata.num_tokens,
@@ -176,7 +181,7 @@ def assert_equals_loops(metadata, drawn, tables):
         tensor = getattr(metadata, name)
         assert tensor[: len(values)].tolist() == values, name
         assert set(tensor[len(values) :].flatten().tolist()) <= {padding.get(name, -1)}, name
-    rows = [piece.row for piece in (*decodes, *plan.prefills)]
+    rows = [piece.row for piece in (*decodes, *prefills)]
     assert metadata.block_tables[: len(rows)].tolist() == tables[rows].tolist()
     assert metadata.num_requests == len(rows)
     assert metadata.num_tokens == len(wanted["token_ids"])
@@ -184,47 +189,45 @@ def assert_equals_loops(metadata, drawn, tables):
     assert metadata.num_decode_tokens == sum(lengths)
     assert metadata.max_decode_len == max(lengths, default=0)
     assert metadata.num_chunks == len(wanted["chunk_seq_idx"])
-    assert metadata.num_checkpoints == len(plan.checkpoints)
+    assert metadata.num_checkpoints == len(wanted["checkpoint_slots"])
     assert metadata.max_seq_len == max(wanted["seq_lens"], default=0)
     return wanted
 
 
-@given(plans(), plans(), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
-def test_tensors_equal_loops(before, drawn, seed, has_stamps, changes):
+@given(plans(), plans(), st.integers(0, 2**32 - 1), st.booleans())
+def test_tensors_equal_loops(before, drawn, seed, changes):
     """Also after another plan, whose values must not shine through the padding.
 
-    Where the caller says which tables have changed, those that have not are not copied again.
+    Tables whose stamps have not changed are not copied again.
     """
-    chunk, block, plan, live_rows, _ = drawn
     tables = np.random.default_rng(seed).integers(
         0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32
     )
-    stamps = np.arange(MAX_REQUESTS) if has_stamps else None
-    buffers = make_buffers(tables, stamps, chunk, block, live_rows)
-    if before[:2] == drawn[:2]:
-        buffers.fill(before[2])
+    table = make_table(tables)
+    buffers = buffers_for(table, drawn)
+    if before[:3] == drawn[:3]:
+        fill(buffers, table, before)
     addresses = None
     for _ in range(2):
-        metadata = buffers.fill(plan)
+        metadata = fill(buffers, table, drawn)
         wanted = assert_equals_loops(metadata, drawn, tables)
         now = [getattr(metadata, name).data_ptr() for name in wanted]
         assert addresses in (None, now)
         addresses = now
         if changes:
             tables[0] += 1
-            if has_stamps:
-                stamps[0] += MAX_REQUESTS
+            table.table_stamps[0] += MAX_REQUESTS
 
 
 class Sent(step_buffers._HostSide):
     """A host side with memory of its own, as there are several on a GPU."""
 
     def __init__(self, layout, device_buffer):
-        self._device_buffer, self._buffer = device_buffer, torch.zeros_like(device_buffer)
-        super().__init__(layout, self._buffer)
+        self.device_buffer = device_buffer
+        super().__init__(layout, torch.zeros_like(device_buffer))
 
     def send(self, num_bytes):
-        self._device_buffer[:num_bytes] = self._buffer[:num_bytes]
+        self.device_buffer[:num_bytes] = self._buffer[:num_bytes]
 
 
 @given(
@@ -234,21 +237,19 @@ class Sent(step_buffers._HostSide):
 )
 def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed, data):
     """What one of them was told is not asked of another, with the group of decodes before, too."""
-    chunk, block, _, live_rows, _ = steps[0]
     rng = np.random.default_rng(seed)
     tables = rng.integers(0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32)
-    stamps = np.arange(MAX_REQUESTS)
-    buffers = make_buffers(tables, stamps, chunk, block, live_rows)
+    table = make_table(tables)
+    buffers = buffers_for(table, steps[0])
     hosts = [Sent(buffers._layout, buffers._device_buffer) for _ in range(3)]
     buffers._host_buffers, buffers._cpu_arrays = itertools.cycle(hosts), None
     groups = {}
     for number in data.draw(st.lists(st.sampled_from(range(len(steps))), max_size=20)):
-        *sizes, plan, live_rows, decodes = steps[number]
+        *_, decodes, _, _ = drawn = steps[number]
         # A group that goes on is the same array.
-        rows = groups.setdefault(tuple(plan.decodes.rows.tolist()), plan.decodes.rows)
-        plan = plan._replace(decodes=plan.decodes._replace(rows=rows))
-        metadata = buffers.fill(plan)
-        assert_equals_loops(metadata, (*sizes, plan, live_rows, decodes), tables)
+        ids = tuple(piece.row for piece in decodes)
+        group = groups.setdefault(ids, group_of(decodes))
+        assert_equals_loops(fill(buffers, table, drawn, group), drawn, tables)
         changed = rng.integers(MAX_REQUESTS)
         tables[changed] += 1
-        stamps[changed] = stamps.max() + 1
+        table.table_stamps[changed] = table.table_stamps.max() + 1

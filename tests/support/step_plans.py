@@ -1,18 +1,66 @@
-"""Plans of steps, written request by request."""
+"""Steps written request by request, and tables for them."""
+
+from types import SimpleNamespace
 
 import numpy as np
 
-from mamba_cache.metadata import DecodeBatch
+from mamba_cache.context.request_table import DecodingGroup
+from mamba_cache.context.requests import Chunk
+from mamba_cache.context.step import DecodeWork
+from mamba_cache.context.step_buffers import StepBuffers
 
 
-def decode_batch(slices):
-    """The decoding requests of a step, given as ``SequenceSlice``s."""
-    lengths = [len(piece.token_ids) for piece in slices]
-    return DecodeBatch(
-        rows=np.array([piece.row for piece in slices], dtype=np.int64),
-        starts=np.array([piece.start for piece in slices], dtype=np.int64),
-        ends=np.array([p.start + len(p.token_ids) for p in slices], dtype=np.int64),
-        longest=max((p.start + len(p.token_ids) for p in slices), default=0),
-        token_ids=np.concatenate([piece.token_ids for piece in slices]) if slices else np.zeros(0),
-        query_start_loc=None if set(lengths) <= {1} else np.cumsum([0, *lengths]),
+def make_buffers(table, device, **sizes):
+    """Step buffers over a table that ``make_table`` has made."""
+    return StepBuffers(table, SimpleNamespace(**sizes), device)
+
+
+def make_table(block_tables, stamps=None):
+    """What step buffers read of a table of requests."""
+    count = len(block_tables)
+    return SimpleNamespace(
+        block_tables=block_tables,
+        table_stamps=np.arange(count) if stamps is None else stamps,
+        last_tokens=np.zeros(count, dtype=np.int64),
+        place_shifts=np.zeros(count, dtype=np.int64),
     )
+
+
+def group_of(slices):
+    """Requests that decode together, called by their rows."""
+    requests = [SimpleNamespace(request_id=piece.row, row=piece.row) for piece in slices]
+    return DecodingGroup(requests)
+
+
+def decode_work(slices, table, block_size):
+    """What is computed of decoding requests, given as chunks, which the table gets to know."""
+    lengths = np.array([len(piece.token_ids) for piece in slices], dtype=np.int64)
+    width = max(lengths.tolist(), default=1)
+    drafts = np.full((len(slices), width - 1), -1, dtype=np.int64)
+    starts = np.array([piece.start for piece in slices], dtype=np.int64)
+    crossing = []
+    for index, piece in enumerate(slices):
+        first, *rest = piece.token_ids.tolist()
+        drafts[index, : len(rest)] = rest
+        table.last_tokens[piece.row] = first
+        block = piece.start // block_size
+        shift = (int(table.block_tables[piece.row, block]) - block) * block_size
+        table.place_shifts[piece.row] = shift
+        if (piece.end - 1) // block_size > block:
+            crossing.append(index)
+    return DecodeWork(
+        group=group_of(slices),
+        starts=starts,
+        most=starts,
+        ends=starts + lengths,
+        longest=max((starts + lengths).tolist(), default=0),
+        width=width,
+        lengths=None if set(lengths.tolist()) <= {width} else lengths,
+        drafts=drafts if width > 1 else None,
+        crossing=crossing,
+    )
+
+
+def part(row, start, tokens, first_writable=0, **rest):
+    """The tokens of one request that a step computes."""
+    return Chunk(row, start, np.asarray(tokens), first_writable, **rest)

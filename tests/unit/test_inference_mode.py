@@ -10,7 +10,6 @@ from itertools import permutations, product
 from types import SimpleNamespace
 
 import align_rig
-import numpy as np
 import pytest
 import slot_rig
 import torch
@@ -33,7 +32,6 @@ from mamba_cache.integrations.vllm import (
     MambaHybridModelState,
     MambaSpecDecodeGPUContext,
 )
-from mamba_cache.metadata import StepBuffers
 from mamba_cache.slots.megatron_scratch import IntermediateTables
 from mamba_cache.states import StatePool
 
@@ -167,11 +165,6 @@ def test_kernels_may_use_an_engines_buffers_in_and_out_of_the_mode(made, world, 
     check_worlds(Model(8, max_requests=4), 3, range(3), [make])
 
 
-def make_step_buffers():
-    sizes = {"block_size_tokens": 8, "chunk_size": 4, "max_tokens": 16, "max_checkpoints": 2}
-    return StepBuffers(np.zeros((2, 3), np.int32), **sizes, device=torch.device("cpu"))
-
-
 def make_state_table():
     config, make_buffer = Model().kv_cache_config(), partial(CpuGpuBuffer, device="cpu")
     return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", make_buffer).table
@@ -182,7 +175,7 @@ KEPT = {
     "KV cache": lambda: [KV_SPEC.allocate(2, BLOCK, "cpu")],
     "checkpoints": lambda: vars(IntermediateTables(2, torch.device("cpu"))).values(),
     "buffer": lambda: vars(CpuGpuBuffer(2, dtype=torch.int32, device="cpu")).values(),
-    "step": lambda: vars(make_step_buffers()).values(),
+    "step": lambda: vars(make_context().step_buffers).values(),
     "table": lambda: vars(make_state_table()).values(),
     "context": lambda: vars(make_context()).values(),
     "slots": lambda: vars(slot_rig.make_allocator()).values(),

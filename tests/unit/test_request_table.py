@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mamba_cache.cache import KVBlockAllocator
+from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.errors import BlockCapacityError, InvariantError
 
@@ -15,17 +16,23 @@ def kv_blocks():
     return KVBlockAllocator(POOL)
 
 
+def make_rows(kv_blocks, max_requests, max_blocks, block_size):
+    config = CacheConfig(
+        max_requests=max_requests,
+        max_tokens=64,
+        max_sequence_length=max_blocks * block_size,
+        block_size_tokens=block_size,
+        ssm_chunk_size=1,
+        num_kv_blocks=1,
+        max_slots=1,
+        num_speculative_tokens=1,
+    )
+    return RequestTable(kv_blocks, config)
+
+
 @pytest.fixture
 def rows(kv_blocks):
-    return RequestTable(
-        kv_blocks,
-        max_requests=MAX_REQUESTS,
-        max_blocks=MAX_BLOCKS,
-        block_size_tokens=BLOCK,
-        max_tokens=64,
-        max_sequence_length=MAX_BLOCKS * BLOCK,
-        max_decode_tokens=3,
-    )
+    return make_rows(kv_blocks, MAX_REQUESTS, MAX_BLOCKS, BLOCK)
 
 
 def arrays(rows):
@@ -58,14 +65,7 @@ def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
 def test_where_keys_go_is_exact_in_64_bits(kv_blocks):
     """Neither int32 nor the 53 bits of a float hold the largest."""
     block, size = 2**31 - 1, 2**23 + 1
-    rows = RequestTable(
-        kv_blocks,
-        max_requests=1,
-        max_blocks=1,
-        block_size_tokens=size,
-        max_tokens=1,
-        max_sequence_length=size,
-    )
+    rows = make_rows(kv_blocks, 1, 1, size)
     rows.block_tables[0, 0] = block
     rows.expect_events(np.array([0]))
     assert rows.place_shifts.tolist() == [block * size]

@@ -3,18 +3,16 @@
 tests/property/test_step_buffers.py compares their values and padding with loops over drawn plans.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import step_plans
 import torch
-from step_plans import decode_batch
+from step_plans import decode_work, make_table, part
 
-from mamba_cache.metadata import (
-    CheckpointEntry,
-    SequenceSlice,
-    StepBuffers,
-    StepPlan,
-    step_buffers,
-)
+from mamba_cache.context import step_buffers
+from mamba_cache.context.requests import Checkpoint
 from mamba_cache.states import ZERO_SOURCE
 
 MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 4, 24, 4
@@ -23,18 +21,20 @@ MAX_CHUNKS = MAX_TOKENS // CHUNK + 2 * MAX_REQUESTS  # each may begin and end in
 TABLES = np.arange(100, 100 + MAX_REQUESTS * MAX_BLOCKS, dtype=np.int32).reshape(MAX_REQUESTS, -1)
 POISON = 77
 
-DECODES = [SequenceSlice(3, 9, np.array([11, 12])), SequenceSlice(1, 5, np.array([13]))]
 # A decode with a draft, one without, a prefill behind a shared block, and another.
-PLAN = StepPlan(
-    decodes=decode_batch(DECODES),
-    prefills=[
-        SequenceSlice(4, 3, np.array([21, 22, 23, 24, 25, 26]), first_writable=5),
-        SequenceSlice(2, 6, np.array([31, 32, 33, 34, 35])),
-    ],
-    checkpoints=[CheckpointEntry(1, 8, 70), CheckpointEntry(0, 8, 71), CheckpointEntry(1, 10, 72)],
-    restores=[(6, 4), (ZERO_SOURCE, 2)],
-    boundaries=[CheckpointEntry(0, 10, 73), CheckpointEntry(3, 11, 74)],
-)
+DECODES = [part(3, 9, [11, 12]), part(1, 5, [13])]
+PREFILLS = [
+    part(
+        4, 3, [21, 22, 23, 24, 25, 26], 5,
+        is_first=True, lease=SimpleNamespace(slot=6), inside=(Checkpoint(8, 71),),
+    ),
+    part(
+        2, 6, [31, 32, 33, 34, 35],
+        is_first=True,
+        inside=(Checkpoint(8, 70), Checkpoint(10, 72)), boundary=Checkpoint(11, 74),
+    ),
+]  # fmt: skip
+SAVED = [(0, Checkpoint(10, 73))]
 ROWS = [3, 1, 4, 2]
 ROOM = {
     MAX_TOKENS: ("token_ids", "positions", "kv_slot_mapping"),
@@ -56,24 +56,27 @@ ROOM = {
 def make_buffers(tables=TABLES, **changes):
     sizes = {
         "block_size_tokens": BLOCK,
-        "chunk_size": CHUNK,
+        "ssm_chunk_size": CHUNK,
         "max_tokens": MAX_TOKENS,
-        "max_checkpoints": MAX_CHECKPOINTS,
+        "checkpoints_per_step": MAX_CHECKPOINTS,
         "max_decode_tokens": DECODE_TOKENS,
         "live_rows_per_request": LIVE_ROWS,
-        "device": torch.device("cpu"),
     }
-    return StepBuffers(tables, **(sizes | changes))
+    return step_plans.make_buffers(make_table(tables), torch.device("cpu"), **(sizes | changes))
+
+
+def fill(buffers, decodes=(), prefills=(), saved=(), block=BLOCK):
+    return buffers.fill(decode_work(decodes, buffers._table, block), prefills, saved)
 
 
 def padded(values, room, padding):
     return values + [padding] * (room - len(values))
 
 
-@pytest.mark.parametrize("plan", [PLAN, StepPlan()], ids=["full", "empty"])
-def test_tensors_are_as_long_as_a_step_may_be(plan):
+@pytest.mark.parametrize("step", [(DECODES, PREFILLS, SAVED), ()], ids=["full", "empty"])
+def test_tensors_are_as_long_as_a_step_may_be(step):
     """Kernels of a captured graph read all of them, whatever the step has."""
-    metadata = make_buffers().fill(plan)
+    metadata = fill(make_buffers(), *step)
     for room, names in ROOM.items():
         for name in names:
             wide = name in ("token_ids", "positions", "kv_slot_mapping")
@@ -86,7 +89,7 @@ def test_tensors_are_as_long_as_a_step_may_be(plan):
 
 
 def test_there_is_room_for_no_more_chunks_than_tokens():
-    metadata = make_buffers(max_tokens=7).fill(StepPlan())
+    metadata = fill(make_buffers(max_tokens=7))
     assert len(metadata.chunk_seq_idx) == 7
     assert len(metadata.cu_chunk_seqlens) == 8
 
@@ -96,9 +99,10 @@ def test_where_a_key_goes_is_exact_in_64_bits(is_prefill):
     """Neither int32 nor the 53 bits of a float hold the largest."""
     block, block_size = 2**31 - 1, 2**23 + 1
     tables = np.full((1, 1), block, dtype=np.int32)
-    pieces = [SequenceSlice(0, 6, np.array([1]))]
-    plan = StepPlan(prefills=pieces) if is_prefill else StepPlan(decodes=decode_batch(pieces))
-    metadata = make_buffers(tables, block_size_tokens=block_size).fill(plan)
+    pieces = [part(0, 6, [1])]
+    step = ([], pieces) if is_prefill else (pieces,)
+    buffers = make_buffers(tables, block_size_tokens=block_size)
+    metadata = fill(buffers, *step, block=block_size)
     assert metadata.kv_slot_mapping[0].item() == block * block_size + 6
 
 
@@ -106,42 +110,42 @@ class StagedBuffer(step_buffers._HostSide):
     """A host side of its own, as on a GPU, whose copies are done at once."""
 
     def __init__(self, layout, device_buffer):
-        self.buffer = torch.full_like(device_buffer, POISON)
         self.device_buffer = device_buffer
-        super().__init__(layout, self.buffer)
+        super().__init__(layout, torch.full_like(device_buffer, POISON))
 
     def send(self, num_bytes):
         self.num_sent = num_bytes
-        self.device_buffer[:num_bytes] = self.buffer[:num_bytes]
+        self.device_buffer[:num_bytes] = self._buffer[:num_bytes]
 
 
 @pytest.mark.parametrize("num_prefills", [0, 2])
 @pytest.mark.parametrize("num_decodes", [0, 1, 2])
 def test_block_tables_are_sent_as_far_as_the_batch_goes(monkeypatch, num_decodes, num_prefills):
     monkeypatch.setattr(step_buffers, "_HostSide", StagedBuffer)
-    decodes = decode_batch(DECODES[:num_decodes])
     buffers = make_buffers()
-    metadata = buffers.fill(StepPlan(decodes=decodes, prefills=PLAN.prefills[:num_prefills]))
+    metadata = fill(buffers, DECODES[:num_decodes], PREFILLS[:num_prefills])
     rows = [*ROWS[:num_decodes], *ROWS[2 : 2 + num_prefills]]
     row_bytes = 4 * MAX_BLOCKS
     before = metadata.block_tables.storage_offset() * 4
     assert next(buffers._host_buffers).num_sent == before + len(rows) * row_bytes
     wanted = TABLES[rows].tolist()
     assert metadata.block_tables.tolist() == padded(wanted, MAX_REQUESTS, [0] * MAX_BLOCKS)
-    assert metadata.boundary_positions.tolist() == [-1] * MAX_REQUESTS
+    wanted = [-1] * (num_decodes + 1) + [11] if num_prefills else []
+    assert metadata.boundary_positions.tolist() == padded(wanted, MAX_REQUESTS, -1)
 
 
 def test_a_table_that_a_prompt_has_taken_the_place_of_is_copied_again():
     """Stamps say that a table is as it was, not that it is still where it was."""
-    buffers = make_buffers(table_stamps=np.arange(1, 1 + len(TABLES)))
-    decodes = StepPlan(decodes=decode_batch(DECODES))
-    for plan in (decodes, StepPlan(prefills=PLAN.prefills), decodes):
-        metadata = buffers.fill(plan)
+    buffers = make_buffers()
+    for step in ((DECODES,), ([], PREFILLS), (DECODES,)):
+        metadata = fill(buffers, *step)
     assert metadata.block_tables[: len(DECODES)].tolist() == TABLES[ROWS[:2]].tolist()
 
 
-def test_the_first_entries_of_a_tensor_are_a_list_on_the_host():
+def test_the_entries_of_a_step_are_lists_on_the_host():
     buffers = make_buffers()
-    buffers.fill(PLAN)
-    assert buffers.first_entries("boundary_slots", 2) == [73, 74]
-    assert buffers.first_entries("restore_rows", 1) == [12]
+    fill(buffers, DECODES, PREFILLS, SAVED)
+    assert buffers.entries("boundaries") == [[9, 6], [73, 74]]
+    assert buffers.entries("restores") == [[6, ZERO_SOURCE], [12, 6]]
+    fill(buffers, DECODES)
+    assert buffers.entries("boundaries") == buffers.entries("restores") == []

@@ -1,0 +1,432 @@
+"""The step's tensors: filled on the host, brought to the device in one copy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.requests import Checkpoint, Chunk
+from mamba_cache.context.step import DecodeWork
+from mamba_cache.metadata import StepMetadata
+from mamba_cache.metadata.chunks import cut_into_chunks
+
+__all__ = ["StepBuffers"]
+
+_IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+_ALIGNMENT_BYTES = 64
+_PINNED_BUFFERS = 4
+_PER_TOKEN = ("token_ids", "positions", "kv_slot_mapping")
+_PER_REQUEST = (
+    "num_computed_tokens", "seq_lens", "request_rows", "state_rows", "last_chunk_indices",
+    "restore_sources", "restore_rows",
+    "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
+)  # fmt: skip
+_PADDING_PER_TOKEN = {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID}
+_PADDING_PER_REQUEST = {
+    "num_computed_tokens": 0,
+    "seq_lens": 0,
+    "request_rows": PAD_SLOT_ID,
+    "state_rows": PAD_SLOT_ID,
+}
+_PER_CHECKPOINT = (
+    "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts",
+    "checkpoint_rows", "checkpoint_slots",
+)  # fmt: skip
+_SIDE_BY_SIDE = {
+    "checkpoints": _PER_CHECKPOINT,
+    "restores": ("restore_sources", "restore_rows"),
+    "boundaries": ("boundary_rows", "boundary_slots"),
+    "boundaries_by_request": ("boundary_entries", "boundary_positions"),
+}
+"""Tensors of equally many entries, one behind the other, that are written together. Padding: -1."""
+
+
+class StepBuffers:
+    """Step tensors at fixed addresses, written on the host and copied to the device at once.
+
+    All tensors of a ``StepMetadata`` are views of one device allocation. On a GPU the host side is
+    a small ring of pinned buffers, so that a step can be written while the copy of the one before
+    is still under way; on the CPU both sides are the same memory.
+    """
+
+    @outside_inference_mode
+    def __init__(self, table: RequestTable, config: CacheConfig, device: torch.device) -> None:
+        self._table = table
+        self._block_size = config.block_size_tokens
+        self._chunk_size = config.ssm_chunk_size
+        self._live_rows = config.live_rows_per_request
+        requests, blocks = table.block_tables.shape
+        self._numbers = np.arange(blocks * self._block_size)
+        chunks = min(config.max_tokens, config.max_tokens // self._chunk_size + 2 * requests)
+        self._layout = layout = _Layout()
+        for name in _PER_TOKEN:
+            layout.add(name, (config.max_tokens,), torch.int64)
+        counts = (
+            dict.fromkeys(_PER_REQUEST, requests)
+            | dict.fromkeys(_PER_CHECKPOINT, config.checkpoints_per_step)
+            | {
+                "query_start_loc": requests + 1,
+                "cu_chunk_seqlens": chunks + 1,
+                "chunk_seq_idx": chunks,
+            }
+        )
+        for name, count in counts.items():
+            layout.add(name, (count,))
+        layout.add("decode_state_rows", (requests, 1 + config.max_decode_tokens))
+        # The last, because only the rows in use are copied.
+        self._table_offset = layout.add("block_tables", (requests, blocks))
+        self._row_bytes = blocks * torch.int32.itemsize
+        self._device_buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        self._tensors = layout.views(self._device_buffer)
+        names = StepMetadata.__dataclass_fields__
+        self._in_order = [self._tensors[name] for name in names if name in self._tensors]
+        hosts = [
+            _HostSide(layout, self._device_buffer)
+            for _ in range(_PINNED_BUFFERS if device.type == "cuda" else 1)
+        ]
+        self._host_buffers = itertools.cycle(hosts)
+        self._cpu_arrays = hosts[0].arrays if device.type == "cpu" else None
+        self._counts = {"restores": 0, "boundaries": 0}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of every step's metadata, by name: what a CUDA graph may read."""
+        return self._tensors
+
+    def checkpoint_fields(self, num_checkpoints: int | None) -> dict[str, torch.Tensor]:
+        """Return the tensors of the first checkpoints inside prefill chunks by name; None: all."""
+        return {name: self._tensors[name][:num_checkpoints] for name in _PER_CHECKPOINT}
+
+    def entries(self, name: str) -> list[Any]:
+        """Return the "restores" or the "boundaries" of the last step, from and to; [] for none.
+
+        Both are views on the device; on the CPU lists, which cost less to make and to read.
+        """
+        count = self._counts[name]
+        if not count:
+            return []
+        if self._cpu_arrays is not None:
+            return [self._cpu_arrays[each][:count].tolist() for each in _SIDE_BY_SIDE[name]]
+        return [  # pragma: no cover - tests/gpu run it
+            self._tensors[each][:count] for each in _SIDE_BY_SIDE[name]
+        ]
+
+    def fill(
+        self, work: DecodeWork, chunks: Sequence[Chunk], saved: Sequence[tuple[int, Checkpoint]]
+    ) -> StepMetadata:
+        """Write a step's tensors and enqueue their copy to the device.
+
+        The caller has checked that the step fits. ``saved`` are states of decoding requests, each
+        with the request's place in the batch. The tensors hold on the current stream until the
+        next call.
+        """
+        host = next(self._host_buffers)
+        host.wait()
+        num_decodes, num_prefills = len(work.group.ids), len(chunks)
+        num_decode_tokens = work.num_tokens
+        max_decode_len = work.width if num_decodes else 0
+        if work.lengths is not None:
+            max_decode_len = int(np.maximum.reduce(work.lengths))
+        max_seq_len, bounds = work.longest, [0]
+        host.arrays["query_start_loc"][0] = 0
+        if num_decodes:
+            self._fill_decodes(host, work)
+        host.rows = work.group.rows
+        host.pad_after("decode_state_rows", num_decodes, PAD_SLOT_ID)
+        if num_prefills:
+            bounds, longest = self._fill_prefills(host, chunks, num_decodes, num_decode_tokens)
+            max_seq_len = max(max_seq_len, longest)
+        num_tokens, num_chunks = num_decode_tokens + bounds[-1], 0
+        num_checkpoints = sum([len(chunk.inside) for chunk in chunks])
+        if num_prefills or host.has_chunks:
+            num_chunks = self._fill_chunks(host, chunks, bounds, num_checkpoints)
+        host.pad(num_tokens, num_decodes + num_prefills)
+        self._fill_copies(host, chunks, saved, num_decodes)
+        host.send(self._table_offset + (num_decodes + num_prefills) * self._row_bytes)
+        return StepMetadata(  # by position: in a third of the time
+            num_decodes,
+            num_prefills,
+            num_tokens,
+            num_decode_tokens,
+            max_decode_len,
+            num_chunks,
+            self._chunk_size,
+            num_checkpoints,
+            max_seq_len,
+            *self._in_order,
+        )
+
+    def _fill_decodes(self, host: _HostSide, work: DecodeWork) -> None:
+        """Write what decoding requests compute, how long they are, and where their states are."""
+        arrays, table, rows = host.arrays, self._table, work.group.rows
+        count, total, width = len(rows), work.num_tokens, work.width
+        is_same = host.rows is rows
+        if not is_same:
+            live_rows = rows * self._live_rows
+            arrays["request_rows"][:count] = rows
+            arrays["state_rows"][:count] = live_rows
+            arrays["decode_state_rows"][:count] = live_rows[:, None]
+        self._fill_tables(host, rows)
+        lengths: _IntArray | int = width
+        if work.lengths is None:
+            if not is_same or host.width != width:
+                arrays["query_start_loc"][: count + 1] = np.arange(0, total + 1, width)
+            host.width = width
+            first = np.arange(0, total, width)
+        else:
+            lengths = work.lengths
+            first = np.cumsum(lengths) - lengths
+            arrays["query_start_loc"][:count] = first
+            arrays["query_start_loc"][count] = total
+            host.width = -1
+        positions, shifts = work.most, table.place_shifts[rows]
+        if total > count:
+            # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
+            positions = (positions - first).repeat(lengths)
+            positions += np.arange(total)
+            shifts = shifts.repeat(lengths)
+        places = positions + shifts
+        if len(work.crossing):
+            is_crossing = np.zeros(count, dtype=bool)
+            is_crossing[work.crossing] = True
+            tokens = is_crossing.repeat(lengths).nonzero()[0]
+            at = positions[tokens]
+            blocks = at // self._block_size
+            # The block's first place and the offset in it, in one and in 64 bits.
+            shifts = table.block_tables[rows.repeat(lengths)[tokens], blocks] - blocks
+            places[tokens] = shifts * self._block_size + at
+        token_ids = arrays["token_ids"][:total]
+        if work.drafts is not None:
+            given = np.empty((count, width), dtype=np.int64)
+            given[:, 0], given[:, 1:] = table.last_tokens[rows], work.drafts
+            token_ids[:] = given.ravel() if work.lengths is None else given[given >= 0]
+        elif total > count:  # the device completes them
+            token_ids[:] = 0
+            token_ids[first] = table.last_tokens[rows]
+        else:
+            token_ids[:] = table.last_tokens[rows]
+        arrays["positions"][:total] = positions
+        arrays["kv_slot_mapping"][:total] = places
+        arrays["num_computed_tokens"][:count] = work.most
+        arrays["seq_lens"][:count] = work.ends
+
+    def _fill_prefills(
+        self, host: _HostSide, chunks: Sequence[Chunk], index: int, before: int
+    ) -> tuple[list[int], int]:
+        """Write the same of prompts; return where each begins and all end, and the longest end."""
+        arrays, size, numbers = host.arrays, self._block_size, self._numbers
+        tables = self._table.block_tables
+        end, bounds, longest = before, [0], 0
+        for piece in chunks:
+            start, length = piece.start, len(piece.token_ids)
+            first, end = end, end + length
+            arrays["token_ids"][first:end] = piece.token_ids
+            arrays["positions"][first:end] = numbers[start : start + length]
+            # The tokens are consecutive: each block is looked at once.
+            block, offset = divmod(start, size)
+            until = offset + length
+            shifts = tables[piece.row, block : block - (-until // size)]
+            shifts = (shifts - numbers[: len(shifts)]) * size
+            places = arrays["kv_slot_mapping"][first:end]
+            np.add(numbers[offset:until], shifts.repeat(size)[offset:until], out=places)
+            if piece.first_writable > start:
+                places[: piece.first_writable - start] = PAD_SLOT_ID
+            arrays["num_computed_tokens"][index] = start
+            arrays["seq_lens"][index] = start + length
+            arrays["request_rows"][index] = piece.row
+            arrays["state_rows"][index] = piece.row * self._live_rows
+            arrays["block_tables"][index] = tables[piece.row]
+            host.table_stamps[index] = -1  # it grows with each chunk, so nobody asks whether it did
+            index += 1
+            arrays["query_start_loc"][index] = end
+            bounds.append(end - before)
+            longest = max(longest, start + length)
+        return bounds, longest
+
+    def _fill_tables(self, host: _HostSide, rows: _IntArray) -> None:
+        """Copy the block tables of decoding requests that are not there yet."""
+        count, tables = len(rows), host.arrays["block_tables"]
+        stamps = self._table.table_stamps[rows]
+        changed = (host.table_stamps[:count] != stamps).nonzero()[0]
+        if len(changed):
+            tables[changed] = self._table.block_tables[rows[changed]]
+            host.table_stamps[:count] = stamps
+
+    def _fill_chunks(
+        self, host: _HostSide, pieces: Sequence[Chunk], bounds: list[int], num_checkpoints: int
+    ) -> int:
+        """Write the chunks of prompts, and where states are saved inside them; return how many."""
+        size, arrays = self._chunk_size, host.arrays
+        phases = [piece.start % size for piece in pieces]
+        last = arrays["last_chunk_indices"]
+        out = arrays["cu_chunk_seqlens"], arrays["chunk_seq_idx"], last
+        num_chunks = cut_into_chunks(bounds, phases, size, out)
+        host.pad_after("cu_chunk_seqlens", num_chunks + 1, bounds[-1], pads_all=True)
+        host.pad_after("chunk_seq_idx", num_chunks, -1)
+        host.pad_after("last_chunk_indices", len(pieces), -1)
+        host.has_chunks = bool(pieces)
+        if not num_checkpoints and not host.has_checkpoints:
+            return num_chunks
+        host.has_checkpoints = bool(num_checkpoints)
+        written = []
+        for index, piece in enumerate(pieces):
+            first, row = bounds[index], piece.row * self._live_rows
+            for position, slot, _ in piece.inside:
+                chunk = last.item(index) - (-(-piece.end // size) - position // size)
+                written.append((chunk, first + position - piece.start, first, row, slot))
+        host.fill("checkpoints", written)
+        return num_chunks
+
+    def _fill_copies(
+        self,
+        host: _HostSide,
+        chunks: Sequence[Chunk],
+        saved: Sequence[tuple[int, Checkpoint]],
+        num_decodes: int,
+    ) -> None:
+        """Write which live states are restored before the step, and saved after it."""
+        arrays = host.arrays
+        restores = [
+            (chunk.restore_source, chunk.row * self._live_rows)
+            for chunk in chunks
+            if chunk.is_first
+        ]
+        if restores or host.has_restores:
+            host.fill("restores", restores)
+        entries = [*saved]
+        for index, chunk in enumerate(chunks, num_decodes):
+            if chunk.boundary is not None:
+                entries.append((index, chunk.boundary))
+        if entries or host.has_boundaries:
+            rows, by_request = arrays["request_rows"], arrays["boundaries_by_request"]
+            host.fill(
+                "boundaries", [(rows.item(i) * self._live_rows, each.slot) for i, each in entries]
+            )
+            by_request.fill(-1)
+            for number, (index, each) in enumerate(entries):
+                by_request[index] = number, each.position
+        host.has_restores, host.has_boundaries = bool(restores), bool(entries)
+        self._counts = {"restores": len(restores), "boundaries": len(entries)}
+
+
+class _Layout:
+    """Where each tensor lies in the one buffer."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        self.num_bytes = 0
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> int:
+        """Lay a tensor behind the others; return its offset."""
+        offset, size = self.num_bytes, math.prod(shape) * dtype.itemsize
+        self._fields[name] = (offset, shape, dtype)
+        self.num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return offset
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return each tensor as a view of ``buffer`` ([num_bytes] uint8)."""
+        return {
+            name: buffer[offset : offset + math.prod(shape) * dtype.itemsize]
+            .view(dtype)
+            .view(shape)
+            for name, (offset, shape, dtype) in self._fields.items()
+        }
+
+    def arrays(self, buffer: torch.Tensor) -> dict[str, Any]:
+        """Return each tensor of a ``buffer`` on the host as a numpy view.
+
+        Likewise those that are written together, [entries, tensors].
+        """
+        arrays = {name: tensor.numpy() for name, tensor in self.views(buffer).items()}
+        for name, members in _SIDE_BY_SIDE.items():
+            (start, (count,), dtype), (second, *_) = (self._fields[each] for each in members[:2])
+            rows = buffer[start : start + len(members) * (second - start)].view(dtype)
+            width = (second - start) // dtype.itemsize
+            arrays[name] = rows.view(len(members), width)[:, :count].numpy().T
+        return arrays
+
+
+class _HostSide:
+    """The host side of the tensors, and how much of it is not padding since the last step.
+
+    On a CPU the kernels read the same memory. On a GPU it is pinned, and an event says when its
+    last copy is over.
+    """
+
+    def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
+        self._device_buffer = self._buffer = device_buffer
+        self._copied: torch.cuda.Event | None = None
+        if device_buffer.is_cuda:  # pragma: no cover - tests/gpu run it
+            self._buffer = torch.zeros(
+                layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.arrays = layout.arrays(self._buffer)
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold zeros, and no padding."""
+        for array in self.arrays.values():
+            array.fill(0)
+        self._used = {name: len(array) for name, array in self.arrays.items()}
+        self.rows: _IntArray | None = None
+        self._size = -1, -1
+        self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
+        # Of decodes: tokens of each, if all have equally many.
+        self.width = -1
+        self.has_chunks = self.has_checkpoints = self.has_restores = self.has_boundaries = True
+
+    def fill(self, name: str, entries: Sequence[tuple[int, ...]]) -> None:
+        """Write the entries of tensors that are written together, and padding behind them."""
+        count = len(entries)
+        if count:
+            self.arrays[name][:count] = entries
+        self.pad_after(name, count, PAD_SLOT_ID)
+
+    def pad_after(self, name: str, count: int, padding: int, *, pads_all: bool = False) -> None:
+        """Write padding over what was there before."""
+        array = self.arrays[name]
+        used = len(array) if pads_all else self._used[name]
+        is_less = used > count
+        if is_less:
+            array[count:used] = padding
+        self._used[name] = count
+
+    def pad(self, num_tokens: int, num_requests: int) -> None:
+        """Write padding over what the last step had beyond this one."""
+        used = self._used["token_ids"]
+        is_less = used > num_tokens
+        if is_less:
+            for name, padding in _PADDING_PER_TOKEN.items():
+                self.arrays[name][num_tokens:used] = padding
+        self._used["token_ids"] = num_tokens
+        used = self._used["request_rows"]
+        is_less = used > num_requests
+        if is_less:
+            for name, padding in _PADDING_PER_REQUEST.items():
+                self.arrays[name][num_requests:used] = padding
+        self._used["request_rows"] = num_requests
+        if self._size != (num_tokens, num_requests):
+            self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+            self._size = num_tokens, num_requests
+
+    def wait(self) -> None:
+        """Wait until the last copy from here is done; it is unless the host runs far ahead."""
+        if self._copied is not None:  # pragma: no cover - tests/gpu run it
+            self._copied.synchronize()
+
+    def send(self, num_bytes: int) -> None:
+        """Enqueue the copy of the first ``num_bytes`` bytes to the device."""
+        if self._copied is not None:  # pragma: no cover - tests/gpu run it
+            self._device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
+            self._copied.record()
