@@ -56,23 +56,6 @@ def test_output_is_as_shown(page, name, capsys):
     assert capsys.readouterr().out == shown(page, f"python examples/{name}.py")
 
 
-CHOOSER = (
-    *("own_engine", "megatron_core", "transformers_script", "transformers_server"),
-    "several_machines",
-)
-"""The examples of the README's chooser, one for each thing that somebody may have."""
-
-
-@pytest.mark.parametrize("name", CHOOSER)
-def test_what_the_chooser_leads_to_is_short_and_compares(name):
-    """Each is under 100 lines, ends in a comparison, and fails if that finds a difference."""
-    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 100
-    assert "{'agree' if " in text
-    assert "return 0 if " in text
-    assert f"`{name}.py`" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
-
-
 def test_every_turn_of_a_chat_skips_what_was_said_before(capsys):
     chat = load("own_engine")
     assert chat.main() == 0
@@ -138,17 +121,6 @@ def test_the_own_placement_doubles():
     assert sorted(placement.positions(facts)) == [64, 128, 256, 512, 640]
 
 
-def test_the_page_on_examples_lists_each_with_its_length():
-    """`examples/README.md` says which to read first."""
-    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    listed = {name: int(lines) for name, lines in re.findall(r"`(\w+)\.py` \| (\d+) \|", page)}
-    lengths = {
-        path.stem: len(path.read_text(encoding="utf-8").splitlines())
-        for path in EXAMPLES.glob("*.py")
-    }
-    assert listed == lengths
-
-
 # Examples that print a report, as a table or as JSON.
 
 
@@ -183,57 +155,6 @@ def speculation():
     return Reporting("speculative_decoding")
 
 
-@pytest.fixture(params=["reuse", "speculation"])
-def each(request):
-    return request.getfixturevalue(request.param)
-
-
-def test_outputs_that_differ_fail_the_script(each, monkeypatch, capsys):
-    monkeypatch.setattr(each.example, "play", lambda: ({}, {}))
-    monkeypatch.setattr(each.example, "report", lambda *_: each.report | {"outputs_match": False})
-    monkeypatch.setattr(sys, "argv", ["example.py"])
-    assert each.example.main() == 1
-    assert "DO NOT AGREE" in capsys.readouterr().out
-
-
-def test_a_chat_whose_answers_differ_fails(monkeypatch, capsys):
-    chat = load("own_engine")
-    turns = iter([[(2, 0, [7])], [(2, 0, [8])]])
-    monkeypatch.setattr(chat, "converse", lambda *_: next(turns))
-    assert chat.main() == 1
-    assert "DO NOT AGREE" in capsys.readouterr().out
-
-
-def test_the_table_names_each_request_or_run(each, capsys):
-    each.example.show(each.report)
-    printed = capsys.readouterr().out
-    assert all(request["name"] in printed for request in each.report.get("requests", ()))
-    assert printed.count("up to") == len(each.report.get("runs", ()))
-    assert all(len(line) <= 88 for line in printed.splitlines())
-
-
-FIELDS = {
-    "name": str,
-    "prompt_tokens": int,
-    "kv_matched_blocks": int,
-    "state_matched_blocks": int,
-    "skipped_tokens": int,
-    "computed_tokens": int,
-    "ttft_ms": float,
-}
-
-
-def test_every_request_has_its_fields(reuse):
-    requests = reuse.report["requests"]
-    assert len({request["name"] for request in requests}) == reuse.example.NUM_PROMPTS
-    for request in requests:
-        assert {name: type(request[name]) for name in FIELDS} == FIELDS
-        assert request["skipped_tokens"] + request["computed_tokens"] == request["prompt_tokens"]
-        assert request["state_matched_blocks"] <= request["kv_matched_blocks"]
-        assert request["ttft_ms"] > 0
-    assert len(requests) == reuse.example.NUM_PROMPTS
-
-
 def test_outputs_match_and_half_of_the_prefill_is_skipped(reuse):
     report = reuse.report
     assert report["outputs_match"] is True
@@ -242,9 +163,6 @@ def test_outputs_match_and_half_of_the_prefill_is_skipped(reuse):
     assert report["prefill_tokens_computed"] == computed
     assert report["prefill_tokens_without_cache"] == needed
     assert computed <= needed / 2
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    skipped = f"| {1 - computed / needed:.0%}, the same tokens | `python examples/prefix_reuse.py`"
-    assert skipped in readme
 
 
 def test_each_scene_shows_what_it_is_there_for(reuse):
@@ -272,17 +190,6 @@ def test_drafts_save_steps_and_change_no_token(speculation):
             assert run["accepted_tokens"] <= run["drafted_tokens"]
         # The second turn resumes behind the first answer.
         assert run["skipped_tokens"] > len(example.TEXTS) * example.PROMPT_TOKENS
-
-
-def test_answers_that_differ_are_noticed(speculation):
-    example = speculation.example
-
-    def outcome(token):
-        return example.Outcome([(1, token)], example.DecodingStats(), 0, 1.0)
-
-    same = {("greedy", 0): outcome(2), ("greedy", 3): outcome(2), ("drawn", 0): outcome(9)}
-    assert example.report(same)["outputs_match"] is True
-    assert example.report(same | {("greedy", 3): outcome(3)})["outputs_match"] is False
 
 
 # The engine of the tutorial: right with little memory too, and when the model fails.
@@ -361,11 +268,3 @@ def test_goes_on_after_a_model_that_failed(make_engine, model):
     uncached.run()
     assert failing.context.stats().aborted_steps == 1
     assert failing.answers == uncached.answers
-
-
-def test_engine_is_short():
-    """The tutorial promises an engine of about a hundred lines."""
-    lines = (EXAMPLES / "embed_in_your_engine.py").read_text(encoding="utf-8").splitlines()
-    start = lines.index("class TinyEngine:")
-    end = next(i for i in range(start, len(lines)) if lines[i].startswith("def make_context"))
-    assert end - start <= 105
