@@ -20,12 +20,11 @@ from mamba_cache.cache import BlockHasher  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
 from mamba_cache.events import Removed, Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
-from mamba_cache.integrations.events.publisher import _is_bound  # noqa: E402
-from mamba_cache.integrations.events.wire import (  # noqa: E402
-    encode_batch,
-    encode_cleared,
-    encode_removed,
-    encode_stored,
+from mamba_cache.integrations.events.publisher import _is_bound, encode_batch  # noqa: E402
+from mamba_cache.integrations.events.view import (  # noqa: E402
+    CLEARED,
+    removed_event,
+    stored_event,
 )
 
 ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
@@ -44,13 +43,13 @@ def wait_until(holds):
 
 
 def test_a_batch_is_encoded_as_vllms_own_classes_encode_it():
-    stored = encode_stored([0x0102030405060708], None, [1, 2, 3, 4], block_size=4)
-    removed = encode_removed([7], medium="CPU", group=1)
-    assert encode_batch(1.5, [stored, removed, encode_cleared()], 0) == GOLDEN
+    stored = stored_event(0, [0x0102030405060708], None, [1, 2, 3, 4], 4)
+    removed = {**removed_event(1, [7]), "medium": "CPU"}
+    assert encode_batch(1.5, [stored, removed, CLEARED], 0) == GOLDEN
 
 
 def test_the_largest_hashes_and_a_rank_are_encoded():
-    stored = encode_stored([2**64 - 1], 2**63 - 1, [2**31 - 1], block_size=1, group=1)
+    stored = stored_event(1, [2**64 - 1], 2**63 - 1, [2**31 - 1], 1)
     _, [event], rank = msgspec.msgpack.decode(encode_batch(0.0, [stored], 3))
     assert (event["block_hashes"], event["parent_block_hash"]) == ([2**64 - 1], 2**63 - 1)
     assert (event["kv_cache_spec_kind"], event["group_idx"], rank) == ("mamba", 1, 3)

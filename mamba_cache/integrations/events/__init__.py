@@ -8,11 +8,7 @@ Before the first request of a context, an engine or a prefix cache of transforme
     publisher.watch(context)
 """
 
-from mamba_cache.integrations.events.publisher import (
-    CacheBooks,
-    EventPublisher,
-    PublisherStats,
-)
+from mamba_cache.integrations.events.publisher import EventPublisher, PublisherStats
 from mamba_cache.integrations.events.view import EventMode
 
-__all__ = ["CacheBooks", "EventMode", "EventPublisher", "PublisherStats"]
+__all__ = ["EventMode", "EventPublisher", "PublisherStats"]

@@ -8,33 +8,26 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mamba_cache._checks import INT32_MAX, check_choice, check_int, check_kind, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError, StepOrderError
-from mamba_cache.events import Listeners, Removed, Stored
-from mamba_cache.integrations.events.view import (
-    Announced,
-    EventMode,
-    EventView,
-    ViewEvent,
-)
-from mamba_cache.integrations.events.wire import (
-    encode_batch,
-    encode_cleared,
-    encode_removed,
-    encode_stored,
-)
+from mamba_cache.events import Removed, Stored
+from mamba_cache.integrations.events.view import CLEARED, EventMode, EventView, KVEvent
 
 try:
+    import msgspec
     import zmq
 except ImportError as error:
-    raise MissingExtraError(f"KV events need pyzmq: {install_hint('events')}") from error
+    raise MissingExtraError(f"KV events need {error.name}: {install_hint('events')}") from error
 
-__all__ = ["CacheBooks", "EventPublisher", "PublisherStats"]
+__all__ = ["EventPublisher", "PublisherStats", "encode_batch"]
 
 _log = logging.getLogger(__name__)
+
+# Shared by all threads: it keeps nothing between two calls.
+_encode = msgspec.msgpack.Encoder().encode
 
 _POLL_SECONDS = 0.02
 _LINGER_MS = 500
@@ -54,26 +47,6 @@ _REQUEST_FRAMES = 3  # who asks, an empty one, and the number of the first batch
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _LOCAL = ("ipc://", "inproc://")
-
-
-class CacheBooks(Protocol):
-    """What is read of a cache: its listeners, its block hashes and its block size.
-
-    A ``DynamicInferenceContext`` is one, ``Engine.context`` of the reference engine, and a
-    ``PrefixCache`` of transformers.
-    """
-
-    @property
-    def kv_block_allocator(self) -> Any:
-        """A ``KVBlockAllocator``, or what has its ``block_hashes``."""
-
-    @property
-    def listeners(self) -> Listeners:
-        """The cache's listeners."""
-
-    @property
-    def block_size_tokens(self) -> int:
-        """Tokens of a KV block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +165,12 @@ class EventPublisher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def watch(self, cache: CacheBooks) -> None:
+    def watch(self, cache: Any) -> None:
         """Tell of a cache from now on; it holds nothing yet.
 
         Args:
-            cache: The cache; the publisher becomes one of its listeners. After ``close`` it ignores
-                events.
+            cache: A ``DynamicInferenceContext``, such as ``Engine.context``, or a ``PrefixCache``.
+                The publisher becomes one of its listeners; after ``close`` it ignores events.
 
         Raises:
             InvalidArgumentError: It is no cache, or holds something already.
@@ -285,7 +258,7 @@ class EventPublisher:
             while not self._stopping.is_set():
                 self._step()
             self._drain()
-            self._send([encode_cleared()])
+            self._send([CLEARED])
         except Exception:
             _log.exception("KV events are not published any more; the cache goes on")
         finally:
@@ -296,7 +269,7 @@ class EventPublisher:
     def _begin(self, view: EventView) -> None:
         """Tell subscribers to forget what another process may have told them at this address."""
         self._view = view
-        self._send([encode_cleared()])
+        self._send([CLEARED])
         self._snapshot_seq = self._log[0][0]
 
     def _step(self) -> None:
@@ -317,9 +290,9 @@ class EventPublisher:
             self._view.apply(self._waiting.popleft())
         events = self._view.take_events()
         if events:
-            self._send(_encode_all(events, self._view.block_size_tokens))
+            self._send(events)
 
-    def _send(self, events: Sequence[bytes]) -> None:
+    def _send(self, events: Sequence[KVEvent]) -> None:
         payload = encode_batch(time.time(), events, self._rank)
         seq = self._next_seq.to_bytes(8, "big")
         self._next_seq += 1
@@ -332,8 +305,7 @@ class EventPublisher:
     def _send_snapshot(self) -> None:
         """Send all that is held to everybody; the log begins with it."""
         self._log.clear()
-        held = _encode_all(self._view.snapshot(), self._view.block_size_tokens)
-        self._send([encode_cleared(), *held])
+        self._send([CLEARED, *self._view.snapshot()])
         self._snapshot_seq = self._log[0][0]
         self._snapshot_at = self._sent_at
         self._owes_snapshot = False
@@ -378,22 +350,11 @@ def _is_bound(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith((*_LOCAL, *_LOOPBACK))
 
 
-def _encode_all(events: Iterable[ViewEvent], block_size: int) -> list[bytes]:
+def encode_batch(timestamp: float, events: Iterable[KVEvent], rank: int) -> bytes:
+    """Encode a batch: what one message carries, beside its topic and number."""
     encoded = []
     for event in events:
-        if isinstance(event, Announced):
-            encoded.append(
-                encode_stored(
-                    event.hashes,
-                    event.parent,
-                    event.token_ids,
-                    block_size=block_size,
-                    group=event.group,
-                )
-            )
-            time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
-        elif event.group is None:
-            encoded.append(encode_cleared())
-        else:
-            encoded.append(encode_removed(event.hashes, group=event.group))
-    return encoded
+        encoded.append(msgspec.Raw(_encode(event)))
+        time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
+    batch: bytes = _encode([timestamp, encoded, rank])
+    return batch

@@ -1,38 +1,58 @@
-"""What subscribers are told of: those of the held blocks that a prompt can use."""
+"""The events that subscribers are sent: of the held blocks, those that a prompt can use."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 from mamba_cache.events import Removed, Stored
 
-__all__ = ["Announced", "EventMode", "EventView", "ViewEvent", "Withdrawn"]
+__all__ = ["CLEARED", "EventMode", "EventView", "KVEvent", "removed_event", "stored_event"]
 
 EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
 
+KVEvent: TypeAlias = "dict[str, Any]"
+"""An event as vLLM's own classes encode it."""
+
+CLEARED: KVEvent = {"type": "AllBlocksCleared"}
+"""Nothing is held any more, in no group."""
+
+_GROUP_KINDS = ("full_attention", "mamba")
+"""What the two groups hold, by ``group_idx``: KV blocks, and states."""
+
+# Routers know GPU, CPU and STORAGE. Other names count as GPU in one router, not at all in another.
+_MEDIUM = "GPU"
 _TOKEN_BYTES = 4
 
 
-class Announced(NamedTuple):
-    """Consecutive blocks of one sequence are held."""
+def stored_event(
+    group: int, hashes: Sequence[int], parent: int | None, token_ids: list[int], block_size: int
+) -> KVEvent:
+    """Return that consecutive blocks of one sequence are held, each the parent of the next."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": token_ids,
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": _MEDIUM,
+        "lora_name": None,
+        "group_idx": group,
+        "kv_cache_spec_kind": _GROUP_KINDS[group],
+    }
 
-    group: int
-    hashes: list[int]
-    parent: int | None
-    token_ids: list[int]
 
-
-class Withdrawn(NamedTuple):
-    """Blocks are not held any more."""
-
-    group: int | None  # None: nothing is held any more, in no group
-    hashes: list[int]
-
-
-ViewEvent: TypeAlias = "Announced | Withdrawn"
-"""What subscribers are told."""
+def removed_event(group: int, hashes: Sequence[int]) -> KVEvent:
+    """Return that blocks are not held any more."""
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": hashes,
+        "medium": _MEDIUM,
+        "group_idx": group,
+    }
 
 
 class _Block:
@@ -75,7 +95,7 @@ class EventView:
         self._states: set[int] = set()
         # Also of parents that are not registered: one that is again finds its children here.
         self._children: dict[int | None, dict[int, None]] = {}
-        self._events: list[ViewEvent] = []
+        self._events: list[KVEvent] = []
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
 
     def apply(self, event: Stored | Removed) -> None:
@@ -92,14 +112,14 @@ class EventView:
             for hash_id in event.hash_ids:
                 self._remove_block(hash_id)
 
-    def take_events(self) -> list[ViewEvent]:
+    def take_events(self) -> list[KVEvent]:
         """Return what subscribers are to be told since the last call, in order."""
         events, self._events = self._events, []
         return events
 
-    def snapshot(self) -> list[Announced]:
+    def snapshot(self) -> list[KVEvent]:
         """Return all that subscribers are told of, parents before children."""
-        events: list[ViewEvent] = []
+        events: list[KVEvent] = []
         pending = list(self._children.get(None, ()))
         while pending:
             hash_id = pending.pop()
@@ -107,7 +127,7 @@ class EventView:
             if block.is_told:
                 self._add_stored(events, hash_id, block)
                 pending += self._children.get(hash_id, ())
-        return [event for event in events if isinstance(event, Announced)]
+        return events
 
     def _store_blocks(self, event: Stored) -> None:
         size, parent = self._block_bytes, event.parent_hash
@@ -149,7 +169,7 @@ class EventView:
         self._blocks.clear()
         self._children.clear()
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
-        self._events = [Withdrawn(None, [])]  # whatever came before is over as well
+        self._events = [CLEARED]  # whatever came before is over as well
 
     def _store_state(self, hash_id: int) -> None:
         if hash_id in self._states:
@@ -159,7 +179,7 @@ class EventView:
         if block is None:
             return
         if block.is_told:
-            self._events.append(_stored_state(block))
+            self._events.append(self._stored(1, block))
             self.num_told_states += 1
         block.uses += 1
         if block.uses == 1:
@@ -237,29 +257,26 @@ class EventView:
             self._add_removed(0, block)
         self.num_told_blocks -= len(order)
 
-    def _add_stored(self, events: list[ViewEvent], hash_id: int, block: _Block) -> None:
+    def _add_stored(self, events: list[KVEvent], hash_id: int, block: _Block) -> None:
         """Add to ``events`` that a block is held, and its state if it has one."""
-        last = events[-1] if events else None
-        if isinstance(last, Announced) and last.group == 0 and last.hashes[-1] == block.parent_hash:
-            last.hashes.append(block.hash)
-            last.token_ids.extend(_token_ids(block))
+        event, last = self._stored(0, block), events[-1] if events else CLEARED
+        follows = last["type"] == "BlockStored" and last["block_hashes"][-1] == block.parent_hash
+        if follows and last["group_idx"] == 0:
+            for name in ("block_hashes", "token_ids"):
+                last[name] += event[name]
         else:
-            events.append(Announced(0, [block.hash], block.parent_hash, _token_ids(block)))
+            events.append(event)
         if hash_id in self._states:
-            events.append(_stored_state(block))
+            events.append(self._stored(1, block))
 
     def _add_removed(self, group: int, block: _Block) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Withdrawn) and last.group == group:
-            last.hashes.append(block.hash)
+        last = self._events[-1] if self._events else CLEARED
+        if last["type"] == "BlockRemoved" and last["group_idx"] == group:
+            last["block_hashes"].append(block.hash)
         else:
-            self._events.append(Withdrawn(group, [block.hash]))
+            self._events.append(removed_event(group, [block.hash]))
 
-
-def _stored_state(block: _Block) -> Announced:
-    return Announced(1, [block.hash], block.parent_hash, _token_ids(block))
-
-
-def _token_ids(block: _Block) -> list[int]:
-    assert block.tokens, "nobody is told of a block without tokens"
-    return memoryview(block.tokens).cast("i").tolist()
+    def _stored(self, group: int, block: _Block) -> KVEvent:
+        assert block.tokens, "nobody is told of a block without tokens"
+        tokens = memoryview(block.tokens).cast("i").tolist()
+        return stored_event(group, [block.hash], block.parent_hash, tokens, self.block_size_tokens)
