@@ -120,6 +120,9 @@ class Prefetch:
         skip_tokens: Tokens that it need not compute once all is there.
         num_entries: KV blocks and states that are brought, once that is known.
         num_bytes: What they take.
+        num_arrived: Those of them that are there and verified.
+        is_asking: Whether it is not known yet what there is to bring.
+        is_cancelled: Whether it was cancelled before it was over.
         go_on: Called by ``wait`` when there is an answer that the context has not seen.
     """
 
@@ -139,14 +142,14 @@ class Prefetch:
         self.skip_tokens = skip_tokens
         self.num_entries = self.num_bytes = 0
         self._changed = threading.Condition()
-        self._num_over = self._num_arrived = 0
+        self._num_over = self.num_arrived = 0
         self._refusals: list[Refusal] = []
-        self._is_cancelled = self._is_late = False
+        self.is_cancelled = self._is_late = False
         self._began = time.monotonic()
         self._ended = self._began
         self._deadline = None if timeout_seconds is None else self._began + timeout_seconds
         self._silence, self._patience = silence, patience_seconds
-        self._is_asking = self._is_answered = False
+        self.is_asking = self._is_answered = False
         self._thread = threading.get_ident()
         self.go_on: Callable[[], object] | None = None
 
@@ -165,14 +168,14 @@ class Prefetch:
     def own_state(self) -> PrefetchState:
         """How far it is on this rank."""
         with self._changed:
-            if self._is_cancelled:
+            if self.is_cancelled:
                 return PrefetchState.CANCELLED
             if self._is_late:
                 return PrefetchState.TIMED_OUT
             if self.is_over:
                 if not self.num_entries:
                     return PrefetchState.NOTHING
-                is_whole = self._num_arrived == self.num_entries
+                is_whole = self.num_arrived == self.num_entries
                 return PrefetchState.READY if is_whole else PrefetchState.INCOMPLETE
             if self.has_failed:
                 return PrefetchState.INCOMPLETE
@@ -184,11 +187,6 @@ class Prefetch:
     def is_done(self) -> bool:
         """Whether there is nothing to wait for: the request may be added."""
         return self.state is not PrefetchState.PENDING
-
-    @property
-    def num_arrived(self) -> int:
-        """Entries that are there and verified."""
-        return self._num_arrived
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -215,7 +213,7 @@ class Prefetch:
             return False
         if self._needs_agreement:
             return self.is_answered or self.own_state is not PrefetchState.PENDING
-        return self._is_asking and self._is_answered
+        return self.is_asking and self._is_answered
 
     def _seconds_left(self) -> list[float]:
         """Return the seconds to its deadline, and for how long yet a store may be silent."""
@@ -227,8 +225,8 @@ class Prefetch:
     def cancel(self) -> None:
         """Say that nobody wants it any more. Rows are free when their reads are over."""
         with self._changed:
-            if self._is_asking or self._num_over < self.num_entries:
-                self._is_cancelled = True
+            if self.is_asking or self._num_over < self.num_entries:
+                self.is_cancelled = True
             self._changed.notify_all()
 
     def end_within(self, seconds: float) -> None:
@@ -237,10 +235,6 @@ class Prefetch:
             deadline = time.monotonic() + seconds
             if self._deadline is None or deadline < self._deadline:
                 self._deadline = deadline
-
-    def begin_asking(self) -> None:
-        """Say that it is not known yet what there is to bring."""
-        self._is_asking = True
 
     def answer(self) -> None:
         """Say that it can be known now."""
@@ -259,7 +253,7 @@ class Prefetch:
             if not of_store:
                 self._silence = None
             self.skip_tokens, self.num_entries, self.num_bytes = skip_tokens, num_entries, num_bytes
-            self._is_asking = False
+            self.is_asking = False
             self._began = time.monotonic()
             self._changed.notify_all()
 
@@ -268,7 +262,7 @@ class Prefetch:
         with self._changed:
             self._num_over += 1
             if refusal is None:
-                self._num_arrived += 1
+                self.num_arrived += 1
             else:
                 self._refusals.append(refusal)
             self._ended = time.monotonic()
@@ -277,12 +271,7 @@ class Prefetch:
     @property
     def is_answered(self) -> bool:
         """Whether what it waits for to be known is known, or nobody wants to know it any more."""
-        return self._is_asking and (self._is_answered or self.is_given_up)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether it is not known yet what there is to bring."""
-        return self._is_asking
+        return self.is_asking and (self._is_answered or self.is_given_up)
 
     @property
     def is_given_up(self) -> bool:
@@ -290,14 +279,9 @@ class Prefetch:
         return self.own_state in (PrefetchState.TIMED_OUT, PrefetchState.CANCELLED)
 
     @property
-    def is_cancelled(self) -> bool:
-        """Whether somebody has cancelled it before it was over."""
-        return self._is_cancelled
-
-    @property
     def is_over(self) -> bool:
         """Whether all its reads are over, cancelled or late or not."""
-        return not self._is_asking and self._num_over == self.num_entries
+        return not self.is_asking and self._num_over == self.num_entries
 
     @property
     def has_failed(self) -> bool:
@@ -496,7 +480,7 @@ class LowerTierLink:
                 prefetch.agree(PrefetchState.NOTHING)
                 return prefetch
             else:
-                prefetch.begin_asking()
+                prefetch.is_asking = True
                 prefetch.answer()
                 self._asked.append(asked)
         if self._agreement is not None:
@@ -567,11 +551,9 @@ class LowerTierLink:
         return self._planner if all(are_in_tier) else self._store_planner
 
     def remove(self, key: EntryKey) -> None:
-        """Have an entry that is known to be wrong not found again, in tiers that can do that."""
+        """Have an entry that is known to be wrong not found again."""
         for tier in self.tiers:
-            remove = getattr(tier, "remove", None)
-            if remove is not None:
-                remove(key)
+            tier.remove(key)
 
     def arriving_tokens(self, hashes: BlockHashes) -> int:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
@@ -634,7 +616,7 @@ class LowerTierLink:
         if not unknown or loading >= self._seconds_without(asked):
             return False
         prefetch = asked.prefetch
-        prefetch.begin_asking()
+        prefetch.is_asking = True
         if store.ask(unknown, lambda _: prefetch.answer()):
             return True
         prefetch.begin(match.skip_tokens, 0, 0)

@@ -13,7 +13,6 @@ from mamba_cache.cache import (
     BlockHashes,
     ExtraKey,
     KVBlockAllocator,
-    PromptFacts,
     SlotLease,
     SlotPool,
     StateProposal,
@@ -359,15 +358,6 @@ class Tiering:
             offer = _Offer(EntryKind.KV, block, facts)
             self._watched[block] = offer
             self._offers.append(offer)
-
-    @property
-    def knows_prompts(self) -> bool:
-        """Whether the host tier's policy must be told of requests."""
-        return self.host.knows_prompts
-
-    def begin_request(self, facts: PromptFacts) -> object:
-        """Tell that policy of a request; return what stands for its prompt."""
-        return self.host.begin_request(facts)
 
     def wants(self, active: ActiveRequest, proposals: Sequence[StateProposal]) -> list[bool]:
         """Say which states of a request are worth a row of a tier, and have none in host memory.

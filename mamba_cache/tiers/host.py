@@ -155,7 +155,6 @@ class HostTier:
             EntryKind.STATE: _Entries(states, state_policy),
         }
         self._inbox: deque[tuple[RowLease, Refusal | None]] = deque()
-        self._lower: dict[tuple[EntryKind, int], RowLease] = {}
         self._clear_counts()
         self._begin_memory()
 
@@ -196,9 +195,15 @@ class HostTier:
     def leases(self) -> dict[EntryKind, list[RowLease]]:
         """All leases that are not ended, but those of lower tiers."""
         return {
-            kind: [lease for lease in entries.pool.leases if lease not in self._lower_leases(kind)]
+            kind: [lease for lease in entries.pool.leases if not lease.is_lower]
             for kind, entries in self._entries.items()
         }
+
+    @property
+    def lower_leases(self) -> list[RowLease]:
+        """The leases of lower tiers that are not ended."""
+        pools = [entries.pool for entries in self._entries.values()]
+        return [lease for pool in pools for lease in pool.leases if lease.is_lower]
 
     def has(self, kind: EntryKind, digest: bytes) -> bool:
         """Say whether an entry can be found. Any thread may ask."""
@@ -238,8 +243,8 @@ class HostTier:
         entries.pool.add_rows(count)
 
     def _end_lower(self, lease: RowLease, refusal: Refusal | None) -> None:
-        if self._lower.pop(_name_of(lease), None) is None:
-            return  # reset since: nobody waits for it
+        if not self._entries[lease.facts.key.kind].pool.is_held(lease):
+            return  # ended since: nobody waits for it
         if not lease.writes:
             self.release(lease)
         elif refusal is None:
@@ -272,14 +277,13 @@ class HostTier:
         """
         pool = self._entries[facts.key.kind].pool
         digest, num_refused = facts.key.digest, pool.refused_total
-        lease = pool.reserve(digest, proposal, facts)
+        lease = pool.reserve(digest, proposal, facts, is_lower=for_lower)
         if lease is None:
             if pool.refused_total > num_refused:
                 self.dropped["refused"] += 1
             elif digest not in pool and not pool.is_awaited(digest):
                 self.dropped["no_row"] += 1
-            return None
-        return self._lend(lease, for_lower=for_lower)
+        return lease
 
     @guarded(nests=True, changes=True)
     def complete(self, lease: RowLease) -> bool:
@@ -299,7 +303,6 @@ class HostTier:
     @guarded(nests=True, changes=True)
     def cancel(self, lease: RowLease, reason: str | None = None) -> None:
         """Give a row back whose entry will not come, once nothing writes it."""
-        self._lower.pop(_name_of(lease), None)
         self._entries[lease.facts.key.kind].pool.cancel(lease)
         if reason is not None:
             self.dropped[reason] += 1
@@ -313,11 +316,10 @@ class HostTier:
         checksums by whoever copies them.
         """
         entries = self._entries[facts.key.kind]
-        lease = entries.pool.read(facts.key.digest, facts)
+        lease = entries.pool.read(facts.key.digest, facts, is_lower=for_lower)
         if lease is None:
             self.refused[Refusal.MISSING.value] += 1
             return Refusal.MISSING
-        self._lend(lease, for_lower=for_lower)
         refusal = self._refusal(entries, facts, lease)
         if refusal is not None:
             self.refuse(lease, refusal)
@@ -342,7 +344,6 @@ class HostTier:
     @guarded(nests=True, changes=True)
     def release(self, lease: RowLease) -> None:
         """End a reader's lease."""
-        self._lower.pop(_name_of(lease), None)
         self._entries[lease.facts.key.kind].pool.release(lease)
 
     @guarded(nests=True, changes=True)
@@ -394,7 +395,7 @@ class HostTier:
     def end_lower(self) -> None:
         """End all leases of lower tiers, which have done what they were handed."""
         self.poll()
-        for lease in list(self._lower.values()):
+        for lease in self.lower_leases:
             if lease.writes:
                 self.cancel(lease)
             else:
@@ -411,8 +412,8 @@ class HostTier:
         Nothing but a lower tier may be reading or writing rows.
         """
         with self._guard.ending(renews=True):
-            for kind, entries in self._entries.items():
-                entries.pool.reset(self._lower_leases(kind))
+            for entries in self._entries.values():
+                entries.pool.reset([lease for lease in entries.pool.leases if lease.is_lower])
             self._clear_counts()
 
     @guarded(nests=True, changes=True)
@@ -449,18 +450,3 @@ class HostTier:
             entries.pool.check_invariants()
             if entries.pool.num_ready != entries.memory.num_ready:
                 raise InvariantError(f"rows of {kind} are lost")
-        for lease in self._lower.values():
-            if not self._entries[lease.facts.key.kind].pool.is_held(lease):
-                raise InvariantError(f"a lower tier has {lease}, which was ended")
-
-    def _lend(self, lease: RowLease, *, for_lower: bool) -> RowLease:
-        if for_lower:
-            self._lower[_name_of(lease)] = lease
-        return lease
-
-    def _lower_leases(self, kind: EntryKind) -> list[RowLease]:
-        return [each for each in self._lower.values() if each.facts.key.kind is kind]
-
-
-def _name_of(lease: RowLease) -> tuple[EntryKind, int]:
-    return lease.facts.key.kind, lease.number

@@ -25,6 +25,7 @@ class RowLease:
     number: int  # no two leases of a pool have the same
     writes: bool
     facts: Any = None  # what its holder says of the entry
+    is_lower: bool = False  # whether a lower tier holds it
 
 
 class RowPool:
@@ -116,7 +117,9 @@ class RowPool:
         self._policy.withdraw()
         return accepted
 
-    def reserve(self, digest: bytes, proposal: Any = None, facts: Any = None) -> RowLease | None:
+    def reserve(
+        self, digest: bytes, proposal: Any = None, facts: Any = None, *, is_lower: bool = False
+    ) -> RowLease | None:
         """Take a row for an entry: a free one, or one that is given up for it."""
         if digest in self._row_of or digest in self._awaited:
             return None
@@ -133,7 +136,7 @@ class RowPool:
         self.generations[row] += 1
         self._arriving[row] = digest
         self._awaited[digest] = row
-        return self._lease(row, facts, writes=True)
+        return self._lease(row, facts, writes=True, is_lower=is_lower)
 
     def complete(self, lease: RowLease, *, hash_id: int = 0, saved_tokens: int = 1) -> bool:
         """Make an entry findable that is written to its end."""
@@ -163,14 +166,14 @@ class RowPool:
         self._free.append(row)
         self._release_from_policy(row)
 
-    def read(self, digest: bytes, facts: Any = None) -> RowLease | None:
+    def read(self, digest: bytes, facts: Any = None, *, is_lower: bool = False) -> RowLease | None:
         """Find an entry and keep it until ``release``; None if it cannot be found."""
         row = self._row_of.get(digest)
         if row is None:
             return None
         self._queue.discard([row])
         self.readers[row] += 1
-        return self._lease(row, facts, writes=False)
+        return self._lease(row, facts, writes=False, is_lower=is_lower)
 
     def release(self, lease: RowLease) -> None:
         """End a reader's lease."""
@@ -257,8 +260,9 @@ class RowPool:
         if self._policy is not None:
             self._policy.check_invariants([*cached, *self._arriving])
 
-    def _lease(self, row: int, facts: Any, *, writes: bool) -> RowLease:
-        lease = RowLease(row, self.generations.item(row), self.next_number, writes, facts)
+    def _lease(self, row: int, facts: Any, *, writes: bool, is_lower: bool) -> RowLease:
+        generation = self.generations.item(row)
+        lease = RowLease(row, generation, self.next_number, writes, facts, is_lower)
         self.next_number += 1
         self._leases[lease.number] = lease
         return lease

@@ -247,7 +247,7 @@ class RanksMachine(DiskMachine):
         self.context.wait_for_tiers()
         for _ in self.on_each_rank():
             assert not any(self.context.host_tier.leases.values())
-            assert not self.context.host_tier._lower
+            assert not self.context.host_tier.lower_leases
         self.context.check_invariants()
 
     def teardown(self):

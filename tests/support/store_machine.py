@@ -214,7 +214,7 @@ class StoreMachine(TieredMachine):
         super().end_everything()
         self.quiet()
         self.quiet()
-        assert not self.context.host_tier._lower
+        assert not self.context.host_tier.lower_leases
         assert all(handle.is_done for handle in self.prefetches)
         stats = self.tier.stats()
         assert stats.loads == stats.restored + sum(stats.refused.values())

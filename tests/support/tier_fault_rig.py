@@ -182,7 +182,7 @@ class Rig:
         self.host.check_invariants()
         self.disk.check_invariants()
         assert not any(self.host.leases.values())
-        assert not self.host._lower
+        assert not self.host.lower_leases
         assert not self.disk.num_queued
 
     def forgive_disk(self):

@@ -659,7 +659,7 @@ class DiskMachine(TieredMachine):
         if not hasattr(self, "context") or not self.copies:
             return
         host, queue = self.context.host_tier, self.late.queue
-        assert len(host._lower) == len(queue) + len(host._inbox)
+        assert len(host.lower_leases) == len(queue) + len(host._inbox)
         self.disk.check_invariants()
         assert not self.disk.num_queued
         if not queue:
@@ -674,7 +674,7 @@ class DiskMachine(TieredMachine):
 
     def end_everything(self):
         super().end_everything()
-        assert not self.context.host_tier._lower
+        assert not self.context.host_tier.lower_leases
 
     def teardown(self):
         try:

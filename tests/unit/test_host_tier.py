@@ -327,6 +327,16 @@ def _facts(context, blocks):
     return facts
 
 
+def test_a_block_that_waits_for_its_copy_is_not_offered_again():
+    context = make_tiered(num_kv_blocks=100)
+    tiering, facts = context._tiering, _facts(context, 1)
+    for _ in range(2):
+        tiering.offer_block(3, facts)
+        assert tiering.num_offers == 1
+    tiering.reset()
+    assert tiering.num_offers == 0
+
+
 def test_a_header_of_another_entry_is_not_believed():
     """Swapped entries, and a row that was given to another: each field is compared."""
     context = make_tiered(num_kv_blocks=100)

@@ -315,7 +315,7 @@ def test_a_tier_that_raises_has_no_row_left(context, tier, monkeypatch, method, 
         use()
     monkeypatch.undo()
     context.reset()
-    assert not context.host_tier._lower
+    assert not context.host_tier.lower_leases
     ask(context)
     tier.end_loads()
     assert match(context).skip_tokens == 56
