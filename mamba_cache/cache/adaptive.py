@@ -14,11 +14,10 @@ counted in requests. docs/how-to/policies.md has the algorithm and its figures.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from struct import Struct
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -58,6 +57,7 @@ _SELDOM: Final = 0.1
 
 ROOT: Final = 0  # the candidate of no blocks; always kept
 NO_CANDIDATE: Final = -1
+_EVICTED: Final = -2  # in place of a candidate that was chosen already
 REQUESTS_PER_REFIT: Final = 256
 REQUESTS_PER_SWEEP: Final = 32
 _SWEPT_PER_REQUEST: Final = 128
@@ -67,22 +67,19 @@ MIN_GHOSTS: Final = 4096
 _GHOSTS_PER_SLOT: Final = 16
 FORGOTTEN_AT_ONCE: Final = 32
 
-# A candidate is a row of int64 in one array: a decision reads many fields of few candidates.
-_NUM_FIELDS: Final = 12
-_PACK_ROW: Final = Struct(f"{_NUM_FIELDS}q").pack_into
-_MAX_WALKED: Final = 64  # candidates visited one by one; beyond it, whole arrays are computed
-_EVICTED: Final = np.iinfo(np.int64).max
+_HIGHEST: Final = np.iinfo(np.int64).max
+_LAST: Final = _HIGHEST, 0, 0, 0  # after the orders of all candidates
 
 # A class is (kind, uses, extended, turn, new blocks, hint), its group the first three and whether
 # the hint is very reliable.
-_KINDS: Final = {"end": 0, "branch": 1, "inside": 2}
-_NEW_BLOCKS, _LATER_TURNS = (3, 8, 30), (1, 2, 3, 6)
+_TURNS: Final = (0, 1, 2, 3, 3, 3, 4)
+_NEW_BLOCKS: Final = (0,) * 3 + (1,) * 5 + (2,) * 22 + (3,)
 _NUM_USES, _NUM_NEW, _NUM_HINTS = 5, 4, 5
 _PER_GROUP: Final = 5 * _NUM_NEW * _NUM_HINTS
 _PER_USE: Final = 2 * _PER_GROUP
 _PER_KIND: Final = _NUM_USES * _PER_USE
-_NUM_CLASSES: Final = len(_KINDS) * _PER_KIND
-_CLASSES: Final = np.arange(_NUM_CLASSES)
+_KINDS: Final = {"end": 0, "branch": _PER_KIND, "inside": 2 * _PER_KIND}
+_CLASSES: Final = np.arange(len(_KINDS) * _PER_KIND)
 CLASS_GROUPS: Final = _CLASSES // _PER_GROUP * 3 + np.maximum(_CLASSES % _NUM_HINTS - 2, 0)
 
 
@@ -93,7 +90,6 @@ class ReturnRates:
     forgotten. *Exposure* is the time of all spells in an age bin; events over exposure is the rate
     of return. With few events the rate of a class leans on that of its group, this on that of all
     classes, and this on 1 / age (Gamma-Poisson shrinkage).
-    ``index`` is [NUM_BINS * num_classes] int64, by age bin, then by class.
     """
 
     def __init__(self, groups: _Ints) -> None:
@@ -101,41 +97,53 @@ class ReturnRates:
         shape = len(groups), NUM_BINS
         # Events; spells that end in a bin minus spells that begin in it; the time that they spend
         # in that bin, likewise. Events and exposure from before the last halving.
-        self._counts = np.zeros((*shape, 3), np.int64)
+        self._counts = np.zeros((3, *shape), np.int64)
         self._old_events, self._old_exposure = np.zeros(shape), np.zeros(shape)
         self._is_seen = np.zeros(len(groups), np.bool_)
-        self._table = np.zeros(shape[::-1], np.int64)
-        self.index = self._table.reshape(-1)
-        # Memoryviews read and write single elements several times faster.
-        self._count_at, self._seen_at = self._counts.reshape(-1).data, self._is_seen.data
-        self._bin_at, self._first_at = BIN_OF_AGE.data, _FIRST_AGE.data
+        # What was counted since the last refit: class, age, step and events of each.
+        self._noted: list[int] = []
+        self._bin_at = BIN_OF_AGE.data  # memoryviews read single elements several times faster
         self.refit(np.empty(0, np.int64), np.empty(0, np.int64))
 
     def count(self, klass: int, age: int, step: int, *, is_event: bool = False) -> None:
         """Count a candidate that enters (-1) or leaves (1) a class, by a use or not."""
         if age:
-            self._seen_at[klass] = True
-            age = min(age, OLDEST)
-            bin_ = self._bin_at[age - 1]
-            place = 3 * (klass * NUM_BINS + bin_)
-            self._count_at[place] += is_event
-            self._count_at[place + 1] += step
-            self._count_at[place + 2] += step * (age - self._first_at[bin_] + 1)
+            self._noted += klass, age, step, is_event
+
+    def index_of(self, klass: int, age: int) -> int:
+        """Return the index of a class at an age."""
+        if not age:
+            return self.fresh_at[klass]
+        return self._index_at[self._start_at[klass] + self._bin_at[min(age, OLDEST) - 1]]
+
+    def indices_of(self, classes: _Ints, ages: _Ints) -> _Ints:
+        """Return the index of each of [n] classes at each of [n] ages."""
+        bins = BIN_OF_AGE.take(ages - 1, mode="clip")
+        return self._index.take(self._starts.take(classes) + bins)
 
     def refit(self, classes: _Ints, ages: _Ints, *, oldest: int = OLDEST) -> None:
         """Derive all indices up to age ``oldest`` from counts and [n] classes and ages."""
-        self._is_seen[classes] = True
+        noted, noted_ages, steps, are_events = np.array(self._noted, np.int64).reshape(-1, 4).T
+        self._noted.clear()
+        noted_bins, parts = _bins_and_parts(noted_ages)
+        for count, more in zip(self._counts, (are_events, steps, steps * parts), strict=True):
+            np.add.at(count.reshape(-1), noted * NUM_BINS + noted_bins, more)
+        self._is_seen[noted] = self._is_seen[classes] = True
         seen = self._is_seen.nonzero()[0]
+        # A row of rates for: groups without events, each other group, each class seen.
+        row_of_group = np.zeros(self._groups.max() + 1, np.int64)
+        row_of_group[self._groups[seen]] = 1
+        row_of_group *= row_of_group.cumsum()
+        num_groups, rows = row_of_group.max() + 1, row_of_group[self._groups]
+        own = rows[seen]
+        rows[seen] = np.arange(len(seen)) + num_groups
         # The spells of all candidates go on; count them as if they ended now.
-        row_of_class = np.zeros(len(self._is_seen), np.int64)
-        row_of_class[seen] = np.arange(len(seen))
         lived = ages > 0
-        ages = np.minimum(ages[lived], OLDEST)
-        bins = BIN_OF_AGE[ages - 1]
-        places, shape = row_of_class[classes[lived]] * NUM_BINS + bins, (len(seen), NUM_BINS)
-        going = np.bincount(places, minlength=len(seen) * NUM_BINS).reshape(shape)
-        parts_going = np.bincount(places, ages - _FIRST_AGE[bins] + 1, going.size).reshape(shape)
-        counted, ended, parts = self._counts[seen].transpose(2, 0, 1)
+        bins, parts = _bins_and_parts(ages[lived])
+        places = (rows[classes[lived]] - num_groups) * NUM_BINS + bins
+        going = np.bincount(places, minlength=len(seen) * NUM_BINS).reshape(-1, NUM_BINS)
+        parts_going = np.bincount(places, parts, going.size).reshape(-1, NUM_BINS)
+        counted, ended, parts = self._counts[:, seen]
         ended = ended + going
         outlasting = ended[:, ::-1].cumsum(1)[:, ::-1] - ended
         exposure = outlasting * _WIDTHS + (parts_going + parts) + self._old_exposure[seen]
@@ -145,19 +153,12 @@ class ReturnRates:
             self._old_events[seen] = np.floor(events * 512) / 1024
             self._old_exposure[seen] = np.floor(exposure * 512) / 1024
             self._counts.fill(0)
-            self._counts[seen, :, 1], self._counts[seen, :, 2] = -going, -parts_going
-        # Rates of: groups without events, each other group, each class seen.
-        groups, own = np.unique(self._groups[seen], return_inverse=True)
-        own += 1
-        sums = (own == np.arange(len(groups) + 1)[:, None]).astype(np.float64)
+            self._counts[1:, seen] = -going, -parts_going
+        sums = (own == np.arange(num_groups)[:, None]).astype(np.float64)
         group_events, group_exposure = sums @ events, sums @ exposure
         in_all = _shrunk(group_events.sum(0), group_exposure.sum(0), _PRIOR)
         in_groups = _shrunk(group_events, group_exposure, in_all)
         rates = np.concatenate((in_groups, _shrunk(events, exposure, in_groups[own])))
-        row_of_group = np.zeros(int(self._groups.max()) + 1, np.intp)
-        row_of_group[groups] = np.arange(1, len(in_groups))
-        rows = row_of_group[self._groups]
-        rows[seen] = np.arange(len(own)) + len(in_groups)
         # The Gittins index of a state that is used at most once: the best ratio, over all ages up
         # to which it is kept, of the chance of a use to the time kept (Gittins, Glazebrook and
         # Weber, Multi-armed Bandit Allocation Indices, 2011, chapter 2).
@@ -169,11 +170,24 @@ class ReturnRates:
         time = np.zeros_like(alive)
         spent = (alive[:-1] + alive[1:]) * (_WIDTHS[:, None] / 2)
         time[:-1] = spent[::-1].cumsum(0)[::-1]
-        for bin_ in range(BIN_OF_AGE.item(min(oldest, OLDEST) - 1) + 1):
+        best = np.empty((BIN_OF_AGE.item(min(oldest, OLDEST) - 1) + 1, len(rates)))
+        for bin_ in range(len(best)):
             ratio = alive[bin_] - alive[bin_ + 1 :]
             ratio /= np.maximum(time[bin_] - time[bin_ + 1 :], 1e-200)
-            index = (ratio.max(0) * INDEX_SCALE).astype(np.int64)
-            index.take(rows, out=self._table[bin_], mode="clip")
+            ratio.max(0, out=best[bin_])
+        # By row, then by bin; where the row of each class starts; the index of each at its start.
+        self._index: _Ints = (best.T * INDEX_SCALE).astype(np.int64).ravel()
+        self._starts = rows * len(best)
+        self._index_at: memoryview[int] = self._index.data
+        self._start_at: memoryview[int] = self._starts.data
+        self.fresh_at: memoryview[int] = self._index.take(self._starts).data
+
+
+def _bins_and_parts(ages: _Ints) -> tuple[_Ints, _Ints]:
+    """Return the bin of each age, and the time from the beginning of the bin up to it."""
+    ages = np.minimum(ages, OLDEST)
+    bins = BIN_OF_AGE[ages - 1]
+    return bins.astype(np.int64), ages - _FIRST_AGE[bins] + 1
 
 
 def _shrunk(events: _Floats, exposure: _Floats, prior: _Floats) -> _Floats:
@@ -190,7 +204,7 @@ class SourceTrust:
 
     def __init__(self) -> None:
         # Ends with hint False, with True, and those of each used again; the oldest record first.
-        self._records: OrderedDict[Hashable, list[int]] = OrderedDict()
+        self._records: dict[Hashable, list[int]] = {}
 
     def level_of(self, source: Hashable, hint: bool) -> int:
         """Return the class of a hint: 0 untrusted; 1 no, 2 yes; 3 no, 4 yes of a reliable source.
@@ -209,10 +223,9 @@ class SourceTrust:
 
     def count(self, source: Hashable, hint: bool) -> None:
         """Count the end of a prompt that came with a hint."""
-        record = self._records.setdefault(source, [0] * 4)
-        self._records.move_to_end(source)
+        record = self._records[source] = self._records.pop(source, [0] * 4)
         if len(self._records) > MAX_SOURCES:
-            self._records.popitem(last=False)
+            del self._records[next(iter(self._records))]
         record[hint] += 1
         if record[hint] > _MAX_HINTS:  # sources change
             record[:] = [n // 2 for n in record]
@@ -244,11 +257,9 @@ class CandidateTree:
         self._requests_per_look = min(max(1, max_kept // _KEPT_PER_LOOK), _MAX_PER_LOOK)
         self._last_look = self._clock = 0
         self._rates, self._trust = ReturnRates(CLASS_GROUPS), SourceTrust()
-        self._index, self._index_at = self._rates.index, self._rates.index.data
-        self._bin_at = BIN_OF_AGE.data
-        self._arrays: _Ints = np.zeros((1, _NUM_FIELDS), np.int64)
+        self._arrays: _Ints = np.zeros((12, 2), np.int64)
         self._grow(max_ghosts + max_kept + 256)
-        self.ghosts: OrderedDict[int, None] = OrderedDict()  # by last use
+        self.ghosts: dict[int, None] = {}  # by last use
         # By id: the children by the first hash of the edge to each, and the hashes of the edge
         # from the parent. Hints that wait for their outcome.
         self._children: list[dict[int, int]] = [{}]
@@ -260,52 +271,60 @@ class CandidateTree:
         self.num_kept_at[ROOT] = self._num_made = 1
 
     def _grow(self, size: int) -> None:
-        arrays = np.zeros((size, _NUM_FIELDS), np.int64)
-        arrays[: len(self._arrays) - 1] = self._arrays[:-1]
-        self._arrays, self._memory = arrays, arrays.data
+        arrays = np.zeros((12, size), np.int64)
+        arrays[:, : len(self._arrays[0]) - 2] = self._arrays[:, :-2]
+        self._arrays = arrays
         (
             self._depths, self._last_uses, _, self._classes, self._served, self._gains,
             self._parents, self._num_kept, self._weights, self._servers, self._num_children, _,
-        ) = arrays.T  # fmt: skip
-        # The last row is that of NO_CANDIDATE: its value is below all others.
+        ) = arrays  # fmt: skip
+        # The value of NO_CANDIDATE is below all others, that of _EVICTED above.
         self._served[NO_CANDIDATE], self._gains[NO_CANDIDATE] = 1, -1
+        self._served[_EVICTED], self._gains[_EVICTED] = 1, _HIGHEST
         (
-            self._depth_at, self._last_use_at, _, self._class_at, self._served_at, self._gain_at,
-            self._parent_at, self.num_kept_at, self._weight_at, self._server_at,
+            self._depth_at, self._last_use_at, self._made_at, self._class_at, self._served_at,
+            self._gain_at, self._parent_at, self.num_kept_at, self._weight_at, self._server_at,
             self._num_children_at, self._turn_at,
-        ) = (column.data for column in arrays.T)  # fmt: skip
+        ) = (column.data for column in arrays)  # fmt: skip
 
     def begin_request(self, facts: PromptFacts) -> PromptPath:
         """Count a request as a use of the deepest candidate that it could have resumed from."""
-        self._clock += 1
+        self._clock = clock = self._clock + 1
         size = len(self._edges)
-        if self._clock % REQUESTS_PER_REFIT == 0:
+        if clock % REQUESTS_PER_REFIT == 0:
             known = self._depths[:size].nonzero()[0]
-            ages = self._clock - self._last_uses[known]
-            oldest = self._clock + REQUESTS_PER_REFIT
-            self._rates.refit(self._classes[known], ages, oldest=oldest)
-        elif self._clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
-            self._weights[:size] = self._indices(np.arange(size)) * (self._depths[:size] > 0)
-            self._resolve()
+            ages = clock - self._last_uses.take(known)
+            self._rates.refit(self._classes.take(known), ages, oldest=clock + REQUESTS_PER_REFIT)
+        elif clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
+            found = self._rates.indices_of(self._classes[:size], clock - self._last_uses[:size])
+            weights = self._weights[:size] = found * (self._depths[:size] > 0)
+            # Sums of integers below 2**53 are exact in float64, in any order.
+            self._served[:size] = np.bincount(self._servers[:size], weights, minlength=size)
         if len(self.ghosts) >= self._max_ghosts + FORGOTTEN_AT_ONCE:
-            self._forget_oldest()
-        prompt = PromptPath([*facts.hash_ids])
-        used = self._deepest(prompt, min(facts.num_usable_blocks, len(prompt.hash_ids)))
+            for node in [*self.ghosts]:
+                if self._num_children_at[node] > 1:  # prompts branch there
+                    self.ghosts[node] = self.ghosts.pop(node)
+                else:
+                    self.forget(node)
+                if len(self.ghosts) == self._max_ghosts:
+                    break
+        path = [*facts.hash_ids]
+        prompt = PromptPath(path)
+        used = self._deepest(prompt, min(facts.num_usable_blocks, len(path)))
         if used != ROOT:
-            prompt.turn = self._turn_at[used] + (self._class_at[used] < _PER_KIND)
-            told = self._told.pop(used, None)
-            if told is not None:
-                self._trust.count_return(*told)
             klass = self._class_at[used]
-            self._rates.count(klass, self._clock - self._last_use_at[used], 1, is_event=True)
-            if klass // _PER_USE % _NUM_USES < _NUM_USES - 1:
+            prompt.turn = self._turn_at[used] + (klass < _PER_KIND)
+            if used in self._told:
+                self._trust.count_return(*self._told.pop(used))
+            self._rates.count(klass, clock - self._last_use_at[used], 1, is_event=True)
+            if klass % _PER_KIND < _PER_KIND - _PER_USE:
                 self._class_at[used] = klass + _PER_USE
-            self._last_use_at[used] = self._clock
+            self._last_use_at[used] = clock
             if not self.num_kept_at[used]:
-                self.ghosts.move_to_end(used)
+                self.ghosts[used] = self.ghosts.pop(used)
             self._weigh(used)
-        turn_class = bisect_right(_LATER_TURNS, prompt.turn)
-        new_class = bisect_right(_NEW_BLOCKS, len(prompt.hash_ids) - facts.num_matched_blocks)
+        turn_class = _TURNS[min(prompt.turn, 6)]
+        new_class = _NEW_BLOCKS[min(len(path) - facts.num_matched_blocks, 30)]
         prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
         if facts.will_continue is not None:
             prompt.told = facts.source, facts.will_continue
@@ -333,8 +352,7 @@ class CandidateTree:
     def _weigh(self, node: int) -> None:
         """Look up the index of a candidate."""
         age = self._clock - self._last_use_at[node]
-        bin_ = self._bin_at[min(age, OLDEST) - 1] if age else 0
-        weight = self._index_at[bin_ * _NUM_CLASSES + self._class_at[node]]
+        weight = self._rates.index_of(self._class_at[node], age)
         self._served_at[self._server_at[node]] += weight - self._weight_at[node]
         self._weight_at[node] = weight
 
@@ -343,7 +361,6 @@ class CandidateTree:
         node = self._deepest(prompt, depth)
         while self._depth_at[node] < depth:
             node = self._add_below(node, prompt, depth, kind)
-        prompt.near = node
         return node
 
     def _add_below(self, node: int, prompt: PromptPath, depth: int, kind: str) -> int:
@@ -359,16 +376,16 @@ class CandidateTree:
                 depth, kind = end, "branch"
         # The end of a longer prompt will be a candidate, too.
         is_extended = depth < len(path) or below is not None
-        klass = _KINDS[kind] * _PER_KIND + is_extended * _PER_GROUP + prompt.traits
+        klass = _KINDS[kind] + is_extended * _PER_GROUP + prompt.traits
         told = prompt.told if kind == "end" else None
         if told is not None:
             klass += prompt.hint
-            self._trust.count(*told)
         new = self._add_ghost(node, path[start:depth], depth, klass, prompt.turn)
         if told is not None:
+            self._trust.count(*told)
             self._told[new] = told
         if below is not None:
-            edge = self._edges[below] = self._edges[below][depth - start :]
+            edge = self._edges[below] = edge[depth - start :]
             self._children[new][edge[0]] = below
             self._parent_at[below] = new
             self._num_children_at[new] = 1
@@ -382,29 +399,28 @@ class CandidateTree:
             self._weigh(node)
         return new
 
-    def _add_ghost(
-        self, parent: int, edge: Sequence[int], depth: int, klass: int, turn: int = 0
-    ) -> int:
+    def _add_ghost(self, parent: int, edge: list[int], depth: int, klass: int, turn: int) -> int:
         """Add a candidate below another, and begin its first spell."""
         if self._free:
             node = self._free.pop()
+            self._edges[node] = array("q", edge)
         else:
             node = len(self._edges)
-            if node == len(self._arrays) - 1:
-                self._grow(2 * len(self._arrays))
+            if node == len(self._depths) - 2:
+                self._grow(2 * len(self._depths))
             self._children.append({})
-            self._edges.append(array("q"))
-        server, weight = self._server_at[parent], self._index_at[klass]
-        # In the order of ``_grow``. It gains and serves nothing, and no candidate extends it.
-        born = self._clock, self._num_made
-        fields = depth, *born, klass, 0, 0, parent, 0, weight, server, 0, turn
-        _PACK_ROW(self._memory, node * 8 * _NUM_FIELDS, *fields)
-        self._edges[node] = array("q", edge)
+            self._edges.append(array("q", edge))
+        server, weight = self._server_at[parent], self._rates.fresh_at[klass]
+        # All other fields of a row that is free are 0.
+        self._depth_at[node], self._turn_at[node] = depth, turn
+        self._last_use_at[node], self._made_at[node] = self._clock, self._num_made
+        self._class_at[node], self._parent_at[node] = klass, parent
+        self._server_at[node], self._weight_at[node] = server, weight
+        self._served_at[server] += weight
         self._children[parent][edge[0]] = self._by_hash[edge[-1]] = node
         self._num_children_at[parent] += 1
         self._num_made += 1
         self.ghosts[node] = None
-        self._served_at[server] += weight
         return node
 
     def find_or_add(self, hash_id: int, depth: int) -> int:
@@ -412,75 +428,49 @@ class CandidateTree:
         if hash_id in self._by_hash:
             return self._by_hash[hash_id]
         edge = [-1 - 2 * self._num_made, hash_id if hash_id > 0 else -2 - 2 * self._num_made]
-        return self._add_ghost(ROOT, edge, depth, _KINDS["inside"] * _PER_KIND)
+        return self._add_ghost(ROOT, edge, depth, _KINDS["inside"], 0)
 
     def keep(self, node: int) -> None:
         """Count a slot that holds or awaits a candidate's state."""
-        self.num_kept_at[node] += 1
-        if self.num_kept_at[node] > 1:
+        if self.num_kept_at[node]:
+            self.num_kept_at[node] += 1
             return
+        self.num_kept_at[node] = 1
         del self.ghosts[node]
-        self._weigh(node)
-        server, weight = self._server_at[node], self._weight_at[node]
+        if self._last_use_at[node] < self._clock:  # else it was weighed in this request
+            self._weigh(node)
+        server, served = self._server_at[node], self._weight_at[node]
         self._server_at[node] = node
         self._gain_at[node] = self._depth_at[node] - self._depth_at[server]
-        served = self._take_over(node, node)
-        if served >= 0:
-            self._served_at[node] = served + weight
-            self._served_at[server] -= served + weight
+        if self._children[node]:
+            served += self._take_over(node, node)
+        self._served_at[node] = served
+        self._served_at[server] -= served
 
     def drop(self, node: int) -> None:
         """Undo ``keep``; without slots the candidate is a ghost."""
-        self.num_kept_at[node] -= 1
-        if self.num_kept_at[node]:
+        num_kept = self.num_kept_at[node] = self.num_kept_at[node] - 1
+        if num_kept:
             return
         self.ghosts[node] = None
         served, self._served_at[node] = self._served_at[node], 0
         server = self._server_at[node] = self._server_at[self._parent_at[node]]
-        if self._take_over(server, node) >= 0:
-            self._served_at[server] += served
+        self._served_at[server] += served
+        if self._children[node]:
+            self._take_over(server, node)
 
     def _take_over(self, server: int, node: int) -> int:
-        """Set the server of ghosts below; return their weight, -1 if ``_resolve`` was called."""
+        """Set the server of the ghosts below a candidate, and return their weight."""
         found = [*self._children[node].values()]
-        total, depth, server_at = 0, self._depth_at[server], self._server_at
+        total, depth = 0, self._depth_at[server]
         for below in found:  # grows in the loop
             if self.num_kept_at[below]:
                 self._gain_at[below] = self._depth_at[below] - depth
             else:
                 total += self._weight_at[below]
-                server_at[below] = server
+                self._server_at[below] = server
                 found += self._children[below].values()
-            if len(found) > _MAX_WALKED:
-                self._resolve()
-                return -1
         return total
-
-    def _resolve(self) -> None:
-        """Compute servers, sums and gains of all candidates anew."""
-        size = len(self._edges)
-        servers = np.where(self._num_kept[:size] > 0, np.arange(size), self._parents[:size])
-        while True:
-            above = servers.take(servers)
-            if np.array_equal(above, servers):
-                break
-            servers = above
-        self._servers[:size] = servers
-        # Sums of integers below 2**53 are exact in float64, in any order.
-        self._served[:size] = np.bincount(servers, self._weights[:size], minlength=size)
-        depths = self._depths[:size]
-        self._gains[:size] = depths - depths.take(servers.take(self._parents[:size]))
-
-    def _forget_oldest(self) -> None:
-        num_tried = 0
-        while len(self.ghosts) > self._max_ghosts and num_tried < len(self.ghosts):
-            node = next(iter(self.ghosts))
-            if self._num_children_at[node] > 1:  # prompts branch there
-                self.ghosts.move_to_end(node)
-                num_tried += 1
-            else:
-                self.forget(node)
-                num_tried = 0
 
     def forget(self, node: int) -> None:
         """Forget a ghost that at most one candidate extends."""
@@ -499,56 +489,59 @@ class CandidateTree:
         if not children:
             self._num_children_at[parent] -= 1
         children.clear()
-        _PACK_ROW(self._memory, node * 8 * _NUM_FIELDS, *[0] * _NUM_FIELDS)
+        self._arrays[:, node] = 0
         self._free.append(node)
-
-    def _indices(self, nodes: _Ints) -> _Ints:
-        """Return the indices of many candidates."""
-        ages = self._clock - 1 - self._last_uses[nodes]
-        bins = BIN_OF_AGE.take(ages, mode="clip").astype(np.int64)
-        found: _Ints = self._index.take(bins * _NUM_CLASSES + self._classes[nodes])
-        return found
 
     def look_at(self, nodes: _Ints) -> None:
         """Look up the indices of kept candidates, if that is due."""
-        if self._clock - self._last_look < self._requests_per_look:
-            return
-        self._last_look = self._clock
-        weights = self._indices(nodes)
-        self._served[nodes] += weights - self._weights[nodes]
-        self._weights[nodes] = weights
+        if self._clock - self._last_look >= self._requests_per_look:
+            self._last_look = self._clock
+            ages = self._clock - self._last_uses.take(nodes)
+            weights = self._rates.indices_of(self._classes.take(nodes), ages)
+            self._served[nodes] += weights - self._weights.take(nodes)
+            self._weights[nodes] = weights
 
-    def values_of(self, nodes: _Ints) -> _Ints:
-        """Return the value of the state of each candidate; below 0 for ``NO_CANDIDATE``."""
-        values: _Ints = self._served[nodes] * self._gains[nodes]
-        return values
+    def lowest(self, nodes: _Ints, num_blocks: _Ints | None = None) -> int:
+        """Return the place of the lowest value per block; of equal ones, the first in order."""
+        values: npt.NDArray[Any] = self._served.take(nodes) * self._gains.take(nodes)
+        if num_blocks is not None:
+            values = values / num_blocks
+        place = values.argmin()
+        value = values.item(place)
+        values[place] = _HIGHEST
+        if values.item(values.argmin()) == value:
+            values[place] = value
+            ties = (values == value).nonzero()[0].tolist()
+            place = min(ties, key=lambda tie: self.order_of(nodes.item(tie))[1:])
+        return int(place)
 
-    def lowest(self, nodes: _Ints, values: npt.NDArray[Any]) -> int:
-        """Return the place of the lowest value; among equals of the least depth, use and age."""
-        ties = (values == values[values.argmin()]).nonzero()[0]
-        orders = self._arrays.take(nodes[ties], 0)[:, :3].tolist()
-        first: int = ties.item(orders.index(min(orders)))
-        return first
+    def order_of(self, node: int) -> tuple[int, int, int, int]:
+        """Return the value of a state, which is below 0 for ``NO_CANDIDATE``, and what follows."""
+        value = self._served_at[node] * self._gain_at[node]
+        return value, self._depth_at[node], self._last_use_at[node], self._made_at[node]
 
     def blocks_freed_by(self, nodes: _Ints) -> _Ints:
         """Return the blocks of each up to the kept candidate above, or to where prompts branch."""
-        above = self._parents[nodes]
+        above = self._parents.take(nodes)
         while True:
-            is_end = (self._num_kept[above] > 0) | (self._num_children[above] > 1)
-            if is_end.all():
+            # Each has one child at least.
+            is_between = self._num_kept.take(above) + self._num_children.take(above) == 1
+            if not is_between.any():
                 break
-            above = np.where(is_end, above, self._parents[above])
-        freed: _Ints = self._depths[nodes] - self._depths[above]
-        return freed
+            above = np.where(is_between, self._parents.take(above), above)
+        return self._depths.take(nodes) - self._depths.take(above)
 
     def check_invariants(self) -> None:
         """Check the tree against itself."""
         kept = {*self._num_kept.nonzero()[0].tolist()}
         known = (kept | self.ghosts.keys()) - {ROOT}
         edge_of, children, ids = self._edges, self._children, range(len(self._edges))
-        found = self._arrays[: len(ids)].copy()
-        self._resolve()
-        solved, self._arrays[: len(ids)] = self._arrays[: len(ids)].copy(), found
+        size = len(ids)
+        servers = np.where(self._num_kept[:size] > 0, ids, self._parents[:size])
+        while (servers != servers.take(servers)).any():
+            servers = servers.take(servers)
+        served = np.bincount(servers, self._weights[:size], minlength=size)
+        gains = self._depths[:size] - self._depths.take(servers.take(self._parents[:size]))
         parents = {n: self._parent_at[n] for n in known}
         statements = {
             "ids": sorted([*kept, *self.ghosts, *self._free]) == [*ids],
@@ -560,8 +553,9 @@ class CandidateTree:
                 edge_of[n][0] < 0 or self._depth_at[up] + len(edge_of[n]) == self._depth_at[n]
                 for n, up in parents.items()
             ),
-            "values": np.array_equal(np.delete(found, 5, 1), np.delete(solved, 5, 1))
-            and all(found[n, 5] == solved[n, 5] for n in kept),  # ghosts need no gain
+            "values": np.array_equal(servers, self._servers[:size])
+            and np.array_equal(served, self._served[:size])
+            and all(gains[n] == self._gain_at[n] for n in kept),  # ghosts need no gain
         }
         breaches = [what for what, holds in statements.items() if not holds]
         if breaches:
@@ -582,6 +576,7 @@ class AdaptiveSlotPolicy:
         """Forget everything."""
         self._tree = CandidateTree(max(MIN_GHOSTS, _GHOSTS_PER_SLOT * max_slots), max_slots)
         self._candidates: _Ints = np.full(max_slots, NO_CANDIDATE, np.int64)
+        self._candidate_at = self._candidates.data
         self._block_size = 1
         # Prompts by the candidates at their ends, where the last block has no hash yet.
         self._incomplete: dict[int, PromptPath] = {}
@@ -604,49 +599,56 @@ class AdaptiveSlotPolicy:
     ) -> list[int]:
         """Return the slots whose states have the lowest values."""
         nodes = self._candidates.take(slots)
-        values = self._tree.values_of(nodes)
         chosen = []
         for _ in range(min(num_slots, len(slots))):
-            place = self._tree.lowest(nodes, values)
-            values[place] = _EVICTED
+            place = self._tree.lowest(nodes)
+            nodes[place] = _EVICTED
             chosen.append(slots.item(place))
         return chosen
 
     def admit(self, proposals: Sequence[StateProposal], num_free: int, slots: _Ints) -> SlotPlan:
         """Choose among the states that are kept and those that could be saved."""
         tree = self._tree
-        nodes = [self._candidate_of(proposal) for proposal in proposals]
-        # A state that another request of this step saves needs no second slot.
-        new = [n for n, p in enumerate(proposals) if p.is_asked or not tree.num_kept_at[nodes[n]]]
-        for place in new:
-            tree.keep(nodes[place])
-        victims: list[int] = []
-        self._victims = {}
-        num_short = len(new) - num_free
+        accepted, victims = plan = SlotPlan([], [])
+        refusable: dict[int, int] = {}
+        self._granted, self._victims = [], {}
+        for place, proposal in enumerate(proposals):
+            node = self._candidate_of(proposal)
+            # A state that another request of this step saves needs no second slot.
+            accepted.append(proposal.is_asked or not tree.num_kept_at[node])
+            if accepted[place]:
+                self._granted.append(node)
+                if not proposal.is_asked:
+                    refusable[place] = node
+        for node in self._granted:
+            tree.keep(node)
+        num_short = len(self._granted) - num_free
         if num_short > 0:
-            refusable = [place for place in new if not proposals[place].is_asked]
             cached = self._candidates.take(slots)
             tree.look_at(cached)
-            # Those that have slots, then those that want one.
-            rivals = np.array([*cached.tolist(), *(nodes[place] for place in refusable)], np.int64)
-            gone: list[int] = []
-            for _ in range(min(num_short, len(rivals))):
-                values = tree.values_of(rivals)
-                values[gone] = _EVICTED
-                place = tree.lowest(rivals, values)
-                gone.append(place)
-                node = rivals.item(place)
-                if place >= len(slots):
-                    new.remove(refusable[place - len(slots)])
+            for _ in range(min(num_short, len(slots) + len(refusable))):
+                refused, first = -1, _LAST
+                if len(victims) < len(slots):
+                    lowest = tree.lowest(cached)
+                    evicted = cached.item(lowest)
+                    first = tree.order_of(evicted)
+                for place, node in refusable.items():
+                    order = tree.order_of(node)
+                    if order < first:
+                        refused, first = place, order
+                if refused >= 0:
+                    accepted[refused] = False
+                    node = refusable.pop(refused)
+                    self._granted.remove(node)
                     self._release(node)
                     continue
-                slot = slots.item(place)
+                cached[lowest] = _EVICTED
+                slot = slots.item(lowest)
                 victims.append(slot)
-                self._victims[slot], self._candidates[slot] = node, NO_CANDIDATE
-                if node >= 0:
-                    tree.drop(node)
-        self._granted = [nodes[place] for place in new]
-        return SlotPlan([place in new for place in range(len(nodes))], victims)
+                self._victims[slot], self._candidate_at[slot] = evicted, NO_CANDIDATE
+                if evicted >= 0:
+                    tree.drop(evicted)
+        return plan
 
     def on_reserved(self, slots: Sequence[int | None]) -> None:
         """Record the slots of the accepted states."""
@@ -654,18 +656,16 @@ class AdaptiveSlotPolicy:
             if slot is None:
                 self._release(node)
             else:
-                self._candidates[slot] = node
+                self._candidate_at[slot] = node
         self._granted, self._victims = [], {}
 
     def withdraw(self) -> None:
         """Take back the last ``admit``."""
         for slot, node in self._victims.items():
-            self._candidates[slot] = node
+            self._candidate_at[slot] = node
             if node >= 0:
                 self._tree.keep(node)
-        for node in self._granted:
-            self._release(node)
-        self._granted, self._victims = [], {}
+        self.on_reserved([None] * len(self._granted))
 
     def on_published(
         self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
@@ -673,7 +673,7 @@ class AdaptiveSlotPolicy:
         """Record the hash ids of the blocks whose states were saved."""
         tree = self._tree
         for slot, hash_id, tokens in zip(slots, hash_ids, saved_tokens, strict=True):
-            node = self._candidates.item(slot)
+            node = self._candidate_at[slot]
             if node in self._incomplete and hash_id > 0:
                 prompt = self._incomplete[node]
                 self._release(node)
@@ -683,7 +683,7 @@ class AdaptiveSlotPolicy:
             elif node < 0:
                 node = tree.find_or_add(hash_id, max(1, tokens // self._block_size))
                 tree.keep(node)
-            self._candidates[slot] = node
+            self._candidate_at[slot] = node
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
         """Record states of blocks without hashes."""
@@ -696,8 +696,8 @@ class AdaptiveSlotPolicy:
     def on_removed(self, slots: Sequence[int]) -> None:
         """Record that slots neither hold nor await a state."""
         for slot in slots:
-            node = self._candidates.item(slot)
-            self._candidates[slot] = NO_CANDIDATE
+            node = self._candidate_at[slot]
+            self._candidate_at[slot] = NO_CANDIDATE
             self._victims.pop(slot, None)
             if node >= 0:
                 self._release(node)
@@ -705,8 +705,7 @@ class AdaptiveSlotPolicy:
     def least_loss(self, slots: _Ints) -> int:
         """Return the place of the slot with the lowest value per KV block that its loss frees."""
         nodes = self._candidates.take(slots)
-        num_freed = np.maximum(self._tree.blocks_freed_by(nodes), 1)
-        return self._tree.lowest(nodes, self._tree.values_of(nodes) / num_freed)
+        return self._tree.lowest(nodes, np.maximum(self._tree.blocks_freed_by(nodes), 1))
 
     def check_invariants(self, slots_taken: Sequence[int]) -> None:
         """Check the bookkeeping against itself, and against the slots that hold or await states.

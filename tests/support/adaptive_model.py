@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mamba_cache.cache.adaptive import (
-    BIN_OF_AGE,
     CLASS_GROUPS,
     FORGOTTEN_AT_ONCE,
-    NUM_BINS,
     REQUESTS_PER_REFIT,
     REQUESTS_PER_SWEEP,
     ReturnRates,
@@ -72,8 +70,7 @@ class ModelTree:
             for ghost in self.ghosts:
                 self.known[ghost].weight = self.index_of(ghost)
         if len(self.ghosts) >= self.max_ghosts + FORGOTTEN_AT_ONCE:
-            while len(self.ghosts) > self.max_ghosts and self._forget_oldest():
-                pass
+            self._forget_oldest()
         path = tuple(path)
         on_path = [p for p in self.known if path[: len(p)] == p and len(p) <= num_usable]
         turn = 0
@@ -150,9 +147,7 @@ class ModelTree:
 
     def index_of(self, path: Path) -> int:
         candidate = self.known[path]
-        age = self.clock - candidate.last_use
-        bin_ = int(BIN_OF_AGE[age - 1]) if age else 0
-        return int(self.rates.index.reshape(NUM_BINS, -1)[bin_, candidate.klass])
+        return self.rates.index_of(candidate.klass, self.clock - candidate.last_use)
 
     def blocks_freed_by(self, path: Path) -> int:
         above = self.above(path)
@@ -175,15 +170,15 @@ class ModelTree:
     def _directly_below(self, path: Path) -> list[Path]:
         return [p for p in self.known if self.above(p) == path and p]
 
-    def _forget_oldest(self) -> bool:
-        for _ in range(len(self.ghosts) + 1):
-            oldest = self.ghosts.pop(0)
-            if len(self._directly_below(oldest)) < 2:
-                self._leave_class(self.known[oldest], is_event=False)
-                del self.known[oldest]
-                return True
-            self.ghosts.append(oldest)
-        return False
+    def _forget_oldest(self) -> None:
+        for oldest in list(self.ghosts):
+            if len(self.ghosts) > self.max_ghosts:
+                self.ghosts.remove(oldest)
+                if len(self._directly_below(oldest)) < 2:
+                    self._leave_class(self.known[oldest], is_event=False)
+                    del self.known[oldest]
+                else:
+                    self.ghosts.append(oldest)
 
     def _leave_class(self, candidate: _Candidate, *, is_event: bool) -> None:
         age = self.clock - candidate.last_use

@@ -77,10 +77,13 @@ def refit(rates, classes=(), ages=()):
 
 def check(rates, plain):
     for klass in range(len(plain.groups)):
-        found = rates.index.reshape(NUM_BINS, -1)[:, klass] / INDEX_SCALE
-        for bin_ in range(NUM_BINS):
+        for bin_, (start, expected) in enumerate(zip(starts(), plain.index(klass), strict=True)):
             if WIDTH[bin_]:
-                assert found[bin_] == pytest.approx(plain.index(klass)[bin_], rel=1e-5, abs=1e-9)
+                found = rates.index_of(klass, start) / INDEX_SCALE
+                assert found == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    ages = np.arange(0, 100, 7)
+    one_by_one = [rates.index_of(0, age) for age in ages.tolist()]
+    assert rates.indices_of(np.zeros_like(ages), ages).tolist() == one_by_one
 
 
 def test_indices_are_those_of_the_formulas(rng):
@@ -101,7 +104,7 @@ def test_indices_are_those_of_the_formulas(rng):
 
 def test_without_events_all_classes_are_alike():
     rates = ReturnRates(np.array([0, 0, 1]))
-    assert len(set(rates.index.reshape(-1, 3)[0].tolist())) == 1
+    assert len({rates.index_of(klass, 0) for klass in range(3)}) == 1
     check(rates, Plain([0, 0, 1]))
 
 
@@ -141,14 +144,14 @@ def test_a_rate_follows_a_change_of_traffic():
             rates.count(0, 8, 1, is_event=True)
             rates.count(1, 8, 1, is_event=True)
         refit(rates)
-    before = rates.index[0] / rates.index[1]
+    before = rates.index_of(0, 1) / rates.index_of(1, 1)
     assert 0.9 < before < 1.1
     for _ in range(3 * MAX_EVENTS // 500):
         for _ in range(500):
             rates.count(0, 8, 1, is_event=True)
             rates.count(1, 300, 1)
         refit(rates)
-    assert rates.index[0] > 8 * rates.index[1]
+    assert rates.index_of(0, 1) > 8 * rates.index_of(1, 1)
 
 
 def test_a_use_at_the_age_of_nothing_is_none():
@@ -163,7 +166,8 @@ def test_ages_beyond_the_last_count_as_the_last():
     for each, age in ((rates, 10**9), (other, OLDEST)):
         each.count(0, age, 1, is_event=True)
         refit(each, [0], [age])
-    assert (rates.index == other.index).all()
+    assert all(rates.index_of(0, age) == other.index_of(0, age) for age in starts())
+    assert rates.index_of(0, 10**9) == rates.index_of(0, OLDEST)
 
 
 def told(trust, source, hint, given, returned):
