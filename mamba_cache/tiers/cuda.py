@@ -8,21 +8,22 @@ piece crosses.
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache.states.checksums import EntryChecksums
 from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES
-from mamba_cache.tiers.dma import MOST_PITCH, Rectangles, cuda_rectangles
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket
 
-__all__ = ["PIECE_BYTES", "CudaTransfers", "pinner_for"]
+__all__ = ["PIECE_BYTES", "CudaTransfers", "cuda_rectangles", "pinner_for"]
 
 PIECE_BYTES = 2**25
 """At most so much is measured at once, but for lines that are longer: 0.6 ms of a PCIe 5 link, and
@@ -51,6 +52,87 @@ def pinner_for(device: torch.device) -> Pinner:  # pragma: no cover - tests/gpu 
     return Pinner(pin, unpin)
 
 
+_MAX_PITCH: Final = 2**31 - 1
+"""Bytes from line to line that the driver copies in one call."""
+
+_HOST: Final = 1  # CU_MEMORYTYPE_HOST
+_DEVICE: Final = 2  # CU_MEMORYTYPE_DEVICE
+
+
+_Rectangles: TypeAlias = Callable[[int, int, int, int, int, int, Any], None]
+"""Enqueues a copy of lines of bytes in one direction: address and pitch on the host, both on the
+device, bytes of a line, lines, and the stream, whose device is the current one. A pitch is above
+``_MAX_PITCH`` only if there is one line."""
+
+
+class _Memcpy2D(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` of the driver's interface."""
+
+    _fields_ = (
+        ("src_x_bytes", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_memory_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x_bytes", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_memory_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+@cache
+def cuda_rectangles(*, to_device: bool) -> _Rectangles:  # pragma: no cover - tests/gpu run it
+    """Return what enqueues copies in one direction, by the CUDA driver.
+
+    PyTorch copies memory with gaps through a kernel and memory of its own. The calls return at once
+    and keep Python's lock: given up each time, another thread might keep it for milliseconds.
+    """
+    driver = ctypes.PyDLL("libcuda.so.1")
+    address = ctypes.c_uint64
+    copy = driver.cuMemcpyHtoDAsync_v2 if to_device else driver.cuMemcpyDtoHAsync_v2
+    copy.argtypes = (address, address, ctypes.c_size_t, ctypes.c_void_p)
+    copy_lines = driver.cuMemcpy2DAsync_v2
+    copy_lines.argtypes = (ctypes.POINTER(_Memcpy2D), ctypes.c_void_p)
+    host, device = ("src", "dst") if to_device else ("dst", "src")
+    types = {f"{host}_memory_type": _HOST, f"{device}_memory_type": _DEVICE}
+
+    def enqueue(  # noqa: PLR0917
+        on_host: int,
+        host_pitch: int,
+        on_device: int,
+        device_pitch: int,
+        num_bytes: int,
+        num_lines: int,
+        stream: Any,
+    ) -> None:
+        if num_lines == 1:
+            both = (on_device, on_host) if to_device else (on_host, on_device)
+            result = copy(*both, num_bytes, stream.cuda_stream)
+        else:
+            places: dict[str, Any] = {
+                f"{host}_host": on_host,
+                f"{host}_pitch": host_pitch,
+                f"{device}_device": on_device,
+                f"{device}_pitch": device_pitch,
+            }
+            lines = _Memcpy2D(width_bytes=num_bytes, height=num_lines, **types, **places)
+            result = copy_lines(ctypes.byref(lines), stream.cuda_stream)
+        if result:
+            raise RuntimeError(
+                f"the CUDA driver refuses a copy of {num_lines} x {num_bytes} bytes: error {result}"
+            )
+
+    return enqueue
+
+
 class _Tensor(NamedTuple):
     """A tensor's part of an entry, or as much of it as one copy moves: one line a layer."""
 
@@ -64,7 +146,7 @@ class _Tensor(NamedTuple):
     def cut(self, lines: slice) -> Iterator[_Tensor]:
         """Cut those of some of the entry's lines that are its into as few copies as may be."""
         first, stop = max(lines.start, self.lines.start), min(lines.stop, self.lines.stop)
-        together = max(1, stop - first) if self.pitch <= MOST_PITCH else 1
+        together = max(1, stop - first) if self.pitch <= _MAX_PITCH else 1
         for line in range(first, stop, together):
             layer = line - self.lines.start
             yield self._replace(
@@ -100,7 +182,7 @@ class _Entries:
 
     def copy(
         self,
-        copy: Rectangles,
+        copy: _Rectangles,
         jobs: Sequence[CopyJob],
         stream: torch.cuda.Stream,
         lines: slice | None = None,
@@ -206,7 +288,7 @@ def _pieces(groups: Sequence[_Piece], piece_bytes: int) -> Iterator[_Piece]:
 class _Way:
     """One direction of the link."""
 
-    def __init__(self, copy: Rectangles, device: torch.device) -> None:
+    def __init__(self, copy: _Rectangles, device: torch.device) -> None:
         self._copy = copy
         self.copies, self.launches = _stream(device), _stream(device)
         self.events: list[Any] = []

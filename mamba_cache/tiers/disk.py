@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import hmac
+import mmap
 import os
 import stat
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
+
+import numpy as np
 
 from mamba_cache._checks import check_int, check_kind
 from mamba_cache.errors import (
@@ -24,11 +28,13 @@ from mamba_cache.errors import (
     TierInUseError,
 )
 from mamba_cache.tiers.directory import (
+    NEW,
     CacheFolder,
     entry_name,
     folders,
     named_entry,
     open_folder,
+    open_own_file,
     remove_folder,
 )
 from mamba_cache.tiers.entry import (
@@ -38,15 +44,7 @@ from mamba_cache.tiers.entry import (
     EntryKind,
     EntryMacs,
     Refusal,
-)
-from mamba_cache.tiers.files import (
-    PAGE_BYTES,
-    file_bytes,
-    open_entry,
-    read_page,
-    read_payload,
-    use,
-    write_entry,
+    parts_of,
 )
 from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.jobs import (
@@ -58,7 +56,15 @@ from mamba_cache.tiers.jobs import (
     report_error,
 )
 
-__all__ = ["DiskTier"]
+__all__ = ["PAGE_BYTES", "DiskTier", "file_bytes"]
+
+PAGE_BYTES: Final = 4096
+"""Direct input and output move whole pages."""
+
+_NANOSECONDS_PER_TOKEN: Final = 1000
+
+_Submit = Callable[[Callable[[], bytes]], Future[bytes]]
+"""Runs a call in another thread."""
 
 _FAILURES_TO_REST: Final = 2
 _REST_SECONDS: Final = 5.0
@@ -249,10 +255,8 @@ class DiskTier(QueuedTier):
             self._delete(job.entry)
             self._end(job)
             return
-        started = time.perf_counter()
         failure = self._write_file(job)
         with self._lock:
-            self._write_seconds += time.perf_counter() - started
             is_wrong = job.is_revoked
             if failure is None and not is_wrong:
                 self._remember(job.facts.key)
@@ -271,7 +275,7 @@ class DiskTier(QueuedTier):
             mac = self._macs.payload_mac(identity)
             header = EntryHeader(facts, mac.tag_of(put.payload), nonce=mac.nonce)
             content = header.to_bytes(self._macs.header_key(identity))
-            write_entry(self._path_of(facts.key), content, put.payload, facts.prefix_tokens)
+            _write_entry(self._path_of(facts.key), content, put.payload, facts.prefix_tokens)
 
         return self._try(write)
 
@@ -310,13 +314,11 @@ class DiskTier(QueuedTier):
 
     def _read(self, load: LoadJob) -> None:
         """Read and verify an entry; what is wrong is removed."""
-        started = time.perf_counter()
         found: list[Refusal | None] = []
         failure = self._try(lambda: found.append(self._read_file(load)))
         refusal = found[0] if failure is None else Refusal.IO_ERROR
-        with self._lock:
-            self._read_seconds += time.perf_counter() - started
-            if refusal is not None:
+        if refusal is not None:
+            with self._lock:
                 self._remove_soon(load.expected.key)
         self._end(load, refusal)
 
@@ -324,22 +326,22 @@ class DiskTier(QueuedTier):
         """Read a file and compare it with what is looked for: who reads a part makes its MAC."""
         key, into = load.expected.key, load.into
         try:
-            fd = open_entry(self._path_of(key), os.O_RDONLY, into)
+            fd = _open_entry(self._path_of(key), os.O_RDONLY, into)
         except FileNotFoundError:  # evicted since, or somebody deleted it
             return Refusal.MISSING
         try:
-            header = EntryHeader.read(read_page(fd), self._macs.header_key(key.identity))
+            header = EntryHeader.read(_read_page(fd), self._macs.header_key(key.identity))
             if isinstance(header, Refusal):
                 return header
             if (refusal := header.refusal(load.expected)) is not None:
                 return refusal
             mac = self._macs.payload_mac(key.identity, header.nonce)
-            parts = read_payload(fd, into, self._submit, mac.part)
+            parts = _read_payload(fd, into, self._submit, mac.part)
             if not all(parts):
                 return Refusal.SHORT
             if not hmac.compare_digest(mac.tag(parts), header.payload_tag):
                 return Refusal.MAC
-            use(fd, load.expected.prefix_tokens)
+            _use(fd, load.expected.prefix_tokens)
             return None
         finally:
             os.close(fd)
@@ -413,3 +415,110 @@ def _threads(name: str, targets: Sequence[Callable[[], None]]) -> list[threading
     for thread in threads:
         thread.start()
     return threads
+
+
+def file_bytes(payload_bytes: int) -> int:
+    """Return the bytes of one file: a page for the header, and the pages of the payload."""
+    return PAGE_BYTES + -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _open_entry(path: Path, flags: int, payload: memoryview) -> int:
+    """Open a file past the page cache, if its file system and the payload's address allow it."""
+    address = np.frombuffer(payload, np.uint8).ctypes.data
+    if not (address % PAGE_BYTES or len(payload) % PAGE_BYTES):
+        try:
+            return open_own_file(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return open_own_file(path, flags)
+
+
+def _write_entry(path: Path, header: bytes, payload: memoryview, prefix_tokens: int) -> None:
+    """Write a file, and publish it by a rename.
+
+    It does not wait for the disk: what a power cut leaves of a file is refused when it is read.
+    """
+    page = _page()
+    page[: len(header)] = header
+    new = path.with_name(path.name + NEW)
+    fd = _open_entry(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, payload)
+    try:
+        missing = _transfer(os.pwritev, fd, [page, payload], 0)
+        if missing:
+            raise OSError(errno.EIO, f"{missing} bytes of an entry were not written")
+        _use(fd, prefix_tokens)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(new)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _use(fd: int, prefix_tokens: int) -> None:
+    """Record that an entry is used now; the end of a prefix counts as older than its start."""
+    used_at = time.time_ns() - _NANOSECONDS_PER_TOKEN * prefix_tokens
+    os.utime(fd, ns=(used_at, used_at))
+
+
+def _read_page(fd: int) -> bytes:
+    """Read the page with the header; less than a page if the file ends before."""
+    page = _page()
+    missing = _transfer(os.preadv, fd, [page], 0)
+    return bytes(page[: PAGE_BYTES - missing])
+
+
+def _read_payload(
+    fd: int, into: memoryview, submit: _Submit, seen: Callable[[int, memoryview], bytes]
+) -> list[bytes]:
+    """Read a payload, and return what ``seen`` gives for each part; b"" for a part cut short.
+
+    Nothing writes to ``into`` any more when it returns or raises.
+    """
+    parts = parts_of(len(into))
+
+    def read_part(number: int) -> bytes:
+        part = into[parts[number]]
+        missing = _transfer(os.preadv, fd, [part], PAGE_BYTES + parts[number].start)
+        return b"" if missing else seen(number, part)
+
+    if len(parts) == 1:
+        return [read_part(0)]
+    reads: deque[Future[bytes]] = deque()
+    found = []
+    try:
+        for number in range(len(parts)):
+            reads.append(submit(partial(read_part, number)))
+        while reads:  # an error must not be found by way of itself: it holds the buffer
+            found.append(reads.popleft().result())
+    finally:
+        wait([read for read in reads if not read.cancel()])
+    return found
+
+
+def _page() -> memoryview:
+    """Return a page of zeroes at an address that direct reads and writes take."""
+    return memoryview(mmap.mmap(-1, PAGE_BYTES))
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: list[memoryview],
+    offset: int,
+) -> int:
+    """Read or write buffers one after the other; return how many bytes were not moved."""
+    left = sum(len(buffer) for buffer in buffers)
+    while left:
+        moved = call(fd, buffers, offset)
+        left -= moved
+        if moved % PAGE_BYTES or not moved:
+            break
+        offset += moved
+        while buffers and moved >= len(buffers[0]):
+            moved -= len(buffers.pop(0))
+        if moved:
+            buffers[0] = buffers[0][moved:]
+    return left

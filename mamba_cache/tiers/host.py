@@ -67,8 +67,6 @@ class TierStats:
         evicted: Entries given up for others.
         read_bytes: Payloads read.
         written_bytes: Payloads written.
-        read_seconds: Time in which threads read and verified them, in sum.
-        write_seconds: Time in which threads digested and wrote them.
         disk_bytes: What the files take on the disk.
         recovered: Entries that were there when the disk was opened.
         io_errors: Reads, writes and waits that the system refused, a full disk not counted.
@@ -96,8 +94,6 @@ class TierStats:
     evicted: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
     disk_bytes: int = 0
     recovered: int = 0
     io_errors: int = 0

@@ -105,7 +105,6 @@ class QueuedTier(ABC):
         self._counts: Counter[str] = Counter()
         self._refused: Counter[Refusal] = Counter()  # loads that brought nothing
         self._not_written: Counter[str] = Counter()  # puts that stored nothing
-        self._read_seconds = self._write_seconds = 0.0
         self._is_closing = False
         self._pid = os.getpid()
 
@@ -220,8 +219,6 @@ class QueuedTier(ABC):
                 dropped=dropped,
                 read_bytes=counts["read_bytes"],
                 written_bytes=counts["written_bytes"],
-                read_seconds=self._read_seconds,
-                write_seconds=self._write_seconds,
                 **self._own_stats(),
             )
 

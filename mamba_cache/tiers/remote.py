@@ -10,6 +10,7 @@ import hmac
 import logging
 import math
 import os
+import struct
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -24,7 +25,15 @@ import numpy.typing as npt
 from mamba_cache._checks import check_int, check_number
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
-from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryMacs, PayloadMac, Refusal
+from mamba_cache.tiers.entry import (
+    HEADER_BYTES,
+    EntryFacts,
+    EntryHeader,
+    EntryKey,
+    EntryMacs,
+    PayloadMac,
+    Refusal,
+)
 from mamba_cache.tiers.jobs import (
     Found,
     Job,
@@ -34,7 +43,6 @@ from mamba_cache.tiers.jobs import (
     RemovalJob,
     report_error,
 )
-from mamba_cache.tiers.manifest import chunk_slices, manifest_bytes, read_manifest, write_manifest
 
 __all__ = ["RemoteTier"]
 
@@ -52,6 +60,9 @@ _PROBE_SECONDS: Final = 5.0
 _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
+
+_MAC_BYTES: Final = 16
+_SIZES: Final = struct.Struct("<QI")  # bytes of a chunk, and how many there are
 
 _T = TypeVar("_T")
 
@@ -353,7 +364,6 @@ class RemoteTier(QueuedTier):
         return self._take(loads, len(keys))
 
     def _do(self, worker: _Worker, jobs: Sequence[Job]) -> None:
-        started = time.perf_counter()
         first = jobs[0]
         if isinstance(first, _Ask):
             self._answer(worker, first)
@@ -365,13 +375,11 @@ class RemoteTier(QueuedTier):
         elif isinstance(first, LoadJob):
             self._load_all(worker, [job for job in jobs if isinstance(job, LoadJob)])
             with self._lock:
-                self._read_seconds += time.perf_counter() - started
                 worker.is_loading = False
                 self._work_came.notify()  # one less reads
         else:
             self._put_all(worker, [job for job in jobs if isinstance(job, PutJob)])
             with self._lock:
-                self._write_seconds += time.perf_counter() - started
                 worker.is_writing = False
                 self._work_came.notify()  # one less writes
 
@@ -514,7 +522,7 @@ class RemoteTier(QueuedTier):
 
     def _load_all(self, worker: _Worker, loads: Sequence[LoadJob]) -> None:
         """Read entries: their manifests, and then the chunks of those that match."""
-        sizes = [manifest_bytes(each.expected.payload_bytes, self._chunk_bytes) for each in loads]
+        sizes = [_manifest_bytes(each.expected.payload_bytes, self._chunk_bytes) for each in loads]
         buffers = self._buffers(worker, sizes)
         answers = self._get(worker, [str(each.expected.key) for each in loads], buffers)
         chunks: list[_Part] = []
@@ -563,9 +571,9 @@ class RemoteTier(QueuedTier):
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
         if not self._verifies:
-            count = len(chunk_slices(load.expected.payload_bytes, self._chunk_bytes))
+            count = len(_chunk_slices(load.expected.payload_bytes, self._chunk_bytes))
             return self._macs.payload_mac(load.expected.key.identity), [b""] * count
-        return read_manifest(buffer[:answer], load.expected, self._chunk_bytes, self._macs)
+        return _read_manifest(buffer[:answer], load.expected, self._chunk_bytes, self._macs)
 
     def _refusal(self, answer: int | StoreFault, chunk: _Part) -> Refusal | None:
         """Say what is wrong with a chunk."""
@@ -608,7 +616,7 @@ class RemoteTier(QueuedTier):
 
     def _parts(self, facts: EntryFacts, payload: memoryview) -> list[tuple[int, str, memoryview]]:
         """Return the number of each of an entry's chunks, its key, and its bytes."""
-        parts = [payload[part] for part in chunk_slices(facts.payload_bytes, self._chunk_bytes)]
+        parts = [payload[part] for part in _chunk_slices(facts.payload_bytes, self._chunk_bytes)]
         return list(zip(range(len(parts)), self._names(facts)[:-1], parts, strict=True))
 
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
@@ -631,7 +639,7 @@ class RemoteTier(QueuedTier):
             if put in worker.jobs:
                 *names, name = self._names(put.facts)
                 own = [chunk_macs[each] for each in names]
-                manifest = write_manifest(
+                manifest = _write_manifest(
                     put.facts, self._chunk_bytes, own, self._macs, payload_macs[put]
                 )
                 manifests.append(_Part(put, 0, name, memoryview(manifest)))
@@ -755,3 +763,53 @@ def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -
     known.move_to_end(key)
     if len(known) > _MAX_REMEMBERED:
         known.popitem(last=False)
+
+
+def _chunk_slices(payload_bytes: int, chunk_bytes: int) -> list[slice]:
+    """Return where the chunks of a payload lie in it; the last one may be shorter."""
+    starts = range(0, payload_bytes, chunk_bytes)
+    return [slice(start, min(start + chunk_bytes, payload_bytes)) for start in starts]
+
+
+def _manifest_bytes(payload_bytes: int, chunk_bytes: int) -> int:
+    """Return the bytes of the manifest of an entry of so many."""
+    return HEADER_BYTES + _SIZES.size + _MAC_BYTES * -(-payload_bytes // chunk_bytes)
+
+
+def _write_manifest(
+    facts: EntryFacts,
+    chunk_bytes: int,
+    chunk_macs: Sequence[bytes],
+    macs: EntryMacs,
+    payload_mac: PayloadMac,
+) -> bytes:
+    """Return the manifest of an entry: its header, the size of chunks, and their MACs.
+
+    The header's payload tag is that of what follows it, so that it vouches for every chunk.
+    """
+    table = _SIZES.pack(chunk_bytes, len(chunk_macs)) + b"".join(chunk_macs)
+    header = EntryHeader(facts, payload_mac.tag_of_table(table), nonce=payload_mac.nonce)
+    return header.to_bytes(macs.header_key(facts.key.identity)) + table
+
+
+def _read_manifest(
+    data: memoryview, expected: EntryFacts, chunk_bytes: int, macs: EntryMacs
+) -> tuple[PayloadMac, list[bytes]] | Refusal:
+    """Read a manifest, and compare every field with what the request derived."""
+    header = EntryHeader.read(data, macs.header_key(expected.key.identity))
+    if isinstance(header, Refusal):
+        return header
+    if (refusal := header.refusal(expected)) is not None:
+        return refusal
+    table = bytes(data[HEADER_BYTES:])
+    payload_mac = macs.payload_mac(expected.key.identity, header.nonce)
+    if not hmac.compare_digest(payload_mac.tag_of_table(table), header.payload_tag):
+        return Refusal.MAC
+    if len(data) != _manifest_bytes(expected.payload_bytes, chunk_bytes):
+        return Refusal.CHUNK
+    size, count = _SIZES.unpack_from(table)
+    if size != chunk_bytes or count != -(-expected.payload_bytes // chunk_bytes):
+        return Refusal.CHUNK
+    chunk_macs = table[_SIZES.size :]
+    ends = range(0, len(chunk_macs), _MAC_BYTES)
+    return payload_mac, [chunk_macs[at : at + _MAC_BYTES] for at in ends]

@@ -46,10 +46,9 @@ from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.weights import WeightMaker
 from mamba_cache.states import KVCacheSpec, StatePool, StateSpec
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
-from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
-from mamba_cache.tiers.dma import cuda_rectangles
+from mamba_cache.tiers.cuda import CudaTransfers, cuda_rectangles, pinner_for
+from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.files import PAGE_BYTES
 from mamba_cache.tiers.host import HostTier, RowFormat
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout, Transfers
 

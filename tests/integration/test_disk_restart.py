@@ -10,7 +10,7 @@ import restart_rig
 from disk_rig import entry_files, turn_bits
 from restart_rig import PROMPT_TOKENS, make_engine, run, uncached
 
-from mamba_cache.tiers.files import PAGE_BYTES
+from mamba_cache.tiers.disk import PAGE_BYTES
 
 
 def in_another_process(path, *seeds):

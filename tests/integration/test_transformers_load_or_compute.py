@@ -25,10 +25,10 @@ class Reads(MemoryStore):
     def __init__(self, monkeypatch):
         super().__init__()
         self.clock, self.count, self.gate = ManualClock(), 0, threading.Event()
-        self._lock, read_payload = threading.Lock(), disk.read_payload
+        self._lock, read_payload = threading.Lock(), disk._read_payload
         monkeypatch.setattr(prefetch, "time", self.clock)
         monkeypatch.setattr(remote, "time", ManualClock())  # the store never owes an answer
-        monkeypatch.setattr(disk, "read_payload", lambda *args: self.turn() or read_payload(*args))
+        monkeypatch.setattr(disk, "_read_payload", lambda *args: self.turn() or read_payload(*args))
 
     def turn(self):
         with self._lock:

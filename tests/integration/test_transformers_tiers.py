@@ -20,8 +20,8 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedEr
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import remote, transfers
+from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.files import PAGE_BYTES
 
 FAMILY = "granite 4"
 

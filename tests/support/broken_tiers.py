@@ -34,8 +34,8 @@ def _disk_believed(read_payload):
     """Neither header nor MAC count."""
 
     def broken(self, load):
-        fd = disk.open_entry(self._path_of(load.expected.key), os.O_RDONLY, load.into)
-        disk.read_payload(fd, load.into, self._submit, lambda number, part: b"seen")
+        fd = disk._open_entry(self._path_of(load.expected.key), os.O_RDONLY, load.into)
+        disk._read_payload(fd, load.into, self._submit, lambda number, part: b"seen")
         os.close(fd)
 
     return broken

@@ -47,4 +47,7 @@ class ManualClock:
     def perf_counter(self) -> float:
         return self.now
 
+    def time_ns(self) -> int:
+        return int(1e9 * self.now)
+
     monotonic = process_time = thread_time = time = perf_counter

@@ -9,9 +9,8 @@ import torch
 from mamba_cache import CacheConfig, KVCacheSpec, StateSpec
 from mamba_cache.tiers import CacheIdentity, ModelIdentity
 from mamba_cache.tiers.directory import entry_name, folder_of
-from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.disk import DiskTier, file_bytes
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
-from mamba_cache.tiers.files import file_bytes
 
 STATE_BYTES = 9000
 """Two pages and some bytes."""

@@ -25,9 +25,8 @@ from mamba_cache.context.prefetch import LowerTierLink, PrefetchState
 from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
-from mamba_cache.tiers.disk import DiskTier
+from mamba_cache.tiers.disk import PAGE_BYTES, DiskTier, file_bytes
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
-from mamba_cache.tiers.files import PAGE_BYTES, file_bytes
 from mamba_cache.tiers.host import HostTier, RowFormat
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
@@ -430,7 +429,7 @@ def aborted(rig):
     rig.host.clear()
     rng = rig.rng
     gate, passed = threading.Semaphore(int(rng.integers(0, NUM_ENTRIES + 2))), threading.Event()
-    read = disks.read_payload
+    read = disks._read_payload
 
     def held(*args):
         is_before = rng.random() < 0.5
@@ -439,7 +438,7 @@ def aborted(rig):
             gate.acquire()
         return read(*args) if is_before else parts
 
-    disks.read_payload = held
+    disks._read_payload = held
     try:
         prefetch = prefetch_all(rig)
         if rng.random() < 0.5:
@@ -467,7 +466,7 @@ def aborted(rig):
             rig.host.poll()
             rig.open()
         rig.end()
-        disks.read_payload = read
+        disks._read_payload = read
     for each in (prefetch, second):
         if each is not None and not each.is_done:
             raise Hung("a prefetch is never done")
@@ -480,7 +479,7 @@ def slow_copy(rig):
     rig.host.clear()
     number, kind = rig.draw()
     other = (number + 1) % NUM_ENTRIES
-    go, read = threading.Event(), disks.read_payload
+    go, read = threading.Event(), disks._read_payload
 
     def slow(*arguments):
         go.wait(PATIENCE)
@@ -488,7 +487,7 @@ def slow_copy(rig):
 
     facts, answer = rig.facts(number, kind), Answer()
     lease = rig.host.reserve(facts, for_lower=True)
-    disks.read_payload = slow
+    disks._read_payload = slow
     try:
 
         def done(refusal):
@@ -505,7 +504,7 @@ def slow_copy(rig):
         outcomes = [rig.restore(each, kind) for each in range(100, 100 + NUM_ROWS)]
     finally:
         go.set()
-        disks.read_payload = read
+        disks._read_payload = read
     rig.end()
     outcomes += [rig.restore(each, kind) for each in range(100, 100 + NUM_ROWS)]
     return [*outcomes, rig.restore(number, kind), rig.fetch(other, kind)]

@@ -34,8 +34,8 @@ from mamba_cache.context import prefetch as prefetching
 from mamba_cache.tiers import ModelIdentity, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
+from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import payload_digest
-from mamba_cache.tiers.files import PAGE_BYTES
 
 
 class Copies(LateTransfers):

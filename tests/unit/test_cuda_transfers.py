@@ -41,7 +41,7 @@ def copies_of(*, to_device):
     """Copies by the processor where the driver would."""
 
     def copy(on_host, host_pitch, on_device, device_pitch, num_bytes, num_lines, stream):
-        assert num_lines == 1 or device_pitch <= cuda.MOST_PITCH
+        assert num_lines == 1 or device_pitch <= cuda._MAX_PITCH
         for line in range(num_lines):
             both = on_device + line * device_pitch, on_host + line * host_pitch
             ctypes.memmove(*(both if to_device else reversed(both)), num_bytes)
@@ -97,10 +97,10 @@ PIECES = pytest.mark.parametrize("piece_bytes", [2**12, 2**16, cuda.PIECE_BYTES]
 
 
 @PIECES
-@pytest.mark.parametrize("most_pitch", [cuda.MOST_PITCH, 1000])
+@pytest.mark.parametrize("most_pitch", [cuda._MAX_PITCH, 1000])
 def test_entries_come_back_to_the_bit(device, monkeypatch, most_pitch, piece_bytes):
     """Of lines that one copy may take, and may not."""
-    monkeypatch.setattr(cuda, "MOST_PITCH", most_pitch)
+    monkeypatch.setattr(cuda, "_MAX_PITCH", most_pitch)
     rig = Rig(device, piece_bytes)
     before = {kind: [t.clone() for t in each] for kind, each in rig.tensors.items()}
     spilled = rig.transfers.spill(rig.jobs)
@@ -174,9 +174,9 @@ def test_an_entry_of_just_a_piece_is_not_cut(device):
 
 
 def test_one_copy_takes_lines_up_to_the_pitch_that_the_driver_takes():
-    tensor = cuda._Tensor(0, 0, 64, cuda.MOST_PITCH, 8, range(3))
+    tensor = cuda._Tensor(0, 0, 64, cuda._MAX_PITCH, 8, range(3))
     assert [len(each.lines) for each in tensor.cut(slice(0, 3))] == [3]
-    wider = tensor._replace(pitch=cuda.MOST_PITCH + 1)
+    wider = tensor._replace(pitch=cuda._MAX_PITCH + 1)
     assert [len(each.lines) for each in wider.cut(slice(0, 3))] == [1, 1, 1]
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import disk_rig
 import pytest
+from clocks import ManualClock
 from disk_rig import (
     IDENTITY,
     KV_BYTES,
@@ -37,13 +38,13 @@ from disk_rig import (
 
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import BudgetError, InvariantError, TierInUseError
-from mamba_cache.tiers import Refusal, files
+from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers.directory import folder_of, folders, remove_folder
+from mamba_cache.tiers.disk import PAGE_BYTES, file_bytes
 from mamba_cache.tiers.entry import EntryKind, PayloadMac
-from mamba_cache.tiers.files import PAGE_BYTES, file_bytes
 
 STATE, KV = EntryKind.STATE, EntryKind.KV
 
@@ -77,8 +78,7 @@ def files_in(path):
 @pytest.fixture
 def clock(monkeypatch):
     """The tier's clock stands still, until the test sets ``now``."""
-    clock = SimpleNamespace(now=100.0)
-    clock.monotonic = clock.perf_counter = lambda: clock.now
+    clock = ManualClock()
     monkeypatch.setattr(disks, "time", clock)
     return clock
 
@@ -207,7 +207,7 @@ def test_after_a_restart_the_end_of_a_prefix_goes_first_and_what_was_used_last(t
 
 
 def test_entries_of_one_moment_are_older_towards_the_end_of_the_prefix(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "time", SimpleNamespace(time_ns=lambda: 10**18))
+    monkeypatch.setattr(disks, "time", ManualClock())
     tier = open_tier(tmp_path)
     for number in range(3):
         assert put(tier, number) is None
@@ -300,7 +300,7 @@ def failing(monkeypatch, name, error, *, times=None):
         left[0] = None if left[0] is None else left[0] - 1
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(files.os, name, call)
+    monkeypatch.setattr(disks.os, name, call)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "replace", "utime"])
@@ -315,7 +315,7 @@ def test_a_failed_write_is_counted_and_not_findable(tier, tmp_path, monkeypatch,
 
 
 def test_a_short_write_is_no_entry(tier, monkeypatch) -> None:
-    monkeypatch.setattr(files.os, "pwritev", lambda *_: 0)
+    monkeypatch.setattr(disks.os, "pwritev", lambda *_: 0)
     assert put(tier, 1) is Refusal.IO_ERROR
     assert has(tier, 1) == [False]
 
@@ -339,7 +339,7 @@ def test_transfers_in_parts_are_put_together(tier, monkeypatch) -> None:
         return moved
 
     for name in ("pwritev", "preadv"):
-        monkeypatch.setattr(files.os, name, first_page(getattr(os, name)))
+        monkeypatch.setattr(disks.os, name, first_page(getattr(os, name)))
     assert put(tier, 1) is None
     assert load(tier, 1) == payload_of(1)
 
@@ -364,22 +364,6 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert tier.is_healthy
     assert put(tier, 2) is None
     assert load(tier, 2) == payload_of(2)
-
-
-def test_times_add_up(tier, monkeypatch, clock) -> None:
-    def taking(seconds, call):
-        def take(*arguments):
-            clock.now += seconds
-            return call(*arguments)
-
-        return take
-
-    monkeypatch.setattr(disks, "write_entry", taking(3, disks.write_entry))
-    monkeypatch.setattr(disks, "read_payload", taking(5, disks.read_payload))
-    for number in range(2):
-        assert put(tier, number) is None
-        assert load(tier, number) == payload_of(number)
-    assert (tier.stats().write_seconds, tier.stats().read_seconds) == (6, 10)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
@@ -413,7 +397,7 @@ def test_whole_pages_are_read_and_written_past_the_page_cache_where_that_can_be(
         return system_open(path, flags & ~os.O_DIRECT, *args, **kwargs)
 
     tier = open_tier(tmp_path)
-    monkeypatch.setattr(files.os, "open", look)
+    monkeypatch.setattr(disks.os, "open", look)
     payload = buffer_for(facts_of(1, KV))
     payload[:] = payload_of(1, KV)
     answer = Answer()
@@ -433,7 +417,7 @@ def test_a_file_that_may_not_be_opened_directly_is_an_error(tier, monkeypatch) -
             raise PermissionError(errno.EACCES, "no file")
         return system_open(path, flags, *args, **kwargs)
 
-    monkeypatch.setattr(files.os, "open", refuse)
+    monkeypatch.setattr(disks.os, "open", refuse)
     assert load(tier, 1, KV) is Refusal.IO_ERROR
 
 
@@ -655,7 +639,7 @@ def test_folders_that_go_or_may_not_be_read_are_left_and_in_nobodys_way(
 def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, max_queued=1, num_readers=1)
     assert put(tier, 8, KV) is None
-    writes, reads = (Gate(monkeypatch, disks, name) for name in ("write_entry", "read_payload"))
+    writes, reads = (Gate(monkeypatch, disks, name) for name in ("_write_entry", "_read_payload"))
     puts = [Answer() for _ in range(2)]
     assert tier.put(facts_of(0), payload_of(0), puts[0])
     writes.wait_for(1)
@@ -682,7 +666,7 @@ def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -
 def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, num_readers=1)
     assert [put(tier, 8, KV), put(tier, 7), put(tier, 6)] == [None] * 3
-    writes, reads = (Gate(monkeypatch, disks, name) for name in ("write_entry", "read_payload"))
+    writes, reads = (Gate(monkeypatch, disks, name) for name in ("_write_entry", "_read_payload"))
     facts = facts_of(8, KV)
     puts, loads = [Answer(), Answer()], [Answer(), Answer()]
     assert tier.put(facts_of(0), payload_of(0), puts[0])
@@ -743,7 +727,7 @@ def test_an_entry_that_is_evicted_while_its_load_waits(tmp_path, monkeypatch, is
     """It is a miss, unless its file is open by then."""
     tier = open_tier(tmp_path, states=1, blocks=1, num_readers=1)
     assert put(tier, 1) is None
-    gate = Gate(monkeypatch, disks, "open_entry" if is_opened else "entry_name")
+    gate = Gate(monkeypatch, disks, "_open_entry" if is_opened else "entry_name")
     into, answer = buffer_for(facts_of(1)), Answer()
     assert tier.load(facts_of(1), into, answer)
     gate.wait_for(1)
@@ -843,7 +827,7 @@ def reading(monkeypatch, read_part):
         arguments = fd, buffers, offset
         return read(*arguments) if part < 0 else read_part(read, part, *arguments)
 
-    monkeypatch.setattr(files.os, "preadv", call)
+    monkeypatch.setattr(disks.os, "preadv", call)
 
 
 def test_the_parts_of_an_entry_are_read_at_once(three_parts, monkeypatch) -> None:
@@ -938,7 +922,7 @@ def test_a_fault_in_one_part_fails_the_entry_once(three_parts, monkeypatch, part
 def test_parts_of_an_entry_that_failed_are_called_off(tmp_path, monkeypatch) -> None:
     """One reader: the first part fails, the second is under way, the third is not begun."""
     tier = open_three_parts(tmp_path, monkeypatch, 1)
-    wait, begun, called_off = files.wait, [], threading.Event()
+    wait, begun, called_off = disks.wait, [], threading.Event()
 
     def one_fails(read, part, *arguments):
         begun.append(part)
@@ -953,7 +937,7 @@ def test_parts_of_an_entry_that_failed_are_called_off(tmp_path, monkeypatch) -> 
 
     with monkeypatch.context() as patch:
         reading(patch, one_fails)
-        patch.setattr(files, "wait", wait_for_those_under_way)
+        patch.setattr(disks, "wait", wait_for_those_under_way)
         assert load(tier, 0) is Refusal.IO_ERROR
         assert begun in ([0], [0, 1])  # the second too, if its reader was late
     assert load(tier, 1) == payload_of(1)

@@ -31,6 +31,7 @@ from mamba_cache.errors import MissingExtraError
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import entry as entries
+from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     PART_BYTES,
@@ -39,7 +40,6 @@ from mamba_cache.tiers.entry import (
     parts_of,
     payload_digest,
 )
-from mamba_cache.tiers.files import PAGE_BYTES
 from mamba_cache.tiers.remote import RemoteTier
 
 FORGED = bytes(range(250)) * (STATE_BYTES // 250)

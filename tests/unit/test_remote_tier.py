@@ -577,26 +577,6 @@ def test_writing_for_long_is_no_silence(bench) -> None:
     assert asked.get() == [False]
     answer.get()
     bench.end()
-    assert bench.tier.stats().write_seconds == 1
-
-
-def test_times_add_up(bench) -> None:
-    """Two calls put an entry, its chunks and its manifest; three bring it."""
-    for name, seconds in (("put_many", 3), ("get_many_into", 5)):
-        original = getattr(bench.memory, name)
-
-        def take(*arguments, call=original, seconds=seconds):
-            bench.clock.now += seconds
-            return call(*arguments)
-
-        setattr(bench.memory, name, take)
-    for number in range(2):
-        assert bench.put(number) is None
-        bench.end()
-        assert bench.load(number) == bytes(payload_of(number))
-        bench.end()
-    stats = bench.tier.stats()
-    assert (stats.write_seconds, stats.read_seconds) == (2 * 2 * 3, 2 * 3 * 5)
 
 
 def test_of_many_puts_a_thread_takes_some(bench, monkeypatch) -> None:

@@ -418,8 +418,8 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
-    opened, read = threading.Event(), disks.read_payload
-    monkeypatch.setattr(disks, "read_payload", lambda *a: opened.wait(PATIENCE) and read(*a))
+    opened, read = threading.Event(), disks._read_payload
+    monkeypatch.setattr(disks, "_read_payload", lambda *a: opened.wait(PATIENCE) and read(*a))
     prefetch = ask(context)
     store.inject("exists_many", Trouble.HANG)
     asked = ask(context, OTHER)

@@ -21,7 +21,7 @@ WRONG, OTHER = facts_of(1), facts_of(2)
 def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch, is_taken) -> None:
     """Neither for this process nor for the next one; its prompt is computed, and written anew."""
     disk = open_tier(tmp_path)
-    gate = Gate(monkeypatch, disks, "write_entry")
+    gate = Gate(monkeypatch, disks, "_write_entry")
     answers = {facts: Answer() for facts in ((WRONG,) if is_taken else (OTHER, WRONG))}
     for number, (facts, answer) in enumerate(answers.items(), 1):
         payload = payload_of(1 if facts is WRONG else 2)
@@ -47,7 +47,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
 def test_a_wrong_entry_that_is_just_read_does_not_arrive(tmp_path, monkeypatch) -> None:
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
-    gate = Gate(monkeypatch, disks, "read_payload")
+    gate = Gate(monkeypatch, disks, "_read_payload")
     answer = Answer()
     assert disk.load(WRONG, buffer_for(WRONG), answer)
     gate.wait_for(1)
