@@ -28,9 +28,9 @@ from mamba_cache import (
 from mamba_cache.cache import PlacementFacts
 from mamba_cache.protocols import KVBlockView
 
-BLOCK_SIZE_TOKENS, MAX_TOKENS, NUM_REQUESTS = 64, 4096, 600
+BLOCK_SIZE_TOKENS, MAX_TOKENS, NUM_REQUESTS = 64, 4096, 250
 NUM_DOCUMENTS, DOCUMENT_BLOCKS = 12, 40
-FEW_SLOTS, MANY_SLOTS = 48, 8192
+FEW_SLOTS, MANY_SLOTS = 32, 4096
 
 
 class DoublingPlacement:
