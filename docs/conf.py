@@ -9,15 +9,17 @@ import runpy
 import shutil
 from html import escape
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from docutils.nodes import Element, document, image, raw
+from prometheus_client import CollectorRegistry
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import mamba_cache
+from mamba_cache.integrations.prometheus import CacheCollector, CallDurations
 
 project = "mamba_cache"
 author = "the mamba_cache authors"
@@ -214,6 +216,40 @@ def write_tables(_app: object) -> None:
     folder.mkdir()
     for name, text in runpy.run_path(str(FIGURES / "tables.py"))["fragments"]().items():
         (folder / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")
+    (folder / "metrics.md").write_text("\n".join(metrics()), encoding="utf-8")
+
+
+class AnyStats:
+    """Statistics in which every count is 1, by whatever label."""
+
+    name = "host"
+    misses = bypasses = differences = dropped = refused = MappingProxyType({"": 1})
+    entries = rows = row_bytes = MappingProxyType({"": 1})
+
+    def __getattr__(self, _field: str) -> int:
+        return 1
+
+    def stats(self) -> "AnyStats":
+        return self
+
+    verification_stats = stats
+
+    def tier_stats(self) -> list["AnyStats"]:
+        return [self]
+
+
+def metrics() -> list[str]:
+    """A table of the metrics that a collector exports, and of the histogram beside them."""
+    lines = ["| metric | labels besides `cache` | what it says |", "|---|---|---|"]
+    registry = CollectorRegistry()
+    registry.register(CacheCollector({"main": AnyStats()}))
+    CallDurations(registry).watch("main", AnyStats())
+    for metric in registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        labels = dict.fromkeys(label for one in metric.samples for label in one.labels)
+        others = ", ".join(f"`{label}`" for label in labels if label not in ("cache", "le"))
+        lines.append(f"| `{name}` | {others} | {metric.documentation} |")
+    return [*lines, ""]
 
 
 def write_results(_app: object) -> None:

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from restart_rig import make_engine
 from restart_rig import prompts as restart_prompts
-from sources import ROOT
 from tier_rig import make_tiered
 from transformers_rig import make_model
 
@@ -28,9 +27,7 @@ from mamba_cache.integrations.prometheus import (
     CallDurations,
 )
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import Refusal, TierStats
-
-GUIDE = ROOT / "docs" / "how-to" / "hits.md"
+from mamba_cache.tiers import Refusal
 
 
 class Source:
@@ -299,31 +296,3 @@ def test_verified_hits_have_metrics_where_they_are_asked_for(seed):
     }
     off = scrape(registry_of(main=make_context(), other=Source(seed)))
     assert not [name for name in off if "verif" in name]
-
-
-class Tiered(Source):
-    """Statistics of a cache with a tier."""
-
-    def tier_stats(self):
-        kinds = {"kv": 2, "state": 1}
-        held = dict.fromkeys(("entries", "rows", "ready_rows", "row_bytes"), kinds)
-        done = dict.fromkeys(("stored", "restored", "evicted"), 3)
-        reasons = {name: {"missing": 1} for name in ("dropped", "refused")}
-        return (TierStats(name="disk", **held, **done, **reasons),)
-
-
-@pytest.fixture
-def exported(seed):
-    """{sample name: label names} of all that is exported."""
-    registry = registry_of(main=Source(seed), verified=Verified(seed), tiered=Tiered(seed))
-    durations = CallDurations(registry)
-    durations.watch("main", make_context())
-    return {
-        name: {label for labelled in series for label, _ in labelled}
-        for name, series in scrape(registry).items()
-    }
-
-
-def test_the_guide_names_every_metric(exported):
-    listed = set(re.findall(r"`(mamba_cache_\w+)", GUIDE.read_text(encoding="utf-8")))
-    assert listed == {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exported}
