@@ -54,6 +54,8 @@ _MOST_REFERENCES = 1 << 20
 # Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
 _STEPS: Final = {1: np.int32(1), -1: np.int32(-1)}
 
+_CHILDREN, _CACHED = 0, 1  # what is counted at a parent: registered children, cached ones
+
 
 class LeafQueue:
     """Cached blocks none of whose children are cached: each may be evicted.
@@ -218,6 +220,7 @@ class KVBlockAllocator:
         self._parent_at, self._parent_block_at = self._parents.data, self._parent_blocks.data
         self._children_at = self._num_children.data
         self._cached_children_at = self._num_cached_children.data
+        self._count_at = self._children_at, self._cached_children_at
         self._rows = Rows("block", self.dummy_block_id, self._hashes)
         self._refs_at, self._used_at = self._rows.ref_at, self._timestamps.data
         self.block_ref_counts = as_tensor(self._rows.refs)
@@ -312,7 +315,7 @@ class KVBlockAllocator:
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
             blocks = blocks if len(reused) == len(ids) else as_rows(reused)
-            self._offer_for_eviction(as_rows(self._count_cached(blocks, -1)))
+            self._offer_for_eviction(as_rows(self._count(blocks, -1, _CACHED)))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -333,7 +336,7 @@ class KVBlockAllocator:
             return
         blocks = blocks if len(cached) == len(blocks) else as_rows(cached)
         self._num_cached += len(cached)
-        self._leaves.discard(self._count_cached(blocks, 1))
+        self._leaves.discard(self._count(blocks, 1, _CACHED))
         self._offer_for_eviction(blocks)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(blocks, blocks)
@@ -650,8 +653,10 @@ class KVBlockAllocator:
             self.listeners.put(Removed("block", (*block_ids,), (*hash_ids,), digests=digests))
         self._leaves.discard(block_ids)
         self._num_cached -= len(cached)
-        self._count_cached(cached, -1)
-        parents = self._count(self._num_children, 0, blocks, -1)
+        parents = self._count(cached, -1, _CHILDREN, _CACHED)
+        if len(cached) < len(blocks):
+            used = set(block_ids).difference(ids_of(cached))
+            parents += self._count(as_rows([*used]), -1, _CHILDREN)
         if isinstance(blocks, list):
             for block_id in blocks:
                 self._hash_at[block_id], self._digests[block_id] = NONE, None
@@ -730,38 +735,40 @@ class KVBlockAllocator:
             self._orphans.setdefault(parent, [0, 0])[0] += 1
         self._parent_at[block_id], self._parent_block_at[block_id] = parent, parent_block
 
-    def _count_cached(self, blocks: RowIds, step: int) -> list[int]:
-        """Count registered blocks as cached from now on, or with ``step`` -1 no longer."""
-        return self._count(self._num_cached_children, 1, blocks, step)
+    def _count(self, blocks: RowIds, step: int, *kinds: int) -> list[int]:
+        """Change counts at the parents of registered blocks; return the parents.
 
-    def _count(
-        self, counts: npt.NDArray[np.int32], kind: int, blocks: RowIds, step: int
-    ) -> list[int]:
-        """Change a count at the parents of blocks; ``kind`` is its place among those of orphans."""
+        Kinds are ``_CHILDREN`` and ``_CACHED``, in the order in which orphans are counted.
+        """
         if isinstance(blocks, list):
-            found, count_at = [], counts.data
+            found, count_at = [], self._count_at
+            hash_at, parent_at, place_at = self._hash_at, self._parent_at, self._parent_block_at
             for block_id in blocks:
-                parent, hash_id = self._parent_block_at[block_id], self._parent_at[block_id]
-                if self._hash_at[parent] != hash_id:
-                    parent = self._count_moved(hash_id, kind, step)
-                count_at[parent] += step
+                parent, hash_id = place_at[block_id], parent_at[block_id]
+                if hash_at[parent] != hash_id:
+                    parent = self._count_moved(hash_id, kinds, step)
+                for kind in kinds:
+                    count_at[kind][parent] += step
                 found.append(parent)
             return found
         parents, hash_ids = self._parent_blocks[blocks], self._parents[blocks]
         now = self._hashes[parents]
         for index in (now != hash_ids).nonzero()[0].tolist():
-            parents[index] = self._count_moved(hash_ids.item(index), kind, step)
-        np.add.at(counts, parents, _STEPS[step])
+            parents[index] = self._count_moved(hash_ids.item(index), kinds, step)
+        for kind in kinds:
+            np.add.at((self._num_children, self._num_cached_children)[kind], parents, _STEPS[step])
         as_list: list[int] = parents.tolist()
         return as_list
 
-    def _count_moved(self, parent: int, kind: int, step: int) -> int:
+    def _count_moved(self, parent: int, kinds: Iterable[int], step: int) -> int:
         """Return the block of a parent that had another; if there is none, count at its hash id."""
         block_id = self._block_of.get(parent)
         if block_id is not None:
             return block_id
-        self._orphans[parent][kind] += step
-        if not self._orphans[parent][0]:
+        orphans = self._orphans[parent]
+        for kind in kinds:
+            orphans[kind] += step
+        if not orphans[_CHILDREN]:
             del self._orphans[parent]
         return self.dummy_block_id
 
