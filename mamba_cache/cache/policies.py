@@ -14,7 +14,6 @@ from mamba_cache.protocols import KVBlockView
 
 __all__ = [
     "ConsumedSlotPolicy",
-    "HostView",
     "LruSlotPolicy",
     "PrefixSlotPolicy",
     "PromptFacts",
@@ -348,30 +347,6 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
         return np.asarray(on_host)
     array: npt.NDArray[Any] = on_host.numpy()  # several times faster than asarray for a tensor
     return array
-
-
-class HostView:
-    """One of an embedder's arrays as numpy; that of a tensor on the host is made once.
-
-    To make it takes longer than most of what is read of it.
-    """
-
-    __slots__ = ("_made",)
-
-    def __init__(self) -> None:
-        # The tensor, its address, and its array.
-        self._made: tuple[Any, int, npt.NDArray[Any]] = None, 0, np.empty(0)
-
-    def of(self, values: Any) -> npt.NDArray[Any]:
-        """Return it as ``as_host_array`` does; it may be another one than before."""
-        tensor, address, made = self._made
-        if values is tensor and values.data_ptr() == address:
-            return made
-        array = as_host_array(values)
-        # What is no tensor, or on a device, is copied as it is at this moment.
-        if not getattr(values, "is_cuda", True):
-            self._made = values, values.data_ptr(), array
-        return array
 
 
 def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:

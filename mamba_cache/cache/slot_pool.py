@@ -13,7 +13,6 @@ import numpy.typing as npt
 from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.cache.policies import (
-    HostView,
     LruSlotPolicy,
     PrefixSlotPolicy,
     PromptFacts,
@@ -126,7 +125,6 @@ class SlotPool:
         listeners = getattr(kv_blocks, "listeners", None)
         self.listeners = listeners if isinstance(listeners, Listeners) else Listeners()
         self._evicts_held = evicts_held
-        self._ref_counts, self._block_hashes = HostView(), HostView()
         self._guard = CallGuard(self)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
         self._slot_to_block = np.empty(self.max_slots, np.int32)
@@ -720,7 +718,7 @@ class SlotPool:
         readers: npt.NDArray[Any] = self.pin_counts
         if not self._evicts_held:
             # A slot without a block has -1 there and reads some block's count: it is out anyway.
-            references = self._ref_counts.of(self.kv_blocks.block_ref_counts).take(blocks)
+            references = as_host_array(self.kv_blocks.block_ref_counts).take(blocks)
             if self.pin_references is not None:
                 references -= self.pin_references.take(blocks)
             readers = references + readers
@@ -772,7 +770,7 @@ class SlotPool:
         All traces go now, since an embedder may give the slots away by index.
         """
         known = getattr(self.kv_blocks, "block_hashes", None)
-        hashes = None if known is None else self._block_hashes.of(known)
+        hashes = None if known is None else as_host_array(known)
         for slot in slots:
             block_id = self._block_at[slot]
             self._forget_block(block_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from mamba_cache.errors import (
 )
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots.megatron_scratch import (
-    CommitBatch,
     IntermediateTables,
     checkpoint_alignment,
     num_scratch_rows,
@@ -381,8 +380,8 @@ class MambaSlotAllocator(SlotPool):
             block_ids=self.context.request_to_kv_block_ids[current_id],
             block_size_tokens=self.context.block_size_tokens,
             alignment=checkpoint_alignment(self.context),
+            max_offsets=self._tables.num_free(current_id, self.max_intermediate_count),
         )
-        plan = self._tables.fitting(current_id, plan, self.max_intermediate_count)
         self._guard.is_changing = True
         self._tables.record(current_id, plan)
         self.skipped_checkpoints_total += plan.num_skipped
@@ -443,43 +442,44 @@ class MambaSlotAllocator(SlotPool):
         collected = self._collect_commit_data()
         if collected is None:
             return
-        batch = CommitBatch(*collected)
-        num_scratch_rows = len(batch.src_offsets)
-        with_slot = {block_id for block_id in batch.block_ids if self.has_state(block_id)}
+        bids, offsets, eos_bids, eos_rows, hashes = collected
+        num_written = len(offsets)
+        block_ids = wanted = [*bids, *eos_bids]
+        with_slot = {block_id for block_id in wanted if self.has_state(block_id)}
         try:
-            slots = self.allocate_slots_batch(batch.block_ids)
+            slots = self.allocate_slots_batch(wanted)
         except MambaSlotCapacityError as error:
-            num_wanted = len(batch.block_ids)
-            batch = batch.within_capacity(with_slot, error.available)
-            self.skipped_checkpoints_total += num_wanted - len(batch.block_ids)
-            if not batch.block_ids:
+            new = [b for b in dict.fromkeys(wanted) if b not in with_slot]
+            kept = with_slot.union(new[: error.available])
+            bids, offsets = _only(kept, bids, bids, offsets)
+            eos_bids, eos_rows = _only(kept, eos_bids, eos_bids, eos_rows)
+            block_ids, hashes = _only(kept, wanted, wanted, hashes)
+            self.skipped_checkpoints_total += len(wanted) - len(block_ids)
+            if not block_ids:
                 self._clear_intermediate_state()
                 return
-            slots = self.allocate_slots_batch(batch.block_ids)
+            slots = self.allocate_slots_batch(block_ids)
         try:
-            self._save(batch, slots)
+            self._copy_intermediate_to_cache(offsets, slots[: len(bids)])
+            self.store_from_live_batch(slots[len(bids) :], eos_rows)
+            self.register_block_hashes_batch(block_ids, hashes)
         except BaseException as error:
             # An error of the package comes before its copy: what was in a slot before is whole.
             is_whole = isinstance(error, MambaCacheError)
-            self._invalidate_blocks_batch(set(batch.block_ids) - (with_slot if is_whole else set()))
+            self._invalidate_blocks_batch(set(block_ids) - (with_slot if is_whole else set()))
             raise
-        self.transfers.spoil_scratch(num_scratch_rows)
+        self.transfers.spoil_scratch(num_written)
         self._clear_intermediate_state()
-
-    def _save(self, batch: CommitBatch, slots: list[int]) -> None:
-        """Copy a batch into its slots, then make it findable."""
-        num_intermediates = len(batch.src_offsets)
-        self._copy_intermediate_to_cache(batch.src_offsets, slots[:num_intermediates])
-        self.store_from_live_batch(slots[num_intermediates:], batch.eos_requests)
-        self.register_block_hashes_batch(batch.block_ids, batch.hashes)
 
     @guarded(nests=True)
     def _collect_commit_data(
         self,
     ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        """List what the step has to save, as the fields of ``CommitBatch``.
+        """List what the step has to save.
 
         Returns:
+            The blocks of states in the scratch, and the row of each there; the blocks of EOS
+            checkpoints, and the request row of each; the hash id of all these blocks in this order.
             None if there is nothing; what was recorded is cleared then.
         """
         start, num_rows = self._prefill_rows()
@@ -524,6 +524,14 @@ class MambaSlotAllocator(SlotPool):
         self._tables.reset()
         self.states.zero_()
         self._scratch.zero_()
+
+
+def _only(kept: Collection[int], block_ids: list[int], *lists: list[int]) -> list[list[int]]:
+    """Return of lists beside block ids what belongs to blocks that are kept."""
+    return [
+        [value for block_id, value in zip(block_ids, values, strict=True) if block_id in kept]
+        for values in lists
+    ]
 
 
 def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[torch.Tensor]:

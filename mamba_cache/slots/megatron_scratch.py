@@ -6,8 +6,8 @@ after it, those states and the live ones at prompts' ends are copied into slots.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from mamba_cache.states import StateSpec
 __all__ = [
     "MAX_INTERMEDIATE_OFFSETS_PER_REQUEST",
     "CheckpointPlan",
-    "CommitBatch",
     "IntermediateTables",
     "checkpoint_alignment",
     "num_scratch_rows",
@@ -43,7 +42,7 @@ class CheckpointPlan:
     offsets: list[int]  # at most three intermediate offsets, in tokens, ascending
     block_ids: list[int]  # the block that each of them ends
     eos_block_id: int  # the block that ends with the prompt, if this chunk does too; else -1
-    num_skipped: int  # checkpoints that were wanted beyond the three
+    num_skipped: int  # checkpoints that were wanted beyond those
 
 
 def plan_checkpoints(
@@ -57,8 +56,9 @@ def plan_checkpoints(
     block_ids: Any,
     block_size_tokens: int,
     alignment: int,
+    max_offsets: int = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
 ) -> CheckpointPlan:
-    """Plan the checkpoints of a prefill chunk."""
+    """Plan the checkpoints of a prefill chunk; of more than ``max_offsets`` the last are kept."""
     prompt_tokens = len(request.prompt_tokens)
     chunk_start = request.finished_chunk_token_count + skip_tokens
     facts = PlacementFacts(
@@ -70,7 +70,8 @@ def plan_checkpoints(
         num_tokens=prefill_chunk_length - skip_tokens,
         alignment=alignment,
     )
-    offsets = wanted[-MAX_INTERMEDIATE_OFFSETS_PER_REQUEST:]
+    num_skipped = max(len(wanted) - max_offsets, 0)
+    offsets = wanted[num_skipped:]
     ends_prompt = request.finished_chunk_token_count + prefill_chunk_length >= prompt_tokens
     fills_block = prompt_tokens > 0 and prompt_tokens % block_size_tokens == 0
     eos = (
@@ -82,7 +83,7 @@ def plan_checkpoints(
         offsets=offsets,
         block_ids=[int(block_ids[(chunk_start + o) // block_size_tokens - 1]) for o in offsets],
         eos_block_id=eos,
-        num_skipped=len(wanted) - len(offsets),
+        num_skipped=num_skipped,
     )
 
 
@@ -140,21 +141,11 @@ class IntermediateTables:
         """Empty every row."""
         self.clear(0, len(self.counts_cpu))
 
-    def fitting(self, row: int, plan: CheckpointPlan, num_scratch_rows: int) -> CheckpointPlan:
-        """Drop the checkpoints of a plan that the scratch has no row for, the first ones first."""
-        if not plan.offsets:
-            return plan
+    def num_free(self, row: int, num_scratch_rows: int) -> int:
+        """Return how many states a request may save: rows of the scratch that others leave."""
         counts = self.counts_cpu.numpy()
-        num_free = num_scratch_rows - int(counts.sum()) + int(counts[row])
-        surplus = len(plan.offsets) - max(num_free, 0)
-        if surplus <= 0:
-            return plan
-        return replace(
-            plan,
-            offsets=plan.offsets[surplus:],
-            block_ids=plan.block_ids[surplus:],
-            num_skipped=plan.num_skipped + surplus,
-        )
+        num_others = int(counts.sum()) - int(counts[row])
+        return min(max(num_scratch_rows - num_others, 0), MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
 
     def record(self, row: int, plan: CheckpointPlan) -> None:
         """Replace what a request's row holds."""
@@ -203,43 +194,3 @@ class IntermediateTables:
         eos = self.eos_block_ids_cpu.numpy()[start : start + num_rows]
         eos_rows = np.flatnonzero(eos >= 0)
         return table[written].tolist(), eos[eos_rows].tolist(), (eos_rows + start).tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class CommitBatch:
-    """States of one step on their way into slots: those in the scratch, then EOS checkpoints."""
-
-    intermediate_block_ids: list[int]  # the block of each state in the scratch
-    src_offsets: list[int]  # where in the scratch each of them is
-    eos_block_ids: list[int]  # the block of each EOS checkpoint
-    eos_requests: list[int]  # the row of the request whose live state it is
-    hashes: list[int]  # the hash id of each block, in the order of ``block_ids``
-
-    @property
-    def block_ids(self) -> list[int]:
-        """All blocks: those of the scratch, then those of EOS checkpoints."""
-        return self.intermediate_block_ids + self.eos_block_ids
-
-    def within_capacity(self, with_slot: Collection[int], num_slots: int) -> CommitBatch:
-        """Keep, in order, what there is room for."""
-        kept: set[int] = set()
-        indices = []
-        for index, block_id in enumerate(self.block_ids):
-            if block_id not in with_slot and block_id not in kept:
-                if len(kept) == num_slots:
-                    continue
-                kept.add(block_id)
-            indices.append(index)
-        return self._select(indices)
-
-    def _select(self, indices: Sequence[int]) -> CommitBatch:
-        num_intermediates = len(self.intermediate_block_ids)
-        first = [i for i in indices if i < num_intermediates]
-        eos = [i - num_intermediates for i in indices if i >= num_intermediates]
-        return CommitBatch(
-            intermediate_block_ids=[self.intermediate_block_ids[i] for i in first],
-            src_offsets=[self.src_offsets[i] for i in first],
-            eos_block_ids=[self.eos_block_ids[i] for i in eos],
-            eos_requests=[self.eos_requests[i] for i in eos],
-            hashes=[self.hashes[i] for i in indices],
-        )

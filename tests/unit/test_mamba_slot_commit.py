@@ -9,7 +9,6 @@ from slot_rig import state_bits as bits
 
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
-from mamba_cache.slots.megatron_scratch import CommitBatch
 from mamba_cache.slots.transfers import StateTransfers, last_write_wins
 from mamba_cache.states import StatePool, StateSpec
 
@@ -198,14 +197,6 @@ def test_a_second_shortage_is_the_callers_to_see(allocator):
     with pytest.raises(MambaSlotCapacityError) as caught:
         allocator.commit_intermediate_states()
     assert caught.value.required == 1
-
-
-def test_within_capacity_counts_a_new_block_once():
-    batch = CommitBatch([1, 2, 1, 3], [0, 1, 2, 3], [2, 9, 1], [5, 6, 7], [10, 20, 10, 30, 2, 9, 1])
-    kept = batch.within_capacity({9}, 1)
-    assert kept == CommitBatch([1, 1], [0, 2], [9, 1], [6, 7], [10, 10, 9, 1])
-    assert batch.within_capacity(set(), 0).block_ids == []
-    assert batch.within_capacity(set(), 4) == batch
 
 
 def test_last_write_wins():
