@@ -67,6 +67,9 @@ MIN_GHOSTS: Final = 4096
 _GHOSTS_PER_SLOT: Final = 16
 FORGOTTEN_AT_ONCE: Final = 32
 
+# The fields of a candidate, each a row of one array.
+_DEPTH, _LAST_USE, _MADE, _CLASS, _SERVED, _GAIN, _PARENT, _NUM_KEPT = range(8)
+_WEIGHT, _SERVER, _NUM_CHILDREN, _TURN = range(8, 12)
 _HIGHEST: Final = np.iinfo(np.int64).max
 _LAST: Final = _HIGHEST, 0, 0, 0  # after the orders of all candidates
 
@@ -273,14 +276,10 @@ class CandidateTree:
     def _grow(self, size: int) -> None:
         arrays = np.zeros((12, size), np.int64)
         arrays[:, : len(self._arrays[0]) - 2] = self._arrays[:, :-2]
-        self._arrays = arrays
-        (
-            self._depths, self._last_uses, _, self._classes, self._served, self._gains,
-            self._parents, self._num_kept, self._weights, self._servers, self._num_children, _,
-        ) = arrays  # fmt: skip
         # The value of NO_CANDIDATE is below all others, that of _EVICTED above.
-        self._served[NO_CANDIDATE], self._gains[NO_CANDIDATE] = 1, -1
-        self._served[_EVICTED], self._gains[_EVICTED] = 1, _HIGHEST
+        arrays[_SERVED, -2:], arrays[_GAIN, -2:] = 1, (_HIGHEST, -1)
+        self._arrays, self._served, self._gains = arrays, arrays[_SERVED], arrays[_GAIN]
+        # Memoryviews read and write single elements several times faster.
         (
             self._depth_at, self._last_use_at, self._made_at, self._class_at, self._served_at,
             self._gain_at, self._parent_at, self.num_kept_at, self._weight_at, self._server_at,
@@ -292,14 +291,15 @@ class CandidateTree:
         self._clock = clock = self._clock + 1
         size = len(self._edges)
         if clock % REQUESTS_PER_REFIT == 0:
-            known = self._depths[:size].nonzero()[0]
-            ages = clock - self._last_uses.take(known)
-            self._rates.refit(self._classes.take(known), ages, oldest=clock + REQUESTS_PER_REFIT)
+            known = self._arrays[_DEPTH, :size].nonzero()[0]
+            ages = clock - self._arrays[_LAST_USE].take(known)
+            classes = self._arrays[_CLASS].take(known)
+            self._rates.refit(classes, ages, oldest=clock + REQUESTS_PER_REFIT)
         elif clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
-            found = self._rates.indices_of(self._classes[:size], clock - self._last_uses[:size])
-            weights = self._weights[:size] = found * (self._depths[:size] > 0)
+            depths, uses, _, classes, served, _, _, _, weights, servers, *_ = self._arrays[:, :size]
+            weights[:] = self._rates.indices_of(classes, clock - uses) * (depths > 0)
             # Sums of integers below 2**53 are exact in float64, in any order.
-            self._served[:size] = np.bincount(self._servers[:size], weights, minlength=size)
+            served[:] = np.bincount(servers, weights, minlength=size)
         if len(self.ghosts) >= self._max_ghosts + FORGOTTEN_AT_ONCE:
             for node in [*self.ghosts]:
                 if self._num_children_at[node] > 1:  # prompts branch there
@@ -308,9 +308,10 @@ class CandidateTree:
                     self.forget(node)
                 if len(self.ghosts) == self._max_ghosts:
                     break
-        path = [*facts.hash_ids]
+        hash_ids, _, num_matched, num_usable, will_continue, source = facts
+        path = [*hash_ids]
         prompt = PromptPath(path)
-        used = self._deepest(prompt, min(facts.num_usable_blocks, len(path)))
+        used = self._deepest(prompt, min(num_usable, len(path)))
         if used != ROOT:
             klass = self._class_at[used]
             prompt.turn = self._turn_at[used] + (klass < _PER_KIND)
@@ -324,10 +325,10 @@ class CandidateTree:
                 self.ghosts[used] = self.ghosts.pop(used)
             self._weigh(used)
         turn_class = _TURNS[min(prompt.turn, 6)]
-        new_class = _NEW_BLOCKS[min(len(path) - facts.num_matched_blocks, 30)]
+        new_class = _NEW_BLOCKS[min(len(path) - num_matched, 30)]
         prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
-        if facts.will_continue is not None:
-            prompt.told = facts.source, facts.will_continue
+        if will_continue is not None:
+            prompt.told = source, will_continue
             prompt.hint = self._trust.level_of(*prompt.told)
         return prompt
 
@@ -406,8 +407,8 @@ class CandidateTree:
             self._edges[node] = array("q", edge)
         else:
             node = len(self._edges)
-            if node == len(self._depths) - 2:
-                self._grow(2 * len(self._depths))
+            if node == len(self._served) - 2:
+                self._grow(2 * len(self._served))
             self._children.append({})
             self._edges.append(array("q", edge))
         server, weight = self._server_at[parent], self._rates.fresh_at[klass]
@@ -496,10 +497,10 @@ class CandidateTree:
         """Look up the indices of kept candidates, if that is due."""
         if self._clock - self._last_look >= self._requests_per_look:
             self._last_look = self._clock
-            ages = self._clock - self._last_uses.take(nodes)
-            weights = self._rates.indices_of(self._classes.take(nodes), ages)
-            self._served[nodes] += weights - self._weights.take(nodes)
-            self._weights[nodes] = weights
+            ages = self._clock - self._arrays[_LAST_USE].take(nodes)
+            weights = self._rates.indices_of(self._arrays[_CLASS].take(nodes), ages)
+            self._served[nodes] += weights - self._arrays[_WEIGHT].take(nodes)
+            self._arrays[_WEIGHT, nodes] = weights
 
     def lowest(self, nodes: _Ints, num_blocks: _Ints | None = None) -> int:
         """Return the place of the lowest value per block; of equal ones, the first in order."""
@@ -522,40 +523,44 @@ class CandidateTree:
 
     def blocks_freed_by(self, nodes: _Ints) -> _Ints:
         """Return the blocks of each up to the kept candidate above, or to where prompts branch."""
-        above = self._parents.take(nodes)
+        depths, parents = self._arrays[_DEPTH], self._arrays[_PARENT]
+        num_kept, num_children = self._arrays[_NUM_KEPT], self._arrays[_NUM_CHILDREN]
+        above = parents.take(nodes)
         while True:
             # Each has one child at least.
-            is_between = self._num_kept.take(above) + self._num_children.take(above) == 1
+            is_between = num_kept.take(above) + num_children.take(above) == 1
             if not is_between.any():
                 break
-            above = np.where(is_between, self._parents.take(above), above)
-        return self._depths.take(nodes) - self._depths.take(above)
+            above = np.where(is_between, parents.take(above), above)
+        freed: _Ints = depths.take(nodes) - depths.take(above)
+        return freed
 
     def check_invariants(self) -> None:
         """Check the tree against itself."""
-        kept = {*self._num_kept.nonzero()[0].tolist()}
+        size = len(self._edges)
+        fields = self._arrays[:, :size]
+        depths, _, _, _, found, found_gains, above, num_kept, weights, found_servers, *_ = fields
+        kept = {*num_kept.nonzero()[0].tolist()}
         known = (kept | self.ghosts.keys()) - {ROOT}
-        edge_of, children, ids = self._edges, self._children, range(len(self._edges))
-        size = len(ids)
-        servers = np.where(self._num_kept[:size] > 0, ids, self._parents[:size])
+        edge_of, children, ids = self._edges, self._children, range(size)
+        servers = np.where(num_kept > 0, ids, above)
         while (servers != servers.take(servers)).any():
             servers = servers.take(servers)
-        served = np.bincount(servers, self._weights[:size], minlength=size)
-        gains = self._depths[:size] - self._depths.take(servers.take(self._parents[:size]))
+        served = np.bincount(servers, weights, minlength=size)
+        gains = depths - depths.take(servers.take(above))
         parents = {n: self._parent_at[n] for n in known}
         statements = {
             "ids": sorted([*kept, *self.ghosts, *self._free]) == [*ids],
             "parents": all(children[up].get(edge_of[n][0]) == n for n, up in parents.items()),
-            "children": [*map(len, children)] == self._num_children[: len(ids)].tolist()
+            "children": [*map(len, children)] == fields[_NUM_CHILDREN].tolist()
             and sum(map(len, children)) == len(known),
             "hashes": all(edge_of[n][-1] == h and n in known for h, n in self._by_hash.items()),
             "depths": all(
                 edge_of[n][0] < 0 or self._depth_at[up] + len(edge_of[n]) == self._depth_at[n]
                 for n, up in parents.items()
             ),
-            "values": np.array_equal(servers, self._servers[:size])
-            and np.array_equal(served, self._served[:size])
-            and all(gains[n] == self._gain_at[n] for n in kept),  # ghosts need no gain
+            "values": np.array_equal((served, servers), (found, found_servers))
+            and all(gains[n] == found_gains[n] for n in kept),  # ghosts need no gain
         }
         breaches = [what for what, holds in statements.items() if not holds]
         if breaches:
@@ -612,14 +617,15 @@ class AdaptiveSlotPolicy:
         accepted, victims = plan = SlotPlan([], [])
         refusable: dict[int, int] = {}
         self._granted, self._victims = [], {}
-        for place, proposal in enumerate(proposals):
-            node = self._candidate_of(proposal)
+        for prompt, depth, kind, is_asked, hash_ids in proposals:
+            node = self._candidate_of(prompt, depth, kind, hash_ids)
             # A state that another request of this step saves needs no second slot.
-            accepted.append(proposal.is_asked or not tree.num_kept_at[node])
-            if accepted[place]:
+            is_in = is_asked or not tree.num_kept_at[node]
+            if is_in:
                 self._granted.append(node)
-                if not proposal.is_asked:
-                    refusable[place] = node
+                if not is_asked:
+                    refusable[len(accepted)] = node
+            accepted.append(is_in)
         for node in self._granted:
             tree.keep(node)
         num_short = len(self._granted) - num_free
@@ -728,14 +734,15 @@ class AdaptiveSlotPolicy:
             del self._incomplete[node]
             self._tree.forget(node)
 
-    def _candidate_of(self, proposal: StateProposal) -> int:
-        if proposal.hash_ids is None:
-            return self._tree.propose(proposal.prompt, proposal.num_blocks, proposal.kind)
+    def _candidate_of(
+        self, prompt: PromptPath, depth: int, kind: str, hash_ids: Sequence[int] | None
+    ) -> int:
+        if hash_ids is None:
+            return self._tree.propose(prompt, depth, kind)
         self._num_incomplete += 1
         # Its last block gets a hash id that no other block has.
-        hash_ids = [*proposal.hash_ids, -(self._num_incomplete << 1)]
-        prompt = replace(proposal.prompt, hash_ids=hash_ids)
-        node = self._tree.propose(prompt, len(hash_ids), proposal.kind)
+        prompt = replace(prompt, hash_ids=[*hash_ids, -(self._num_incomplete << 1)])
+        node = self._tree.propose(prompt, len(prompt.hash_ids), kind)
         # The hint is counted once, and stays in the class.
         traits = prompt.traits + prompt.hint
         self._incomplete[node] = replace(prompt, traits=traits, told=None)
