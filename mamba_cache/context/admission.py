@@ -103,7 +103,8 @@ class Admitter:
         token_room: int,
     ) -> None:
         """Match a request, give it memory, and plan its first chunk for the next step."""
-        num_tokens, hashes = active.num_tokens, active.hashes
+        self._rows.take_over(active)  # of a request that is resumed
+        num_tokens, hashes = active.num_known, active.hashes
         if num_tokens > self._config.max_sequence_length:
             raise SequenceLengthError(
                 f"request {active.request_id!r} has {num_tokens} tokens; "
@@ -174,16 +175,22 @@ class Admitter:
         except BaseException:
             self._unpin(lease)
             raise
-        active.enter_row(row, num_tokens=match.prompt_tokens, num_computed=match.skip_tokens)
+        active.row = row
+        self._rows.num_tokens[row] = match.prompt_tokens
+        self._rows.num_computed[row] = match.skip_tokens
         active.admission = admission
         active.state_position = match.skip_tokens if state_position is None else state_position
         active.num_published = match.kv_matched_blocks
         # What is loaded is written by the load, and by nothing else.
         active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
-        active.chunk = active.chunk_from(match.skip_tokens, num_tokens, is_first=True, lease=lease)
-        active.status = RequestStatus.SCHEDULED
+        active.chunk = self._chunk(
+            active, match.skip_tokens, num_tokens, is_first=True, lease=lease
+        )
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
         try:
             if load is not None:
+                first = load.first_block
+                load.blocks = self._blocks_between(active, first, first + load.num_blocks)
                 load.checkpoint = self._reserve_for_load(active, match.skip_tokens)
                 active.chunk.load = load
             self._plan(active, active.chunk, hashes)
@@ -199,20 +206,20 @@ class Admitter:
         checkpoint_positions: tuple[int, ...],
     ) -> None:
         """Plan the next chunk of a request that is between two."""
-        start, positions = active.num_computed, active.checkpoint_positions
-        left = active.num_tokens - start
+        start, positions = self._rows.num_computed.item(active.row), active.checkpoint_positions
+        left = active.num_known - start
         num_tokens = self._chunk_tokens(active, left, chunk_tokens, token_room)
         self._rows.grow(active.row, start + num_tokens, active.request_id)
         try:
             active.checkpoint_positions += checkpoint_positions
-            chunk = active.chunk_from(start, num_tokens)
+            chunk = self._chunk(active, start, num_tokens)
             self._plan(active, chunk)
             active.chunk = chunk
         except BaseException:
             active.checkpoint_positions = positions
             self._rows.shrink(active.row, start, active.num_shared_blocks)
             raise
-        active.status = RequestStatus.SCHEDULED
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
 
     def renew_restore(self, active: ActiveRequest) -> None:
         """Plan a chunk again if the state that it resumes from is gone."""
@@ -235,12 +242,12 @@ class Admitter:
         self._cancel_load(load)
         admission = active.current_admission
         active.num_shared_blocks = active.num_published  # blocks to be loaded are not
-        shared = active.block_ids[: active.num_shared_blocks]
+        shared = self._blocks_between(active, 0, active.num_shared_blocks)
         state_blocks = self._slots.num_blocks_to_state(shared[: admission.state_matched_blocks])
         start = state_blocks * self._block_size
         lease = self._pin(shared, state_blocks)
-        active.num_computed = active.state_position = start
-        active.chunk = active.chunk_from(start, chunk.num_tokens, is_first=True, lease=lease)
+        self._rows.num_computed[active.row] = active.state_position = start
+        active.chunk = self._chunk(active, start, chunk.num_tokens, is_first=True, lease=lease)
         active.admission = replace(
             admission,
             state_matched_blocks=state_blocks,
@@ -261,7 +268,7 @@ class Admitter:
     def release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
         chunk, active.chunk = active.chunk, None
-        active.status = RequestStatus.PREEMPTED
+        self._rows.set_status(active, RequestStatus.PREEMPTED)
         if chunk is not None:
             self._cancel_planned(chunk)
             self._unpin(chunk.lease)
@@ -269,7 +276,35 @@ class Admitter:
         self.cancel_decode(active)
         active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
         active.num_shared_blocks = 0
-        self._rows.give_back(active.leave_row())
+        self._rows.collect(active)
+        row, active.row = active.row, -1
+        active.num_computed = self._rows.num_computed.item(row)
+        self._rows.give_back(row)
+
+    def _chunk(
+        self,
+        active: ActiveRequest,
+        start: int,
+        num_tokens: int,
+        *,
+        is_first: bool = False,
+        lease: SlotLease | None = None,
+    ) -> Chunk:
+        """Return a chunk of a request, of which no checkpoints are planned yet."""
+        end = start + num_tokens
+        tokens, samples = active.tokens(start, end), end == active.num_known
+        writable = active.num_shared_blocks * self._block_size
+        return Chunk(active.row, start, tokens, writable, is_first, samples, lease)
+
+    def _blocks_between(self, active: ActiveRequest, first: int, end: int) -> list[int]:
+        """Return KV blocks of a request from the ``first`` to before the ``end``."""
+        blocks: list[int] = self._rows.block_tables[active.row, first:end].tolist()
+        return blocks
+
+    def _wants_state_at(self, active: ActiveRequest, boundary: int) -> bool:
+        """Say whether the caller wants a state at a block boundary."""
+        wanted = active.checkpoint_positions and active.wanted_boundaries(self._block_size)
+        return bool(wanted) and boundary in wanted
 
     def _chunk_tokens(
         self, active: ActiveRequest, num_tokens: int, chunk_tokens: int | None, token_room: int
@@ -332,8 +367,9 @@ class Admitter:
     def plan_decode(self, active: ActiveRequest) -> None:
         """Plan the checkpoint of a decoding request that may end a block in the next step."""
         # Two steps are shorter than a block: there is one boundary at most.
-        position = (active.num_computed // self._block_size + 1) * self._block_size
-        if not self._config.save_decode_states and not active.wants_state_at(position):
+        computed = self._rows.num_computed.item(active.row)
+        position = (computed // self._block_size + 1) * self._block_size
+        if not self._config.save_decode_states and not self._wants_state_at(active, position):
             return
         if active.checkpoint is None:
             kept = self._reserve(active, [position], self._propose_unfinished)
@@ -379,14 +415,14 @@ class Admitter:
         self._consumed[lease.slot] = lease
         self._slots.note_consumed([lease.slot])
 
-    def publish_blocks(self, active: ActiveRequest, hashes: BlockHashes) -> list[int | None]:
-        """Publish a request's complete blocks, of which ``hashes`` are the hashes."""
-        first = active.num_published
-        end = min(active.num_computed // self._block_size, len(hashes))
+    def publish_blocks(self, active: ActiveRequest) -> list[int | None]:
+        """Publish a request's complete blocks."""
+        first, hashes = active.num_published, active.hashes
+        end = min(self._rows.num_computed.item(active.row) // self._block_size, len(hashes))
         if first >= end:
             return []
         parent_hash = hashes[first - 1] if first else None
-        blocks, tokens = active.blocks_between(first, end), None
+        blocks, tokens = self._blocks_between(active, first, end), None
         if self._kv_blocks.listeners.wants(Stored) and active.is_told_by_tokens:
             tokens = active.tokens(first * self._block_size, end * self._block_size)
         holders = self._kv_blocks.register_kv_block_hashes(
@@ -407,11 +443,11 @@ class Admitter:
         that other block if it has none. So a state is findable only beside the keys and values of
         the same prefix.
         """
-        hashes = active.hashes
-        holders = self.publish_blocks(active, hashes)
+        holders = self.publish_blocks(active)
         first = active.num_published - len(holders)
         if not checkpoints:
             return
+        hashes = active.hashes
         slots, blocks, ids, saved_tokens = [], [], [], []
         private, computed = [], {}
         for checkpoint in checkpoints:
@@ -453,7 +489,7 @@ class Admitter:
         of any length. States that somebody asked for by position stay, and so do those that other
         requests have used or are about to.
         """
-        if active.wants_state_at(boundary.position):
+        if self._wants_state_at(active, boundary.position):
             return
         old, active.decode_lease = active.decode_lease, self._lease_of(boundary)
         if old is None or not self._slots.is_current(old):
@@ -469,7 +505,7 @@ class Admitter:
         """
         saved_tokens = checkpoint.position - active.state_position
         is_decoding = active.status is RequestStatus.DECODING
-        if not is_decoding or active.wants_state_at(checkpoint.position):
+        if not is_decoding or self._wants_state_at(active, checkpoint.position):
             active.state_position = checkpoint.position
         return saved_tokens
 
@@ -483,7 +519,7 @@ class Admitter:
 
     def _facts_of(self, active: ActiveRequest, hashes: BlockHashes) -> PromptFacts:
         """Describe a request that was just matched, for a policy that knows prompts."""
-        num_tokens, request = active.num_tokens, active.request
+        num_tokens, request = active.num_known, active.request
         most_skipped = max(0, num_tokens - self._config.min_computed_tokens)
         return PromptFacts(
             hashes,
@@ -508,30 +544,29 @@ class Admitter:
 
     def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
         """Return where states of a request are worth saving after ``start`` and up to ``end``."""
-        block, num_tokens = self._block_size, active.num_tokens
+        block, num_tokens = self._block_size, active.num_known
         num_required = -(-num_tokens // block)
         facts = PlacementFacts(num_tokens, block, active.num_shared_blocks, num_required)
         wanted = placed_positions(self._placement, facts)
         if active.checkpoint_positions:
-            wanted |= active.wanted_boundaries()
+            wanted |= active.wanted_boundaries(block)
         return sorted([p for p in wanted if start < p <= end])
 
     def _propose(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe a state inside a prompt, or at its end."""
-        block, end = self._block_size, active.num_tokens
+        block, end = self._block_size, active.num_known
         # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
         if position >= (end - 1) // block * block:
             kind: Literal["end", "branch", "inside"] = "end"
         else:
-            kind = "branch" if position == active.num_shared_tokens else "inside"
-        is_asked = bool(active.checkpoint_positions) and active.wants_state_at(position)
-        is_asked |= not self._refuses
+            kind = "branch" if position == active.num_shared_blocks * block else "inside"
+        is_asked = not self._refuses or self._wants_state_at(active, position)
         return StateProposal(active.prompt_seen, position // block, kind, is_asked)
 
     def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
         """Describe the state at the end of a block that a decoding request has begun."""
         depth = position // self._block_size
-        is_asked = not self._refuses or active.wants_state_at(position)
+        is_asked = not self._refuses or self._wants_state_at(active, position)
         return StateProposal(active.prompt_seen, depth, "end", is_asked, active.hashes[: depth - 1])
 
     def _reserve(
@@ -550,7 +585,8 @@ class Admitter:
                     each._replace(is_asked=True) if is_wanted else each
                     for each, is_wanted in zip(proposals, wanted, strict=True)
                 ]
-        blocks = [active.block_before(p) for p in positions]
+        tables, size = self._rows.block_tables, self._block_size
+        blocks = [tables.item(active.row, p // size - 1) for p in positions]
         slots = self._slots.reserve_slots(blocks, proposals)
         pairs = zip(positions, slots, strict=True)
         return [Checkpoint(p, slot) for p, slot in pairs if slot is not None]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import cast
-from weakref import finalize, proxy
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -436,8 +436,6 @@ class DynamicInferenceContext:
             own,
             tokens,
             chain if own is request else chain.copy(),  # the caller may add it again
-            proxy(self.request_table),  # which holds it: a cycle would keep the tensors for long
-            is_cached=self.config.enable_prefix_caching,
         )
         active.checkpoint_positions += check_positions(checkpoint_positions)
         self._guard.is_changing = True
@@ -452,7 +450,7 @@ class DynamicInferenceContext:
         request = active.request
         event = Admitted(
             request.request_id,
-            active.num_tokens,
+            active.num_known,
             active.hashes.digests,
             self.block_size_tokens,
             will_continue=request.will_continue,
@@ -773,7 +771,7 @@ class DynamicInferenceContext:
         active = self.request_table.find(request_id)
         with self._guard.ending(self.listeners):
             self._end(active)
-        return active.generated
+        return active.generated.tolist()
 
     @guarded()
     def pin(self, request: Request | PreparedRequest, *, ttl_seconds: float | None = None) -> Pin:
@@ -846,8 +844,12 @@ class DynamicInferenceContext:
         Raises:
             UnknownRequestError: There is no such request.
         """
-        active = self.request_table.find(request_id)
-        return RequestProgress(active.status, active.num_computed, len(active.generated))
+        table = self.request_table
+        active = table.find(request_id)
+        table.collect(active)
+        row = active.row
+        computed = active.num_computed if row < 0 else table.num_computed.item(row)
+        return RequestProgress(active.status, computed, len(active.generated))
 
     @query
     def output(self, request_id: Hashable, start: int = 0) -> list[int]:
@@ -862,7 +864,8 @@ class DynamicInferenceContext:
             InvalidArgumentError: ``start`` is not an int >= 0.
         """
         active = self.request_table.find(request_id)
-        return active.generated[check_int("start", start, minimum=0) :]
+        self.request_table.collect(active)
+        return active.generated[check_int("start", start, minimum=0) :].tolist()
 
     def extract_checkpoint_states(
         self,
@@ -1163,7 +1166,7 @@ class DynamicInferenceContext:
         chunks = [a.chunk for a in requests if a.chunk is not None]
         self._admitter.check_invariants(chunks)
         for active in requests:
-            active.check_invariants(is_in_step=active in in_step)
+            self.request_table.check_request(active, is_in_step=active in in_step)
         tiering = self._tiering
         leases = [*self._pins.leases, *(c.lease for c in chunks if c.lease is not None)]
         if tiering is not None:

@@ -74,34 +74,42 @@ class Forker:
     ) -> Forks:
         """Make requests that stand where one that decodes does; all of them, or none."""
         ids = self._read_ids(new_ids)
-        if active.num_in_doubt or active.num_tokens == active.num_computed:
+        table, row = self._requests, active.row
+        computed = table.num_computed.item(row)
+        if table.num_in_doubt[row] or table.num_tokens.item(row) == computed:
             raise StepOrderError(
                 f"the device alone knows the last tokens of request {active.request_id!r}: "
                 "collect_step brings them, then it can be forked"
             )
         tokens = self._read_tokens(active, last_tokens, len(ids))
-        self._requests.check_forks_fit(len(ids))
+        table.check_forks_fit(len(ids))
         if not ids:
-            return Forks((), active.row, (), None, ())
+            return Forks((), row, (), None, ())
         copiers = self._make_copiers()
         self._guard.is_changing = True
-        rows, blocks = self._requests.fork(active.row, tokens, ids)
+        rows, blocks = table.fork(row, tokens, ids)
         forks: list[ActiveRequest] = []
         try:
-            forks = active.forks(ids, tokens.tolist())
-            for fork, row in zip(forks, rows, strict=True):
-                fork.row = row
-            source_block = active.block_ids[forks[0].num_shared_blocks] if blocks else None
-            made = Forks(tuple(ids), active.row, tuple(rows), source_block, tuple(blocks))
+            chain = table.computed_chain(active)
+            for request_id, token, new_row in zip(ids, tokens.tolist(), rows, strict=True):
+                fork = active.fork(request_id, token, chain)
+                fork.row = new_row
+                fork.num_shared_blocks = computed // table.block_size_tokens
+                forks.append(fork)
+            source_block = None
+            if blocks:
+                source_block = table.block_tables.item(row, computed // table.block_size_tokens)
+            made = Forks(tuple(ids), row, tuple(rows), source_block, tuple(blocks))
             with outside:
                 self._copy(copiers, made, tokens)
             for fork in forks:
-                fork.status = RequestStatus.DECODING
-            self._requests.add_all(forks)
+                table.set_status(fork, RequestStatus.DECODING)
+            table.add_all(forks)
         except BaseException:
-            for row in reversed(rows):
-                self._requests.mark(row, num_due=0, is_decoding=False)
-                self._requests.give_back(row)
+            for fork in forks:
+                table.set_status(fork, RequestStatus.PREEMPTED)
+            for new_row in reversed(rows):
+                table.give_back(new_row)
             raise
         self._counters["forks"] += len(forks)
         return made

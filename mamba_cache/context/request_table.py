@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mamba_cache._checks import as_items
-from mamba_cache.cache import KVBlockAllocator
+from mamba_cache.cache import BlockHashChain, KVBlockAllocator
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, RequestStatus
 from mamba_cache.errors import (
@@ -64,6 +64,7 @@ class RequestTable:
         self._max_decode_tokens = config.max_decode_tokens
         self._max_sequence_length = config.max_sequence_length
         self.block_size_tokens = config.block_size_tokens
+        self._is_cached = config.enable_prefix_caching
         max_requests = config.max_requests
         self.block_tables: np.ndarray[Any, np.dtype[np.int32]] = np.empty(
             (max_requests, config.max_blocks_per_request), dtype=np.int32
@@ -181,7 +182,7 @@ class RequestTable:
             active, computed = group.requests[index], most_computed.item(index)
             may_have, hint = (
                 ("may have", "collect the last step")
-                if active.num_in_doubt
+                if self.num_in_doubt[active.row]
                 else ("has", "finish it")
             )
             raise SequenceLengthError(
@@ -323,14 +324,45 @@ class RequestTable:
         self.decoding_rows.clear()
         self.num_changes += 1
 
-    def mark(self, row: int, *, num_due: int, is_decoding: bool) -> None:
-        """Say what the request of a row does in the next step."""
+    def set_status(self, active: ActiveRequest, status: RequestStatus) -> None:
+        """Set where a request with a row stands, and what it does in the next step."""
+        active.status, row = status, active.row
+        is_decoding = status is RequestStatus.DECODING
         if is_decoding != (row in self.decoding_rows):
             self.num_changes += 1
             (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
-        self.num_scheduled_tokens += num_due - self.scheduled_rows.pop(row, 0)
-        if num_due:
-            self.scheduled_rows[row] = num_due
+        self.num_scheduled_tokens -= self.scheduled_rows.pop(row, 0)
+        if status is RequestStatus.SCHEDULED:
+            self.scheduled_rows[row] = active.current_chunk.num_tokens
+            self.num_scheduled_tokens += self.scheduled_rows[row]
+
+    def collect(self, active: ActiveRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Take the newest tokens of a request over from its row, if it has one; return them."""
+        newest = self._newest_tokens(active.row, active.num_known)
+        active.generated.frombytes(newest.tobytes())
+        return newest
+
+    def take_over(self, active: ActiveRequest) -> None:
+        """Do the same, and hash the blocks that they complete."""
+        chain, known = active.chain, active.num_known
+        newest = self.collect(active)
+        if not self._is_cached:
+            return
+        if chain.num_tokens == known:
+            chain.append_checked(newest)
+        else:  # more of them were collected before
+            chain.append(active.tokens(chain.num_tokens, active.num_known))
+
+    def computed_chain(self, active: ActiveRequest) -> BlockHashChain:
+        """Return a chain of just the computed tokens of a request, which takes over the rest."""
+        self.take_over(active)
+        if not self._is_cached:
+            return active.chain
+        computed = self.num_computed.item(active.row)
+        # The last token, which a fork may replace, may be hashed.
+        chain = active.chain.copy(computed // self.block_size_tokens)
+        chain.append(active.tokens(chain.num_tokens, computed))
+        return chain
 
     def blocks_of(self, row: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the blocks of a row: a view."""
@@ -390,9 +422,9 @@ class RequestTable:
         lengths += counts
         self.num_tokens[rows] = lengths
 
-    def newest_tokens(self, row: int, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _newest_tokens(self, row: int, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the sampled tokens of a row from a position on, which is in its last block."""
-        end = self.num_tokens.item(row)
+        end = self.num_tokens.item(row) if row >= 0 else start
         width = self._tail_width
         tail: np.ndarray[Any, np.dtype[np.int32]] = self._tails[row]
         if start >= end:
@@ -402,7 +434,10 @@ class RequestTable:
             return tail[first:last]
         return np.concatenate((tail[first:], tail[:last]))
 
-    def check_invariants(self, others: np.ndarray[Any, np.dtype[np.int32]] | None = None) -> None:
+    def check_invariants(
+        self,
+        others: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+    ) -> None:
         """Prove that rows, tables and reference counts agree, and with what requests do next."""
         self.check_rows([active.row for active in self.holding_memory()], others)
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
@@ -416,6 +451,28 @@ class RequestTable:
         if sum(due.values()) != self.num_scheduled_tokens:
             raise InvariantError(
                 f"{sum(due.values())} tokens are scheduled, but {self.num_scheduled_tokens} counted"
+            )
+
+    def check_request(self, active: ActiveRequest, *, is_in_step: bool) -> None:
+        """Prove that its chunk is what is computed next, and its checkpoints are those of steps."""
+        name, status, row = active.request_id, active.status, active.row
+        computed = self.num_computed.item(row)
+        if status is RequestStatus.DECODING:
+            num_tokens = self.num_tokens.item(row)
+            # The first token after a prompt may be known to the device alone.
+            if active.chunk is not None or num_tokens - computed not in (0, 1):
+                raise InvariantError(
+                    f"request {name!r} decodes, with {num_tokens} tokens of which "
+                    f"{computed} are computed, and chunk {active.chunk}"
+                )
+            if active.checkpoint is not None and not (is_in_step or self.num_in_doubt[row]):
+                raise InvariantError(f"request {name!r} is in no step, but has {active.checkpoint}")
+        elif (active.chunk is not None) != (is_in_step or status is RequestStatus.SCHEDULED):
+            raise InvariantError(f"request {name!r} is {status.value} with chunk {active.chunk}")
+        elif active.chunk is not None and active.chunk.start != computed:
+            raise InvariantError(
+                f"request {name!r} has computed {computed} tokens, but its chunk begins at "
+                f"{active.chunk.start}"
             )
 
     def check_rows(

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,9 @@ from mamba_cache.cache import (
     as_token_array,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.errors import InvalidArgumentError, InvariantError, SequenceLengthError
+from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.tiers.rows import RowLease
 from mamba_cache.tiers.transfers import Ticket
-
-if TYPE_CHECKING:  # the table holds requests, and each of them reads its row there
-    from mamba_cache.context.request_table import RequestTable
 
 __all__ = [
     "ActiveRequest",
@@ -51,8 +48,6 @@ __all__ = [
 
 TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids, 1-D, on the CPU."""
-
-_NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,7 +240,8 @@ class PlannedLoad:
     """What a request's first chunk is loaded from the host tier for."""
 
     leases: list[RowLease]  # rows that it reads: of KV blocks in order, then of the state
-    first_block: int  # which of the request's blocks the first of them is
+    first_block: int  # which of the request's blocks the first of them is loaded to
+    blocks: list[int] = field(default_factory=list)  # the KV blocks that are loaded
     checkpoint: Checkpoint | None = None
     ticket: Ticket | None = None  # the copies, once they are enqueued
     first_job: int = 0  # which of them is the first of this request
@@ -402,31 +398,22 @@ class ActiveRequest:
     """What is kept of a request beside its row: what a steady decoding step needs nothing of."""
 
     __slots__ = (
-        "_chain", "_generated", "_is_cached", "_num_computed", "_rows", "_status", "admission",
-        "checkpoint", "checkpoint_positions", "chunk", "decode_lease", "num_published",
-        "num_shared_blocks", "prompt", "prompt_seen", "prompt_seen_below", "request", "request_id",
-        "row", "state_position", "was_refused",
+        "admission", "chain", "checkpoint", "checkpoint_positions", "chunk", "decode_lease",
+        "generated", "num_computed", "num_published", "num_shared_blocks", "prompt", "prompt_seen",
+        "prompt_seen_below", "request", "request_id", "row", "state_position", "status",
+        "was_refused",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        request: Request,
-        prompt: TokenArray,
-        chain: BlockHashChain,
-        rows: RequestTable,
-        *,
-        is_cached: bool = True,
-    ) -> None:
+    def __init__(self, request: Request, prompt: TokenArray, chain: BlockHashChain) -> None:
         self.request = request  # the caller's request
         self.request_id = request.request_id  # the caller's name for it
         self.prompt = prompt  # [prompt length] int32 prompt tokens
-        self._chain = chain
-        self._rows = rows
-        self._is_cached = is_cached
-        self._generated = array("i")
-        self._status = RequestStatus.PREEMPTED
+        self.generated = array("i")  # sampled tokens, as far as they were taken over from its row
+        self.chain = chain  # hashes of the blocks of all these
+        self.status = RequestStatus.PREEMPTED
         self.row = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
-        self._num_computed = self.state_position = self.num_shared_blocks = self.num_published = 0
+        self.num_computed = 0  # tokens that it had computed when it left its last row
+        self.state_position = self.num_shared_blocks = self.num_published = 0
         self.chunk: Chunk | None = None
         self.checkpoint: Checkpoint | None = None
         self.checkpoint_positions = tuple(request.checkpoint_positions)
@@ -437,89 +424,14 @@ class ActiveRequest:
         self.prompt_seen_below: object = None
 
     @property
-    def status(self) -> RequestStatus:
-        """Where it stands; whoever sets it says so to the rows, while it has one."""
-        return self._status
-
-    @status.setter
-    def status(self, status: RequestStatus) -> None:
-        self._status = status
-        due = self.current_chunk.num_tokens if status is RequestStatus.SCHEDULED else 0
-        self._rows.mark(self.row, num_due=due, is_decoding=status is RequestStatus.DECODING)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known so far: the prompt and what was sampled."""
-        if self.row < 0:
-            return len(self.prompt) + len(self._generated)
-        return self._rows.num_tokens.item(self.row)
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose effect is in the live state."""
-        return self._num_computed if self.row < 0 else self._rows.num_computed.item(self.row)
-
-    @num_computed.setter
-    def num_computed(self, number: int) -> None:
-        self._rows.num_computed[self.row] = number
-
-    @property
-    def num_in_doubt(self) -> int:
-        """Tokens that it may have computed as well, by what the device alone knows."""
-        return 0 if self.row < 0 else self._rows.num_in_doubt.item(self.row)
-
-    @property
-    def num_shared_tokens(self) -> int:
-        """Tokens of the leading blocks that were found cached."""
-        return self.num_shared_blocks * self._rows.block_size_tokens
-
-    @property
-    def block_ids(self) -> list[int]:
-        """Its KV blocks, in order."""
-        return [] if self.row < 0 else self._rows.blocks_of(self.row).tolist()
-
-    def blocks_between(self, first: int, end: int) -> list[int]:
-        """Return its KV blocks from the ``first`` to before the ``end``."""
-        blocks: list[int] = self._rows.block_tables[self.row, first:end].tolist()
-        return blocks
-
-    def block_before(self, boundary: int) -> int:
-        """Return the KV block that ends at a block boundary."""
-        index = boundary // self._rows.block_size_tokens - 1
-        return self._rows.block_tables.item(self.row, index)
-
-    @property
-    def generated(self) -> list[int]:
-        """Tokens sampled so far, as far as they are collected."""
-        self.collect_tokens()
-        return self._generated.tolist()
-
-    def collect_tokens(self) -> TokenArray:
-        """Take its newest tokens over from its row; return them."""
-        if self.row < 0:
-            return _NO_TOKENS
-        newest = self._rows.newest_tokens(self.row, len(self.prompt) + len(self._generated))
-        self._generated.frombytes(newest.tobytes())
-        return newest
+    def num_known(self) -> int:
+        """Tokens of the prompt, and sampled ones that were taken over from its row."""
+        return len(self.prompt) + len(self.generated)
 
     @property
     def hashes(self) -> BlockHashes:
-        """Hashes of the complete blocks of all tokens known so far; none without a cache."""
-        known, end = self._chain.num_tokens, self.num_tokens
-        if known < end and self._is_cached:
-            self._chain.append(self.tokens(known, end))
-        return self._chain.hashes
-
-    def take_over(self) -> BlockHashes:
-        """Take its newest tokens over from its row, and hash the blocks that they complete."""
-        known = len(self.prompt) + len(self._generated)
-        newest = self.collect_tokens()
-        if not self._is_cached:
-            return self._chain.hashes
-        if self._chain.num_tokens != known:
-            return self.hashes
-        self._chain.append_checked(newest)
-        return self._chain.hashes
+        """Hashes of the complete blocks of its known tokens; none without a cache."""
+        return self.chain.hashes
 
     @property
     def current_chunk(self) -> Chunk:
@@ -556,97 +468,30 @@ class ActiveRequest:
         return keys == (None, None) and not request.multimodal_keys
 
     def tokens(self, start: int, end: int) -> TokenArray:
-        """Return the tokens from ``start`` to ``end``, int32."""
+        """Return known tokens from ``start`` to ``end``, int32."""
         split = len(self.prompt)
         if end <= split:
             return self.prompt[start:end]
-        self.collect_tokens()
-        tail = np.array(self._generated[max(start - split, 0) : end - split], dtype=np.int32)
+        tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
         return tail if start >= split else np.concatenate((self.prompt[start:], tail))
 
-    def chunk_from(
-        self, start: int, num_tokens: int, *, is_first: bool = False, lease: SlotLease | None = None
-    ) -> Chunk:
-        """Return a chunk of its tokens, of which no checkpoints are planned yet."""
-        end = start + num_tokens
-        tokens, samples = self.tokens(start, end), end == self.num_tokens
-        return Chunk(self.row, start, tokens, self.num_shared_tokens, is_first, samples, lease)
+    def fork(
+        self, request_id: Hashable, last_token: int, computed: BlockHashChain
+    ) -> ActiveRequest:
+        """Return a request of the same computed tokens and another last one; it has no row yet."""
+        request = replace(self.request, request_id=request_id)
+        fork = ActiveRequest(request, self.prompt, computed.copy())
+        fork.generated = array("i", [*self.generated[:-1], last_token])
+        fork.checkpoint_positions = self.checkpoint_positions
+        fork.state_position = self.state_position
+        fork.prompt_seen = self.prompt_seen
+        fork.prompt_seen_below = self.prompt_seen_below
+        fork.num_published = self.num_published
+        return fork
 
-    def enter_row(self, row: int, *, num_tokens: int, num_computed: int) -> None:
-        """Stand in a row from now on."""
-        self._rows.num_tokens[row] = num_tokens
-        self._rows.num_computed[row] = num_computed
-        self.row = row
-
-    def leave_row(self) -> int:
-        """Keep what its row says of it, and have none; return the row."""
-        self.collect_tokens()
-        self._num_computed = self.num_computed
-        row, self.row = self.row, -1
-        return row
-
-    def forks(
-        self, request_ids: Sequence[Hashable], last_tokens: Sequence[int]
-    ) -> list[ActiveRequest]:
-        """Return requests that have computed the same tokens, and have no row yet."""
-        chain = self._computed_chain()
-        generated = self.generated[: self.num_computed - len(self.prompt)]
-        forks = []
-        for request_id, token in zip(request_ids, last_tokens, strict=True):
-            request = replace(self.request, request_id=request_id)
-            fork = ActiveRequest(
-                request, self.prompt, chain.copy(), self._rows, is_cached=self._is_cached
-            )
-            fork._generated = array("i", [*generated, token])
-            fork.checkpoint_positions = self.checkpoint_positions
-            fork.state_position = self.state_position
-            fork.prompt_seen = self.prompt_seen
-            fork.prompt_seen_below = self.prompt_seen_below
-            fork.num_published = self.num_published
-            fork.num_shared_blocks = self.num_computed // self._rows.block_size_tokens
-            forks.append(fork)
-        return forks
-
-    def _computed_chain(self) -> BlockHashChain:
-        """Return a chain of just the tokens that are computed; none without a cache."""
-        end = self.num_computed
-        if self._chain.num_tokens <= end:
-            chain = self._chain.copy()
-        else:  # it has the last token, which a fork may replace
-            chain = self._chain.copy(end // self._rows.block_size_tokens)
-        if self._is_cached:
-            chain.append(self.tokens(chain.num_tokens, end))
-        return chain
-
-    def wants_state_at(self, boundary: int) -> bool:
-        """Say whether the caller wants a state at a block boundary."""
-        size = self._rows.block_size_tokens
-        return any(p // size * size == boundary for p in self.checkpoint_positions)
-
-    def wanted_boundaries(self) -> set[int]:
+    def wanted_boundaries(self, block_size: int) -> set[int]:
         """Return the block boundaries at which the caller wants a state."""
-        size = self._rows.block_size_tokens
-        return {p // size * size for p in self.checkpoint_positions}
-
-    def check_invariants(self, *, is_in_step: bool) -> None:
-        """Prove that its chunk is what is computed next, and its checkpoints are those of steps."""
-        name, status, computed = self.request_id, self.status, self.num_computed
-        if status is RequestStatus.DECODING:
-            # The first token after a prompt may be known to the device alone.
-            if self.chunk is not None or self.num_tokens - computed not in (0, 1):
-                raise InvariantError(
-                    f"request {name!r} decodes, with {self.num_tokens} tokens of which "
-                    f"{computed} are computed, and chunk {self.chunk}"
-                )
-            if self.checkpoint is not None and not (is_in_step or self.num_in_doubt):
-                raise InvariantError(f"request {name!r} is in no step, but has {self.checkpoint}")
-        elif (self.chunk is not None) != (is_in_step or status is RequestStatus.SCHEDULED):
-            raise InvariantError(f"request {name!r} is {status.value} with chunk {self.chunk}")
-        elif self.chunk is not None and self.chunk.start != computed:
-            raise InvariantError(
-                f"request {name!r} has computed {computed} tokens, but its chunk begins at "
-                f"{self.chunk.start}"
-            )
+        return {p // block_size * block_size for p in self.checkpoint_positions}
 
 
 def check_hint(will_continue: Any, source: Any) -> None:

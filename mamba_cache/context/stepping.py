@@ -265,10 +265,10 @@ class StepRunner:
 
     def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
-        hashes = active.take_over()
+        self._rows.take_over(active)
         if checkpoint is None:
             if self._admitter.reuses_answers:
-                self._admitter.publish_blocks(active, hashes)
+                self._admitter.publish_blocks(active)
             return
         active.checkpoint = None
         self._admitter.publish(active, (checkpoint,))
@@ -386,7 +386,7 @@ class StepRunner:
 
     def _end_chunk(self, active: ActiveRequest) -> None:
         chunk = active.current_chunk
-        active.num_computed = chunk.end
+        self._rows.num_computed[active.row] = chunk.end
         if chunk.lease is not None:
             self._admitter.mark_used(chunk.lease)
         self._admitter.publish(active, chunk.checkpoints)
@@ -397,7 +397,8 @@ class StepRunner:
                 listener(active, active.admission)
             active.admission = None
         self._admitter.end_chunk(active)
-        active.status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+        status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+        self._rows.set_status(active, status)
         if chunk.samples:
             self._rows.saves_states[active.row] = self._admitter.saves_while_decoding(active)
 

@@ -244,8 +244,7 @@ class Tiering:
         loads = []
         for active in loading:
             load = active.current_load
-            blocks = active.blocks_between(load.first_block, load.first_block + load.num_blocks)
-            loads.append((load, blocks, load.current_checkpoint.slot))
+            loads.append((load, load.blocks, load.current_checkpoint.slot))
         return [] if not loads or self.load(loads) else loading
 
     def load(self, loads: Sequence[tuple[PlannedLoad, Sequence[int], int]]) -> bool:

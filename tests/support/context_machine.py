@@ -329,7 +329,8 @@ class ContextMachine(RuleBasedStateMachine):
                 assert torch.equal(read, written)
                 assert not read.isnan().any()
         [active] = [a for a in context.request_table if a.row == made.source_row]
-        for block in active.block_ids[: context.progress(request_id).num_computed // BLOCK]:
+        num_full = context.progress(request_id).num_computed // BLOCK
+        for block in context.request_table.blocks_of(active.row)[:num_full].tolist():
             self.shared_kv[block] = context.kv_cache[:, :, block].clone()
 
     def live_state(self, row):

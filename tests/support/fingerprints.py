@@ -44,12 +44,16 @@ def parts_of_context(context):
         context.request_table.block_tables,
         (kv_blocks.num_free_blocks, kv_blocks.num_cached_blocks),
     ]
-    for active in context.request_table:
-        hashes, end = active.hashes, active.num_tokens
+    table = context.request_table
+    for active in table:
+        table.take_over(active)
+        hashes, end = active.hashes, active.num_known
         # The last hash names all blocks before; without prefix caching the last tokens must do.
         start = max(len(hashes) * size, end - size)
         due = active.chunk.num_tokens if active.chunk else 0
-        progress = active.row, active.num_computed, active.num_in_doubt, due
+        row = active.row
+        counts = () if row < 0 else (table.num_computed[row], table.num_in_doubt[row])
+        progress = row, *counts, due
         parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
     work = context._runner._work
     pins = [(pin.num_tokens, *pin._block_ids) for pin in context.pins]

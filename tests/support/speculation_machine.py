@@ -106,9 +106,10 @@ class SpeculationMachine(ContextMachine):
 
     def cut(self, drafts):
         """On the host drafts must fit whatever the outcome of the last step is."""
+        table = self.context.request_table
         room = {
-            a.request_id: self.longest - a.num_computed - a.num_in_doubt - 1
-            for a in self.context.request_table
+            a.request_id: self.longest - table.num_computed[a.row] - table.num_in_doubt[a.row] - 1
+            for a in table
         }
         return {i: tokens[: max(0, room[i])] for i, tokens in drafts.items()}
 

@@ -45,14 +45,15 @@ def test_two_steps_share_a_checkpoint():
     prompt = PROMPT[: BLOCK - 1]
     add(context, "x", prompt)
     run_step(context)
-    [active] = context.request_table
+    table = context.request_table
+    [active] = table
     step = context.begin_step()
     MODEL.forward(step.metadata, context)
     context.commit_step(DeviceTokens(torch.tensor([[1, 0, 0]]), torch.tensor([1]).int()))
     context.begin_step()
     assert context.slot_allocator.num_reserved_slots == 1
     context.check_invariants()
-    assert (active.num_computed, active.num_in_doubt) == (BLOCK - 1, 1)
+    assert (table.num_computed[active.row], table.num_in_doubt[active.row]) == (BLOCK - 1, 1)
     assert active.checkpoint.position == BLOCK
     context.abort_step()
     assert context.slot_allocator.num_reserved_slots == 0

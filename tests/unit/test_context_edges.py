@@ -110,6 +110,7 @@ def test_tokens_are_int32_wherever_they_come_from():
     for _ in range(3):
         run_step(context)
     [active] = context.request_table
+    context.request_table.collect(active)
     every = [1, 2, 3, *active.generated]
     for start in range(len(every)):
         for end in range(start, len(every) + 1):

@@ -50,12 +50,13 @@ def row_of(context, name):
 
 
 def blocks_of(context, name):
-    return context.request_table.find(name).block_ids
+    return context.request_table.blocks_of(row_of(context, name)).tolist()
 
 
 def tokens_of(context, name):
     active = context.request_table.find(name)
-    return active.tokens(0, active.num_tokens).tolist()
+    context.request_table.take_over(active)
+    return active.tokens(0, active.num_known).tolist()
 
 
 def step_alone(context, name):

@@ -285,6 +285,7 @@ def test_disabled_cache_says_so():
     for _ in range(BLOCK + 1):
         run_step(context)
     [active] = context.request_table
+    context.request_table.take_over(active)
     assert list(active.hashes) == [], "the answer is not hashed either"
     context.finish("x")
     assert generate(context, PROMPT, 1)[2].miss_reason is MissReason.CACHE_DISABLED

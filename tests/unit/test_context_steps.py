@@ -68,6 +68,11 @@ def test_a_step_tells_what_embedders_that_compute_its_parts_apart_need():
         assert getattr(step.metadata, name) is tensor
 
 
+def blocks_of(context, name):
+    table = context.request_table
+    return table.blocks_of(table.find(name).row).tolist()
+
+
 def test_the_lowest_free_row_is_taken_next():
     context = make_context(make_config(max_requests=4))
     for name in "abcd":
@@ -171,7 +176,7 @@ def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one():
     context = make_context(placement=placement)
     generate(context, PROMPT[: BLOCK + 1], 1)
     assert add(context, "a", PROMPT[: 2 * BLOCK]).skip_tokens == BLOCK
-    context.slot_allocator.invalidate_block(context.request_table.find("a").block_ids[0])
+    context.slot_allocator.invalidate_block(blocks_of(context, "a")[0])
     placement.fails = True
     with pytest.raises(OSError, match="asked again"):
         context.begin_step()
@@ -220,7 +225,7 @@ def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
     step = context.begin_step()
     MODEL.forward(step.metadata, context)
     kv_blocks = context.kv_block_allocator
-    [matched] = context.request_table.find("a").block_ids
+    [matched] = blocks_of(context, "a")
     hash_id = kv_blocks.block_hashes[matched].item()
     kv_blocks.deregister_blocks([matched])
     [foreign] = kv_blocks.allocate_memory_blocks(1)
