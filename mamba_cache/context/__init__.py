@@ -2,7 +2,6 @@
 
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
-from mamba_cache.context.forks import Forks
 from mamba_cache.context.memory import SharedStore
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
@@ -17,7 +16,7 @@ from mamba_cache.context.requests import (
 )
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
-from mamba_cache.context.step import ScheduledRequest, Step
+from mamba_cache.context.step import Forks, ScheduledRequest, Step
 from mamba_cache.context.verification import (
     HitToVerify,
     PrefixContent,

@@ -20,9 +20,7 @@ from mamba_cache._weak_callback import weak_callback
 from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictionPolicy
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.admission import Admitter
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
-from mamba_cache.context.forks import Forker, Forks
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
     SharedStore,
@@ -52,11 +50,10 @@ from mamba_cache.context.speculation import (
     DeviceTokens,
     Drafts,
     NewTokens,
-    Speculation,
     plan_decodes,
 )
 from mamba_cache.context.stats import CacheStats, collect_stats
-from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Step
+from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
@@ -287,20 +284,8 @@ class DynamicInferenceContext:
     ) -> None:
         """Make what carries requests through their steps."""
         on_admitted = None if shared is None else shared.on_admitted
-        config, slots, rows = self.config, self.slot_allocator, self.request_table
-        tiering = self._tiering
+        config, slots = self.config, self.slot_allocator
         self._preparer = RequestPreparer(config)
-        self._admitter = Admitter(
-            config,
-            self.kv_block_allocator,
-            slots,
-            rows,
-            placement=placement,
-            counters=self._counters,
-            tiering=tiering,
-            refuses=shared is None or shared.refuses_states,
-        )
-        speculation = Speculation(config, self.device) if config.num_speculative_tokens else None
         self._verifier: HitVerifier | None = None
         if config.verify_hits:
             self._verifier = HitVerifier(
@@ -313,25 +298,21 @@ class DynamicInferenceContext:
             )
         listeners = [] if self._verifier is None else [self._verifier.admitted]
         self._runner = StepRunner(
+            config,
             guard=self._guard,
-            buffers=self.step_buffers,
-            rows=rows,
-            slots=slots,
-            admitter=self._admitter,
-            counters=self._counters,
-            speculation=speculation,
-            extractions=self._extractions,
-            tiering=tiering,
-            on_admitted=listeners if on_admitted is None else [*listeners, on_admitted],
-        )
-        self._forker = Forker(
-            rows,
-            guard=self._guard,
-            live_states=self.live_states,
-            kv_cache=self.kv_cache,
             preparer=self._preparer,
-            speculation=speculation,
+            buffers=self.step_buffers,
+            rows=self.request_table,
+            kv_blocks=self.kv_block_allocator,
+            kv_cache=self.kv_cache,
+            slots=slots,
+            live_states=self.live_states,
+            placement=placement,
             counters=self._counters,
+            extractions=self._extractions,
+            tiering=self._tiering,
+            refuses=shared is None or shared.refuses_states,
+            on_admitted=listeners if on_admitted is None else [*listeners, on_admitted],
         )
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -356,7 +337,7 @@ class DynamicInferenceContext:
         """
         _, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = self._tiering is not None  # which takes over what has arrived
-        return self._admitter.match(chain.hashes, len(tokens))
+        return self._runner.match(chain.hashes, len(tokens))
 
     @guarded()
     def prefetch(
@@ -381,7 +362,7 @@ class DynamicInferenceContext:
             timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
         own, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = True
-        match = self._admitter.match(chain.hashes, len(tokens))
+        match = self._runner.match(chain.hashes, len(tokens))
         if self._tiering is None:
             return Prefetch(own.request_id, match.skip_tokens, timeout_seconds)
         entries = self._tiering.entries(chain.hashes, own.cache_salt)
@@ -439,7 +420,7 @@ class DynamicInferenceContext:
         )
         active.checkpoint_positions += check_positions(checkpoint_positions)
         self._guard.is_changing = True
-        self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
+        self._runner.admit(active, chunk_tokens, self.request_table.token_room())
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
             self._tell_admitted(active)
@@ -484,7 +465,7 @@ class DynamicInferenceContext:
         self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
-        self._admitter.admit(active, chunk_tokens, self.request_table.token_room())
+        self._runner.admit(active, chunk_tokens, self.request_table.token_room())
         return active.current_admission
 
     @guarded()
@@ -516,7 +497,7 @@ class DynamicInferenceContext:
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
         positions = check_positions(checkpoint_positions)
         self._guard.is_changing = True
-        self._admitter.schedule(active, chunk_tokens, self.request_table.token_room(), positions)
+        self._runner.schedule(active, chunk_tokens, self.request_table.token_room(), positions)
         return active.current_chunk.num_tokens
 
     @guarded()
@@ -657,7 +638,7 @@ class DynamicInferenceContext:
             InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
                 said to be accepted that was none. The step is still in flight then.
         """
-        return self._runner.commit(self._runner.read_sampled(new_tokens, counts, self._preparer))
+        return self._runner.commit(new_tokens, counts)
 
     @guarded()
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -673,7 +654,7 @@ class DynamicInferenceContext:
             StepOrderError: No step is uncollected.
             InvalidArgumentError: One is no token id. Finish its request and collect again.
         """
-        return self._runner.collect(self._preparer.read_tokens)
+        return self._runner.collect()
 
     @guarded()
     def abort_step(self) -> tuple[Hashable, ...]:
@@ -731,7 +712,7 @@ class DynamicInferenceContext:
         """
         self._runner.require_none()
         active = self.request_table.find(request_id, RequestStatus.DECODING)
-        return self._forker.fork(active, new_ids, last_tokens)
+        return self._runner.fork(active, new_ids, last_tokens)
 
     @guarded()
     def preempt(self, request_id: Hashable) -> None:
@@ -750,7 +731,7 @@ class DynamicInferenceContext:
             request_id, *sorted(holding, key=lambda status: status.value)
         )
         with self._guard.ending(self.listeners):
-            self._admitter.release(active)
+            self._runner.release(active)
             self._counters["preemptions"] += 1
 
     @guarded()
@@ -1048,7 +1029,6 @@ class DynamicInferenceContext:
             self.slot_allocator.reset()
             self._pins.forget()
             self.kv_block_allocator.reset()
-            self._admitter.reset()
             self._counters.clear()
             if self._verifier is not None:
                 self._verifier.reset()
@@ -1164,7 +1144,7 @@ class DynamicInferenceContext:
         self.slot_allocator.check_invariants()
         requests, in_step = list(self.request_table), set(self._runner.requests)
         chunks = [a.chunk for a in requests if a.chunk is not None]
-        self._admitter.check_invariants(chunks)
+        self._runner.check_invariants(chunks)
         for active in requests:
             self.request_table.check_request(active, is_in_step=active in in_step)
         tiering = self._tiering
@@ -1203,5 +1183,5 @@ class DynamicInferenceContext:
 
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:
-            self._admitter.release(active)
+            self._runner.release(active)
         self.request_table.remove(active)

@@ -1,4 +1,4 @@
-"""Steps: what an embedder sees of one, and what decoding requests compute in it."""
+"""Steps and forks: what an embedder sees of them, and what decoding requests compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64A
 from mamba_cache.context.requests import Chunk
 from mamba_cache.metadata import StepMetadata
 
-__all__ = ["NOBODY_DECODES", "DecodeWork", "ScheduledRequest", "Step"]
+__all__ = ["NOBODY_DECODES", "DecodeWork", "Forks", "ScheduledRequest", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +172,24 @@ class Step:
         if not self._prefills:
             return ids
         return (*ids, *(request_id for request_id, chunk in self._prefills if chunk.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """What ``fork`` has made, for embedders with tensors of their own by request row or KV block.
+
+    Attributes:
+        request_ids: The new requests.
+        source_row: The row of the request that was forked.
+        rows: The rows of the new ones.
+        source_block: The KV block that the forked request has filled in part; None if it stands at
+            a block boundary.
+        blocks: A KV block for each of the new requests, which holds what that one does; none if it
+            stands at a block boundary.
+    """
+
+    request_ids: tuple[Hashable, ...]
+    source_row: int
+    rows: tuple[int, ...]
+    source_block: int | None
+    blocks: tuple[int, ...]

@@ -73,10 +73,10 @@ class Broken(Injector):
         for name in ("slots_to_live", "live_to_slots"):
             yield slots.transfers, name
         yield self.context.step_buffers, "fill"
-        yield self.context._forker, "_copy"
+        yield self.context._runner, "_copy_to_forks"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
-        yield self.context._admitter._placement, "positions"
+        yield self.context._runner._placement, "positions"
 
 
 class Refused(Injector):

@@ -561,4 +561,3 @@ def test_a_steady_step_without_a_tier_calls_nothing():
     """Who sets nothing pays nothing."""
     context = make_context()
     assert context._runner._tiering is None
-    assert context._admitter._tiering is None
