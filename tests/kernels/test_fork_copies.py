@@ -1,11 +1,13 @@
 """The copies of a fork, by the kernel and its twin: all that is forked, and not a byte besides."""
 
+from functools import partial
+
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, make_config
 
 from mamba_cache import DynamicInferenceContext, KVCacheSpec, Request, StateSpec
-from mamba_cache.context import forks as module
+from mamba_cache.context import stepping as module
 from mamba_cache.states import StateCopier
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(2 * BLOCK + 3)]
@@ -34,10 +36,7 @@ def snapshot(tensor):
 def make(backend, device, monkeypatch, generator):
     """Makes contexts whose memory is random bits, and which decode, with no model computed."""
 
-    def copier_within(tensors):
-        return StateCopier(tensors, tensors, backend=backend)
-
-    monkeypatch.setattr(module, "_copier_within", copier_within)
+    monkeypatch.setattr(module, "StateCopier", partial(StateCopier, backend=backend))
 
     def make_context(specs, prompt, steps, **changes):
         context = DynamicInferenceContext(
