@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from unittest import mock
 
 import torch
+from clocks import ManualClock
 from context_machine import POLICIES, STEM, TENANTS, ContextMachine, Seen, same_bits
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -283,18 +284,6 @@ class TieredMachine(ContextMachine):
         self.context.check_invariants()
 
 
-class Clock:
-    """What the tiers read instead of ``time``: it stands still until somebody turns it."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    perf_counter = time = monotonic
-
-
 class LateTier:
     """A lower tier that gets on when it is told to, so that the order of things is the test's.
 
@@ -407,7 +396,7 @@ class DiskMachine(TieredMachine):
     def __init__(self):
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="mamba-cache-machine-")
-        self.clock = Clock()
+        self.clock = ManualClock()
         self.patches = [mock.patch.object(m, "time", self.clock) for m in (disks, prefetching)]
         self.faults_now = []
         self.patches += [
