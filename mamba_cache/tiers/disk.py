@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from mamba_cache._checks import check_int, check_kind
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -101,16 +100,12 @@ class DiskTier(QueuedTier):
         num_readers: int | None = None,
         max_queued: int = 256,
     ) -> None:
-        check_kind("identity", identity, CacheIdentity)
-        self._capacity = check_int("capacity_bytes", capacity_bytes, minimum=0)
+        self._capacity = capacity_bytes
         if num_readers is None:  # who reads also makes MACs
             num_readers = max(8, min(16, os.cpu_count() or 1))
-        num_readers = check_int("num_readers", num_readers, minimum=1, maximum=256)
         self._removals: deque[RemovalJob] = deque()
         super().__init__(write_on_use=write_on_use, max_queued=max_queued, queues=[self._removals])
         sizes = {EntryKind.STATE: state_bytes, EntryKind.KV: kv_bytes}
-        for kind, size in sizes.items():
-            check_int(f"{kind.name.lower()}_bytes", size, minimum=0)
         self._payload_bytes = {kind: size for kind, size in sizes.items() if size}
         self._file_bytes = {kind: file_bytes(size) for kind, size in self._payload_bytes.items()}
         if not self._file_bytes:

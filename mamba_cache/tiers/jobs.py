@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar
 
-from mamba_cache._checks import check_int
 from mamba_cache.errors import InvariantError
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal
 from mamba_cache.tiers.host import TierStats
@@ -90,8 +89,7 @@ class QueuedTier(ABC):
         threads_are_alike: bool = False,
         queues: Sequence[deque[Any]] = (),
     ) -> None:
-        self._write_on_use = check_int("write_on_use", write_on_use, minimum=1, maximum=2)
-        self._max_queued = check_int("max_queued", max_queued, minimum=1)
+        self._write_on_use, self._max_queued = write_on_use, max_queued
         self._lock = threading.RLock()
         self._load_came = threading.Condition(self._lock)
         self._put_came = self._load_came if threads_are_alike else threading.Condition(self._lock)

@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import check_int, check_number
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
 from mamba_cache.tiers.entry import (
@@ -147,10 +146,9 @@ class RemoteTier(QueuedTier):
         )
         if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
             num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))
-        self._num_threads = check_int("num_threads", num_threads, minimum=2, maximum=256)
-        self._call_seconds = check_number("call_seconds", call_seconds, maximum=1e9)
-        self._chunk_bytes = check_int("chunk_bytes", chunk_bytes, minimum=1)
-        if self._chunk_bytes > store.max_blob_bytes:
+        self._num_threads, self._call_seconds = num_threads, call_seconds
+        self._chunk_bytes = chunk_bytes
+        if chunk_bytes > store.max_blob_bytes:
             raise InvalidArgumentError(
                 f"chunk_bytes={chunk_bytes} is more than {store.name} takes as one blob "
                 f"({store.max_blob_bytes})"

@@ -1,5 +1,6 @@
 """A prefix cache loads from below what it would not compute sooner, and waits no longer."""
 
+import math
 import threading
 
 import pytest
@@ -132,6 +133,7 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
     with open_cache() as first:
         answers, _ = ask(first, prompts())
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", 0.05)
+    monkeypatch.setattr(prefix_tiers, "_RETRY_SECONDS", math.inf)
     with open_cache() as second:
         reads.gate.clear()
         assert ask(second, prompts()[:1]) == (answers[:1], 0)

@@ -19,7 +19,7 @@ from mamba_cache.context import prefetch
 from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
-from mamba_cache.tiers import remote, transfers
+from mamba_cache.tiers import entry, remote, transfers
 from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import EntryKind
 
@@ -154,6 +154,22 @@ def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expect
         assert answers == expected
         assert skipped < sum(REUSABLE)
         assert second.tier_stats()[1].refused["mac"] > 0
+
+
+def test_a_call_whose_deepest_boundary_is_damaged_takes_the_one_before(tmp_path, model) -> None:
+    with open_cache(tmp_path, model) as first:
+        ask(first, [prompts()[0][:, : 5 * BLOCK + 3]])
+        answers, _ = ask(first, prompts()[:1])
+        folder = first._store.tiers._below[0].folder
+    depths = {
+        entry._FIELDS.unpack_from(file.read_bytes())[7]: file
+        for file in entry_files(folder)
+        if "-s-" in file.name
+    }
+    turn_bits(depths[REUSABLE[0]], PAGE_BYTES)
+    with open_cache(tmp_path, model) as second:
+        assert ask(second, prompts()[:1]) == (answers, 5 * BLOCK)
+        assert second.tier_stats()[1].refused["mac"] == 1
 
 
 def test_damage_in_host_memory_is_noticed(model, expected) -> None:

@@ -756,8 +756,6 @@ def test_it_has_no_more_threads_than_there_are_processors(cpus, threads, monkeyp
 
 
 def test_arguments_are_checked(bench) -> None:
-    with pytest.raises(InvalidArgumentError, match="num_threads must be an int"):
-        RemoteTier(bench.memory, secret=SECRET, num_threads=1)
     most = bench.memory.max_blob_bytes
     with pytest.raises(InvalidArgumentError, match="is more than memory takes as one blob"):
         RemoteTier(bench.memory, secret=SECRET, chunk_bytes=most + 1)

@@ -31,6 +31,7 @@ from mamba_cache.tiers import (
     ModelIdentity,
     Numerics,
     Rates,
+    Refusal,
     TierStats,
 )
 from mamba_cache.tiers.entry import EntryKind
@@ -45,6 +46,9 @@ _RETRY_SECONDS: Final = 60.0
 """After which disk and store are tried again though an earlier load has not ended."""
 
 _END_SECONDS: Final = 5.0
+
+_UNDAMAGED: Final = frozenset({Refusal.ABORTED, Refusal.TIMEOUT, Refusal.IO_ERROR})
+"""Why an entry that may be found again was not brought."""
 
 _UNMEASURED: Final = Rates(bytes_per_second=1e18, latency_seconds=0.0, tokens_per_second=1e-6)
 """Rates until the first measurement: every load is tried."""
@@ -215,8 +219,8 @@ class PrefixTiers:
         self._tiering.poll()
         if self._key is None:
             return
-        if self._below and self._may_fetch():
-            self._fetch(prompt)
+        if self._below and self._may_fetch() and self._fetch(prompt):
+            self._fetch(prompt)  # what is damaged is not found again: another boundary may be
         usable = len(prompt.tokens) - prompt.min_computed
         while (match := self._extended(prompt, usable)).loads_state:
             if self._load(prompt, match):
@@ -234,8 +238,8 @@ class PrefixTiers:
         num_tokens = usable + self._config.min_computed_tokens
         return self._tiering.extend(replace(match, prompt_tokens=num_tokens), prompt.chain.hashes)
 
-    def _fetch(self, prompt: SoughtPrompt) -> None:
-        """Bring what disk and store have of a prompt to host memory, and wait for it."""
+    def _fetch(self, prompt: SoughtPrompt) -> bool:
+        """Bring what disk and store have of a prompt to host memory; say whether it was damaged."""
         match = self._extended(prompt, len(prompt.tokens) - prompt.min_computed)
         entries = self._tiering.entries(prompt.chain.hashes, None)
         self._fetched_at = time.monotonic()
@@ -243,6 +247,7 @@ class PrefixTiers:
         self._prefetch.go_on = self._tiering.poll
         self._prefetch.wait()
         self._tiering.poll()
+        return self._prefetch.is_over and not _UNDAMAGED.issuperset(self._prefetch.refusals)
 
     def _load(self, prompt: SoughtPrompt, match: PrefixMatch) -> bool:
         """Bring what a match loads to blocks and a slot; say whether it is findable there."""
