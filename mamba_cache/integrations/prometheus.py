@@ -126,13 +126,15 @@ class CacheCollector(Collector):
         caches: Contexts or ``PrefixCache`` objects by name; the name becomes the label ``cache``.
 
     Raises:
-        InvalidArgumentError: There is no cache.
+        InvalidArgumentError: It is no mapping, or names no cache.
         MissingExtraError: On import, if prometheus_client is not installed.
     """
 
     def __init__(self, caches: Mapping[str, Any]) -> None:
-        if not caches:
-            raise InvalidArgumentError("caches must name at least one cache, got none")
+        if not isinstance(caches, Mapping) or not caches:
+            raise InvalidArgumentError(
+                f"caches must map names to at least one cache, got {caches!r}"
+            )
         self._caches = dict(caches)
 
     def collect(self) -> Iterator[Metric]:
