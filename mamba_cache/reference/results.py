@@ -55,11 +55,6 @@ class DecodingStats:
         """Tokens of one request in one step, on average; 1 without drafts, 0 without steps."""
         return self.tokens / self.steps if self.steps else 0.0
 
-    @property
-    def acceptance_rate(self) -> float:
-        """The part of the drafts that was right; 0 without drafts."""
-        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
