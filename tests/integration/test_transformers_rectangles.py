@@ -168,7 +168,7 @@ def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator
         monkeypatch.setattr(
             rectangles,
             "_window_before",
-            lambda full, end, width: right(full, full.shape[-1] - width, width),
+            lambda full, before, _, width: right(full, before, full.shape[-1] - before, width),
         )
     elif fault == "steps":
         monkeypatch.setattr(ScanRun, "_stop_steps", lambda *_: {})
@@ -285,6 +285,31 @@ def test_a_scan_is_never_given_no_tokens(generator):
     assert torch.equal(output, given)
     assert torch.equal(run.pieces[0], given[:, :3].sum(1))
     assert torch.equal(run.pieces[1], final)
+
+
+@pytest.mark.parametrize("end", [1, 3, 4, 9])
+def test_the_window_of_a_fresh_prompt_begins_with_zeros_where_tokens_are_too_few(end, generator):
+    full = torch.randn(2, 5, 9, generator=generator)
+    padded = torch.cat([torch.zeros(2, 5, 4), full], dim=-1)
+    assert torch.equal(rectangles._window_before(full, 0, end, 4), padded[..., end : end + 4])
+    assert torch.equal(rectangles._window_before(padded, 4, end, 4), padded[..., end : end + 4])
+
+
+def test_a_fresh_prompt_enters_convolutions_as_it_is(monkeypatch, generator):
+    """Nothing is put before it, which would copy all of it in each layer."""
+    cache, seen = make_cache(make_model("nemotron_h"), segment_tokens=32 * BLOCK), []
+    batch(cache, prompts_of(generator, 5), max_new_tokens=1)  # the first call tries batches out
+    keep = rectangles._keep_windows
+
+    def looked_at(*args, **options):
+        full = keep(*args, **options)
+        seen.append((full.shape[-1], args[2].num_tokens))
+        return full
+
+    monkeypatch.setattr(rectangles, "_keep_windows", looked_at)
+    batch(cache, prompts_of(generator, 5 * BLOCK), max_new_tokens=1)
+    assert seen
+    assert all(columns == size for columns, size in seen)
 
 
 class Recorded:

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from mamba_cache._inference_mode import outside_inference_mode
 from mamba_cache._to_device import to_device
@@ -72,7 +73,8 @@ class RectangleShape:
     widths: tuple[int, ...]
     # Rows differ in their lengths or checkpoints; if not, the calls' tokens are just those.
     is_ragged: bool
-    is_fresh: bool = False  # no row has a state before, and the model is given none
+    # No row has a state before, and the model is given none: nothing is put before its inputs.
+    is_fresh: bool = False
 
     @property
     def num_checkpoints(self) -> int:
@@ -101,6 +103,7 @@ class _Rooms:
     saved: list[dict[str, torch.Tensor]]  # of each checkpoint, by name
     ends: list[Any]  # of each checkpoint, in tokens of the rows: [rows] int64, or an int for all
     own_end: torch.Tensor | None  # [rows] int64 tokens of each row; None: all of the rectangle
+    is_fresh: bool  # the rectangle's
 
 
 class PrefillStep:
@@ -259,12 +262,13 @@ class PrefillStep:
         # A single token takes the model's way of decoding, which is not exact for every model.
         least = self._fewest_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
+        is_ragged = not is_alike or size < least
         shape = RectangleShape(
             len(group),
             max(size, least),
             widths if size >= least else (least,),
-            is_ragged=not is_alike or size < least,
-            is_fresh=self._capture is None and not group[0].request.start,
+            is_ragged=is_ragged,
+            is_fresh=not is_ragged and not any(chunk.request.start for chunk in group),
         )
         rows = [
             [chunk.place, chunk.first_token, own[-1], *own[1:-1]]
@@ -313,9 +317,9 @@ class PrefillStep:
         saved = [self._layout.empty_states(shape.num_rows, inputs.device) for _ in range(count)]
         ends = inputs[:, 3 : 3 + count]
         if shape.is_ragged:
-            rooms = _Rooms(saved, list(ends.unbind(1)), lengths)
+            rooms = _Rooms(saved, list(ends.unbind(1)), lengths, shape.is_fresh)
         else:
-            rooms = _Rooms(saved, list(accumulate(shape.widths[:-1])), None)
+            rooms = _Rooms(saved, list(accumulate(shape.widths[:-1])), None, shape.is_fresh)
         run = _make_run(shape, lengths, ends)
         run.is_kernel = self._has_kernels
         run.num_written = [0]
@@ -500,24 +504,27 @@ def _keep_windows(
     full = update(*args, **options)
     index, kept = state_index(args[1:], options), layer.conv_states
     window = kept[index] if isinstance(kept, dict) else kept
-    width = window.shape[-1]
+    width, size = window.shape[-1], run.num_tokens
     # What is not the whole of a rectangle's inputs has no row's end in it.
-    if full.shape[0] == run.num_rows and full.shape[-1] == width + run.num_tokens:
+    num_columns = max(size, width) if rooms.is_fresh else width + size
+    if full.shape[0] == run.num_rows and full.shape[-1] == num_columns:
         for room, end in zip(convs[index], rooms.ends, strict=True):
-            room.copy_(_window_before(full, end, width))
+            room.copy_(_window_before(full, num_columns - size, end, width))
         if rooms.own_end is not None:
-            window.copy_(_window_before(full, rooms.own_end, width))
+            window.copy_(_window_before(full, num_columns - size, rooms.own_end, width))
         run.num_written[0] += 1
     return full
 
 
-def _window_before(full: torch.Tensor, end: Any, width: int) -> torch.Tensor:
+def _window_before(full: torch.Tensor, num_before: int, end: Any, width: int) -> torch.Tensor:
     """Return the last inputs of a convolution before token ``end`` of each row.
 
-    ``full`` has those before the rectangle first: [rows, channels, width + tokens].
+    ``full`` is [rows, channels, num_before + tokens]: what comes before the rectangle first, all
+    of a window where ends differ by row.
     """
     if not torch.is_tensor(end):
-        return full[..., end : end + width]
+        window = full[..., max(num_before + end - width, 0) : num_before + end]
+        return functional.pad(window, (width - window.shape[-1], 0))
     at = end[:, None, None] + torch.arange(width, device=full.device)
     return full.gather(-1, at.expand(-1, full.shape[1], -1))
 
