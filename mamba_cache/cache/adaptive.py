@@ -148,7 +148,7 @@ class ReturnRates:
         parts_going = np.bincount(places, parts, going.size).reshape(-1, NUM_BINS)
         counted, ended, parts = self._counts[:, seen]
         ended = ended + going
-        outlasting = ended[:, ::-1].cumsum(1)[:, ::-1] - ended
+        outlasting = ended.sum(1)[:, None] - ended.cumsum(1)
         exposure = outlasting * _WIDTHS + (parts_going + parts) + self._old_exposure[seen]
         events = counted + self._old_events[seen]
         if events.sum() > MAX_EVENTS:  # the spells that go on begin anew, at their ages
@@ -177,7 +177,7 @@ class ReturnRates:
         for bin_ in range(len(best)):
             ratio = alive[bin_] - alive[bin_ + 1 :]
             ratio /= np.maximum(time[bin_] - time[bin_ + 1 :], 1e-200)
-            ratio.max(0, out=best[bin_])
+            np.maximum.reduce(ratio, 0, out=best[bin_])
         # By row, then by bin; where the row of each class starts; the index of each at its start.
         self._index: _Ints = (best.T * INDEX_SCALE).astype(np.int64).ravel()
         self._starts = rows * len(best)
@@ -529,7 +529,7 @@ class CandidateTree:
         while True:
             # Each has one child at least.
             is_between = num_kept.take(above) + num_children.take(above) == 1
-            if not is_between.any():
+            if not np.count_nonzero(is_between):
                 break
             above = np.where(is_between, parents.take(above), above)
         freed: _Ints = depths.take(nodes) - depths.take(above)
