@@ -268,8 +268,8 @@ class DiskTier(QueuedTier):
         def write() -> None:
             self._make_room(self._file_bytes[facts.key.kind])
             mac = self._macs.payload_mac(identity)
-            header = EntryHeader(facts, mac.tag_of(put.payload), nonce=mac.nonce)
-            content = header.to_bytes(self._macs.header_key(identity))
+            header = EntryHeader(mac.tag_of(put.payload), nonce=mac.nonce)
+            content = header.to_bytes(facts, self._macs.header_key(identity))
             _write_entry(self._path_of(facts.key), content, put.payload, facts.prefix_tokens)
 
         return self._try(write)
@@ -325,11 +325,10 @@ class DiskTier(QueuedTier):
         except FileNotFoundError:  # evicted since, or somebody deleted it
             return Refusal.MISSING
         try:
-            header = EntryHeader.read(_read_page(fd), self._macs.header_key(key.identity))
+            header_key = self._macs.header_key(key.identity)
+            header = EntryHeader.read(_read_page(fd), load.expected, header_key)
             if isinstance(header, Refusal):
                 return header
-            if (refusal := header.refusal(load.expected)) is not None:
-                return refusal
             mac = self._macs.payload_mac(key.identity, header.nonce)
             parts = _read_payload(fd, into, self._submit, mac.part)
             if not all(parts):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from mamba_cache._checks import INT32_MAX, INT64_MAX, check_int, check_kind
+from mamba_cache._checks import INT32_MAX
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 
@@ -29,7 +29,6 @@ __all__ = [
     "EntryMacs",
     "PayloadMac",
     "Refusal",
-    "header_bytes",
     "parts_of",
     "payload_digest",
 ]
@@ -94,7 +93,7 @@ class Refusal(str, Enum):
     """Header or payload are not what a process with this secret wrote, on disk or in a store."""
 
     MALFORMED = "malformed"
-    """The checksum is right and a field is impossible: no writer of this package made it."""
+    """The checksum is right, and what is no field is not zero: another version wrote it."""
 
     IDENTITY = "identity"
     """Another model, other weights, specs or numerics."""
@@ -151,17 +150,6 @@ class EntryKey:
     rank: int = 0
     chunk: int | None = None  # of an entry that is stored in several
 
-    def __post_init__(self) -> None:
-        _check_bytes("identity", self.identity, (_IDENTITY_BYTES,))
-        _check_bytes("tenant", self.tenant, (_TENANT_BYTES,))
-        check_kind("kind", self.kind, EntryKind)
-        _check_bytes("digest", self.digest, _DIGEST_SIZES)
-        rank = check_int("rank", self.rank, minimum=0, maximum=INT32_MAX)
-        object.__setattr__(self, "rank", rank)
-        if self.chunk is not None:
-            chunk = check_int("chunk", self.chunk, minimum=0, maximum=INT32_MAX)
-            object.__setattr__(self, "chunk", chunk)
-
     def __str__(self) -> str:
         parts = [
             _KEY_VERSION,
@@ -190,7 +178,14 @@ class EntryKey:
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidArgumentError(f"no entry's key: {text!r}") from error
-        if version != _KEY_VERSION or str(key) != text:
+        is_one = (
+            (version, str(key)) == (_KEY_VERSION, text)
+            and (len(key.identity), len(key.tenant)) == (_IDENTITY_BYTES, _TENANT_BYTES)
+            and len(key.digest) in _DIGEST_SIZES
+            and 0 <= key.rank <= INT32_MAX
+            and 0 <= (key.chunk or 0) <= INT32_MAX
+        )
+        if not is_one:
             raise InvalidArgumentError(f"no entry's key: {text!r}")
         return key
 
@@ -203,53 +198,44 @@ class EntryFacts:
     prefix_tokens: int  # from the sequence's start to the end of its block
     payload_bytes: int
 
-    def __post_init__(self) -> None:
-        check_kind("key", self.key, EntryKey)
-        for name in ("prefix_tokens", "payload_bytes"):
-            number = check_int(name, getattr(self, name), minimum=1, maximum=INT64_MAX)
-            object.__setattr__(self, name, number)
 
-    def refusal(self, other: EntryFacts) -> Refusal | None:
-        """Say in which field ``other``, which a tier holds, is not what is looked for."""
-        mine, its = self.key, other.key
-        for expected, found, reason in (
-            (mine.identity, its.identity, Refusal.IDENTITY),
-            (mine.tenant, its.tenant, Refusal.TENANT),
-            (mine.kind, its.kind, Refusal.KIND),
-            (mine.rank, its.rank, Refusal.RANK),
-            (mine.chunk, its.chunk, Refusal.CHUNK),
-            (mine.digest, its.digest, Refusal.DIGEST),
-            (self.prefix_tokens, other.prefix_tokens, Refusal.PREFIX_TOKENS),
-            (self.payload_bytes, other.payload_bytes, Refusal.PAYLOAD_BYTES),
-        ):
-            if expected != found:
-                return reason
-        return None
+class EntryHeader(NamedTuple):
+    """What the header of an entry has that its reader cannot derive."""
 
-
-@dataclass(frozen=True, slots=True)
-class EntryHeader:
-    """What stands before an entry's payload."""
-
-    facts: EntryFacts
     payload_tag: bytes  # [16]: ``payload_digest`` in host memory, ``PayloadMac.tag`` elsewhere
     generation: int = 0  # of the row
     nonce: bytes = bytes(NONCE_BYTES)  # that no other entry outside host memory has
 
-    def __post_init__(self) -> None:
-        check_kind("facts", self.facts, EntryFacts)
-        _check_bytes("payload_tag", self.payload_tag, (_TAG_BYTES,))
-        _check_bytes("nonce", self.nonce, (NONCE_BYTES,))
-        generation = check_int("generation", self.generation, minimum=0, maximum=INT64_MAX)
-        object.__setattr__(self, "generation", generation)
+    def to_bytes(self, facts: EntryFacts, key: bytes = b"") -> bytes:
+        """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both.
 
-    def to_bytes(self, key: bytes = b"") -> bytes:
-        """Return ``HEADER_BYTES`` bytes: the fields, zeroes, and a checksum of both."""
-        return header_bytes(self.facts, self.payload_tag, self.generation, self.nonce, key)
+        A key makes the checksum a MAC.
+        """
+        own = facts.key
+        packed = _FIELDS.pack(
+            _MAGIC,
+            _VERSION,
+            ord(own.kind.value),
+            len(own.digest),
+            own.rank,
+            _NO_CHUNK if own.chunk is None else own.chunk,
+            self.generation,
+            facts.prefix_tokens,
+            facts.payload_bytes,
+            own.identity,
+            own.tenant,
+            own.digest,
+            self.nonce,
+            self.payload_tag,
+        )
+        content = packed + bytes(_PADDING)
+        return content + _checksum(content, key)
 
     @classmethod
-    def read(cls, data: bytes | bytearray | memoryview, key: bytes = b"") -> EntryHeader | Refusal:
-        """Read a header that something else may have written, or nothing."""
+    def read(
+        cls, data: bytes | bytearray | memoryview, expected: EntryFacts, key: bytes = b""
+    ) -> EntryHeader | Refusal:
+        """Read a header that something else may have written, and compare every field."""
         content = bytes(data[:HEADER_BYTES])
         if len(content) < HEADER_BYTES:
             return Refusal.SHORT
@@ -261,57 +247,26 @@ class EntryHeader:
             return Refusal.MAGIC
         if version != _VERSION:
             return Refusal.VERSION
-        expected = _checksum(content[:-_CHECKSUM_BYTES], key)
-        if not hmac.compare_digest(expected, content[-_CHECKSUM_BYTES:]):
+        checksum = _checksum(content[:-_CHECKSUM_BYTES], key)
+        if not hmac.compare_digest(checksum, content[-_CHECKSUM_BYTES:]):
             return Refusal.MAC if key else Refusal.CHECKSUM
-        try:
-            entry_key = EntryKey(
-                identity,
-                tenant,
-                EntryKind(chr(kind)),
-                digest[:digest_size],
-                rank,
-                None if chunk == _NO_CHUNK else chunk,
-            )
-            facts = EntryFacts(entry_key, prefix_tokens, payload_bytes)
-            header = cls(facts, payload_tag, generation, nonce)
-        except ValueError:
-            return Refusal.MALFORMED
-        # What is not a field is zero: nothing that a later version means is read past.
-        return header if header.to_bytes(key) == content else Refusal.MALFORMED
-
-    def refusal(self, expected: EntryFacts) -> Refusal | None:
-        """Say in which field the entry is not what is looked for; None if all are equal."""
-        return expected.refusal(self.facts)
-
-
-def header_bytes(
-    facts: EntryFacts,
-    payload_tag: bytes,
-    generation: int,
-    nonce: bytes = bytes(NONCE_BYTES),
-    mac_key: bytes = b"",
-) -> bytes:
-    """Return what ``EntryHeader.to_bytes`` does, of fields that are known to be right."""
-    key = facts.key
-    packed = _FIELDS.pack(
-        _MAGIC,
-        _VERSION,
-        ord(key.kind.value),
-        len(key.digest),
-        key.rank,
-        _NO_CHUNK if key.chunk is None else key.chunk,
-        generation,
-        facts.prefix_tokens,
-        facts.payload_bytes,
-        key.identity,
-        key.tenant,
-        key.digest,
-        nonce,
-        payload_tag,
-    )
-    content = packed + bytes(_PADDING)
-    return content + _checksum(content, mac_key)
+        own = expected.key
+        for found, derived, reason in (
+            (identity, own.identity, Refusal.IDENTITY),
+            (tenant, own.tenant, Refusal.TENANT),
+            (kind, ord(own.kind.value), Refusal.KIND),
+            (rank, own.rank, Refusal.RANK),
+            (chunk, _NO_CHUNK if own.chunk is None else own.chunk, Refusal.CHUNK),
+            (digest_size, len(own.digest), Refusal.DIGEST),
+            (digest, own.digest.ljust(len(digest), b"\0"), Refusal.DIGEST),
+            (prefix_tokens, expected.prefix_tokens, Refusal.PREFIX_TOKENS),
+            (payload_bytes, expected.payload_bytes, Refusal.PAYLOAD_BYTES),
+            # Nothing that a later version means is read past.
+            (content[_FIELDS.size : -_CHECKSUM_BYTES], bytes(_PADDING), Refusal.MALFORMED),
+        ):
+            if found != derived:
+                return reason
+        return cls(payload_tag, generation, nonce)
 
 
 class EntryMacs:
@@ -401,10 +356,3 @@ def parts_of(num_bytes: int) -> list[slice]:
 
 def _checksum(content: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES, key=key).digest()
-
-
-def _check_bytes(name: str, value: object, sizes: tuple[int, ...]) -> None:
-    if not isinstance(value, bytes) or len(value) not in sizes:
-        raise InvalidArgumentError(
-            f"{name} must be bytes, {' or '.join(map(str, sizes))} of them, got {value!r}"
-        )

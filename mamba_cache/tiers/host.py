@@ -20,7 +20,6 @@ from mamba_cache.tiers.entry import (
     EntryHeader,
     EntryKind,
     Refusal,
-    header_bytes,
     payload_digest,
 )
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
@@ -285,8 +284,8 @@ class HostTier:
     def complete(self, lease: RowLease) -> bool:
         """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
         entries, row = self._entries[lease.facts.key.kind], lease.row
-        header = header_bytes(lease.facts, entries.digest_of_checksums(row), lease.generation)
-        entries.headers[row] = np.frombuffer(header, np.uint8)
+        header = EntryHeader(entries.digest_of_checksums(row), lease.generation)
+        entries.headers[row] = np.frombuffer(header.to_bytes(lease.facts), np.uint8)
         digest = lease.facts.key.digest
         is_kept = entries.pool.complete(
             lease,
@@ -324,18 +323,13 @@ class HostTier:
 
     def _refusal(self, entries: _Entries, facts: EntryFacts, lease: RowLease) -> Refusal | None:
         """Say what of a row is not what it should be, but for its bytes."""
-        content = entries.headers[lease.row].tobytes()
-        digest = entries.digest_of_checksums(lease.row)
-        if header_bytes(facts, digest, lease.generation) == content:
-            return None
-        header = EntryHeader.read(content)
+        header = EntryHeader.read(entries.headers[lease.row].data, facts)
         if isinstance(header, Refusal):
             return header
-        if (refusal := header.refusal(facts)) is not None:
-            return refusal
         if header.generation != lease.generation:
             return Refusal.GENERATION
-        return Refusal.PAYLOAD_DIGEST
+        is_same = header.payload_tag == entries.digest_of_checksums(lease.row)
+        return None if is_same else Refusal.PAYLOAD_DIGEST
 
     @guarded(nests=True, changes=True)
     def release(self, lease: RowLease) -> None:

@@ -786,19 +786,17 @@ def _write_manifest(
     The header's payload tag is that of what follows it, so that it vouches for every chunk.
     """
     table = _SIZES.pack(chunk_bytes, len(chunk_macs)) + b"".join(chunk_macs)
-    header = EntryHeader(facts, payload_mac.tag_of_table(table), nonce=payload_mac.nonce)
-    return header.to_bytes(macs.header_key(facts.key.identity)) + table
+    header = EntryHeader(payload_mac.tag_of_table(table), nonce=payload_mac.nonce)
+    return header.to_bytes(facts, macs.header_key(facts.key.identity)) + table
 
 
 def _read_manifest(
     data: memoryview, expected: EntryFacts, chunk_bytes: int, macs: EntryMacs
 ) -> tuple[PayloadMac, list[bytes]] | Refusal:
     """Read a manifest, and compare every field with what the request derived."""
-    header = EntryHeader.read(data, macs.header_key(expected.key.identity))
+    header = EntryHeader.read(data, expected, macs.header_key(expected.key.identity))
     if isinstance(header, Refusal):
         return header
-    if (refusal := header.refusal(expected)) is not None:
-        return refusal
     table = bytes(data[HEADER_BYTES:])
     payload_mac = macs.payload_mac(expected.key.identity, header.nonce)
     if not hmac.compare_digest(payload_mac.tag_of_table(table), header.payload_tag):

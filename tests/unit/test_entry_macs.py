@@ -46,16 +46,15 @@ FORGED = bytes(range(250)) * (STATE_BYTES // 250)
 OTHER_SECRET = b"of somebody else"
 
 
-def forged_headers(header):
+def forged_headers(facts):
     """The header of a forged payload: as it was, with a checksum, and with an attacker's MAC."""
     macs = EntryMacs(OTHER_SECRET)
     mac = macs.payload_mac(IDENTITY.digest)
-    own = replace(header, payload_tag=mac.tag_of(memoryview(FORGED)), nonce=mac.nonce)
-    plain = replace(header, payload_tag=payload_digest(FORGED), nonce=bytes(16))
+    own = EntryHeader(mac.tag_of(memoryview(FORGED)), nonce=mac.nonce)
     return {
         "as it was": None,
-        "with a checksum": plain.to_bytes(),
-        "with another secret": own.to_bytes(macs.header_key(IDENTITY.digest)),
+        "with a checksum": EntryHeader(payload_digest(FORGED)).to_bytes(facts),
+        "with another secret": own.to_bytes(facts, macs.header_key(IDENTITY.digest)),
     }
 
 
@@ -69,8 +68,7 @@ def test_an_entry_on_disk_that_is_rewritten_without_the_secret_is_refused(
     if is_reopened:
         tier.close()
     file = file_of(tmp_path)
-    header = EntryHeader.read(file.read_bytes(), EntryMacs(SECRET).header_key(IDENTITY.digest))
-    change_file(file, 0, forged_headers(header)[how] or b"")
+    change_file(file, 0, forged_headers(facts_of(1))[how] or b"")
     change_file(file, PAGE_BYTES, FORGED)
     if is_reopened:
         tier = open_tier(tmp_path)
@@ -89,17 +87,13 @@ def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(
     facts = facts_of(1)
     if how == "with a checksum":
         blobs = bench.memory._blobs
-        header = EntryHeader.read(
-            blobs[str(facts.key)], EntryMacs(SECRET).header_key(IDENTITY.digest)
-        )
         names = [str(replace(facts.key, chunk=number)) for number in range(5)]
         size = len(blobs[names[0]])
         for number, name in enumerate(names):
             blobs[name] = FORGED[number * size :][: len(blobs[name])]
         digests = [payload_digest(blobs[name]) for name in names]
         table = struct.pack("<QI", size, len(names)) + b"".join(digests)
-        plain = replace(header, payload_tag=payload_digest(table), nonce=bytes(16))
-        blobs[str(facts.key)] = plain.to_bytes() + table
+        blobs[str(facts.key)] = EntryHeader(payload_digest(table)).to_bytes(facts) + table
     reader = Bench(store=bench.memory)
     assert reader.load(1) is Refusal.MAC
     assert reader.tier.stats().refused == {"mac": 1}
