@@ -9,12 +9,8 @@ from context_rig import UncachedRuns
 from fingerprints import fingerprint
 from ranks_rig import Exchange, RankedModel, Ranks
 from tier_rig import (
-    KV,
     STATE,
-    FailingTransfers,
     LateTransfers,
-    flip,
-    flip_header,
     install,
     make_tiered,
 )
@@ -114,78 +110,12 @@ def test_where_no_tier_could_have_more_nothing_is_exchanged():
     assert ranks.exchange.num_rounds == 1
 
 
-@pytest.mark.parametrize("kind", [KV, STATE])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_lacks_no_rank_resumes(kind, rank):
-    """Its tier holds as many rows less: blocks or states."""
-    lacking = {"num_host_blocks" if kind is KV else "num_host_states": 0}
-    ranks = fill(make_ranks(*[lacking if rank == each else {} for each in range(2)]))
-    assert resume(ranks).skip_tokens == 0
-    assert all(not part.host_tier.stats().restored for part in ranks.parts)
-
-
 def test_ranks_intersect_sets_of_boundaries():
     """One has lost the last boundary's state, the other one has it: both take the one before."""
     ranks = fill(make_ranks({}, {}))
     assert ranks.parts[1].host_tier.remove(STATE, digest_of(ranks, 2))
     assert ranks.match(request()).skip_tokens == 16
     assert resume(ranks).skip_tokens == 16
-
-
-@pytest.mark.parametrize("kind", [KV, STATE])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_damaged_row_on_one_rank_is_a_miss_on_all(kind, rank):
-    """All give the request up in the same step, and then take the next best that all have."""
-    ranks = fill(make_ranks({}, {}))
-    for index in range(3) if kind is KV else [2]:
-        hurt = ranks.parts[rank]
-        flip(hurt, kind, row_of(hurt, kind, digest_of(ranks, index)), 3)
-    ranks.add_request(request(request_id="hurt"))
-    step = ranks.begin_step()
-    MODEL.forward(step.metadata, ranks)
-    assert ranks.commit_step({"hurt": 5}) == ("hurt",)
-    assert ranks.status("hurt") is RequestStatus.PREEMPTED
-    assert ranks.output("hurt") == []
-    refused = [part.host_tier.stats().refused for part in ranks.parts]
-    assert refused[rank] == {"payload_digest": 3 if kind is KV else 1}
-    assert refused[1 - rank] == {}
-    assert [part.host_tier.stats().restored for part in ranks.parts] == [0, 0]
-    assert ranks.resume_request("hurt").skip_tokens == (0 if kind is KV else 16)
-    go_on(ranks, PROMPT, 1, "hurt")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_header_damaged_on_one_rank_is_refused_on_all_at_once(rank):
-    """When the request is added; all give back what they held, and take the next best."""
-    ranks = fill(make_ranks({}, {}))
-    hurt = ranks.parts[rank]
-    flip_header(hurt, STATE, row_of(hurt, STATE, digest_of(ranks, 2)), 900)
-    assert resume(ranks).skip_tokens == 16
-    for part in ranks.parts:
-        assert not any(part.host_tier.leases.values())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_load_that_fails_on_one_rank_is_given_up_on_all(rank):
-    """They compute instead, in the same step; the other rank's copies are over by then."""
-    ranks = fill(make_ranks({}, {}))
-    failing = install(ranks.parts[rank], FailingTransfers)
-    late = install(ranks.parts[1 - rank], LateTransfers)
-    failing.fails.add("load")
-    assert ranks.add_request(request()).skip_tokens == 24
-    [begun] = ranks.begin_step().requests
-    assert (begun.start, begun.skip_tokens) == (0, 0)
-    assert late.queues["load"] == []
-    ranks.abort_step()
-    for part in ranks.parts:
-        part._tiering.poll()
-        assert not any(part.host_tier.leases.values())
-    ranks.resume_request("only")
-    ranks.begin_step()
-    ranks.abort_step()
-    failing.fails.clear()
-    assert ranks.resume_request("only").skip_tokens == 24
-    go_on(ranks, PROMPT, 2, "only")
 
 
 def test_ranks_go_by_the_slowest_of_them():
@@ -335,26 +265,6 @@ def test_what_failed_on_one_rank_is_on_its_way_on_all_until_all_know(disks):
     disks.poll_tiers()
     assert state_of(handles) is PrefetchState.INCOMPLETE
     assert disks.match(request()).arriving_tokens == 0
-
-
-def test_a_deadline_ends_on_all_ranks_alike(disks, clock):
-    tier_of(disks, 1).is_late = True
-    handles = prefetch(disks, timeout_seconds=3)
-    clock.now += 4
-    assert handles[0].own_state is PrefetchState.READY
-    disks.poll_tiers()
-    assert state_of(handles) is PrefetchState.TIMED_OUT
-    assert disks.match(request()).arriving_tokens == 0
-    assert run(disks, PROMPT).skip_tokens == 0
-
-
-def test_a_rank_that_cancels_does_for_all(disks):
-    tier_of(disks, 1).is_late = True
-    handles = prefetch(disks)
-    handles[1].cancel()
-    assert state_of(handles) is PrefetchState.PENDING
-    disks.poll_tiers()
-    assert state_of(handles) is PrefetchState.CANCELLED
 
 
 def test_a_reset_ends_what_is_open(disks):
