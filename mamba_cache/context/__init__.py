@@ -2,7 +2,6 @@
 
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
-from mamba_cache.context.memory import SharedStore
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
 from mamba_cache.context.requests import (
@@ -44,7 +43,6 @@ __all__ = [
     "RequestProgress",
     "RequestStatus",
     "ScheduledRequest",
-    "SharedStore",
     "Step",
     "VerificationStats",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -23,16 +22,13 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.memory import (
     SLOT_FIELDS,
-    SharedStore,
-    check_shared,
-    kv_pool_size,
+    CacheMemory,
     layer_labels,
     layers_by_kind,
-    make_slot_allocator,
+    make_memory,
     paired,
-    slot_spec,
 )
-from mamba_cache.context.pins import Pin, Pins
+from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import (
@@ -120,8 +116,8 @@ class DynamicInferenceContext:
             the model, or all of it. Default: nobody shares.
         clock: Returns the seconds by which pins end, and never goes back. Processes that must
             decide alike need one whose readings are alike, or pins without an end.
-        shared: KV blocks and slots that are not the context's alone; ``slot_policy`` is theirs
-            then. They must fit the settings. Default: it makes its own.
+        shared: Memory of an owner, which the settings describe; ``slot_policy`` and ``clock`` are
+            the owner's then. Default: it makes its own.
         agreement: With the other ranks of the model, which tiers need there
             (``integrations.distributed.GroupAgreement``). Default: there are none.
 
@@ -160,7 +156,7 @@ class DynamicInferenceContext:
         disk_planner: LoadPlanner | None = None,
         identity: CacheIdentity | ModelIdentity | None = None,
         clock: Callable[[], float] = time.monotonic,
-        shared: SharedStore | None = None,
+        shared: CacheMemory | None = None,
         agreement: RankAgreement | None = None,
     ) -> None:
         check_kind("config", config, CacheConfig)
@@ -172,11 +168,21 @@ class DynamicInferenceContext:
         self._layers = layers_by_kind(state_spec)
         self.config = config
         self.device = as_device(device)
-        if shared is not None:
-            check_shared(shared, config, state_spec, kv_spec)
-        self._make_memory(state_spec, kv_spec, shared)
+        memory = shared or make_memory(
+            config, state_spec, kv_spec, device=self.device, policy=slot_policy, clock=clock
+        )
+        self.slot_allocator = memory.slots
+        self.kv_block_allocator = cast(KVBlockAllocator, memory.slots.kv_blocks)
+        self.kv_cache, self._pins, self._counters = memory.kv_cache, memory.pins, memory.counters
+        self.bytes_per_slot = self.slot_allocator.states.spec.bytes_per_slot
+        self.listeners = self.kv_block_allocator.listeners
+        self._tells_admitted = shared is None  # an owner tells of its prompts
+        live_rows = config.max_requests * config.live_rows_per_request
+        self.live_states = StatePool(state_spec, live_rows, device=self.device)
+        self.request_table = RequestTable(self.kv_block_allocator, config)
+        self.step_buffers = StepBuffers(self.request_table, config, self.device)
+        self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
         self._set_slot_fields()
-        self._make_slots(state_spec, slot_policy, shared)
         self._guard = CallGuard(self)
         if shared is None:
             self.kv_block_allocator.join(self._guard)
@@ -197,47 +203,12 @@ class DynamicInferenceContext:
             if self._tiering.lower is not None:
                 # Its threads and its lock would outlive a context that nobody closes.
                 self._closes_lower = finalize(self, self._tiering.lower.abandon)
-        self._counters = Counter[str]() if shared is None else shared.counters
-        self._make_parts(placement, shared)
-        if shared is not None and shared.pins is not None:
-            self._pins = shared.pins
-        else:
-            self._pins = Pins(
-                self.kv_block_allocator,
-                self.slot_allocator,
-                max_share=config.max_pinned_share,
-                clock=clock,
-            )
+        self._make_parts(placement, memory)
         self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
         self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
 
-    def _make_memory(
-        self, state_spec: StateSpec, kv_spec: KVCacheSpec | None, shared: SharedStore | None
-    ) -> None:
-        """Allocate the tensors that requests and steps use, and what says who has what of them."""
-        config = self.config
-        if shared is not None:
-            self.kv_block_allocator = cast(KVBlockAllocator, shared.slots.kv_blocks)
-            self.kv_cache = shared.kv_cache
-        else:
-            pool_size = kv_pool_size(config, kv_spec)
-            self.kv_block_allocator = KVBlockAllocator(
-                pool_size,
-                eviction_policy=config.eviction_policy,
-                enable_prefix_caching=config.enable_prefix_caching,
-                as_tensor=torch.from_numpy,
-            )
-            blocks = self.kv_block_allocator.pool_size, config.block_size_tokens
-            self.kv_cache = None if kv_spec is None else kv_spec.allocate(*blocks, self.device)
-        self.listeners = self.kv_block_allocator.listeners
-        self._tells_admitted = shared is None  # the owner of a shared store tells of its prompts
-        live_rows = config.max_requests * config.live_rows_per_request
-        self.live_states = StatePool(state_spec, live_rows, device=self.device)
-        self.request_table = RequestTable(self.kv_block_allocator, config)
-        self.step_buffers = StepBuffers(self.request_table, config, self.device)
-
     def _set_slot_fields(self) -> None:
-        """Set what ``protocols.SlotContext`` lists beside the attributes above."""
+        """Set what ``protocols.SlotContext`` lists beside the attributes above; embed it."""
         config = self.config
         self.max_requests = config.max_requests
         self.block_size_tokens = config.block_size_tokens
@@ -259,31 +230,12 @@ class DynamicInferenceContext:
         self.mamba_ssm_states = live_states.get("ssm")
         self.batch_dimensions = SimpleNamespace(prefill_req_count=0, decode_req_count=0)
         self.paused_request_count = 0
-
-    def _make_slots(
-        self, state_spec: StateSpec, policy: SlotEvictionPolicy | None, shared: SharedStore | None
-    ) -> None:
-        """Make the slots."""
-        config = self.config
-        self.bytes_per_slot = slot_spec(config, state_spec).bytes_per_slot
-        # Of its own fields, not of this: it would keep all tensors until a garbage collection.
+        # Slots get its fields, not this: it would keep all tensors until a garbage collection.
         fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
-        self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
-        if shared is not None:
-            self.slot_allocator = shared.slots
-            self.slot_allocator.embed(cast(SlotContext, fields))
-            return
-        self.slot_allocator = make_slot_allocator(config, fields, state_spec, policy)
-        if self.slot_allocator.knows_prompts:
-            self.kv_block_allocator.ask_states()
+        self.slot_allocator.embed(cast(SlotContext, fields))
 
-    def _make_parts(
-        self,
-        placement: CheckpointPlacement,
-        shared: SharedStore | None,
-    ) -> None:
+    def _make_parts(self, placement: CheckpointPlacement, memory: CacheMemory) -> None:
         """Make what carries requests through their steps."""
-        on_admitted = None if shared is None else shared.on_admitted
         config, slots = self.config, self.slot_allocator
         self._preparer = RequestPreparer(config)
         self._verifier: HitVerifier | None = None
@@ -296,7 +248,7 @@ class DynamicInferenceContext:
                 read=weak_callback(self._saved_content),
                 remove=weak_callback(self._remove_entry),
             )
-        listeners = [] if self._verifier is None else [self._verifier.admitted]
+        own = None if self._verifier is None else self._verifier.admitted
         self._runner = StepRunner(
             config,
             guard=self._guard,
@@ -311,8 +263,8 @@ class DynamicInferenceContext:
             counters=self._counters,
             extractions=self._extractions,
             tiering=self._tiering,
-            refuses=shared is None or shared.refuses_states,
-            on_admitted=listeners if on_admitted is None else [*listeners, on_admitted],
+            refuses=memory.refuses_states,
+            on_admitted=[each for each in (own, memory.on_admitted) if each is not None],
         )
 
     def prepare(self, request: Request) -> PreparedRequest:

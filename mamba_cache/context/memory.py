@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import cast
 
 import torch
 
-from mamba_cache.cache import SLOT_POLICIES, RefZeroSlotPolicy, SlotEvictionPolicy
+from mamba_cache.cache import (
+    SLOT_POLICIES,
+    KVBlockAllocator,
+    RefZeroSlotPolicy,
+    SlotEvictionPolicy,
+)
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
@@ -26,18 +31,7 @@ from mamba_cache.states import (
     slots_in_budget,
 )
 
-__all__ = [
-    "SLOT_FIELDS",
-    "SharedStore",
-    "check_shared",
-    "kv_pool_size",
-    "layer_labels",
-    "layers_by_kind",
-    "make_slot_allocator",
-    "paired",
-    "slot_spec",
-]
-
+__all__ = ["SLOT_FIELDS", "CacheMemory", "layer_labels", "layers_by_kind", "make_memory", "paired"]
 
 SLOT_FIELDS = (
     "device", "kv_block_allocator", "max_requests", "block_size_tokens",
@@ -50,34 +44,64 @@ SLOT_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStore:
-    """Prefixes that a context shares with somebody else who computes them with the same model.
+class CacheMemory:
+    """KV blocks and slots, their tensors, and what is kept of them.
 
-    Whoever made it keeps its bookkeeping: has slots hear of KV blocks that are deregistered, puts
-    both behind a guard, and holds none of them while a call of the context runs, beside what it
-    has cached.
-
-    Attributes:
-        slots: The slots; their ``kv_blocks`` are the KV blocks, a ``KVBlockAllocator``. The context
-            is embedded in them.
-        kv_cache: As the context's; None without ``kv_spec``.
-        counters: Where the context counts.
-        on_admitted: Called with each request that begins to run, and what was found of it, by
-            whoever logs and verifies what all that share this do.
-        pins: Prompts that stay cached for all that share this; None: the context has its own.
-        refuses_states: Whether the slots' policy may refuse states; not where whoever made this
-            copies each of them elsewhere.
+    A context makes its own, or runs over that of an owner who computes prefixes of the same model.
+    An owner puts both behind a guard and holds none of them while a call of the context runs,
+    beside what is cached.
     """
 
-    slots: MambaSlotAllocator
+    slots: MambaSlotAllocator  # over the KV blocks; the context is embedded in them
     kv_cache: torch.Tensor | None
-    counters: Counter[str]
+    pins: Pins
+    counters: Counter[str] = field(default_factory=Counter)
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
-    pins: Pins | None = None
-    refuses_states: bool = True
+    refuses_states: bool = True  # whether the policy may; not where each state is copied elsewhere
 
 
-def kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
+def make_memory(
+    config: CacheConfig,
+    state_spec: StateSpec,
+    kv_spec: KVCacheSpec | None,
+    *,
+    device: torch.device,
+    policy: SlotEvictionPolicy | None,
+    clock: Callable[[], float],
+) -> CacheMemory:
+    """Make the memory of a context of its own."""
+    kv_blocks = KVBlockAllocator(
+        _kv_pool_size(config, kv_spec),
+        eviction_policy=config.eviction_policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+        as_tensor=torch.from_numpy,
+    )
+    kv_cache = None
+    if kv_spec is not None:
+        kv_cache = kv_spec.allocate(kv_blocks.pool_size, config.block_size_tokens, device)
+    fields = SimpleNamespace(  # until the context is embedded
+        kv_block_allocator=kv_blocks,
+        device=device,
+        max_requests=config.max_requests,
+        max_mamba_intermediate_states_per_step=0,
+    )
+    quantization = None
+    if config.slot_quantization is not None:
+        quantization = SlotQuantization(config.quantized_tensors)
+    slots = MambaSlotAllocator.from_spec(
+        cast(SlotContext, fields),
+        _num_slots(config, quantization.slot_spec(state_spec) if quantization else state_spec),
+        state_spec,
+        policy=_default_policy(config) if policy is None else policy,
+        quantization=quantization,
+    )
+    if slots.knows_prompts:
+        kv_blocks.ask_states()
+    pins = Pins(kv_blocks, slots, max_share=config.max_pinned_share, clock=clock)
+    return CacheMemory(slots=slots, kv_cache=kv_cache, pins=pins)
+
+
+def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
     """Return the KV blocks of the pool, the dummy block included."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks + 1
@@ -158,59 +182,10 @@ def paired(
     return [(*a, *b) for a, b in zip_longest(states, windows, fillvalue=nothing)]
 
 
-def make_slot_allocator(
-    config: CacheConfig,
-    fields: SimpleNamespace,
-    state_spec: StateSpec,
-    policy: SlotEvictionPolicy | None,
-) -> MambaSlotAllocator:
-    """Make the slots."""
-    return MambaSlotAllocator.from_spec(
-        cast(SlotContext, fields),
-        _num_slots(config, slot_spec(config, state_spec)),
-        state_spec,
-        policy=_default_policy(config) if policy is None else policy,
-        quantization=_quantization(config),
-    )
-
-
-def check_shared(
-    shared: SharedStore, config: CacheConfig, state_spec: StateSpec, kv_spec: KVCacheSpec | None
-) -> None:
-    """Check that what is shared is what the settings describe."""
-    slots, kv_cache = shared.slots, shared.kv_cache
-    pool_size = kv_pool_size(config, kv_spec)
-    shape = None
-    if kv_spec is not None:
-        part = pool_size, config.block_size_tokens, kv_spec.num_kv_heads, kv_spec.head_dim
-        shape = (kv_spec.num_layers, 2, *part), kv_spec.dtype
-    given = slots.kv_blocks.pool_size, slots.max_slots, slots.states.spec
-    own = pool_size, _num_slots(config, slot_spec(config, state_spec)), state_spec
-    has = None if kv_cache is None else (tuple(kv_cache.shape), kv_cache.dtype)
-    if given != own or has != shape:
-        raise InvalidArgumentError(
-            "what a context shares must have its KV blocks, slots, states, and keys and values: "
-            f"{own} and {shape}, got {given} and {has}"
-        )
-
-
 def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:
     if config.slot_policy is None and config.eviction_policy is EvictionPolicy.REF_ZERO:
         return RefZeroSlotPolicy()
     return SLOT_POLICIES[config.slot_policy or "adaptive"]()
-
-
-def slot_spec(config: CacheConfig, state_spec: StateSpec) -> StateSpec:
-    """Return what one slot holds."""
-    quantization = _quantization(config)
-    return quantization.slot_spec(state_spec) if quantization else state_spec
-
-
-def _quantization(config: CacheConfig) -> SlotQuantization | None:
-    """Return which tensors slots keep in int8, or None if they keep all as they are."""
-    if config.slot_quantization is None:
-        return None
-    return SlotQuantization(config.quantized_tensors)
 
 
 def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:

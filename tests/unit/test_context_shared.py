@@ -1,6 +1,5 @@
 """A context over blocks and slots that are not its alone."""
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +8,8 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache.cache import AdaptiveSlotPolicy, KVBlockAllocator
-from mamba_cache.context import DynamicInferenceContext, Request, SharedStore
+from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.pins import Pins
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Stored
@@ -33,24 +33,13 @@ def make_store(blocks=20, slots=10, states=None, policy=None):
         fields, slots, STATES, states=states, policy=policy, evicts_held=True
     )
     kv_cache = KV.allocate(blocks + 1, BLOCK, "cpu")
-    return SharedStore(slots=made, kv_cache=kv_cache, counters=Counter())
+    pins = Pins(kv_blocks, made, max_share=0.5, clock=lambda: 0.0)
+    return CacheMemory(slots=made, kv_cache=kv_cache, pins=pins)
 
 
 def embed(store, **changes):
     config = make_config(**{"num_kv_blocks": 20, "max_slots": 10, **changes})
     return DynamicInferenceContext(config, STATES, KV, shared=store)
-
-
-@pytest.mark.parametrize("budget", ["mamba_cache_gb", "kv_cache_gb"])
-def test_slots_and_blocks_may_be_given_as_a_budget(budget):
-    name, of = ("max_slots", "slots") if budget == "mamba_cache_gb" else ("num_kv_blocks", "blocks")
-    changes = {name: None, budget: 1e-4}
-    alone = make_context(make_config(**changes))
-    counts = {"slots": alone.slot_allocator.max_slots}
-    counts["blocks"] = alone.kv_block_allocator.pool_size - 1
-    assert counts[of] > 1
-    store = make_store(**{of: counts[of]})
-    assert embed(store, **changes).slot_allocator is store.slots
 
 
 def test_contexts_that_come_and_go_find_what_was_cached_before():
@@ -86,27 +75,12 @@ def test_states_may_lie_in_memory_of_the_owners():
     assert any(tensor.count_nonzero() for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("changes", [{"num_kv_blocks": 21}, {"max_slots": 9}])
-def test_what_does_not_fit_is_refused(changes):
-    with pytest.raises(InvalidArgumentError, match="what a context shares must have"):
-        embed(make_store(), **changes)
-
-
 def test_slots_of_blocks_that_requests_refer_to_may_go():
     """Who made them reads states at once."""
     slots = make_store(slots=2).slots
     slots.allocate_slots_batch([3, 4])
     slots.kv_blocks.block_ref_counts[:] = 1
     assert slots._evictable(()).tolist() == [0, 1]
-
-
-def test_keys_and_values_are_shared_or_not():
-    store = make_store()
-    bare = SharedStore(slots=store.slots, kv_cache=None, counters=store.counters)
-    with pytest.raises(InvalidArgumentError, match="what a context shares must have"):
-        embed(bare)
-    config = make_config(num_kv_blocks=20, max_slots=10)
-    assert DynamicInferenceContext(config, STATES, shared=bare).kv_cache is None
 
 
 def test_states_of_another_size_are_refused():
@@ -143,7 +117,7 @@ class Listening(AdaptiveSlotPolicy):
 @pytest.mark.parametrize("refuses", [True, False])
 def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     policy = Listening()
-    store = replace(make_store(policy=policy), refuses_states=refuses, pins=None)
+    store = replace(make_store(policy=policy), refuses_states=refuses)
     context = embed(store)
     answer = generate(context, PROMPT, BLOCK + 2, will_continue=True, source="x")[0]
     assert answer == generate(make_context(), PROMPT, BLOCK + 2)[0]
@@ -168,8 +142,6 @@ def test_the_owners_policy_is_shown_prompts_and_states(refuses):
 
 def test_pins_are_the_owners():
     store = make_store()
-    pins = Pins(store.slots.kv_blocks, store.slots, max_share=0.5, clock=lambda: 0.0)
-    store = replace(store, pins=pins)
     contexts = [embed(store)]
     generate(contexts[0], PROMPT, 1)
     pin = contexts[0].pin(Request(request_id=1, prompt_tokens=PROMPT))

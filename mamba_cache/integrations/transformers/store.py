@@ -29,7 +29,8 @@ from mamba_cache.cache import (
     StateProposal,
 )
 from mamba_cache.config import HashAlgorithm
-from mamba_cache.context import PrefixContent, PrefixMatch, Request, SharedStore
+from mamba_cache.context import PrefixContent, PrefixMatch, Request
+from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import find_prefix
 from mamba_cache.context.stats import CacheStats, collect_stats
@@ -131,11 +132,11 @@ class PrefixStore:
         )
 
     @outside_inference_mode
-    def share(self, layout: BatchLayout) -> SharedStore:
+    def share(self, layout: BatchLayout) -> CacheMemory:
         """Return what a context that keeps ``layout`` needs to have its prefixes here as well."""
         assert isinstance(self.slots, MambaSlotAllocator)  # of each model that has such a layout
         kv_cache = layout.kv_cache(self.tensors.blocks, self.kv_blocks.pool_size)
-        return SharedStore(
+        return CacheMemory(
             slots=self.slots,
             kv_cache=kv_cache,
             counters=self.counters,
