@@ -266,7 +266,7 @@ def change_slots(pool):
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-@pytest.mark.parametrize("name", ["_add_chain", "_count", "_count_cached"])
+@pytest.mark.parametrize("name", ["_add_chain", "_count"])
 def test_blocks_whose_change_breaks_off(monkeypatch, name, error):
     pool = KVBlockAllocator(9)
     cached = cache(pool, 1, 2)
