@@ -9,7 +9,6 @@ __all__ = [
     "KVBlockView",
     "RankAgreement",
     "SlotContext",
-    "SlotsOfBlocks",
 ]
 
 # `Any` stands for a CPU torch tensor or a numpy array: this module imports neither.
@@ -44,22 +43,6 @@ class RankAgreement(Protocol):
 
         All ranks call it alike: in the same order, with as many values.
         """
-
-
-class SlotsOfBlocks(Protocol):
-    """The slots over KV blocks, as the blocks' allocator knows them."""
-
-    def free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
-        """Free the slots of deregistered blocks, within the change that deregisters them."""
-
-    def holds_state(self, block_id: int) -> bool:
-        """Say whether a state is saved at a block; the block is one of the pool."""
-
-    def have_states(self, blocks: Any) -> Any:
-        """Say the same of each block of [n] int64; return [n] bool."""
-
-    def first_to_go(self, blocks: Any) -> int:
-        """Return which of [n] int64 blocks with a state, 1 or more, is the least loss."""
 
 
 class SlotContext(Protocol):

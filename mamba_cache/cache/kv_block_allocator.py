@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -30,7 +30,9 @@ from mamba_cache.errors import (
     UnknownBlockError,
 )
 from mamba_cache.events import Listeners, Removed, Stored
-from mamba_cache.protocols import SlotsOfBlocks
+
+if TYPE_CHECKING:
+    from mamba_cache.cache.slot_pool import SlotPool
 
 __all__ = ["LAST_RESORT", "KVBlockAllocator", "LeafQueue"]
 
@@ -71,7 +73,7 @@ class LeafQueue:
         self._queue = EvictionQueue()
         # Leaves that had a state when it was their turn, with their priority.
         self._aside: dict[int, int] = {}
-        self.find_states: Callable[[], SlotsOfBlocks | None] = _no_states
+        self.find_states: Callable[[], SlotPool | None] = _no_states
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._aside)
@@ -132,7 +134,7 @@ class LeafQueue:
         self._aside.clear()
 
 
-def _no_states() -> SlotsOfBlocks | None:
+def _no_states() -> SlotPool | None:
     return None
 
 
@@ -194,7 +196,7 @@ class KVBlockAllocator:
         self.listeners = Listeners()
         self.before_reset: Callable[[], object] | None = None
         self._guard = CallGuard(self)
-        self._find_slots: Callable[[], SlotsOfBlocks | None] = lambda: None
+        self._find_slots: Callable[[], SlotPool | None] = lambda: None
         # Exactly the cached blocks without cached children; those with used ones go last.
         self._leaves = LeafQueue()
         self._make_arrays(as_tensor or (lambda array: array))
@@ -259,7 +261,7 @@ class KVBlockAllocator:
         """Blocks with references."""
         return self.pool_size - 1 - self.num_free_blocks - self.num_cached_blocks
 
-    def attach_slots(self, slots: SlotsOfBlocks) -> None:
+    def attach_slots(self, slots: SlotPool) -> None:
         """Free the slots of blocks whenever the blocks are deregistered; ``SlotPool`` calls it.
 
         Only a weak reference is kept. Slots attached earlier are forgotten.

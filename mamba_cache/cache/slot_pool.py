@@ -204,18 +204,18 @@ class SlotPool:
         return self.get_slot(block_id) >= 0
 
     def holds_state(self, block_id: int) -> bool:
-        """Say whether the state of a block of the pool is cached; for ``SlotsOfBlocks``."""
+        """Say whether the state of a block of the pool is cached; for its allocator."""
         return self._slot_at[block_id] >= 0
 
     def have_states(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Say of each block of [n] whether its state is cached; for ``SlotsOfBlocks``."""
+        """Say of each block of [n] whether its state is cached; for its allocator."""
         have: npt.NDArray[np.bool_] = self._block_to_slot.take(blocks) >= 0
         return have
 
     def first_to_go(self, blocks: npt.NDArray[np.intp]) -> int:
         """Return which of [n] blocks with cached states the policy would give up first.
 
-        For ``SlotsOfBlocks``; the policy is one that knows prompts.
+        For the blocks' allocator; the policy is one that knows prompts.
         """
         assert self._prefix_policy is not None
         slots = self._block_to_slot.take(blocks).astype(np.int64)

@@ -179,27 +179,6 @@ def test_an_allocator_without_slots_is_always_full():
         allocator.allocate_slots_batch([1])
 
 
-def test_what_an_embedder_wrote_by_hand_decides_the_eviction():
-    allocator = make_allocator(4, num_blocks=8)
-    kv_blocks = allocator.context.kv_block_allocator
-    for i in range(4):
-        allocator.block_to_slot[i] = i
-        allocator.slot_to_block[i] = i
-        kv_blocks.block_timestamps[i] = 10 - i
-        kv_blocks.block_hashes[i] = 50 + i
-        allocator.hash_to_block_id[50 + i] = i
-    allocator.free_count = 0
-    kv_blocks.block_ref_counts[3] = 1
-    assert allocator.allocate_slots_batch([5, 6]) == [2, 1]
-    assert allocator.block_to_slot.tolist() == [0, -1, -1, 3, -1, 2, 1, -1]
-    assert allocator.slot_to_block.tolist() == [0, 6, 5, 3]
-    assert allocator.hash_to_block_id == {50: 0, 53: 3}
-    kv_blocks.block_timestamps[0] = 99
-    kv_blocks.block_timestamps[6] = -3  # lowered by hand
-    assert allocator.allocate_slots_batch([7]) == [1]
-    allocator.check_invariants()
-
-
 def test_kv_arrays_may_be_numpy():
     allocator = full()
     kv_blocks = allocator.context.kv_block_allocator
@@ -241,43 +220,6 @@ def test_deregistration_is_all_or_nothing():
     with pytest.raises(InvalidArgumentError, match="hashes must be ints"):
         allocator.on_kv_blocks_deregistered([0], ["101"])
     assert books(allocator) == before
-
-
-def test_hashes_are_registered_where_positive():
-    allocator = make_allocator()
-    allocator.register_block_hashes_batch([1, 2, 3, 4], [10, 0, -1, 40])
-    assert allocator.hash_to_block_id == {10: 1, 40: 4}
-    with pytest.raises(InvalidArgumentError, match="equally long"):
-        allocator.register_block_hashes_batch([1, 2], [10])
-
-
-def test_reset_returns_to_the_initial_state():
-    allocator = full(
-        policy=ConsumedSlotPolicy(), max_mamba_intermediate_states_per_step=2, num_blocks=12
-    )
-    allocator.reserve_slots([9])
-    allocator.pin_slots([allocator.get_slot(3)])
-    allocator.skipped_checkpoints_total = 5
-    for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
-        getattr(allocator, name).fill_(7)
-    tables = {
-        "_intermediate_offsets_cpu": 0,
-        "_intermediate_counts_cpu": 0,
-        "_intermediate_block_ids_cpu": -1,
-        "_eos_cache_block_id_cpu": -1,
-    }
-    for name in tables:
-        getattr(allocator, name).fill_(7)
-    allocator._has_intermediates = True
-    allocator.reset()
-    assert books(allocator) == books(make_allocator())
-    for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
-        assert not getattr(allocator, name).any(), name
-    for name, value in tables.items():
-        assert (getattr(allocator, name) == value).all(), name
-    assert (allocator._has_intermediates, allocator.skipped_checkpoints_total) == (False, 0)
-    assert allocator.policy.choose(1, np.array([2]), np.array([0]), None) == [2]
-    allocator.check_invariants()
 
 
 def test_a_minimal_namespace_can_embed_it():

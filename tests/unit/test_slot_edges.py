@@ -26,25 +26,6 @@ from mamba_cache.slots.megatron_scratch import (
 from mamba_cache.states import StateCopier
 
 
-def test_the_largest_hash_id_is_an_int64():
-    pool = make_pool(1, 1)
-    pool.allocate_slots_batch([0])
-    pool.register_block_hashes_batch([0], [2**63 - 1])
-    assert pool.hash_to_block_id == {2**63 - 1: 0}
-    with pytest.raises(
-        InvalidArgumentError, match=r"hashes must be in .* got \[9223372036854775808\]"
-    ):
-        pool.register_block_hashes_batch([0], [2**63])
-
-
-def test_more_slots_than_blocks_are_not_committed():
-    pool = make_pool(2, 3)
-    slots = pool.reserve_slots([0, 1])
-    with pytest.raises(InvalidArgumentError, match="equally long"):
-        pool.commit_reserved(slots, [0], [5])
-    assert sorted(pool.reserved) == sorted(slots)
-
-
 def test_forgetting_a_hash_that_an_embedder_wrote_leaves_the_blocks_own():
     pool = make_pool(1, 2)
     pool.allocate_slots_batch([1])

@@ -2,23 +2,13 @@
 
 import pytest
 from fingerprints import fingerprint
-from slot_rig import full, make_allocator
+from slot_rig import make_allocator
 
-from mamba_cache.cache import ConsumedSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
+from mamba_cache.cache import RefZeroSlotPolicy, ScoreSlotPolicy
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
-    MambaSlotCapacityError,
 )
-
-
-def test_reserved_slots_are_not_evicted():
-    allocator = make_allocator(2)
-    slots = allocator.reserve_slots([1, 2])
-    with pytest.raises(MambaSlotCapacityError):
-        allocator.allocate_slots_batch([3])
-    allocator.cancel_reserved(slots)
-    assert len(allocator.allocate_slots_batch([3, 4])) == 2
 
 
 def test_what_was_reserved_before_a_reset_is_neither_committed_nor_cancelled_after_it():
@@ -32,15 +22,6 @@ def test_what_was_reserved_before_a_reset_is_neither_committed_nor_cancelled_aft
         allocator.commit_reserved(old, [5, 6], [55, 66])
     assert (allocator.num_cached_slots, allocator.hash_to_block_id) == (0, {})
     allocator.check_invariants()
-
-
-def test_a_consumed_state_outlives_those_stored_after_it():
-    allocator = full(slots=3, policy=ConsumedSlotPolicy())
-    allocator.note_consumed([allocator.get_slot(0)])
-    allocator.allocate_slots_batch([8])
-    assert [allocator.has_state(block) for block in range(3)] == [True, False, True]
-    with pytest.raises(InvalidArgumentError, match=r"\[0, 3\), got \[3\]"):
-        allocator.note_consumed([3])
 
 
 def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
