@@ -279,7 +279,6 @@ class CandidateTree:
         # The value of NO_CANDIDATE is below all others, that of _EVICTED above.
         arrays[_SERVED, -2:], arrays[_GAIN, -2:] = 1, (_HIGHEST, -1)
         self._arrays, self._served, self._gains = arrays, arrays[_SERVED], arrays[_GAIN]
-        # Memoryviews read and write single elements several times faster.
         (
             self._depth_at, self._last_use_at, self._made_at, self._class_at, self._served_at,
             self._gain_at, self._parent_at, self.num_kept_at, self._weight_at, self._server_at,
@@ -291,10 +290,8 @@ class CandidateTree:
         self._clock = clock = self._clock + 1
         size = len(self._edges)
         if clock % REQUESTS_PER_REFIT == 0:
-            known = self._arrays[_DEPTH, :size].nonzero()[0]
-            ages = clock - self._arrays[_LAST_USE].take(known)
-            classes = self._arrays[_CLASS].take(known)
-            self._rates.refit(classes, ages, oldest=clock + REQUESTS_PER_REFIT)
+            uses, classes = self._arrays[[_LAST_USE, _CLASS]][:, self._arrays[_DEPTH] > 0]
+            self._rates.refit(classes, clock - uses, oldest=clock + REQUESTS_PER_REFIT)
         elif clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:
             depths, uses, _, classes, served, _, _, _, weights, servers, *_ = self._arrays[:, :size]
             weights[:] = self._rates.indices_of(classes, clock - uses) * (depths > 0)
@@ -352,8 +349,7 @@ class CandidateTree:
 
     def _weigh(self, node: int) -> None:
         """Look up the index of a candidate."""
-        age = self._clock - self._last_use_at[node]
-        weight = self._rates.index_of(self._class_at[node], age)
+        weight = self._rates.index_of(self._class_at[node], self._clock - self._last_use_at[node])
         self._served_at[self._server_at[node]] += weight - self._weight_at[node]
         self._weight_at[node] = weight
 
@@ -614,7 +610,7 @@ class AdaptiveSlotPolicy:
     def admit(self, proposals: Sequence[StateProposal], num_free: int, slots: _Ints) -> SlotPlan:
         """Choose among the states that are kept and those that could be saved."""
         tree = self._tree
-        accepted, victims = plan = SlotPlan([], [])
+        accepted: list[bool] = []
         refusable: dict[int, int] = {}
         self._granted, self._victims = [], {}
         for prompt, depth, kind, is_asked, hash_ids in proposals:
@@ -634,7 +630,7 @@ class AdaptiveSlotPolicy:
             tree.look_at(cached)
             for _ in range(min(num_short, len(slots) + len(refusable))):
                 refused, first = -1, _LAST
-                if len(victims) < len(slots):
+                if len(self._victims) < len(slots):
                     lowest = tree.lowest(cached)
                     evicted = cached.item(lowest)
                     first = tree.order_of(evicted)
@@ -650,11 +646,10 @@ class AdaptiveSlotPolicy:
                     continue
                 cached[lowest] = _EVICTED
                 slot = slots.item(lowest)
-                victims.append(slot)
                 self._victims[slot], self._candidate_at[slot] = evicted, NO_CANDIDATE
                 if evicted >= 0:
                     tree.drop(evicted)
-        return plan
+        return SlotPlan(accepted, [*self._victims])
 
     def on_reserved(self, slots: Sequence[int | None]) -> None:
         """Record the slots of the accepted states."""
@@ -677,18 +672,17 @@ class AdaptiveSlotPolicy:
         self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
     ) -> None:
         """Record the hash ids of the blocks whose states were saved."""
-        tree = self._tree
         for slot, hash_id, tokens in zip(slots, hash_ids, saved_tokens, strict=True):
             node = self._candidate_at[slot]
             if node in self._incomplete and hash_id > 0:
                 prompt = self._incomplete[node]
                 self._release(node)
                 prompt.hash_ids[-1] = hash_id
-                node = tree.propose(prompt, len(prompt.hash_ids), "end")
-                tree.keep(node)
+                node = self._tree.propose(prompt, len(prompt.hash_ids), "end")
+                self._tree.keep(node)
             elif node < 0:
-                node = tree.find_or_add(hash_id, max(1, tokens // self._block_size))
-                tree.keep(node)
+                node = self._tree.find_or_add(hash_id, max(1, tokens // self._block_size))
+                self._tree.keep(node)
             self._candidate_at[slot] = node
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
