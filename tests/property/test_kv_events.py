@@ -73,7 +73,7 @@ def test_subscribers_that_come_late_lose_messages_and_reconnect_end_with_the_sam
         subscribers.append(connected.enter_context(Subscriber(publisher)))  # late
         lossy.loses = lambda: False
         expected = books.expected(mode)
-        for _ in range(100):
+        for _ in range(1000):
             publisher._step()
             for one in subscribers:
                 one.receive(publisher._step)

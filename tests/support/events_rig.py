@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ import zmq
 from mamba_cache.cache import BlockHashChain, BlockHasher, KVBlockAllocator, LruSlotPolicy, SlotPool
 from mamba_cache.events import Removed, Stored
 from mamba_cache.integrations.events import EventPublisher
+from mamba_cache.integrations.events import publisher as publishing
 from mamba_cache.integrations.events.view import EventView
 
 BLOCK = 4
@@ -286,7 +288,8 @@ def by_hand(mode: str = "reachable", *, block_size: int = BLOCK) -> Iterator[Eve
     )
     publisher._begin(EventView(block_size, publisher.mode))
     try:
-        yield publisher
+        with mock.patch.object(publishing, "_POLL_SECONDS", 0.001):  # no thread waits in between
+            yield publisher
     finally:
         publisher.close()
 

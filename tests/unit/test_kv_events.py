@@ -20,6 +20,7 @@ from mamba_cache.cache import BlockHasher  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
 from mamba_cache.events import Removed, Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
+from mamba_cache.integrations.events import publisher as publishing  # noqa: E402
 from mamba_cache.integrations.events.publisher import _is_bound, encode_batch  # noqa: E402
 from mamba_cache.integrations.events.view import (  # noqa: E402
     CLEARED,
@@ -98,7 +99,8 @@ def test_by_default_nobody_on_another_machine_can_listen():
     assert parameters["replay_endpoint"].default is None
 
 
-def test_an_endpoint_that_is_taken_is_named_and_nothing_stays_open():
+def test_an_endpoint_that_is_taken_is_named_and_nothing_stays_open(monkeypatch):
+    monkeypatch.setattr(publishing, "_BIND_TRIES", 3)
     with EventPublisher(**ANY) as first:
         with pytest.raises(InvalidArgumentError, match=r"127\.0\.0\.1.*cannot be bound"):
             EventPublisher(first.endpoint)
