@@ -157,424 +157,6 @@ class StepRunner:
         if self._step is not None:
             raise StepOrderError("a step is in flight: commit_step or abort_step ends it")
 
-    def begin(
-        self,
-        work: DecodeWork,
-        saving: Sequence[int],
-        prefills: Sequence[ActiveRequest],
-        drafts: torch.Tensor | None,
-    ) -> Step:
-        """Send the metadata and restore live states; on an exception the step is taken back."""
-        self._work, self._prefills, self._planned = work, tuple(prefills), {}
-        try:
-            saved = self._plan_boundaries(work, saving) if saving else []
-            for active in prefills:
-                lease = active.current_chunk.lease
-                if lease is not None and not self._slots.is_current(lease):
-                    self._plan_again(active)
-            if self._tiering is not None and prefills:
-                for active in self._tiering.begin(self._prefills):  # those that cannot load
-                    self._plan_again(active)
-            chunks = [active.current_chunk for active in prefills]
-            with outside:
-                metadata = self._buffers.fill(work, chunks, saved)
-                self._extractions.begin(metadata)
-                if self._speculation is not None:
-                    is_exact = drafts is None and self._uncollected is None
-                    self._speculation.describe(metadata, drafts, is_exact=is_exact)
-                # Without the padding, which a kernel would look at entry by entry.
-                if restores := self._buffers.entries("restores"):
-                    self._slots.transfers.slots_to_live(*restores)
-                ids = [active.request_id for active in prefills]
-                step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
-            if self._tiering is not None:
-                self._tiering.begin_forward(sum(chunk.num_tokens for chunk in chunks))
-            self._step = step
-        except BaseException:
-            self._preempt_all()
-            raise
-        return step
-
-    def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
-        """Take requests out of the step; what they computed is of no use. Return their ids."""
-        self._prefills = tuple(active for active in self._prefills if active not in damaged)
-        for active in damaged:
-            active.was_refused = True
-            self.release(active)
-        return tuple(active.request_id for active in damaged)
-
-    def _plan_boundaries(
-        self, work: DecodeWork, saving: Sequence[int]
-    ) -> list[tuple[int, Checkpoint]]:
-        """Plan the checkpoints of decoding requests that may end a block; return where."""
-        for index in saving:
-            active = work.group.requests[index]
-            self._plan_decode(active)
-            if active.checkpoint is not None:
-                self._planned[index] = active.checkpoint
-        return [*self._planned.items()]
-
-    def commit(self, new_tokens: object, counts: object) -> tuple[Hashable, ...]:
-        """Save boundary states, publish what was written, and append the sampled tokens.
-
-        Tokens that only the device knows are sent to the host, for ``collect``.
-        """
-        sampled = self._read_sampled(new_tokens, counts)
-        self._drop_unwritten()
-        tiering = self._tiering
-        damaged: Sequence[ActiveRequest] = ()
-        if tiering is not None and self._prefills:
-            damaged = tiering.verify(self._prefills)
-        if self._speculation is not None:
-            self._advance(self._speculation, *self._in_batch_order(sampled))
-        # As planned: a request loses its checkpoint if the step before has reached it.
-        if boundaries := self._buffers.entries("boundaries"):
-            self._slots.transfers.live_to_slots(*boundaries)
-        new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
-        with self._guard.ending(self._slots.listeners):
-            work, num_decodes = self._work, len(self._work.group.ids)
-            in_batch = enumerate(self._prefills, num_decodes)
-            sampling = [pair for pair in in_batch if pair[1].current_chunk.samples]
-            firsts: Iterable[tuple[tuple[int, ActiveRequest], int]] = ()
-            if isinstance(new, SentTokens):
-                self._await(new, [pair for pair in sampling if pair[1] not in damaged])
-            else:
-                tokens, counts = new
-                if num_decodes:
-                    own = None if counts is None else counts[:num_decodes]
-                    self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
-                    self._counters["computed_tokens"] += work.num_tokens
-                firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
-            preempted = self._preempt_damaged(damaged) if damaged else ()
-            for active in self._prefills:
-                self._end_chunk(active)
-            for (_, active), token in firsts:
-                if active not in damaged:
-                    self._rows.append_first_token(active.row, token)
-            self._end_step()
-        if tiering is not None:
-            self._guard.is_changing = True
-            tiering.end_step()
-        return preempted
-
-    def _await(self, sent: SentTokens, sampling: Sequence[tuple[int, ActiveRequest]]) -> None:
-        """Keep what is needed of a step until its tokens are on the host."""
-        group, lengths = self._work.group, self._work.ends - self._work.most
-        own: Int64Array = np.array([active.row for _, active in sampling], dtype=np.int64)
-        rows = np.concatenate((group.rows, own))
-        places = [*range(len(group.ids)), *(place for place, _ in sampling)]
-        self._rows.num_in_doubt[group.rows] = lengths
-        self._uncollected = _Uncollected(
-            group=group,
-            lengths=lengths,
-            prefills=[active for _, active in sampling],
-            places=np.array(places, dtype=np.int64),
-            rows=rows,
-            num_releases=self._rows.num_releases[rows],
-            planned=self._planned,
-            sent=sent,
-        )
-
-    def _take(
-        self,
-        group: DecodingGroup,
-        tokens: Int64Array,
-        counts: Int64Array | None,
-        checkpoints: Mapping[int, Checkpoint],
-        *,
-        stays: bool,
-    ) -> None:
-        """Make sampled tokens of decoding requests part of their sequences."""
-        rows = group.rows
-        if counts is None:
-            after = self._rows.append_token(rows, tokens[:, 0])
-        else:
-            self._rows.append_tokens(rows, tokens, counts)
-            after = self._rows.num_computed[rows] + counts
-        self._rows.num_computed[rows] = after
-        events = (after > self._rows.next_events[rows]).nonzero()[0]
-        if not len(events) and not checkpoints:
-            return
-        places = events.tolist()
-        if checkpoints:
-            places = sorted({*places, *checkpoints})
-        for index in places:
-            active, end = group.requests[index], after.item(index)
-            start = end - (1 if counts is None else counts.item(index))
-            checkpoint = checkpoints.get(index)
-            if checkpoint is not active.checkpoint:
-                checkpoint = None  # the step before has reached it already
-            if checkpoint is not None and not start < checkpoint.position <= end:
-                if not (stays and checkpoint in self._planned.values()):
-                    self._cancel_decode(active)
-                checkpoint = None
-            self._publish_decoded(active, checkpoint)
-
-    def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
-        """Publish the blocks that a decoding request has filled, and the state that it saved."""
-        self._rows.take_over(active)
-        if checkpoint is None:
-            if self._config.reuse_answers:
-                self._publish_blocks(active)
-            return
-        active.checkpoint = None
-        self._publish(active, (checkpoint,))
-        self._supersede_decode_state(active, checkpoint)
-
-    def collect(self) -> dict[Hashable, list[int]]:
-        """Wait for the uncollected step's tokens, and do what needs them."""
-        if self._uncollected is None:
-            raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
-        group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
-        tokens, given = sent.wait()
-        count = len(group.ids)
-        counts = np.ones(len(rows), dtype=np.int64)
-        counts[:count] = np.clip(given[:count], 0, lengths)
-        tokens = tokens[places]
-        current = (self._rows.num_releases[rows] == num_releases).nonzero()[0]
-        if len(current) < len(rows):
-            tokens, counts, rows = tokens[current], counts[current], rows[current]
-            prefills = [prefills[place - count] for place in current.tolist() if place >= count]
-            current = current[current < count]
-            lengths, count = lengths[current], len(current)
-            kept = current.tolist()
-            planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
-            group = DecodingGroup([group.requests[place] for place in kept])
-        self._preparer.read_tokens(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
-        with self._guard.ending(self._slots.listeners):
-            self._rows.num_in_doubt[group.rows] = 0
-            self._take(group, tokens[:count], counts[:count], planned, stays=True)
-            self._counters["computed_tokens"] += int(lengths.sum())
-            self._rows.append_token(rows[count:], tokens[count:, 0])
-            self._uncollected = None
-        if self._tiering is not None:
-            self._guard.is_changing = True
-            self._tiering.pump()
-        ids = (*group.ids, *(active.request_id for active in prefills))
-        lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
-        return {request_id: new[:number] for request_id, new, number in lists}
-
-    def abort(self) -> tuple[Hashable, ...]:
-        """Take the step back, and return the ids of its requests, which are preempted."""
-        ids = self.step.request_ids
-        with self._guard.ending(self._slots.listeners):
-            self._preempt_all()
-            self._counters["aborted_steps"] += 1
-        return ids
-
-    def drop(self) -> None:
-        """Take back the step in flight, if there is one, and forget the uncollected one."""
-        if self._step is not None:
-            self.abort()
-        self._uncollected = None
-
-    def forget(self) -> None:
-        """Have no step in flight; what its requests hold is dealt with by the caller."""
-        self._end_step()
-        self._uncollected = None
-        self._room = self._config.checkpoints_per_step
-
-    def _read_sampled(self, new_tokens: object, counts: object) -> Sampled | DeviceTokens:
-        """Return the step's sampled tokens, checked: as arrays if they are on the host."""
-        step = self.step
-        if self._uncollected is not None:
-            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
-        if isinstance(new_tokens, DeviceTokens):
-            if self._speculation is None:
-                raise InvalidArgumentError(
-                    "tokens on the device need num_speculative_tokens of at least 1, got 0"
-                )
-            self._speculation.check_sampled(new_tokens, step.metadata.num_requests)
-            return new_tokens
-        ids = step.sampling_ids
-        id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
-        sampled = read_sampled(new_tokens, counts, ids, id_set, self._preparer)
-        check_accepted(self._work, sampled, ids)
-        return sampled
-
-    def _advance(
-        self,
-        speculation: Speculation,
-        tokens: torch.Tensor | Int64Array,
-        counts: torch.Tensor | Int64Array,
-    ) -> None:
-        if self._is_advanced:
-            raise StepOrderError(
-                "the device knows the step's tokens since a commit_step that broke off: "
-                "abort_step takes the step back"
-            )
-        self._is_advanced = True
-        speculation.advance(self.step.metadata, tokens, counts)
-
-    def _end_step(self) -> None:
-        self._is_advanced = False
-        self._extractions.end()
-        self._step = None
-        self._work, self._prefills, self._planned = NOBODY_DECODES, (), {}
-
-    def _drop_unwritten(self) -> None:
-        """Give up the states inside chunks unless every layer has handed over its part.
-
-        A warning comes before anything is changed: made an error by a filter, it leaves the step
-        in flight.
-        """
-        layers = self._extractions.missing_layers
-        if not layers:
-            return
-        lacking = [active for active in self._prefills if active.current_chunk.inside]
-        if not self._has_warned:
-            warnings.warn(_describe_unwritten(layers, lacking), stacklevel=5)
-            self._has_warned = True
-        for active in lacking:
-            inside = active.current_chunk.inside
-            self._cancel(inside)
-            self._room += len(inside)
-            active.chunk = replace(active.current_chunk, inside=())
-            self._counters["unwritten_states"] += len(inside)
-
-    def _end_chunk(self, active: ActiveRequest) -> None:
-        chunk = active.current_chunk
-        self._rows.num_computed[active.row] = chunk.end
-        if chunk.lease is not None:
-            self._consumed[chunk.lease.slot] = chunk.lease
-            self._slots.note_consumed([chunk.lease.slot])
-        self._publish(active, chunk.checkpoints)
-        self._counters["computed_tokens"] += chunk.num_tokens
-        if active.admission is not None:
-            count_admission(self._counters, active.admission)
-            for listener in self._on_admitted:
-                listener(active, active.admission)
-            active.admission = None
-        self._room += len(chunk.inside)
-        self._unpin(chunk.lease)  # it may be evicted from now on
-        active.chunk = None
-        status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
-        self._rows.set_status(active, status)
-        if chunk.samples:
-            config = self._config
-            wants = config.save_decode_states or bool(active.checkpoint_positions)
-            saves = config.enable_prefix_caching and config.reuse_answers and wants
-            self._rows.saves_states[active.row] = saves
-
-    def _in_batch_order(
-        self, sampled: Sampled | DeviceTokens
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Int64Array, Int64Array]:
-        """Return the tokens of all requests of the step, and counts; some may not have sampled."""
-        if isinstance(sampled, DeviceTokens):
-            return sampled.tokens, sampled.counts
-        tokens, counts = sampled
-        if counts is None:
-            counts = np.ones(len(tokens), dtype=np.int64)
-        if self._prefills:
-            samples = [active.current_chunk.samples for active in self._prefills]
-            index = np.flatnonzero([*[True] * len(self._work.group.ids), *samples])
-            count = len(self._work.group.ids) + len(samples)
-            all_tokens = np.zeros((count, tokens.shape[1]), dtype=np.int64)
-            all_counts = np.zeros(count, dtype=np.int64)
-            all_tokens[index], all_counts[index] = tokens, counts
-            tokens, counts = all_tokens, all_counts
-        return tokens, counts
-
-    def _preempt_all(self) -> None:
-        for active in (*self._work.group.requests, *self._prefills):
-            self.release(active)
-        self._end_step()
-
-    def fork(
-        self, active: ActiveRequest, new_ids: Iterable[Hashable], last_tokens: object
-    ) -> Forks:
-        """Make requests that stand where one that decodes does; all of them, or none.
-
-        Full KV blocks are shared. The unfinished one is copied in one launch for all forks and all
-        attention layers, the live state in another one for all recurrent layers.
-        """
-        ids = self._read_new_ids(new_ids)
-        table, row = self._rows, active.row
-        computed = table.num_computed.item(row)
-        if table.num_in_doubt[row] or table.num_tokens.item(row) == computed:
-            raise StepOrderError(
-                f"the device alone knows the last tokens of request {active.request_id!r}: "
-                "collect_step brings them, then it can be forked"
-            )
-        tokens = self._read_last_tokens(active, last_tokens, len(ids))
-        table.check_forks_fit(len(ids))
-        if not ids:
-            return Forks((), row, (), None, ())
-        copiers = self._make_copiers()
-        self._guard.is_changing = True
-        rows, blocks = table.fork(row, tokens, ids)
-        forks: list[ActiveRequest] = []
-        try:
-            chain = table.computed_chain(active)
-            for request_id, token, new_row in zip(ids, tokens.tolist(), rows, strict=True):
-                fork = active.fork(request_id, token, chain)
-                fork.row = new_row
-                fork.num_shared_blocks = computed // table.block_size_tokens
-                forks.append(fork)
-            source_block = None
-            if blocks:
-                source_block = table.block_tables.item(row, computed // table.block_size_tokens)
-            made = Forks(tuple(ids), row, tuple(rows), source_block, tuple(blocks))
-            with outside:
-                self._copy_to_forks(copiers, made, tokens)
-            for fork in forks:
-                table.set_status(fork, RequestStatus.DECODING)
-            table.add_all(forks)
-        except BaseException:
-            for fork in forks:
-                table.set_status(fork, RequestStatus.PREEMPTED)
-            for new_row in reversed(rows):
-                table.give_back(new_row)
-            raise
-        self._counters["forks"] += len(forks)
-        return made
-
-    def _copy_to_forks(
-        self, copiers: tuple[StateCopier, StateCopier | None], made: Forks, tokens: Int64Array
-    ) -> None:
-        """Enqueue the copies of the live state and of the unfinished block."""
-        copy_states, copy_kv = copiers
-        row, rows = made.source_row, list(made.rows)
-        if self._speculation is None:
-            copy_states.copy([row] * len(rows), rows)
-        else:
-            copy_states.copy(*self._speculation.fork(row, rows, tokens))
-        if copy_kv is not None and made.source_block is not None:
-            copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
-
-    def _read_new_ids(self, new_ids: Any) -> list[Hashable]:
-        """Return ids that new requests can have."""
-        if isinstance(new_ids, (str, bytes)):  # whose items are characters
-            raise InvalidArgumentError(f"new_ids must be several ids, got one: {new_ids!r}")
-        ids: list[Hashable] = as_items("new_ids", new_ids, "request ids")
-        for request_id in ids:
-            self._rows.check_new(request_id)
-        if len(set(ids)) < len(ids):
-            raise InvalidArgumentError(f"new_ids must be different, got {ids}")
-        return ids
-
-    def _read_last_tokens(self, active: ActiveRequest, last_tokens: Any, count: int) -> Int64Array:
-        """Return the token that each fork computes next."""
-        if last_tokens is None:
-            return np.full(count, self._rows.last_tokens.item(active.row), dtype=np.int64)
-        tokens = self._preparer.read_tokens(last_tokens)
-        if len(tokens) != count:
-            raise InvalidArgumentError(
-                f"last_tokens must be one token for each of the {count} new ids, got {len(tokens)}"
-            )
-        return tokens.astype(np.int64)
-
-    def _make_copiers(self) -> tuple[StateCopier, StateCopier | None]:
-        """Make what copies live states, and KV blocks, when they are first needed."""
-        if self._copiers is None:
-            states = [*self._live_states.tensors.values()]
-            copy_kv = None
-            if self._kv_cache is not None:
-                blocks = [self._kv_cache.flatten(0, 1)]
-                copy_kv = StateCopier(blocks, blocks)
-            self._copiers = StateCopier(states, states), copy_kv
-        return self._copiers
-
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
         if self._tiering is None:
@@ -771,6 +353,329 @@ class StepRunner:
         active.num_computed = self._rows.num_computed.item(row)
         self._rows.give_back(row)
 
+    def begin(
+        self,
+        work: DecodeWork,
+        saving: Sequence[int],
+        prefills: Sequence[ActiveRequest],
+        drafts: torch.Tensor | None,
+    ) -> Step:
+        """Send the metadata and restore live states; on an exception the step is taken back."""
+        self._work, self._prefills, self._planned = work, tuple(prefills), {}
+        try:
+            saved = self._plan_boundaries(work, saving) if saving else []
+            for active in prefills:
+                lease = active.current_chunk.lease
+                if lease is not None and not self._slots.is_current(lease):
+                    self._plan_again(active)
+            if self._tiering is not None and prefills:
+                for active in self._tiering.begin(self._prefills):  # those that cannot load
+                    self._plan_again(active)
+            chunks = [active.current_chunk for active in prefills]
+            with outside:
+                metadata = self._buffers.fill(work, chunks, saved)
+                self._extractions.begin(metadata)
+                if self._speculation is not None:
+                    is_exact = drafts is None and self._uncollected is None
+                    self._speculation.describe(metadata, drafts, is_exact=is_exact)
+                # Without the padding, which a kernel would look at entry by entry.
+                if restores := self._buffers.entries("restores"):
+                    self._slots.transfers.slots_to_live(*restores)
+                ids = [active.request_id for active in prefills]
+                step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
+            if self._tiering is not None:
+                self._tiering.begin_forward(sum(chunk.num_tokens for chunk in chunks))
+            self._step = step
+        except BaseException:
+            self._preempt_all()
+            raise
+        return step
+
+    def _plan_boundaries(
+        self, work: DecodeWork, saving: Sequence[int]
+    ) -> list[tuple[int, Checkpoint]]:
+        """Plan the checkpoints of decoding requests that may end a block; return where."""
+        for index in saving:
+            active = work.group.requests[index]
+            self._plan_decode(active)
+            if active.checkpoint is not None:
+                self._planned[index] = active.checkpoint
+        return [*self._planned.items()]
+
+    def commit(self, new_tokens: object, counts: object) -> tuple[Hashable, ...]:
+        """Save boundary states, publish what was written, and append the sampled tokens.
+
+        Tokens that only the device knows are sent to the host, for ``collect``.
+        """
+        sampled = self._read_sampled(new_tokens, counts)
+        self._drop_unwritten()
+        tiering = self._tiering
+        damaged: Sequence[ActiveRequest] = ()
+        if tiering is not None and self._prefills:
+            damaged = tiering.verify(self._prefills)
+        if self._speculation is not None:
+            self._advance(self._speculation, *self._in_batch_order(sampled))
+        # As planned: a request loses its checkpoint if the step before has reached it.
+        if boundaries := self._buffers.entries("boundaries"):
+            self._slots.transfers.live_to_slots(*boundaries)
+        new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
+        with self._guard.ending(self._slots.listeners):
+            work, num_decodes = self._work, len(self._work.group.ids)
+            in_batch = enumerate(self._prefills, num_decodes)
+            sampling = [pair for pair in in_batch if pair[1].current_chunk.samples]
+            firsts: Iterable[tuple[tuple[int, ActiveRequest], int]] = ()
+            if isinstance(new, SentTokens):
+                self._await(new, [pair for pair in sampling if pair[1] not in damaged])
+            else:
+                tokens, counts = new
+                if num_decodes:
+                    own = None if counts is None else counts[:num_decodes]
+                    self._take(work.group, tokens[:num_decodes], own, self._planned, stays=False)
+                    self._counters["computed_tokens"] += work.num_tokens
+                firsts = zip(sampling, tokens[num_decodes:, 0].tolist(), strict=True)
+            preempted = self._preempt_damaged(damaged) if damaged else ()
+            for active in self._prefills:
+                self._end_chunk(active)
+            for (_, active), token in firsts:
+                if active not in damaged:
+                    self._rows.append_first_token(active.row, token)
+            self._end_step()
+        if tiering is not None:
+            self._guard.is_changing = True
+            tiering.end_step()
+        return preempted
+
+    def _read_sampled(self, new_tokens: object, counts: object) -> Sampled | DeviceTokens:
+        """Return the step's sampled tokens, checked: as arrays if they are on the host."""
+        step = self.step
+        if self._uncollected is not None:
+            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
+        if isinstance(new_tokens, DeviceTokens):
+            if self._speculation is None:
+                raise InvalidArgumentError(
+                    "tokens on the device need num_speculative_tokens of at least 1, got 0"
+                )
+            self._speculation.check_sampled(new_tokens, step.metadata.num_requests)
+            return new_tokens
+        ids = step.sampling_ids
+        id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
+        sampled = read_sampled(new_tokens, counts, ids, id_set, self._preparer)
+        check_accepted(self._work, sampled, ids)
+        return sampled
+
+    def _in_batch_order(
+        self, sampled: Sampled | DeviceTokens
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[Int64Array, Int64Array]:
+        """Return the tokens of all requests of the step, and counts; some may not have sampled."""
+        if isinstance(sampled, DeviceTokens):
+            return sampled.tokens, sampled.counts
+        tokens, counts = sampled
+        if counts is None:
+            counts = np.ones(len(tokens), dtype=np.int64)
+        if self._prefills:
+            samples = [active.current_chunk.samples for active in self._prefills]
+            index = np.flatnonzero([*[True] * len(self._work.group.ids), *samples])
+            count = len(self._work.group.ids) + len(samples)
+            all_tokens = np.zeros((count, tokens.shape[1]), dtype=np.int64)
+            all_counts = np.zeros(count, dtype=np.int64)
+            all_tokens[index], all_counts[index] = tokens, counts
+            tokens, counts = all_tokens, all_counts
+        return tokens, counts
+
+    def _drop_unwritten(self) -> None:
+        """Give up the states inside chunks unless every layer has handed over its part.
+
+        A warning comes before anything is changed: made an error by a filter, it leaves the step
+        in flight.
+        """
+        layers = self._extractions.missing_layers
+        if not layers:
+            return
+        lacking = [active for active in self._prefills if active.current_chunk.inside]
+        if not self._has_warned:
+            warnings.warn(_describe_unwritten(layers, lacking), stacklevel=5)
+            self._has_warned = True
+        for active in lacking:
+            inside = active.current_chunk.inside
+            self._cancel(inside)
+            self._room += len(inside)
+            active.chunk = replace(active.current_chunk, inside=())
+            self._counters["unwritten_states"] += len(inside)
+
+    def _preempt_damaged(self, damaged: Sequence[ActiveRequest]) -> tuple[Hashable, ...]:
+        """Take requests out of the step; what they computed is of no use. Return their ids."""
+        self._prefills = tuple(active for active in self._prefills if active not in damaged)
+        for active in damaged:
+            active.was_refused = True
+            self.release(active)
+        return tuple(active.request_id for active in damaged)
+
+    def _advance(
+        self,
+        speculation: Speculation,
+        tokens: torch.Tensor | Int64Array,
+        counts: torch.Tensor | Int64Array,
+    ) -> None:
+        if self._is_advanced:
+            raise StepOrderError(
+                "the device knows the step's tokens since a commit_step that broke off: "
+                "abort_step takes the step back"
+            )
+        self._is_advanced = True
+        speculation.advance(self.step.metadata, tokens, counts)
+
+    def _await(self, sent: SentTokens, sampling: Sequence[tuple[int, ActiveRequest]]) -> None:
+        """Keep what is needed of a step until its tokens are on the host."""
+        group, lengths = self._work.group, self._work.ends - self._work.most
+        own: Int64Array = np.array([active.row for _, active in sampling], dtype=np.int64)
+        rows = np.concatenate((group.rows, own))
+        places = [*range(len(group.ids)), *(place for place, _ in sampling)]
+        self._rows.num_in_doubt[group.rows] = lengths
+        self._uncollected = _Uncollected(
+            group=group,
+            lengths=lengths,
+            prefills=[active for _, active in sampling],
+            places=np.array(places, dtype=np.int64),
+            rows=rows,
+            num_releases=self._rows.num_releases[rows],
+            planned=self._planned,
+            sent=sent,
+        )
+
+    def _take(
+        self,
+        group: DecodingGroup,
+        tokens: Int64Array,
+        counts: Int64Array | None,
+        checkpoints: Mapping[int, Checkpoint],
+        *,
+        stays: bool,
+    ) -> None:
+        """Make sampled tokens of decoding requests part of their sequences."""
+        rows = group.rows
+        if counts is None:
+            after = self._rows.append_token(rows, tokens[:, 0])
+        else:
+            self._rows.append_tokens(rows, tokens, counts)
+            after = self._rows.num_computed[rows] + counts
+        self._rows.num_computed[rows] = after
+        events = (after > self._rows.next_events[rows]).nonzero()[0]
+        if not len(events) and not checkpoints:
+            return
+        places = events.tolist()
+        if checkpoints:
+            places = sorted({*places, *checkpoints})
+        for index in places:
+            active, end = group.requests[index], after.item(index)
+            start = end - (1 if counts is None else counts.item(index))
+            checkpoint = checkpoints.get(index)
+            if checkpoint is not active.checkpoint:
+                checkpoint = None  # the step before has reached it already
+            if checkpoint is not None and not start < checkpoint.position <= end:
+                if not (stays and checkpoint in self._planned.values()):
+                    self._cancel_decode(active)
+                checkpoint = None
+            self._publish_decoded(active, checkpoint)
+
+    def _publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
+        """Publish the blocks that a decoding request has filled, and the state that it saved."""
+        self._rows.take_over(active)
+        if checkpoint is None:
+            if self._config.reuse_answers:
+                self._publish_blocks(active)
+            return
+        active.checkpoint = None
+        self._publish(active, (checkpoint,))
+        self._supersede_decode_state(active, checkpoint)
+
+    def _end_chunk(self, active: ActiveRequest) -> None:
+        chunk = active.current_chunk
+        self._rows.num_computed[active.row] = chunk.end
+        if chunk.lease is not None:
+            self._consumed[chunk.lease.slot] = chunk.lease
+            self._slots.note_consumed([chunk.lease.slot])
+        self._publish(active, chunk.checkpoints)
+        self._counters["computed_tokens"] += chunk.num_tokens
+        if active.admission is not None:
+            count_admission(self._counters, active.admission)
+            for listener in self._on_admitted:
+                listener(active, active.admission)
+            active.admission = None
+        self._room += len(chunk.inside)
+        self._unpin(chunk.lease)  # it may be evicted from now on
+        active.chunk = None
+        status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+        self._rows.set_status(active, status)
+        if chunk.samples:
+            config = self._config
+            wants = config.save_decode_states or bool(active.checkpoint_positions)
+            saves = config.enable_prefix_caching and config.reuse_answers and wants
+            self._rows.saves_states[active.row] = saves
+
+    def collect(self) -> dict[Hashable, list[int]]:
+        """Wait for the uncollected step's tokens, and do what needs them."""
+        if self._uncollected is None:
+            raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
+        group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
+        tokens, given = sent.wait()
+        count = len(group.ids)
+        counts = np.ones(len(rows), dtype=np.int64)
+        counts[:count] = np.clip(given[:count], 0, lengths)
+        tokens = tokens[places]
+        current = (self._rows.num_releases[rows] == num_releases).nonzero()[0]
+        if len(current) < len(rows):
+            tokens, counts, rows = tokens[current], counts[current], rows[current]
+            prefills = [prefills[place - count] for place in current.tolist() if place >= count]
+            current = current[current < count]
+            lengths, count = lengths[current], len(current)
+            kept = current.tolist()
+            planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
+            group = DecodingGroup([group.requests[place] for place in kept])
+        self._preparer.read_tokens(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
+        with self._guard.ending(self._slots.listeners):
+            self._rows.num_in_doubt[group.rows] = 0
+            self._take(group, tokens[:count], counts[:count], planned, stays=True)
+            self._counters["computed_tokens"] += int(lengths.sum())
+            self._rows.append_token(rows[count:], tokens[count:, 0])
+            self._uncollected = None
+        if self._tiering is not None:
+            self._guard.is_changing = True
+            self._tiering.pump()
+        ids = (*group.ids, *(active.request_id for active in prefills))
+        lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
+        return {request_id: new[:number] for request_id, new, number in lists}
+
+    def abort(self) -> tuple[Hashable, ...]:
+        """Take the step back, and return the ids of its requests, which are preempted."""
+        ids = self.step.request_ids
+        with self._guard.ending(self._slots.listeners):
+            self._preempt_all()
+            self._counters["aborted_steps"] += 1
+        return ids
+
+    def drop(self) -> None:
+        """Take back the step in flight, if there is one, and forget the uncollected one."""
+        if self._step is not None:
+            self.abort()
+        self._uncollected = None
+
+    def forget(self) -> None:
+        """Have no step in flight; what its requests hold is dealt with by the caller."""
+        self._end_step()
+        self._uncollected = None
+        self._room = self._config.checkpoints_per_step
+
+    def _preempt_all(self) -> None:
+        for active in (*self._work.group.requests, *self._prefills):
+            self.release(active)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._is_advanced = False
+        self._extractions.end()
+        self._step = None
+        self._work, self._prefills, self._planned = NOBODY_DECODES, (), {}
+
     def _chunk(
         self,
         active: ActiveRequest,
@@ -858,7 +763,6 @@ class StepRunner:
         if active.checkpoint is None:
             kept = self._reserve(active, [position], self._propose_unfinished)
             active.checkpoint = kept[0] if kept else None
-        # Else the step before may get there, or this one: one slot does for both.
 
     def _cancel_decode(self, active: ActiveRequest) -> None:
         """Give back the checkpoint of a decoding request, if it has one."""
@@ -870,16 +774,6 @@ class StepRunner:
         """Give back what was planned for a chunk that will not be committed."""
         self._cancel(chunk.checkpoints)
         self._room += len(chunk.inside)
-
-    def check_invariants(self, chunks: Sequence[Chunk]) -> None:
-        """Prove that the room left is what the planned chunks leave."""
-        planned = sum(len(chunk.inside) for chunk in chunks)
-        room = self._config.checkpoints_per_step
-        if self._room + planned != room:
-            raise InvariantError(
-                f"{planned} checkpoints are planned and there is room for {self._room} more, "
-                f"but the buffers hold {room}"
-            )
 
     def _publish_blocks(self, active: ActiveRequest) -> list[int | None]:
         """Publish a request's complete blocks."""
@@ -1060,6 +954,111 @@ class StepRunner:
     def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
         if checkpoints:
             self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])
+
+    def fork(
+        self, active: ActiveRequest, new_ids: Iterable[Hashable], last_tokens: object
+    ) -> Forks:
+        """Make requests that stand where one that decodes does; all of them, or none.
+
+        Full KV blocks are shared. The unfinished one is copied in one launch for all forks and all
+        attention layers, the live state in another one for all recurrent layers.
+        """
+        ids = self._read_new_ids(new_ids)
+        table, row = self._rows, active.row
+        computed = table.num_computed.item(row)
+        if table.num_in_doubt[row] or table.num_tokens.item(row) == computed:
+            raise StepOrderError(
+                f"the device alone knows the last tokens of request {active.request_id!r}: "
+                "collect_step brings them, then it can be forked"
+            )
+        tokens = self._read_last_tokens(active, last_tokens, len(ids))
+        table.check_forks_fit(len(ids))
+        if not ids:
+            return Forks((), row, (), None, ())
+        copiers = self._make_copiers()
+        self._guard.is_changing = True
+        rows, blocks = table.fork(row, tokens, ids)
+        forks: list[ActiveRequest] = []
+        try:
+            chain = table.computed_chain(active)
+            for request_id, token, new_row in zip(ids, tokens.tolist(), rows, strict=True):
+                fork = active.fork(request_id, token, chain)
+                fork.row = new_row
+                fork.num_shared_blocks = computed // table.block_size_tokens
+                forks.append(fork)
+            source_block = None
+            if blocks:
+                source_block = table.block_tables.item(row, computed // table.block_size_tokens)
+            made = Forks(tuple(ids), row, tuple(rows), source_block, tuple(blocks))
+            with outside:
+                self._copy_to_forks(copiers, made, tokens)
+            for fork in forks:
+                table.set_status(fork, RequestStatus.DECODING)
+            table.add_all(forks)
+        except BaseException:
+            for fork in forks:
+                table.set_status(fork, RequestStatus.PREEMPTED)
+            for new_row in reversed(rows):
+                table.give_back(new_row)
+            raise
+        self._counters["forks"] += len(forks)
+        return made
+
+    def _copy_to_forks(
+        self, copiers: tuple[StateCopier, StateCopier | None], made: Forks, tokens: Int64Array
+    ) -> None:
+        """Enqueue the copies of the live state and of the unfinished block."""
+        copy_states, copy_kv = copiers
+        row, rows = made.source_row, list(made.rows)
+        if self._speculation is None:
+            copy_states.copy([row] * len(rows), rows)
+        else:
+            copy_states.copy(*self._speculation.fork(row, rows, tokens))
+        if copy_kv is not None and made.source_block is not None:
+            copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
+
+    def _read_new_ids(self, new_ids: Any) -> list[Hashable]:
+        """Return ids that new requests can have."""
+        if isinstance(new_ids, (str, bytes)):  # whose items are characters
+            raise InvalidArgumentError(f"new_ids must be several ids, got one: {new_ids!r}")
+        ids: list[Hashable] = as_items("new_ids", new_ids, "request ids")
+        for request_id in ids:
+            self._rows.check_new(request_id)
+        if len(set(ids)) < len(ids):
+            raise InvalidArgumentError(f"new_ids must be different, got {ids}")
+        return ids
+
+    def _read_last_tokens(self, active: ActiveRequest, last_tokens: Any, count: int) -> Int64Array:
+        """Return the token that each fork computes next."""
+        if last_tokens is None:
+            return np.full(count, self._rows.last_tokens.item(active.row), dtype=np.int64)
+        tokens = self._preparer.read_tokens(last_tokens)
+        if len(tokens) != count:
+            raise InvalidArgumentError(
+                f"last_tokens must be one token for each of the {count} new ids, got {len(tokens)}"
+            )
+        return tokens.astype(np.int64)
+
+    def _make_copiers(self) -> tuple[StateCopier, StateCopier | None]:
+        """Make what copies live states, and KV blocks, when they are first needed."""
+        if self._copiers is None:
+            states = [*self._live_states.tensors.values()]
+            copy_kv = None
+            if self._kv_cache is not None:
+                blocks = [self._kv_cache.flatten(0, 1)]
+                copy_kv = StateCopier(blocks, blocks)
+            self._copiers = StateCopier(states, states), copy_kv
+        return self._copiers
+
+    def check_invariants(self, chunks: Sequence[Chunk]) -> None:
+        """Prove that the room left is what the planned chunks leave."""
+        planned = sum(len(chunk.inside) for chunk in chunks)
+        room = self._config.checkpoints_per_step
+        if self._room + planned != room:
+            raise InvariantError(
+                f"{planned} checkpoints are planned and there is room for {self._room} more, "
+                f"but the buffers hold {room}"
+            )
 
 
 def _describe_unwritten(
