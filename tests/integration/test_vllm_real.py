@@ -13,6 +13,7 @@ import pytest
 import torch
 import vllm_rig
 from align_states import Group, Model, States
+from drawn_traces import draw_scan
 from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, patched, save_model, serve, serve_drafts
 
 from mamba_cache.integrations import vllm as ours
@@ -261,3 +262,16 @@ def test_the_resident_state_binds_tables_by_slot(utils, seed):
     assert bound.table.is_by_slot
     assert bound.table.block_tables[0].data_ptr() == world.tables[0].data_ptr()
     assert torch.equal(bound.index_tables[0], world.tables[0].flip(0))
+
+
+def test_the_value_policy_keeps_prompts_that_come_again():
+    """In vLLM's own manager, loaded by its name as a user configures it."""
+    bench = importlib.import_module("bench_vllm_policy")
+    requests = draw_scan(2_000)
+    num_chunks = bench.num_chunks_of(requests) // 50
+    rates = {
+        policy: bench.measure(requests, num_chunks, policy, 8)["token_hit_rate"]
+        for policy in ("lru", "arc", "value")
+    }
+    assert rates["value"] > 1.3 * rates["lru"]  # the control: LRU keeps what comes once
+    assert rates["value"] > rates["arc"] - 0.7
