@@ -86,6 +86,40 @@ def test_an_id_collision_never_serves_the_other_prefix(pool):
     assert pool.find_block(mine[0], mine.digests[0]) == pool.find_block(mine[0]) == block_ids[0]
 
 
+@pytest.mark.parametrize("num_children", [2, 12])
+def test_many_children_leave_the_block_that_their_parent_moved_to(num_children):
+    pool = KVBlockAllocator(num_children + 4)
+    [parent] = cache(pool, 1)
+    children = pool.allocate_memory_blocks(num_children)
+    for block_id in children:
+        branch = prefix(1, 100 + block_id)
+        pool.register_kv_block_hashes([block_id], branch[1:], parent_hash=branch[0])
+    pool.release_memory_blocks(children)
+    pool.deregister_blocks([parent])
+    [other, anew] = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes([anew], prefix(1))
+    pool.release_memory_blocks([other, anew])
+    pool.deregister_blocks(children)
+    pool.check_invariants()
+    assert pool.match_prefix(prefix(1)) == [anew]
+    assert len(pool.allocate_memory_blocks(num_children + 3)) == num_children + 3
+
+
+def test_children_of_a_parent_that_is_not_registered_are_counted(pool):
+    root = prefix(1)[0]
+    children = pool.allocate_memory_blocks(2)
+    for block_id, token in zip(children, (2, 3), strict=True):
+        pool.register_kv_block_hashes([block_id], prefix(1, token)[1:], parent_hash=root)
+        pool.check_invariants()
+    pool.release_memory_blocks(children)
+    parent = pool.allocate_memory_blocks(1)
+    pool.register_kv_block_hashes(parent, prefix(1))
+    pool.check_invariants()
+    pool.release_memory_blocks(parent)
+    pool.allocate_memory_blocks(5)
+    assert pool.allocate_memory_blocks(3) == [*children, *parent]
+
+
 @pytest.mark.parametrize(("parent", "private"), [(22, 1), (33, 2)])
 def test_ids_of_digests_that_form_a_ring_leave_one_block_private(pool, parent, private):
     block_ids = pool.allocate_memory_blocks(4)
