@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -268,11 +268,9 @@ def _wanted_drafts(group: DecodingGroup, width: int) -> str:
     )
 
 
-class Sampled(NamedTuple):
-    """Sampled tokens of a step's requests, checked."""
-
-    tokens: Int64Array  # [n, k] tokens, in the order of ``Step.sampling_ids``
-    counts: Int64Array | None  # [n] how many of them each takes; None: one
+Sampled: TypeAlias = tuple[Int64Array, "Int64Array | None"]
+"""Checked tokens [n, k] in the order of ``Step.sampling_ids``, and how many of them each request
+takes, [n]; None: one."""
 
 
 def read_sampled(
@@ -295,13 +293,13 @@ def read_sampled(
         )
     values = [new_tokens[request_id] for request_id in ids]
     if set(map(type, values)) <= {int}:
-        return Sampled(preparer.read_tokens(values).astype(np.int64)[:, None], None)
+        return preparer.read_tokens(values).astype(np.int64)[:, None], None
     lists = [_as_list(value) for value in values]
     checked = preparer.read_tokens([*chain.from_iterable(lists)])
     lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
     tokens = np.zeros((len(ids), int(lengths.max(initial=1))), dtype=np.int64)
     tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = checked
-    return Sampled(tokens, lengths)
+    return tokens, lengths
 
 
 def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer) -> Sampled:
@@ -312,11 +310,11 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
                 f"new_tokens must be one token for each of the {num_ids} requests in "
                 f"Step.sampling_ids, or map their ids to tokens, got {list(tokens.shape)}"
             )
-        return Sampled(preparer.read_tokens(tokens).astype(np.int64)[:, None], None)
+        return preparer.read_tokens(tokens).astype(np.int64)[:, None], None
     taken = _as_array("counts", counts)
     width = tokens.shape[1] if tokens.ndim == 2 else 0
     if not num_ids and not tokens.size and not taken.size:
-        return Sampled(np.zeros((0, 1), dtype=np.int64), None)
+        return np.zeros((0, 1), dtype=np.int64), None
     if tokens.ndim != 2 or len(tokens) != num_ids or taken.shape != (num_ids,):
         raise InvalidArgumentError(
             f"with counts, new_tokens must be [{num_ids}, k] and counts [{num_ids}], in the order "
@@ -328,7 +326,7 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
         raise InvalidArgumentError(f"counts must be ints in [0, {width}], got {taken.tolist()}")
     if not preparer.are_tokens(tokens[:, :most]):
         preparer.read_tokens(tokens[np.arange(width) < taken[:, None]])
-    return Sampled(tokens[:, :most].astype(np.int64, copy=False), taken)
+    return tokens[:, :most].astype(np.int64, copy=False), taken
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
