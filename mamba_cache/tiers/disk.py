@@ -103,8 +103,7 @@ class DiskTier(QueuedTier):
         self._capacity = capacity_bytes
         if num_readers is None:  # who reads also makes MACs
             num_readers = max(8, min(16, os.cpu_count() or 1))
-        self._removals: deque[RemovalJob] = deque()
-        super().__init__(write_on_use=write_on_use, max_queued=max_queued, queues=[self._removals])
+        super().__init__(write_on_use=write_on_use, max_queued=max_queued)
         sizes = {EntryKind.STATE: state_bytes, EntryKind.KV: kv_bytes}
         self._payload_bytes = {kind: size for kind, size in sizes.items() if size}
         self._file_bytes = {kind: file_bytes(size) for kind, size in self._payload_bytes.items()}

@@ -182,11 +182,6 @@ class HostTier:
         return {kind: entries.memory for kind, entries in self._entries.items()}
 
     @property
-    def is_growing(self) -> bool:
-        """Whether more rows are on their way."""
-        return any(entries.slabs_to_come for entries in self._entries.values())
-
-    @property
     def leases(self) -> dict[EntryKind, list[RowLease]]:
         """All leases that are not ended, but those of lower tiers."""
         return {

@@ -96,7 +96,8 @@ class QueuedTier(ABC):
         self._one_told = threading.Condition(self._lock)
         self._loads: deque[Any] = deque()
         self._puts: dict[EntryKey, PutJob] = {}  # by key: an entry is stored once at a time
-        self._queues = (*queues, self._loads)
+        self._removals: deque[RemovalJob] = deque()
+        self._queues = (*queues, self._removals, self._loads)
         self._taken: set[Job] = set()
         self._num_telling = 0
         self._first_uses: dict[EntryKey, None] = {}

@@ -135,14 +135,13 @@ class RemoteTier(QueuedTier):
         verifies: bool = True,
     ) -> None:
         self._asks: deque[_Ask] = deque()
-        self._removals: deque[RemovalJob] = deque()
         # So that no request waits until the store has connected.
         self._connecting = deque([Job(None)])
         super().__init__(
             write_on_use=write_on_use,
             max_queued=max_queued,
             threads_are_alike=True,
-            queues=[self._connecting, self._asks, self._removals],
+            queues=[self._connecting, self._asks],
         )
         if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
             num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))

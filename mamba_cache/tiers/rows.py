@@ -68,28 +68,9 @@ class RowPool:
         return digest in self._row_of
 
     @property
-    def num_free(self) -> int:
-        """Rows that hold nothing."""
-        return len(self._free)
-
-    @property
-    def num_arriving(self) -> int:
-        """Rows that are being written, and will be findable then."""
-        return len(self._arriving)
-
-    @property
-    def num_leaving(self) -> int:
-        """Rows given up that somebody still reads or writes."""
-        return len(self._leaving)
-
-    @property
     def leases(self) -> list[RowLease]:
         """All that are not ended: of writers and of readers."""
         return list(self._leases.values())
-
-    def digests(self) -> list[bytes]:
-        """Return the digests of all entries that can be found, in no order."""
-        return list(self._row_of)
 
     def is_awaited(self, digest: bytes) -> bool:
         """Say whether an entry is being written."""
