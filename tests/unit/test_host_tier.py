@@ -1,6 +1,7 @@
 """The host tier under a context: what is spilled, what is resumed from it, and what it refuses."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -335,6 +336,22 @@ def test_a_block_that_waits_for_its_copy_is_not_offered_again():
         assert tiering.num_offers == 1
     tiering.reset()
     assert tiering.num_offers == 0
+
+
+def test_a_call_that_broke_off_leaves_entries_unless_it_was_changing_them(monkeypatch):
+    context = make_tiered(num_kv_blocks=100)
+    first(context)
+    tiering, host, facts = context._tiering, context.host_tier, _facts(context, 1)
+    tiering.let_go()
+    assert host_stats(context).entries["kv"] > 0
+    assert host.reserve(facts) is not None
+    tiering.let_go()
+    assert host_stats(context).entries == {"kv": 0, "state": 0}
+    context.check_invariants()
+    monkeypatch.setattr(host, "poll", mock.Mock(side_effect=InvariantError("it broke off")))
+    tiering.let_go()
+    monkeypatch.undo()
+    context.check_invariants()
 
 
 def test_a_header_of_another_entry_is_not_believed():
