@@ -54,6 +54,21 @@ if TYPE_CHECKING:
     from mamba_cache.metadata import StepMetadata, compute_varlen_chunk_metadata
     from mamba_cache.slots import MambaSlotAllocator
     from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of ``__all__``, or a module that exports one, at its first use."""
+        if name in _EXPORTS:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """List all names, imported or not."""
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Admission",
@@ -146,18 +161,3 @@ _EXPORTS = {
 """Which module exports which names of ``__all__``."""
 
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
-
-if not TYPE_CHECKING:  # type checkers read the imports above
-
-    def __getattr__(name: str) -> Any:
-        """Import a name of ``__all__``, or a module that exports one, at its first use."""
-        if name in _EXPORTS:
-            return import_module(f"{__name__}.{name}")
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return value
-
-    def __dir__() -> list[str]:
-        """List all names, imported or not."""
-        return sorted({*globals(), *__all__})

@@ -892,15 +892,12 @@ class StepRunner:
 
     def _tell_policies(self, active: ActiveRequest, hashes: BlockHashes) -> None:
         """Tell of a request that was just matched the policies that know prompts."""
-        tiering = self._tiering
-        tells_below = tiering is not None and tiering.host.knows_prompts
-        if not (self._slots.knows_prompts or tells_below):
+        if not self._slots.knows_prompts:  # then no policy of a tier does
             return
         facts = self._facts_of(active, hashes)
-        if self._slots.knows_prompts:
-            active.prompt_seen = self._slots.begin_request(facts)
-        if tiering is not None and tells_below:
-            active.prompt_seen_below = tiering.host.begin_request(facts)
+        active.prompt_seen = self._slots.begin_request(facts)
+        if self._tiering is not None and self._tiering.host.knows_prompts:
+            active.prompt_seen_below = self._tiering.host.begin_request(facts)
 
     def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
         """Return where states of a request are worth saving after ``start`` and up to ``end``."""
