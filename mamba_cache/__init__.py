@@ -55,15 +55,19 @@ if TYPE_CHECKING:
     from mamba_cache.slots import MambaSlotAllocator
     from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
 else:
+    # The modules whose names are offered here; those that need no torch come first.
+    _HOMES = ("errors", "config", "cache", "states", "metadata", "slots", "context")
 
     def __getattr__(name: str) -> Any:
         """Import a name of ``__all__``, or a module that exports one, at its first use."""
-        if name in _EXPORTS:
+        if name in _HOMES:
             return import_module(f"{__name__}.{name}")
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        return value
+        homes = map(import_module, (f"{__name__}.{home}" for home in _HOMES))
+        for home in homes if name in __all__ else ():
+            if name in home.__all__:
+                value = globals()[name] = getattr(home, name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         """List all names, imported or not."""
@@ -113,51 +117,3 @@ __all__ = [
     "compute_block_hashes",
     "compute_varlen_chunk_metadata",
 ]
-
-_EXPORTS = {
-    "cache": (
-        "BlockHasher",
-        "BlockHashes",
-        "CheckpointPlacement",
-        "ConsumedSlotPolicy",
-        "EveryNthBlock",
-        "KVBlockAllocator",
-        "LastBlock",
-        "LruSlotPolicy",
-        "MegatronPlacement",
-        "RefZeroSlotPolicy",
-        "ScoreSlotPolicy",
-        "SlotEvictionPolicy",
-        "compute_block_hashes",
-    ),
-    "config": ("CacheConfig", "EvictionPolicy"),
-    "context": (
-        "Admission",
-        "CacheStats",
-        "CapturedExtractions",
-        "DeviceTokens",
-        "DynamicInferenceContext",
-        "Forks",
-        "MissReason",
-        "PrefixMatch",
-        "PreparedRequest",
-        "Request",
-        "RequestStatus",
-        "ScheduledRequest",
-        "Step",
-    ),
-    "errors": (
-        "CapacityError",
-        "InvalidArgumentError",
-        "MambaCacheError",
-        "PoisonedError",
-        "StepOrderError",
-        "UnknownRequestError",
-    ),
-    "metadata": ("StepMetadata", "compute_varlen_chunk_metadata"),
-    "slots": ("MambaSlotAllocator",),
-    "states": ("KVCacheSpec", "LayerKind", "StateSpec"),
-}
-"""Which module exports which names of ``__all__``."""
-
-_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}

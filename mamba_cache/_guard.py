@@ -18,7 +18,7 @@ from mamba_cache.errors import ConcurrentUseError, MambaCacheError, PoisonedErro
 if TYPE_CHECKING:
     from mamba_cache.events import Listeners
 
-__all__ = ["CallGuard", "guarded", "mark_outside", "outside", "query"]
+__all__ = ["CallGuard", "guarded", "mark_outside", "outside", "query", "weak_callback"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -215,3 +215,18 @@ def _breaks_off(error: BaseException | None) -> bool:
     while isinstance(error, MambaCacheError):
         error = None if error.__suppress_context__ else error.__context__
     return error is not None
+
+
+def weak_callback(method: Callable[..., object]) -> Callable[..., Any]:
+    """Return what calls a bound method while its object is there, and returns None afterwards.
+
+    Objects that refer to each other go only when the garbage collector finds them, and until then
+    so does the device memory of their tensors.
+    """
+    find_method = WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = find_method()
+        return None if found is None else found(*args)
+
+    return call

@@ -17,10 +17,9 @@ from mamba_cache._checks import (
     check_choice,
     check_int,
 )
-from mamba_cache._eviction_queue import EvictionQueue
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.cache.hashing import BlockHashes, as_token_array
-from mamba_cache.cache.rows import NONE, RowIds, Rows, as_rows, ids_of, values_at
+from mamba_cache.cache.rows import NONE, EvictionQueue, RowIds, Rows, as_rows, ids_of, values_at
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,

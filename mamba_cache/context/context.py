@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, check_kind, check_number
-from mamba_cache._guard import CallGuard, guarded, query
-from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._weak_callback import weak_callback
+from mamba_cache._guard import CallGuard, guarded, query, weak_callback
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictionPolicy
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.config import CacheConfig

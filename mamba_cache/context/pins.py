@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mamba_cache._checks import check_kind, check_number
-from mamba_cache._guard import CallGuard, guarded
-from mamba_cache._weak_callback import weak_callback
+from mamba_cache._guard import CallGuard, guarded, weak_callback
 from mamba_cache.cache import KVBlockAllocator, SlotLease, SlotPool
 from mamba_cache.errors import (
     BlockCapacityError,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mamba_cache._checks import as_items, check_hashable, check_int
-from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache._torch import ZERO_SOURCE
 from mamba_cache.cache import (
     MAX_TOKEN_ID,
     BlockHashChain,

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, is_unreadable
-from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.request_table import DecodingGroup, Int64Array

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import PAD_SLOT_ID, outside_inference_mode
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import Checkpoint, Chunk

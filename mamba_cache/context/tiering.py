@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from mamba_cache._guard import outside
-from mamba_cache._weak_callback import weak_callback
+from mamba_cache._guard import outside, weak_callback
 from mamba_cache.cache import (
     BlockHashes,
     ExtraKey,

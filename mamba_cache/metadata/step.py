@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache._torch import PAD_SLOT_ID
 
 __all__ = ["PAD_SLOT_ID", "StepMetadata"]
 

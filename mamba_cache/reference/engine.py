@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from mamba_cache._checks import check_hashable, check_int, check_kind, check_number
-from mamba_cache._guard import CallGuard, guarded
-from mamba_cache._weak_callback import weak_callback
+from mamba_cache._guard import CallGuard, guarded, weak_callback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import (
     DynamicInferenceContext,

@@ -10,7 +10,7 @@ import torch
 
 from mamba_cache._checks import as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded, outside
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache.placement import CheckpointPlacement, check_placement
 from mamba_cache.cache.policies import SlotEvictionPolicy, as_host_array, policy_named
 from mamba_cache.cache.slot_pool import SlotPool, check_same_length

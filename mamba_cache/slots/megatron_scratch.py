@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache.placement import (
     CheckpointPlacement,
     PlacementFacts,

@@ -1,6 +1,6 @@
 """States: what they are made of, the tensors that hold them, and how they are moved."""
 
-from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
+from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
 from mamba_cache.states.copier import RowIndices, StateCopier
 from mamba_cache.states.extraction import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
 from mamba_cache.states.kernels import copy_torch, quantize_torch

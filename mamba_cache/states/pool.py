@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.spec import StateSpec
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mamba_cache._checks import as_items, check_int
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 

@@ -15,7 +15,7 @@ import torch
 
 from mamba_cache._checks import check_int, check_kind
 from mamba_cache._extras import installed_version
-from mamba_cache._precision import float32_precision
+from mamba_cache._torch import float32_precision
 from mamba_cache._version import __version__
 from mamba_cache.config import CacheConfig, HashAlgorithm
 from mamba_cache.errors import InvalidArgumentError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._eviction_queue import EvictionQueue
+from mamba_cache.cache.rows import EvictionQueue
 from mamba_cache.errors import DoubleFreeError, InvariantError
 
 __all__ = ["RowLease", "RowPool"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_plans import decode_work, make_buffers, make_table, part
 
-from mamba_cache._indices import PAD_SLOT_ID
+from mamba_cache._torch import PAD_SLOT_ID
 from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.context.kernels.decode_numpy import DecodeRows
 from mamba_cache.context.requests import Checkpoint

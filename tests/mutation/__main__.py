@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTROL_PLANE = (
     *("cache", "slots", "stores", "tiers", "context", "metadata"),
     *("integrations/vllm/mamba2_attention.py", "config.py", "errors.py", "protocols.py"),
-    *("_checks.py", "_eviction_queue.py", "_extras.py", "_guard.py"),
-    *("_indices.py", "_inference_mode.py", "_precision.py", "_weak_callback.py", "events.py"),
+    *("_checks.py", "_extras.py", "_guard.py", "_torch.py", "events.py"),
 )
 TESTS = (
     "tests/conformance",

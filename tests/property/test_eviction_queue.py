@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mamba_cache._eviction_queue import EvictionQueue
+from mamba_cache.cache.rows import EvictionQueue
 
 ITEMS = st.integers(0, 9)
 PRIORITIES = st.integers(-3, 3)

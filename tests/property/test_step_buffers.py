@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_plans import decode_work, group_of, make_buffers, make_table, part
 
-from mamba_cache._indices import PAD_SLOT_ID, ZERO_SOURCE
+from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.context import step_buffers
 from mamba_cache.context.requests import Checkpoint
 

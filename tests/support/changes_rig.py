@@ -8,7 +8,7 @@ from model_changes import BYPASSED, HARMLESS, KEYED, NOTICED, REFUSED
 from transformers_rig import BLOCK, GREEDY, join, make_cache, text
 from transformers_rig import plain as plain_generate
 
-from mamba_cache._precision import has_all_digits
+from mamba_cache._torch import has_all_digits
 from mamba_cache.cache import LastBlock
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 

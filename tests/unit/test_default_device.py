@@ -16,7 +16,7 @@ from align_states import Model
 from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context
 
 from mamba_cache import DeviceTokens
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import to_device
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaHybridModelState
 from mamba_cache.reference import HybridModel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mamba_cache._eviction_queue import EvictionQueue
+from mamba_cache.cache.rows import EvictionQueue
 
 
 def test_the_lowest_priority_leaves_first_and_ties_go_to_the_lower_id():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mamba_cache._precision import all_digits, float32_precision, has_all_digits
+from mamba_cache._torch import all_digits, float32_precision, has_all_digits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MATMUL = {CPU: torch.backends.mkldnn.matmul, CUDA: torch.backends.cuda.matmul}
@@ -63,7 +63,7 @@ def test_autocast_leaves_out_digits() -> None:
 
 def test_what_has_all_digits_is_not_set(monkeypatch) -> None:
     MATMUL[CPU].fp32_precision = "ieee"
-    monkeypatch.setattr("mamba_cache._precision._set", None)
+    monkeypatch.setattr("mamba_cache._torch._set", None)
     with all_digits(CPU):
         assert has_all_digits(CPU)
 

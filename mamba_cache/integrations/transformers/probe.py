@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._precision import all_digits, has_all_digits
+from mamba_cache._torch import all_digits, has_all_digits
 from mamba_cache.errors import UnresumableModelError
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers, write_layers

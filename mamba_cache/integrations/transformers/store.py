@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._guard import CallGuard
-from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._weak_callback import weak_callback
+from mamba_cache._guard import CallGuard, weak_callback
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import (
     BlockHashChain,
     BlockHasher,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 
 __all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device"]

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import INT32_MAX
-from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.mamba_spec import StateMemory
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copies import StateTable
 from mamba_cache.integrations.vllm.kernels import kernels_for, run_plan

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import to_device
 from mamba_cache.metadata.chunks import compute_chunk_metadata
 
 __all__ = [

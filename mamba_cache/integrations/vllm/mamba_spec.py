@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.protocols import KVCacheConfig
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mamba_cache._indices import PAD_SLOT_ID
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import PAD_SLOT_ID, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, UnknownRequestError
 from mamba_cache.integrations.vllm.copies import (
     IntArray,

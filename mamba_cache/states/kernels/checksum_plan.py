@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import to_device
 
 __all__ = [
     "CHUNK_BYTES",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache._torch import ZERO_SOURCE
 from mamba_cache.states.kernels.plan import CopyPlan, RowCopy
 
 __all__ = ["copy_states", "real_pairs"]

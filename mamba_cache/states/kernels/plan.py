@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import to_device
 
 __all__ = [
     "INFINITY_BITS",

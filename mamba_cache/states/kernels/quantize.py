@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_cache._indices import ZERO_SOURCE
+from mamba_cache._torch import ZERO_SOURCE
 from mamba_cache.states.kernels._launch import Launcher, layout_of
 from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
 from mamba_cache.states.kernels.copy import WORDS, copy_tile

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._weak_callback import weak_callback
+from mamba_cache._guard import weak_callback
 from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._inference_mode import outside_inference_mode
+from mamba_cache._torch import outside_inference_mode
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.integrations.transformers.batching.kernels import decode_inputs_torch
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout

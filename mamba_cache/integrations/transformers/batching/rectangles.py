@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mamba_cache._inference_mode import outside_inference_mode
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.context import (
     CapturedExtractions,
     DynamicInferenceContext,

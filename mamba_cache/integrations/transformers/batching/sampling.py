@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._to_device import to_device
+from mamba_cache._torch import to_device
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 
 __all__ = ["Draw", "Sampler", "uniforms"]

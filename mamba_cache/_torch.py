@@ -1,4 +1,4 @@
-"""The precision in which PyTorch multiplies matrices."""
+"""What all packages need of PyTorch: indices with a meaning, modes, precision, transfers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,38 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["all_digits", "float32_precision", "has_all_digits"]
+__all__ = [
+    "PAD_SLOT_ID",
+    "ZERO_SOURCE",
+    "all_digits",
+    "float32_precision",
+    "has_all_digits",
+    "outside_inference_mode",
+    "to_device",
+]
+
+PAD_SLOT_ID = -1
+"""An index that means: nothing here, skip it."""
+
+ZERO_SOURCE = -2
+"""A source index that means: no state is copied, the destination is cleared."""
+
+outside_inference_mode = torch.inference_mode(mode=False)
+"""Decorates what makes tensors that are kept from call to call.
+
+A tensor made in inference mode cannot be written outside of it, and engines use one context in and
+out of it.
+"""
 
 _NAMES: Final = {"tf32": "high", "bf16": "medium"}
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Bring a tensor of the host to a device without waiting for what is enqueued there."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # From pageable memory the transfer would wait. PyTorch keeps pinned memory until it is read.
+    return tensor.pin_memory().to(device, non_blocking=True)  # pragma: no cover - tests/gpu run it
 
 
 def float32_precision(device: torch.device) -> str:
