@@ -94,8 +94,9 @@ def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
     assert probe_capture(runner, layout) is not None
     original = capture_module.ScanRun
 
-    def shifted(num_rows, num_tokens, cuts, **others):
-        return original(num_rows, num_tokens, tuple(cut + wrong for cut in cuts), **others)
+    def shifted(num_rows, num_tokens, widths, **others):
+        first, *middle, last = widths
+        return original(num_rows, num_tokens, (first + wrong, *middle, last - wrong), **others)
 
     monkeypatch.setattr(capture_module, "ScanRun", shifted)
     assert probe_capture(runner, layout) is None

@@ -21,6 +21,7 @@ from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, mak
 from mamba_cache import Request
 from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep, split_rows
 from mamba_cache.integrations.transformers.capture import ScanRun
 from mamba_cache.integrations.transformers.layers import read_layers
@@ -164,25 +165,24 @@ def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator
     """The controls: the comparison fails where padding is computed as tokens are."""
     rows, prompts = Rows(name, monkeypatch), prompts_of(generator, *LENGTHS)
     if fault == "windows":
-        right = rectangles._window_before
+        right = pieces_torch.copy_windows
         monkeypatch.setattr(
-            rectangles,
-            "_window_before",
-            lambda full, before, _, width: right(full, before, full.shape[-1] - before, width),
+            pieces_torch,
+            "copy_windows",
+            lambda full, ends, windows, *more: right(
+                full, torch.full_like(ends, full.shape[-1] - windows.shape[-1]), windows, *more
+            ),
         )
     elif fault == "steps":
         monkeypatch.setattr(ScanRun, "_stop_steps", lambda *_: {})
     else:
-        take = ScanRun._take
+        take = pieces_torch.take_piece
 
-        def unmasked(self, values, fill):
-            padding, self.padding = self.padding, None
-            try:
-                return take(self, values, fill)
-            finally:
-                self.padding = padding
+        def unmasked(values, fills, bounds, number, width):
+            behind = torch.cat([bounds[:, : number + 1], bounds[:, -1:] * 0 + 10**6], dim=1)
+            return take(values, fills, behind, number, width)
 
-        monkeypatch.setattr(ScanRun, "_take", unmasked)
+        monkeypatch.setattr(pieces_torch, "take_piece", unmasked)
     assert max(rows.errors(prompts) for _ in rows.run(prompts, generator)) > 100 * BOUND
 
 
@@ -291,8 +291,8 @@ def test_a_scan_is_never_given_no_tokens(generator):
 def test_the_window_of_a_fresh_prompt_begins_with_zeros_where_tokens_are_too_few(end, generator):
     full = torch.randn(2, 5, 9, generator=generator)
     padded = torch.cat([torch.zeros(2, 5, 4), full], dim=-1)
-    assert torch.equal(rectangles._window_before(full, 0, end, 4), padded[..., end : end + 4])
-    assert torch.equal(rectangles._window_before(padded, 4, end, 4), padded[..., end : end + 4])
+    assert torch.equal(rectangles._window_before(full, end, 4), padded[..., end : end + 4])
+    assert torch.equal(rectangles._window_before(padded, 4 + end, 4), padded[..., end : end + 4])
 
 
 def test_a_fresh_prompt_enters_convolutions_as_it_is(monkeypatch, generator):

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
 from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.states import kernels_for
 
 __all__ = ["ScanRun", "StateCapture", "state_index"]
 
@@ -23,64 +26,70 @@ _INITIAL = frozenset({"initial_state", "initial_states"})
 _RETURNS_FINAL = frozenset({"output_final_state", "return_final_states"})
 
 
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
+
+
 @dataclass(slots=True)
 class ScanRun:
-    """How the scans of one forward over a rectangle of tokens are computed."""
+    """How the scans of one forward over a rectangle of tokens are computed.
+
+    A scan is divided into calls, one for each piece of the rows, so that it hands over its states
+    between them. The pieces of all rows have the same tokens, or each row has its own ``bounds``.
+    """
 
     num_rows: int  # sequences that it computes
     num_tokens: int  # of each, padding behind them included
-    cuts: tuple[int, ...] = ()  # where a scan is divided into calls, ascending, in ``columns``
-    # [rows, n] int64: the tokens that these calls compute, call after call; None: all in order.
-    columns: torch.Tensor | None = None
-    padding: torch.Tensor | None = None  # [rows, n] bool: which of these are padding; None: none
-    order: torch.Tensor | None = None  # [rows, num_tokens] int64: each token's place among them
+    widths: tuple[int, ...]  # tokens of each piece, padding included
+    # [rows, pieces + 1] int64: where each row's pieces begin, and where the last one ends.
+    bounds: torch.Tensor | None = None
     is_kernel: bool = False  # whether the scans are kernels, which compute step sizes in float32
     pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until taken
     num_written: list[int] = field(default_factory=list)  # by cut, tensors that were captured
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where pieces that are the same in all rows meet, ascending."""
+        return tuple(accumulate(self.widths[:-1]))
 
     def compute(
         self, scan: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], initial: str
     ) -> Any:
         """Compute a scan of the forward; ``initial`` is what its argument of a state is called."""
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        sequences = {key for key, x in given.items() if key != initial and self._is_sequence(x)}
+        sequences = [key for key, x in given.items() if key != initial and self._is_sequence(x)]
         if not sequences:
             return scan(*args, **kwargs)
         self.pieces = []
-        if not self.cuts and self.padding is None:
+        if len(self.widths) == 1 and self.bounds is None:
             return scan(*args, **kwargs)
-        fills = {} if self.padding is None else self._stop_steps(scan, given, len(args))
-        for key in sequences:
-            given[key] = self._take(given[key], fills.get(key, 0.0))
-        width = self.num_tokens if self.columns is None else self.columns.shape[1]
-        state, outputs, pieces = given[initial], [], []
-        for begin, end in zip((0, *self.cuts), (*self.cuts, width), strict=True):
-            if begin == end:  # kernels write out of bounds for no tokens
-                pieces.append(state)
-                continue
-            part = {key: x[:, begin:end] if key in sequences else x for key, x in given.items()}
-            part[initial] = state
-            output, state = scan(
-                *(part[number] for number in range(len(args))), **{key: part[key] for key in kwargs}
-            )
-            outputs.append(output)
-            pieces.append(state)
-        self.pieces = pieces[:-1]
-        whole = torch.cat(outputs, dim=1) if self.cuts else outputs[0]
-        return (whole if self.order is None else _columns_of(whole, self.order)), state
+        fills = {} if self.bounds is None else self._stop_steps(scan, given, len(args))
+        values = [given[key] for key in sequences]
+        padding = [fills.get(key, 0.0) for key in sequences]
+        kernels = kernels_for("auto", values[0].device, kernels=_KERNELS, twins=pieces_torch)
+        numbers = [number for number, width in enumerate(self.widths) if width]
+        state, outputs, states, first = given[initial], [], [], 0
+        for number, width in enumerate(self.widths):
+            if width:  # kernels write out of bounds for no tokens
+                if self.bounds is None:
+                    parts = [value[:, first : first + width] for value in values]
+                else:
+                    parts = kernels.take_piece(values, padding, self.bounds, number, width)
+                part = {**given, **dict(zip(sequences, parts, strict=True)), initial: state}
+                output, state = scan(
+                    *(part[place] for place in range(len(args))),
+                    **{key: part[key] for key in kwargs},
+                )
+                outputs.append(output)
+            states.append(state)
+            first += width
+        self.pieces = states[:-1]
+        if self.bounds is not None:
+            return kernels.join_pieces(outputs, numbers, self.bounds, self.num_tokens), state
+        return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
     def _is_sequence(self, value: Any) -> bool:
         size = self.num_rows, self.num_tokens
         return torch.is_tensor(value) and value.dim() > 2 and tuple(value.shape[:2]) == size
-
-    def _take(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """Return the tokens that are computed of one input, padding masked."""
-        if self.columns is not None:
-            values = _columns_of(values, self.columns)
-        if self.padding is None:
-            return values
-        shape = *self.padding.shape, *(1,) * (values.dim() - 2)
-        return values.masked_fill(self.padding.view(shape), fill)
 
     def _stop_steps(
         self, scan: Callable[..., Any], given: dict[Any, Any], num_args: int
@@ -108,12 +117,6 @@ class ScanRun:
         neutral = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
         given.update({name: x for name, x in neutral.items() if name in given})
         return {}
-
-
-def _columns_of(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return of each row of [rows, tokens, ...] the tokens in [rows, n]."""
-    rows = torch.arange(len(columns), device=columns.device)
-    return values[rows[:, None], columns]
 
 
 _current = threading.local()
@@ -158,7 +161,8 @@ class StateCapture:
         """
         positions = sorted(rooms)
         cuts = tuple(position - start for position in positions)
-        run = ScanRun(1, num_tokens, cuts, num_written=[0] * len(cuts))
+        widths = tuple(end - begin for begin, end in pairwise((0, *cuts, num_tokens)))
+        run = ScanRun(1, num_tokens, widths, num_written=[0] * len(cuts))
         captured: set[int] = set()
         with ExitStack() as undo:
             undo.enter_context(self.scanning(run))

@@ -60,15 +60,6 @@ class BatchLayout:
         """
         return [tensors[name][layer] for name, layer in self._places]
 
-    def empty_states(self, num_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Make room for the states of ``num_rows`` sequences, by name."""
-        return {
-            spec.name: torch.empty(
-                (spec.num_layers, num_rows, *spec.shape), dtype=spec.dtype, device=device
-            )
-            for spec in self.state_spec.tensors
-        }
-
     def memory(
         self, states: list[torch.Tensor], kv: torch.Tensor, num_tokens: int
     ) -> SequenceMemory:

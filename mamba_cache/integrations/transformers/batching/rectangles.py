@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,12 +22,14 @@ from mamba_cache.context import (
 )
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
+from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture, state_index
 from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.states import kernels_for
 
 __all__ = ["GRAPH_SIZES", "ComputedChunks", "PrefillStep", "RectangleShape", "split_rows"]
 
@@ -47,6 +49,7 @@ Of more tokens than some 2,000 the GPU takes longer than the launches (see above
 """
 
 _MAX_CAPTURED_CHECKPOINTS = 3
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
 
 _current = threading.local()
 """The thread's ``last_tokens``: the rows and columns whose logits are needed, if not all."""
@@ -99,10 +102,13 @@ class _Placed:
 class _Rooms:
     """Where a rectangle's states at checkpoints go, and where its rows are cut and end."""
 
-    saved: list[dict[str, torch.Tensor]]  # of each checkpoint, by name
+    # Of each checkpoint, [rows] int64: rows whose states are saved, and slots. Several rows may
+    # save the same state to the same slot.
+    saved: list[tuple[torch.Tensor, torch.Tensor]]
     ends: list[Any]  # of each checkpoint, in tokens of the rows: [rows] int64, or an int for all
     own_end: torch.Tensor | None  # [rows] int64 tokens of each row; None: all of the rectangle
     is_fresh: bool  # the rectangle's
+    kernels: Any  # or their twins
 
 
 class PrefillStep:
@@ -139,6 +145,7 @@ class PrefillStep:
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
+        self._kernels = kernels_for("auto", context.device, kernels=_KERNELS, twins=pieces_torch)
         self._fewest_tokens = fewest_tokens
         self._metadata = context.step_buffers.tensors
         self._head = runner.model.get_output_embeddings()
@@ -313,13 +320,16 @@ class PrefillStep:
         live_rows = metadata["state_rows"][places].long()
         live = self._context.live_states.tensors
         states = {name: tensor.index_select(1, live_rows) for name, tensor in live.items()}
-        saved = [self._layout.empty_states(shape.num_rows, inputs.device) for _ in range(count)]
         ends = inputs[:, 3 : 3 + count]
-        if shape.is_ragged:
-            rooms = _Rooms(saved, list(ends.unbind(1)), lengths, shape.is_fresh)
-        else:
-            rooms = _Rooms(saved, list(accumulate(shape.widths[:-1])), None, shape.is_fresh)
         run = _make_run(shape, lengths, ends)
+        slots_by_owner = inputs[:, 3 + count :].unbind(1)
+        rooms = _Rooms(
+            saved=[*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
+            ends=list(ends.unbind(1)) if shape.is_ragged else list(run.cuts),
+            own_end=lengths if shape.is_ragged else None,
+            is_fresh=shape.is_fresh,
+            kernels=self._kernels,
+        )
         run.is_kernel = self._has_kernels
         run.num_written = [0]
         cache = self._make_cache(shape, states)  # by the configuration as it is, unreplaced
@@ -353,11 +363,6 @@ class PrefillStep:
         self._keep(cache, states)
         for name, tensor in live.items():
             tensor.index_copy_(1, live_rows, states[name])
-        pools = self._context.slot_allocator.states.tensors
-        for number, kept in enumerate(saved if has_all else []):
-            owners, to = inputs[:, 3 + count + 2 * number : 5 + count + 2 * number].unbind(1)
-            for name, tensor in kept.items():
-                pools[name].index_copy_(1, to, tensor.index_select(1, owners))
         return logits, has_all or not count
 
     def _make_cache(self, shape: RectangleShape, states: dict[str, torch.Tensor]) -> Any:
@@ -382,16 +387,16 @@ class PrefillStep:
 
     def _tap(self, undo: ExitStack, cache: Any, run: ScanRun, rooms: _Rooms) -> None:
         """Take each row's states at its end and its checkpoints from what layers are handed."""
-        views = [iter(self._layout.views(room)) for room in rooms.saved]
+        slots = iter(self._layout.views(self._context.slot_allocator.states.tensors))
         for layer, parts in zip(cache.layers, self._layout.layout.layers, strict=True):
-            convs = {i: [next(of_room) for of_room in views] for i in parts.convs}
-            recurrents = {i: [next(of_room) for of_room in views] for i in parts.recurrents}
+            convs = {i: next(slots) for i in parts.convs}
+            recurrents = {i: next(slots) for i in parts.recurrents}
             if convs:
                 tap = partial(_keep_windows, layer.update_conv_state, layer, run, rooms, convs)
                 layer.update_conv_state = tap
                 undo.callback(delattr, layer, "update_conv_state")  # which refers to the layer
             if recurrents:
-                tap = partial(_keep_states, layer.update_recurrent_state, run, recurrents)
+                tap = partial(_keep_states, layer.update_recurrent_state, run, rooms, recurrents)
                 layer.update_recurrent_state = tap
                 undo.callback(delattr, layer, "update_recurrent_state")
 
@@ -467,27 +472,10 @@ def split_rows(sizes: Sequence[int], max_tokens: int, cost: Callable[[int, int],
 
 def _make_run(shape: RectangleShape, lengths: torch.Tensor, ends: torch.Tensor) -> ScanRun:
     """Say how the scans of a rectangle are computed, each row cut at its own ``ends``."""
-    offsets = list(accumulate(shape.widths, initial=0))
-    run = ScanRun(shape.num_rows, shape.num_tokens, tuple(offsets[1:-1]))
-    if not shape.is_ragged:
-        return run
-    tokens = torch.arange(shape.num_tokens, device=lengths.device)
-    if not shape.num_checkpoints:
-        return replace(run, padding=tokens >= lengths[:, None])
-    bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
-    columns, padding, order = [], [], tokens.expand(shape.num_rows, -1)
-    for number, width in enumerate(shape.widths):
-        begin, end = bounds[:, number, None], bounds[:, number + 1, None]
-        own = begin + torch.arange(width, device=lengths.device)
-        columns.append(own.clamp(max=shape.num_tokens - 1))
-        padding.append(own >= end)
-        order = torch.where(tokens >= begin, tokens - begin + offsets[number], order)
-    return replace(
-        run,
-        columns=torch.cat(columns, dim=1),
-        padding=torch.cat(padding, dim=1),
-        order=order.clamp(max=offsets[-1] - 1),
-    )
+    bounds = None
+    if shape.is_ragged:
+        bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
+    return ScanRun(shape.num_rows, shape.num_tokens, shape.widths, bounds)
 
 
 def _keep_windows(
@@ -495,11 +483,14 @@ def _keep_windows(
     layer: Any,
     run: ScanRun,
     rooms: _Rooms,
-    convs: dict[int, list[torch.Tensor]],
+    slots: dict[int, torch.Tensor],
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Do what a layer's ``update_conv_state`` does; its windows are those at the rows' own ends."""
+    """Do what a layer's ``update_conv_state`` does; its windows are those at the rows' own ends.
+
+    ``slots`` has the layer's part of all slots by the number of its convolution.
+    """
     full = update(*args, **options)
     index, kept = state_index(args[1:], options), layer.conv_states
     window = kept[index] if isinstance(kept, dict) else kept
@@ -507,40 +498,40 @@ def _keep_windows(
     # What is not the whole of a rectangle's inputs has no row's end in it.
     num_columns = max(size, width) if rooms.is_fresh else width + size
     if full.shape[0] == run.num_rows and full.shape[-1] == num_columns:
-        for room, end in zip(convs[index], rooms.ends, strict=True):
-            room.copy_(_window_before(full, num_columns - size, end, width))
+        for (owners, to), end in zip(rooms.saved, rooms.ends, strict=True):
+            if torch.is_tensor(end):
+                rooms.kernels.copy_windows(full, end, slots[index], owners, to)
+            else:
+                before = _window_before(full, num_columns - size + end, width)
+                slots[index].index_copy_(0, to, before.to(slots[index].dtype))
         if rooms.own_end is not None:
-            window.copy_(_window_before(full, num_columns - size, rooms.own_end, width))
+            rooms.kernels.copy_windows(full, rooms.own_end, window)
         run.num_written[0] += 1
     return full
 
 
-def _window_before(full: torch.Tensor, num_before: int, end: Any, width: int) -> torch.Tensor:
-    """Return the last inputs of a convolution before token ``end`` of each row.
-
-    ``full`` is [rows, channels, num_before + tokens]: what comes before the rectangle first, all
-    of a window where ends differ by row.
-    """
-    if not torch.is_tensor(end):
-        window = full[..., max(num_before + end - width, 0) : num_before + end]
-        return functional.pad(window, (width - window.shape[-1], 0))
-    at = end[:, None, None] + torch.arange(width, device=full.device)
-    return full.gather(-1, at.expand(-1, full.shape[1], -1))
+def _window_before(full: torch.Tensor, end: int, width: int) -> torch.Tensor:
+    """Return the inputs of a convolution before column ``end``, zeros where there are too few."""
+    window = full[..., max(end - width, 0) : end]
+    return functional.pad(window, (width - window.shape[-1], 0))
 
 
 def _keep_states(
     update: Callable[..., torch.Tensor],
     run: ScanRun,
-    recurrents: dict[int, list[torch.Tensor]],
+    rooms: _Rooms,
+    slots: dict[int, torch.Tensor],
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
     """Do what a layer's ``update_recurrent_state`` does, and keep the states at checkpoints."""
     pieces, run.pieces = run.pieces, None
-    rooms = recurrents[state_index(args[1:], options)]
-    if pieces is not None and len(pieces) == len(rooms):
-        for room, state in zip(rooms, pieces, strict=True):
-            room.copy_(state)
+    room = slots[state_index(args[1:], options)]
+    if pieces is not None and len(pieces) == len(rooms.saved):
+        for (owners, to), state in zip(rooms.saved, pieces, strict=True):
+            # A single row is its own owner; to find it would copy the state once more.
+            kept = state if len(state) == 1 else state.index_select(0, owners)
+            room.index_copy_(0, to, kept.to(room.dtype))
         run.num_written[0] += 1
     return update(*args, **options)
 

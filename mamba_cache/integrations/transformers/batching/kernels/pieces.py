@@ -1,0 +1,218 @@
+"""Pieces of ragged rows taken out and put together, and windows before their ends, in Triton."""
+
+# Triton takes no annotations but its own, and names constants in capitals.
+# ruff: noqa: ANN001, ANN202, N803, PLR0917
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["copy_windows", "join_pieces", "take_piece"]
+
+_MAX_TAKEN = 6
+"""Tensors that one launch of ``take_piece`` serves: a scan has five or six inputs."""
+_MAX_JOINED = 4
+"""Pieces of a row that one launch of ``join_pieces`` serves: three checkpoints."""
+_TILE = 1024
+_CHANNELS = 128
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _take(  # type: ignore[no-untyped-def]
+    value,
+    taken,
+    row,
+    token,
+    place,
+    is_own,
+    row_stride,
+    token_stride,
+    size,
+    fill,
+    TILE: tl.constexpr,
+) -> None:
+    """Copy one token of one tensor, or fill its place."""
+    source = value + row * row_stride + token * token_stride
+    for start in range(0, size, TILE):
+        offset = start + tl.arange(0, TILE)
+        is_inside = offset < size
+        found = tl.load(source + offset, mask=is_inside & is_own, other=fill)
+        tl.store(taken + place * size + offset, found, mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _take_kernel(  # type: ignore[no-untyped-def]
+    bounds, bounds_stride, number, width,
+    value_0, taken_0, row_stride_0, token_stride_0, size_0, fill_0,
+    value_1, taken_1, row_stride_1, token_stride_1, size_1, fill_1,
+    value_2, taken_2, row_stride_2, token_stride_2, size_2, fill_2,
+    value_3, taken_3, row_stride_3, token_stride_3, size_3, fill_3,
+    value_4, taken_4, row_stride_4, token_stride_4, size_4, fill_4,
+    value_5, taken_5, row_stride_5, token_stride_5, size_5, fill_5,
+    COUNT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Take one token of one row's piece out of up to six tensors."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    bound = bounds + row * bounds_stride + number
+    token = tl.load(bound) + column
+    is_own = token < tl.load(bound + 1)
+    place = row * width + column
+    _take(value_0, taken_0, row, token, place, is_own,
+          row_stride_0, token_stride_0, size_0, fill_0, TILE)  # fmt: skip
+    if COUNT > 1:
+        _take(value_1, taken_1, row, token, place, is_own,
+              row_stride_1, token_stride_1, size_1, fill_1, TILE)  # fmt: skip
+    if COUNT > 2:
+        _take(value_2, taken_2, row, token, place, is_own,
+              row_stride_2, token_stride_2, size_2, fill_2, TILE)  # fmt: skip
+    if COUNT > 3:
+        _take(value_3, taken_3, row, token, place, is_own,
+              row_stride_3, token_stride_3, size_3, fill_3, TILE)  # fmt: skip
+    if COUNT > 4:
+        _take(value_4, taken_4, row, token, place, is_own,
+              row_stride_4, token_stride_4, size_4, fill_4, TILE)  # fmt: skip
+    if COUNT > 5:
+        _take(value_5, taken_5, row, token, place, is_own,
+              row_stride_5, token_stride_5, size_5, fill_5, TILE)  # fmt: skip
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    value, piece, bound, number, width, row, token, offset, is_inside, size
+):
+    """Return the values of a token: those of a piece if it has the token, else ``value``."""
+    begin, end = tl.load(bound + number), tl.load(bound + number + 1)
+    is_own = (token >= begin) & (token < end)
+    source = piece + (row * width + token - begin) * size + offset
+    return tl.where(is_own, tl.load(source, mask=is_inside & is_own, other=0), value)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join_kernel(  # type: ignore[no-untyped-def]
+    bounds, bounds_stride, joined, num_tokens, size,
+    piece_0, number_0, width_0,
+    piece_1, number_1, width_1,
+    piece_2, number_2, width_2,
+    piece_3, number_3, width_3,
+    COUNT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Put a part of one token together."""
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    offset = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    is_inside, bound = offset < size, bounds + row * bounds_stride
+    value = tl.zeros([TILE], dtype=joined.dtype.element_ty)
+    value = _join(value, piece_0, bound, number_0, width_0, row, token, offset, is_inside, size)
+    if COUNT > 1:
+        value = _join(value, piece_1, bound, number_1, width_1, row, token, offset, is_inside, size)
+    if COUNT > 2:
+        value = _join(value, piece_2, bound, number_2, width_2, row, token, offset, is_inside, size)
+    if COUNT > 3:
+        value = _join(value, piece_3, bound, number_3, width_3, row, token, offset, is_inside, size)
+    tl.store(joined + (row * num_tokens + token) * size + offset, value, mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _window_kernel(  # type: ignore[no-untyped-def]
+    full, ends, windows, owners, to,
+    num_channels, width, end_stride, owner_stride, to_stride,
+    full_row, full_channel, full_token, window_row, window_channel, window_token,
+    HAS_OWNERS: tl.constexpr,
+    HAS_TO: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy the windows of some channels of one row."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if HAS_OWNERS:
+        row = tl.load(owners + place * owner_stride)
+    if HAS_TO:
+        place = tl.load(to + place * to_stride)
+    end = tl.load(ends + row * end_stride)
+    channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[:, None].to(tl.int64)
+    token = tl.arange(0, WIDTH)[None, :]
+    is_inside = (channel < num_channels) & (token < width)
+    source = full + row * full_row + channel * full_channel + (end + token) * full_token
+    goal = windows + place * window_row + channel * window_channel + token * window_token
+    tl.store(goal, tl.load(source, mask=is_inside), mask=is_inside)
+
+
+def take_piece(
+    values: Sequence[torch.Tensor],
+    fills: Sequence[float],
+    bounds: torch.Tensor,
+    number: int,
+    width: int,
+) -> list[torch.Tensor]:
+    """Do what the twin does, in one launch for six tensors."""
+    flat = [value.flatten(2) for value in values]
+    # Usually a view: only the values of one token must lie together.
+    flat = [value if value.stride(2) == 1 else value.contiguous() for value in flat]
+    taken = [value.new_empty(len(bounds), width, value.shape[2]) for value in flat]
+    for first in range(0, len(flat), _MAX_TAKEN):
+        part = slice(first, first + _MAX_TAKEN)
+        groups = [
+            (value, to, value.stride(0), value.stride(1), value.shape[2], float(fill))
+            for value, to, fill in zip(flat[part], taken[part], fills[part], strict=True)
+        ]
+        arguments = [each for group in (groups + groups[:1] * _MAX_TAKEN)[:_MAX_TAKEN]
+                     for each in group]  # fmt: skip
+        _take_kernel[(len(bounds), width)](
+            bounds, bounds.stride(0), number, width, *arguments,
+            COUNT=len(groups), TILE=_TILE, num_warps=4,
+        )  # fmt: skip
+    return [to.view(*to.shape[:2], *value.shape[2:])
+            for to, value in zip(taken, values, strict=True)]  # fmt: skip
+
+
+def join_pieces(
+    pieces: Sequence[torch.Tensor], numbers: Sequence[int], bounds: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Do what the twin does, in one launch for up to four pieces."""
+    if len(pieces) > _MAX_JOINED:  # the pieces of one launch are the first piece of the next
+        tokens = torch.zeros_like(bounds[:, 0])
+        whole = join_pieces(pieces[:_MAX_JOINED], numbers[:_MAX_JOINED], bounds, num_tokens)
+        behind = numbers[_MAX_JOINED]
+        merged = torch.cat([tokens[:, None], bounds[:, behind:]], dim=1)
+        rest = [number - behind + 1 for number in numbers[_MAX_JOINED:]]
+        return join_pieces([whole, *pieces[_MAX_JOINED:]], [0, *rest], merged, num_tokens)
+    first, rows = pieces[0], len(pieces[0])
+    size = first[0, 0].numel()
+    joined = first.new_empty(rows, num_tokens, *first.shape[2:])
+    groups = [
+        (piece.contiguous(), number, piece.shape[1])
+        for piece, number in zip(pieces, numbers, strict=True)
+    ]
+    arguments = [each for group in (groups + groups[:1] * _MAX_JOINED)[:_MAX_JOINED]
+                 for each in group]  # fmt: skip
+    tile = min(_TILE, triton.next_power_of_2(size))
+    _join_kernel[(rows, num_tokens, triton.cdiv(size, tile))](
+        bounds, bounds.stride(0), joined, num_tokens, size, *arguments,
+        COUNT=len(groups), TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return joined
+
+
+def copy_windows(
+    full: torch.Tensor,
+    ends: torch.Tensor,
+    windows: torch.Tensor,
+    owners: torch.Tensor | None = None,
+    to: torch.Tensor | None = None,
+) -> None:
+    """Do what the twin does, in one launch."""
+    count, width = len(full if owners is None else owners), windows.shape[-1]
+    _window_kernel[(count, triton.cdiv(full.shape[1], _CHANNELS))](
+        full, ends, windows, ends if owners is None else owners, ends if to is None else to,
+        full.shape[1], width, ends.stride(0),
+        0 if owners is None else owners.stride(0), 0 if to is None else to.stride(0),
+        *full.stride(), *windows.stride(),
+        HAS_OWNERS=owners is not None, HAS_TO=to is not None,
+        CHANNELS=_CHANNELS, WIDTH=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip

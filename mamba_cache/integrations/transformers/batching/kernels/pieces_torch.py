@@ -1,0 +1,85 @@
+"""PyTorch twins: pieces of ragged rows taken out and put together, windows before their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["copy_windows", "join_pieces", "take_piece"]
+
+
+def take_piece(
+    values: Sequence[torch.Tensor],
+    fills: Sequence[float],
+    bounds: torch.Tensor,
+    number: int,
+    width: int,
+) -> list[torch.Tensor]:
+    """Take one piece out of each row, the same of several tensors.
+
+    Args:
+        values: [rows, tokens, ...] floats each.
+        fills: The value of each tensor's padding, behind the tokens of a row.
+        bounds: [rows, pieces + 1] int64, ascending: piece n of a row is [bounds[n], bounds[n + 1]).
+        number: Which piece.
+        width: Tokens of the result; no row's piece is longer.
+
+    Returns:
+        [rows, width, ...] each, contiguous.
+    """
+    own = bounds[:, number, None] + torch.arange(width, device=bounds.device)
+    is_padding = own >= bounds[:, number + 1, None]
+    rows = torch.arange(len(bounds), device=bounds.device)[:, None]
+    taken = []
+    for each, fill in zip(values, fills, strict=True):
+        padding = is_padding.view(*own.shape, *(1,) * (each.dim() - 2))
+        taken.append(each[rows, own.clamp(max=each.shape[1] - 1)].masked_fill(padding, fill))
+    return taken
+
+
+def join_pieces(
+    pieces: Sequence[torch.Tensor], numbers: Sequence[int], bounds: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Put pieces back to where ``take_piece`` took them from.
+
+    Args:
+        pieces: [rows, width, ...] each.
+        numbers: Which piece of the rows each is, ascending.
+        bounds: As for ``take_piece``.
+        num_tokens: Tokens of the result.
+
+    Returns:
+        [rows, num_tokens, ...], zeros where there is no piece.
+    """
+    first = pieces[0]
+    joined = first.new_zeros(len(first), num_tokens, *first.shape[2:])
+    for piece, number in zip(pieces, numbers, strict=True):
+        own = bounds[:, number, None] + torch.arange(piece.shape[1], device=bounds.device)
+        row, column = (own < bounds[:, number + 1, None]).nonzero(as_tuple=True)
+        joined[row, own[row, column]] = piece[row, column]
+    return joined
+
+
+def copy_windows(
+    full: torch.Tensor,
+    ends: torch.Tensor,
+    windows: torch.Tensor,
+    owners: torch.Tensor | None = None,
+    to: torch.Tensor | None = None,
+) -> None:
+    """Copy the last inputs of a convolution before a token of each row.
+
+    Args:
+        full: [rows, channels, window + tokens] inputs: the window before the first token first.
+        ends: [rows] int64, in tokens.
+        windows: [any, channels, window], which is written, of the dtype of ``full``.
+        owners: [n] int64 rows whose windows are copied. None: all in order.
+        to: [n] int64 where in ``windows`` each goes; rows that go to one place are equal.
+            None: the first places.
+    """
+    rows = torch.arange(len(full), device=full.device) if owners is None else owners
+    width = windows.shape[-1]
+    at = ends[rows][:, None, None] + torch.arange(width, device=full.device)
+    found = full[rows].gather(-1, at.expand(-1, full.shape[1], -1))
+    windows[: len(found) if to is None else None][slice(None) if to is None else to] = found

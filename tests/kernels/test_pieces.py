@@ -1,0 +1,85 @@
+"""Pieces of ragged rows and windows before their ends: the kernels and their twins."""
+
+import math
+
+import pytest
+import torch
+
+from mamba_cache.integrations.transformers.batching.kernels import pieces, pieces_torch
+
+BOUNDS = [[0, 3, 3, 9, 11, 11], [0, 5, 6, 6, 6, 13], [0, 0, 1, 2, 3, 4]]
+"""Of three rows of at most 13 tokens, in five pieces; some are empty."""
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request):
+    return {"torch": pieces_torch, "triton": pieces}[request.param]
+
+
+def spoilt(tensor):
+    """The tensor with NaN behind each row's last token."""
+    for row, bounds in zip(tensor, BOUNDS, strict=True):
+        row[bounds[-1] :] = math.nan
+    return tensor
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+@pytest.mark.parametrize("number", range(5))
+def test_a_piece_of_each_row_is_taken_and_padded(kernels, device, generator, count, number):
+    """Of contiguous tensors and of parts of wider ones, of different dtypes and sizes."""
+    shapes = [(7,), (2, 8), (3, 1500), (4,), (1, 2, 3), (5,), (6,), (2, 2)][:count]
+    dtypes = [torch.float32, torch.bfloat16]
+    values = [
+        spoilt(torch.randn(3, 13, 2, *shape, generator=generator)[:, :, place % 2])
+        .to(device, dtypes[place % 2])
+        for place, shape in enumerate(shapes)
+    ]  # fmt: skip
+    fills = [0.0, -math.inf, 0.0, 1.0, 0.0, -math.inf, 0.0, 2.0][:count]
+    bounds = torch.tensor(BOUNDS, device=device)
+    width = max(row[number + 1] - row[number] for row in BOUNDS) + number % 2
+    found = kernels.take_piece(values, fills, bounds, number, width)
+    for value, fill, taken in zip(values, fills, found, strict=True):
+        expected = torch.full((3, width, *value.shape[2:]), fill, dtype=value.dtype)
+        for row, own in enumerate(BOUNDS):
+            begin, end = own[number], own[number + 1]
+            expected[row, : end - begin] = value[row, begin:end].cpu()
+        assert torch.equal(taken.cpu(), expected)
+        assert taken.is_contiguous()
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 2, 3], [0, 1, 2, 3, 4], [0, 3, 4]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_put_back_to_where_they_were(kernels, device, generator, numbers, dtype):
+    pieces_ = [
+        torch.randn(3, 8, 2, 600, generator=generator).to(device, dtype).transpose(0, 0)
+        for _ in numbers
+    ]
+    bounds = torch.tensor(BOUNDS, device=device)
+    if numbers[-1] < 4:  # the pieces that are left out are empty
+        bounds[:, numbers[-1] + 1 :] = bounds[:, numbers[-1] + 1, None]
+    for number in set(range(numbers[-1])) - set(numbers):
+        bounds[:, number + 1] = bounds[:, number]
+    joined = kernels.join_pieces(pieces_, numbers, bounds, 13)
+    expected = torch.zeros(3, 13, 2, 600, dtype=dtype)
+    for row, own in enumerate(bounds.tolist()):
+        for piece, number in zip(pieces_, numbers, strict=True):
+            begin, end = own[number], own[number + 1]
+            expected[row, begin:end] = piece[row, : end - begin].cpu()
+    assert torch.equal(joined.cpu(), expected)
+
+
+@pytest.mark.parametrize("has_owners", [False, True])
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_the_window_before_each_end_is_copied(kernels, device, generator, has_owners, width):
+    """From strided inputs into strided places; what is not named stays."""
+    full = torch.randn(3, 13 + width, 150, generator=generator).to(device).transpose(1, 2)
+    ends = torch.tensor([[11, 0], [0, 0], [13, 0]], device=device)[:, 0]
+    windows = torch.randn(7, 150, width, generator=generator).to(device)
+    expected = windows.clone()
+    owners, to = ([2, 0, 0, 1], [5, 1, 1, 3]) if has_owners else ([0, 1, 2], [0, 1, 2])
+    for owner, place in zip(owners, to, strict=True):
+        end = int(ends[owner])
+        expected[place] = full[owner, :, end : end + width]
+    more = [torch.tensor(each, device=device) for each in (owners, to)] if has_owners else []
+    kernels.copy_windows(full, ends, windows, *more)
+    assert torch.equal(windows, expected)
