@@ -11,6 +11,7 @@ from gpu_models import BLOCK, make_model
 from gpu_rig import waiting_raises
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.batching import batcher as batcher_module
 from mamba_cache.integrations.transformers.batching import rectangles
@@ -280,6 +281,37 @@ def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low
         alone, wanted = compute([row], length, is_spoilt=False)
         assert torch.equal(output[row, :length], alone[0])
         assert all(torch.equal(a[row], b[0]) for a, b in zip(found, wanted, strict=True))
+
+
+class _ChangesWeights:
+    """A streamer that changes the model when it is handed the prompt, before the first forward."""
+
+    def __init__(self, model):
+        self._weight = next(model.parameters())
+
+    def put(self, _):
+        with torch.no_grad():
+            self._weight.mul_(1.5)
+
+    def end(self):
+        pass
+
+
+def test_weights_that_a_streamer_changes_before_the_first_forward_are_noticed(generator):
+    """The GPU begins to compare them when the call begins."""
+    model = make_model("nemotron_h")
+    cache, prompt = make_cache(model), torch.tensor(prompts_of(generator, 1), device="cuda")
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 2}
+    for _ in range(3):
+        cache.generate(prompt, **options)
+    with pytest.raises(ModelChangedError):
+        cache.generate(prompt, streamer=_ChangesWeights(model), **options)
+    cache.reset()
+    expected = model.generate(prompt, **options)
+    assert torch.equal(cache.generate(prompt, **options), expected)
+    next(model.parameters()).data.mul_(0.5)  # which no version counter shows
+    with pytest.raises(ModelChangedError):
+        cache.generate(prompt, **options)
 
 
 def test_captures_between_calls_leave_what_is_cached_alone(generator):

@@ -144,11 +144,22 @@ class ModelFingerprint:
         }
         self._reading = _Reading(self._known)
 
-    def begin(self, *, may_differ: bool = False, variant: str | None = None) -> None:
+    def look_ahead(self) -> None:
+        """Have a GPU begin to compare the weights while the host prepares a call of ``generate``.
+
+        The ``begin`` that follows takes this comparison for its own if the weights have kept their
+        places and version counters.
+        """
+        if self._reading.digest:
+            self._weights.look_ahead()
+
+    def begin(
+        self, *, may_differ: bool = False, variant: str | None = None, has_looked: bool = False
+    ) -> None:
         """Read the settings, and begin to compare the weights; ``confirm`` tells the result.
 
         With ``may_differ`` nothing is cached, and the weights that are found become the right ones.
-        ``variant`` is that of the call.
+        ``variant`` is that of the call; ``has_looked``: the call began with ``look_ahead``.
         """
         self._variant = check_variant(variant) or self._default_variant
         self._num_handles = _num_handles()
@@ -166,7 +177,10 @@ class ModelFingerprint:
             self._check_modes()
         self.key = self._current_key()
         self._weights.begin(
-            self._reading.tensors, is_read_anew=self._is_unchecked, may_differ=may_differ
+            self._reading.tensors,
+            is_read_anew=self._is_unchecked,
+            may_differ=may_differ,
+            has_looked=has_looked,
         )
         self._is_unchecked = False
 
@@ -215,10 +229,11 @@ class ModelFingerprint:
         """Return whether hooks were registered since ``begin``, removed again or not."""
         return _num_handles() != self._num_handles
 
-    @property
-    def modules(self) -> Iterable[torch.nn.Module]:
-        """The model's modules, as ``begin`` found them."""
-        return self._reading.modules.values() or self._model.modules()
+    def addresses(self) -> tuple[int, ...]:
+        """Return where all parameters and buffers lie: what a CUDA graph depends on."""
+        owners = self._reading.owners_of_tensors or _owners_of_tensors(self._model.modules())
+        tensors = chain.from_iterable(map(dict.values, owners))
+        return tuple(map(torch.Tensor.data_ptr, filter(torch.is_tensor, tensors)))
 
     @property
     def has_foreign(self) -> bool:
@@ -322,6 +337,7 @@ class _Reading:
         values: What was read, by path; beside it a number that holds in this process only.
         tensors: The tensors that were found, by path; one that is found twice has the first path.
         modules: The modules that were found, by path.
+        owners_of_tensors: Their dicts of parameters and of buffers, the empty ones left out.
         modules_of_code: Names of the Python modules whose code is part of the model, libraries not
             counted.
         foreign: Where the first foreign code of each kind is.
@@ -334,6 +350,7 @@ class _Reading:
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
+        self.owners_of_tensors: list[dict[str, Any]] = []
         self.modules_of_code: set[str] = set()
         self.foreign: dict[ForeignKind, str] = {}
         self.unknown: dict[str, int] = {}
@@ -377,6 +394,7 @@ class _Reading:
         lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
         self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
         self._found = self._look()
+        self.owners_of_tensors = _owners_of_tensors(self.modules.values())
         self._paths, self._names = {}, {}
 
     def is_current(self) -> bool:
@@ -613,6 +631,11 @@ class _Reading:
             self._keys.append(name)
 
 
+def _owners_of_tensors(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
+    kinds = attrgetter("_parameters", "_buffers")
+    return [owner for owner in chain.from_iterable(map(kinds, modules)) if owner]
+
+
 def _is_plain(value: Any) -> bool:
     """Return whether ``repr`` says all of a value, and nothing can change it."""
     kind = type(value)
@@ -688,23 +711,45 @@ class _Weights:
         self._is_pending = False
         self._may_differ = False
         self._num_calls = 0
+        self._versions: list[int] = []  # when the comparison was begun ahead; empty: it was not
+
+    def look_ahead(self) -> None:
+        """Begin the comparison before ``begin``, if a GPU makes it and all lies where it lay."""
+        self._versions = []
+        if not self._checksums or any(each.device.type != "cuda" for each in self._checksums):
+            return
+        if self._look() == self._layout:  # pragma: no cover - tests/gpu run it
+            self._start()
+            self._versions = list(map(_version, self._tensors.values()))
 
     def begin(
-        self, tensors: Mapping[str, torch.Tensor], *, is_read_anew: bool, may_differ: bool
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        is_read_anew: bool,
+        may_differ: bool,
+        has_looked: bool = False,
     ) -> None:
         self._is_pending = False
         self._may_differ = may_differ
-        self._num_calls += 1
+        began_with = self._versions if has_looked else []
+        self._versions = []
         if is_read_anew or self._checksums is None or self._look() != self._layout:
             self._take(dict(self.measure(tensors)), is_changed=False)
             self._layout = self._look()
         elif self.kind != "off":
-            sample = {"stride": _SAMPLE_STRIDE, "phase": self._num_calls % _SAMPLE_STRIDE}
-            for checksums in self._checksums:
-                checksums.start(**(sample if self.kind == "sample" else {}))
+            if not began_with or began_with != list(map(_version, self._tensors.values())):
+                self._start()
             self._is_pending = True
             if all(checksums.device.type != "cuda" for checksums in self._checksums):
                 self.confirm()
+
+    def _start(self) -> None:
+        assert self._checksums is not None
+        self._num_calls += 1
+        sample = {"stride": _SAMPLE_STRIDE, "phase": self._num_calls % _SAMPLE_STRIDE}
+        for checksums in self._checksums:
+            checksums.start(**(sample if self.kind == "sample" else {}))
 
     def skip(self) -> None:
         """Leave nothing for ``confirm`` to wait for."""

@@ -108,6 +108,7 @@ class Generation:
 
     def __enter__(self) -> Generation:
         """Arm the first forward."""
+        self._runner.fingerprint.look_ahead()
         self._arm()
         return self
 
@@ -207,7 +208,7 @@ class Generation:
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
         fingerprint = self._runner.fingerprint
-        fingerprint.begin(may_differ=self._store.is_empty, variant=self._variant)
+        fingerprint.begin(may_differ=self._store.is_empty, variant=self._variant, has_looked=True)
         if prompts is None or fingerprint.foreign is not None:
             self.bypass = fingerprint.foreign[0] if fingerprint.foreign else "hidden tokens"
             self._keeps_answers = False

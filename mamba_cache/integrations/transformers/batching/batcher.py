@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -424,13 +423,7 @@ class Batcher:
     def begin(self) -> None:
         """Look at where the model's weights lie; call it before the first step of each call."""
         fingerprint = self._runner.fingerprint
-        # Walking through the model anew for each call would take longer than all else here.
-        tensors = chain.from_iterable(
-            (*module._parameters.values(), *module._buffers.values())
-            for module in fingerprint.modules
-        )
-        lies_at = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
-        self._graphs.begin((fingerprint.key, lies_at))
+        self._graphs.begin((fingerprint.key, fingerprint.addresses()))
 
     def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
         """Captures the decode step for the batches that may come, while nobody runs.
