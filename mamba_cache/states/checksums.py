@@ -27,8 +27,8 @@ _KERNELS = "mamba_cache.states.kernels.checksum"
 class TensorChecksums:
     """Remembers what tensors on one device hold, to the bit, and tells whether they still do.
 
-    On a GPU ``start`` enqueues one launch over all tensors on the current stream and returns;
-    ``is_unchanged`` waits for that launch, not for what was enqueued after it.
+    On a GPU ``start`` enqueues one launch over all tensors behind what the current stream has to do
+    and returns; ``is_unchanged`` waits for that launch, and the current stream does not.
     """
 
     @outside_inference_mode
@@ -53,9 +53,11 @@ class TensorChecksums:
         self._changed = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._verdict = self._changed
         self._done: Any = None
+        self._stream: Any = None
         if self.device.type == "cuda":
             self._verdict = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +66,8 @@ class TensorChecksums:
 
     def measure(self) -> list[bytes]:
         """Return the checksum of each tensor now, which are expected from then on. It waits."""
+        if self._done is not None:
+            self._done.synchronize()
         self._copy_gapped()
         self._measure(self._plan, self._expected, self._expected, self._changed, 1, 0)
         sums, heads = self._expected.cpu(), self._plan.num_heads
@@ -75,12 +79,20 @@ class TensorChecksums:
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
         """Begin to compare the tensors with what is expected."""
+        if self._done is None:
+            self._compare(stride, phase)
+            return
+        # On a stream of its own: what the caller waits for next need not wait for this as well.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            self._compare(stride, phase)
+            self._verdict.copy_(self._changed, non_blocking=True)
+            self._done.record(self._stream)
+
+    def _compare(self, stride: int, phase: int) -> None:
         self._copy_gapped()
         self._changed.zero_()
         self._measure(self._plan, self._expected, self._sums, self._changed, stride, phase)
-        if self._done is not None:
-            self._verdict.copy_(self._changed, non_blocking=True)
-            self._done.record(torch.cuda.current_stream(self.device))
 
     def is_unchanged(self) -> bool:
         """Say whether all that ``start`` compared was as expected. It waits for that."""

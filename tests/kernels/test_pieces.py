@@ -26,7 +26,7 @@ def spoilt(tensor):
 @pytest.mark.parametrize("count", [1, 5, 8])
 @pytest.mark.parametrize("number", range(5))
 def test_a_piece_of_each_row_is_taken_and_padded(kernels, device, generator, count, number):
-    """Of contiguous tensors and of parts of wider ones, of different dtypes and sizes."""
+    """Of contiguous and transposed tensors and parts of wider ones, of any dtype and size."""
     shapes = [(7,), (2, 8), (3, 1500), (4,), (1, 2, 3), (5,), (6,), (2, 2)][:count]
     dtypes = [torch.float32, torch.bfloat16]
     values = [
@@ -34,6 +34,10 @@ def test_a_piece_of_each_row_is_taken_and_padded(kernels, device, generator, cou
         .to(device, dtypes[place % 2])
         for place, shape in enumerate(shapes)
     ]  # fmt: skip
+    values = [
+        value.transpose(1, -1).contiguous().transpose(1, -1) if place % 3 == 2 else value
+        for place, value in enumerate(values)
+    ]
     fills = [0.0, -math.inf, 0.0, 1.0, 0.0, -math.inf, 0.0, 2.0][:count]
     bounds = torch.tensor(BOUNDS, device=device)
     width = max(row[number + 1] - row[number] for row in BOUNDS) + number % 2

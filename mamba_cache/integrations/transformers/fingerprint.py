@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -720,7 +720,7 @@ class _Weights:
             return
         if self._look() == self._layout:  # pragma: no cover - tests/gpu run it
             self._start()
-            self._versions = list(map(_version, self._tensors.values()))
+            self._versions = _versions(self._tensors.values())
 
     def begin(
         self,
@@ -738,7 +738,7 @@ class _Weights:
             self._take(dict(self.measure(tensors)), is_changed=False)
             self._layout = self._look()
         elif self.kind != "off":
-            if not began_with or began_with != list(map(_version, self._tensors.values())):
+            if not began_with or began_with != _versions(self._tensors.values()):
                 self._start()
             self._is_pending = True
             if all(checksums.device.type != "cuda" for checksums in self._checksums):
@@ -810,7 +810,7 @@ class _Weights:
             list(map(torch.Tensor.size, tensors)),
             list(map(torch.Tensor.stride, tensors)),
             list(map(attrgetter("dtype"), tensors)),
-            list(map(_version, tensors)) if self.kind != "full" else [],
+            _versions(tensors) if self.kind != "full" else [],
         ]
 
 
@@ -827,6 +827,14 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was written to in place, as far as PyTorch counts it."""
+    try:
+        return list(map(attrgetter("_version"), tensors))
+    except RuntimeError:  # tensors of the inference mode have none
+        return list(map(_version, tensors))
 
 
 def _depends_on_mode(module: torch.nn.Module) -> bool:

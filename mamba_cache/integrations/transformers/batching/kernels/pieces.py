@@ -17,68 +17,67 @@ _MAX_TAKEN = 6
 """Tensors that one launch of ``take_piece`` serves: a scan has five or six inputs."""
 _MAX_JOINED = 4
 """Pieces of a row that one launch of ``join_pieces`` serves: three checkpoints."""
+_TOKENS, _VALUES = 32, 64
 _TILE = 1024
 _CHANNELS = 128
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _take(  # type: ignore[no-untyped-def]
-    value,
-    taken,
-    row,
-    token,
-    place,
-    is_own,
-    row_stride,
-    token_stride,
-    size,
-    fill,
-    TILE: tl.constexpr,
-) -> None:
-    """Copy one token of one tensor, or fill its place."""
-    source = value + row * row_stride + token * token_stride
-    for start in range(0, size, TILE):
-        offset = start + tl.arange(0, TILE)
-        is_inside = offset < size
-        found = tl.load(source + offset, mask=is_inside & is_own, other=fill)
-        tl.store(taken + place * size + offset, found, mask=is_inside)
+    value, taken, row_stride, token_stride, inner_stride, size, fill,
+    bounds, bounds_stride, number, width, tile, TOKENS: tl.constexpr, VALUES: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy a tile of one row's piece of one tensor, filled where the piece has no tokens."""
+    if (tile >= 0) & (tile * VALUES < size):
+        row = tl.program_id(0).to(tl.int64)
+        bound = bounds + row * bounds_stride + number
+        column = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[:, None].to(tl.int64)
+        offset = (tile * VALUES + tl.arange(0, VALUES))[None, :].to(tl.int64)
+        token = tl.load(bound) + column
+        is_inside = (column < width) & (offset < size)
+        source = value + row * row_stride + token * token_stride + offset * inner_stride
+        is_own = is_inside & (token < tl.load(bound + 1))
+        found = tl.load(source, mask=is_own, other=fill)
+        tl.store(taken + (row * width + column) * size + offset, found, mask=is_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _take_kernel(  # type: ignore[no-untyped-def]
     bounds, bounds_stride, number, width,
-    value_0, taken_0, row_stride_0, token_stride_0, size_0, fill_0,
-    value_1, taken_1, row_stride_1, token_stride_1, size_1, fill_1,
-    value_2, taken_2, row_stride_2, token_stride_2, size_2, fill_2,
-    value_3, taken_3, row_stride_3, token_stride_3, size_3, fill_3,
-    value_4, taken_4, row_stride_4, token_stride_4, size_4, fill_4,
-    value_5, taken_5, row_stride_5, token_stride_5, size_5, fill_5,
+    value_0, taken_0, row_0, token_0, inner_0, size_0, fill_0,
+    value_1, taken_1, row_1, token_1, inner_1, size_1, fill_1,
+    value_2, taken_2, row_2, token_2, inner_2, size_2, fill_2,
+    value_3, taken_3, row_3, token_3, inner_3, size_3, fill_3,
+    value_4, taken_4, row_4, token_4, inner_4, size_4, fill_4,
+    value_5, taken_5, row_5, token_5, inner_5, size_5, fill_5,
     COUNT: tl.constexpr,
-    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Take one token of one row's piece out of up to six tensors."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    bound = bounds + row * bounds_stride + number
-    token = tl.load(bound) + column
-    is_own = token < tl.load(bound + 1)
-    place = row * width + column
-    _take(value_0, taken_0, row, token, place, is_own,
-          row_stride_0, token_stride_0, size_0, fill_0, TILE)  # fmt: skip
+    """Take a tile of one row's piece out of one of up to six tensors, whose tiles are counted."""
+    tile = tl.program_id(2)
+    _take(value_0, taken_0, row_0, token_0, inner_0, size_0, fill_0,
+          bounds, bounds_stride, number, width, tile, TOKENS, VALUES)  # fmt: skip
     if COUNT > 1:
-        _take(value_1, taken_1, row, token, place, is_own,
-              row_stride_1, token_stride_1, size_1, fill_1, TILE)  # fmt: skip
+        tile -= tl.cdiv(size_0, VALUES)
+        _take(value_1, taken_1, row_1, token_1, inner_1, size_1, fill_1,
+              bounds, bounds_stride, number, width, tile, TOKENS, VALUES)  # fmt: skip
     if COUNT > 2:
-        _take(value_2, taken_2, row, token, place, is_own,
-              row_stride_2, token_stride_2, size_2, fill_2, TILE)  # fmt: skip
+        tile -= tl.cdiv(size_1, VALUES)
+        _take(value_2, taken_2, row_2, token_2, inner_2, size_2, fill_2,
+              bounds, bounds_stride, number, width, tile, TOKENS, VALUES)  # fmt: skip
     if COUNT > 3:
-        _take(value_3, taken_3, row, token, place, is_own,
-              row_stride_3, token_stride_3, size_3, fill_3, TILE)  # fmt: skip
+        tile -= tl.cdiv(size_2, VALUES)
+        _take(value_3, taken_3, row_3, token_3, inner_3, size_3, fill_3,
+              bounds, bounds_stride, number, width, tile, TOKENS, VALUES)  # fmt: skip
     if COUNT > 4:
-        _take(value_4, taken_4, row, token, place, is_own,
-              row_stride_4, token_stride_4, size_4, fill_4, TILE)  # fmt: skip
+        tile -= tl.cdiv(size_3, VALUES)
+        _take(value_4, taken_4, row_4, token_4, inner_4, size_4, fill_4,
+              bounds, bounds_stride, number, width, tile, TOKENS, VALUES)  # fmt: skip
     if COUNT > 5:
-        _take(value_5, taken_5, row, token, place, is_own,
-              row_stride_5, token_stride_5, size_5, fill_5, TILE)  # fmt: skip
+        tile -= tl.cdiv(size_4, VALUES)
+        _take(value_5, taken_5, row_5, token_5, inner_5, size_5, fill_5,
+              bounds, bounds_stride, number, width, tile, TOKENS, VALUES)  # fmt: skip
 
 
 @triton.jit
@@ -151,21 +150,21 @@ def take_piece(
     width: int,
 ) -> list[torch.Tensor]:
     """Do what the twin does, in one launch for six tensors."""
+    # Usually views: the values of a token, or the tokens of a value, lie together.
     flat = [value.flatten(2) for value in values]
-    # Usually a view: only the values of one token must lie together.
-    flat = [value if value.stride(2) == 1 else value.contiguous() for value in flat]
     taken = [value.new_empty(len(bounds), width, value.shape[2]) for value in flat]
     for first in range(0, len(flat), _MAX_TAKEN):
         part = slice(first, first + _MAX_TAKEN)
         groups = [
-            (value, to, value.stride(0), value.stride(1), value.shape[2], float(fill))
+            (value, to, *value.stride(), value.shape[2], float(fill))
             for value, to, fill in zip(flat[part], taken[part], fills[part], strict=True)
         ]
         arguments = [each for group in (groups + groups[:1] * _MAX_TAKEN)[:_MAX_TAKEN]
                      for each in group]  # fmt: skip
-        _take_kernel[(len(bounds), width)](
+        num_tiles = sum(triton.cdiv(value.shape[2], _VALUES) for value in flat[part])
+        _take_kernel[(len(bounds), triton.cdiv(width, _TOKENS), num_tiles)](
             bounds, bounds.stride(0), number, width, *arguments,
-            COUNT=len(groups), TILE=_TILE, num_warps=4,
+            COUNT=len(groups), TOKENS=_TOKENS, VALUES=_VALUES, num_warps=4,
         )  # fmt: skip
     return [to.view(*to.shape[:2], *value.shape[2:])
             for to, value in zip(taken, values, strict=True)]  # fmt: skip
