@@ -1,4 +1,4 @@
-"""The pool of slots: which block has which slot, which goes next, which hash finds which state."""
+"""The pool of slots: which block has which slot, and which goes next."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, as_ints, as_items, check_int
+from mamba_cache._checks import INT32_MAX, as_ids, as_ints, as_items, check_int
 from mamba_cache._guard import CallGuard, guarded, outside, query
+from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.policies import (
     LruSlotPolicy,
     PrefixSlotPolicy,
@@ -26,7 +27,6 @@ from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
-    MambaSlotCapacityError,
     MissingStateError,
     UnknownBlockError,
 )
@@ -61,8 +61,8 @@ class SlotPool:
     most one block. A cached slot that is pinned is being read and is never evicted.
 
     Every method checks its arguments before it changes anything. ``free_slots``, ``block_to_slot``,
-    ``slot_to_block``, ``free_count`` and ``hash_to_block_id`` may also be written from outside: no
-    copy of what they say is kept.
+    ``slot_to_block`` and ``free_count`` may also be written from outside: no copy of what they say
+    is kept.
 
     After an exception of another package in the middle of a change, every call raises
     ``PoisonedError`` until ``reset``: that of the context, if the slots are a part of one.
@@ -80,8 +80,8 @@ class SlotPool:
         max_slots: As given.
         num_blocks: KV blocks that can have a slot.
         kv_blocks: As given.
-        listeners: They get ``Stored`` and ``Removed`` for states: those of ``kv_blocks``, if it has
-            any. What is written into the tables from outside is not told.
+        listeners: Those of a ``KVBlockAllocator``, which get ``Stored`` and ``Removed`` for states
+            of its registered blocks. Over other KV blocks nothing is told.
         policy: As given.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
@@ -91,7 +91,6 @@ class SlotPool:
         generations: [max_slots] int64. Which of its states each slot holds: another number whenever
             it is taken from a block.
         reserved: Block for which each reserved slot was taken.
-        hash_to_block_id: The block whose state each hash id finds, once the block has a slot.
         evicted_slots_total: Slots taken from cached blocks because others needed them.
         refused_states_total: States not saved because the policy held others worth more.
         skipped_checkpoints_total: States not saved because no slot could be had; whoever plans them
@@ -122,8 +121,8 @@ class SlotPool:
         self._prefix_policy = _as_prefix_policy(self.policy)
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
-        listeners = getattr(kv_blocks, "listeners", None)
-        self.listeners = listeners if isinstance(listeners, Listeners) else Listeners()
+        self._index = kv_blocks if isinstance(kv_blocks, KVBlockAllocator) else None
+        self.listeners = Listeners() if self._index is None else self._index.listeners
         self._evicts_held = evicts_held
         self._guard = CallGuard(self)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
@@ -139,15 +138,10 @@ class SlotPool:
         self.generations = np.zeros(self.max_slots, np.int64)
         self.reserved: dict[int, int] = {}
         self._awaited: set[int] = set()  # blocks for which a slot is reserved
-        self.hash_to_block_id: dict[int, int] = {}
-        # The hash that each block's state was registered under. The KV blocks' owner knows what the
-        # block holds now: where the two differ, the state is stale.
-        self._hash_of: dict[int, int] = {}
         self._last_generation = 0
         self._clear()
-        attach = getattr(kv_blocks, "attach_slots", None)
-        if attach is not None:  # an embedder's allocator calls ``on_kv_blocks_deregistered``
-            attach(self)
+        if self._index is not None:
+            self._index.attach_slots(self)
 
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards: it is used with the other parts."""
@@ -159,8 +153,6 @@ class SlotPool:
         self._slot_to_block.fill(-1)
         self.reserved.clear()
         self._awaited.clear()
-        self.hash_to_block_id.clear()
-        self._hash_of.clear()
         self.evicted_slots_total = 0
         self.refused_states_total = 0
         self.skipped_checkpoints_total = 0
@@ -207,19 +199,26 @@ class SlotPool:
         """Say whether the state of a block of the pool is cached; for its allocator."""
         return self._slot_at[block_id] >= 0
 
-    def have_states(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Say of each block of [n] whether its state is cached; for its allocator."""
-        have: npt.NDArray[np.bool_] = self._block_to_slot.take(blocks) >= 0
-        return have
+    def first_to_go(
+        self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], chosen: list[int]
+    ) -> int | None:
+        """Return which block with a state the policy would give up first; for its allocator.
 
-    def first_to_go(self, blocks: npt.NDArray[np.intp]) -> int:
-        """Return which of [n] blocks with cached states the policy would give up first.
+        Args:
+            leaves_of: Returns those of [n] blocks that can go.
+            chosen: Blocks that go already.
 
-        For the blocks' allocator; the policy is one that knows prompts.
+        Returns:
+            None if there is no such block. The policy is one that knows prompts.
         """
         assert self._prefix_policy is not None
+        blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])
+        if chosen:
+            blocks = blocks[~np.isin(blocks, chosen)]
+        if not len(blocks):
+            return None
         slots = self._block_to_slot.take(blocks).astype(np.int64)
-        return blocks.item(self._prefix_policy.least_loss(slots))
+        return int(blocks[self._prefix_policy.least_loss(slots)])
 
     @query
     def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
@@ -272,40 +271,6 @@ class SlotPool:
             self._slot_to_block[slot] == lease.block_id
             and self.generations[slot] == lease.generation
         )
-
-    @guarded(nests=True)
-    def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
-        """Give each block a slot: its own if it has one, else a free one, else an evicted one.
-
-        The blocks count as cached at once, so write their states before anybody reads them.
-
-        Returns:
-            The slot of each block, in order; a block that is named twice has one slot.
-
-        Raises:
-            UnknownBlockError: An id is outside the KV pool.
-            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
-                of the blocks named here are not evictable.
-        """
-        ids = self._block_ids(block_ids)
-        slots = dict(zip(ids, self._slots_of(ids), strict=True))
-        new = [block_id for block_id, slot in slots.items() if slot < 0]
-        if new:
-            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
-            if len(new) > self.free_count + len(victims):
-                raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
-            taken = self._take(len(new), victims, num_references=0)
-            for slot, block_id in zip(taken, new, strict=True):
-                self._assign(slot, block_id)
-                slots[block_id] = slot
-            self.policy.on_stored(taken, [1] * len(taken))
-            try:
-                self.listeners.tell()
-            except BaseException:
-                # The caller never learns the slots, so it does not write them.
-                self._free_blocks(new)
-                raise
-        return [slots[block_id] for block_id in ids]
 
     @guarded(nests=True)
     def reserve_slots(
@@ -386,7 +351,6 @@ class SlotPool:
         self,
         slots: Sequence[int],
         block_ids: Iterable[int],
-        hashes: Iterable[int],
         *,
         saved_tokens: Sequence[int] | None = None,
     ) -> list[int]:
@@ -396,7 +360,6 @@ class SlotPool:
             slots: Reserved slots.
             block_ids: The block of each, which need not be the one that it was reserved for. If
                 that block has a slot by now, the reserved one becomes free.
-            hashes: The hash id of each block; one that is not positive is not registered.
             saved_tokens: For each, the tokens that its state saves beyond the state before it in
                 the same prefix, for policies that ask; None: unknown, so all are alike.
 
@@ -410,11 +373,33 @@ class SlotPool:
         """
         ids = self._block_ids(block_ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
-        hash_ids, saved = _read_states(taken, ids, hashes, saved_tokens)
+        saved = [1] * len(taken)
+        if saved_tokens is not None:
+            saved = as_ids("saved_tokens", saved_tokens, INT32_MAX + 1)
+        check_same_length(slots=taken, block_ids=ids, saved_tokens=saved)
         self._guard.is_changing = True
-        for slot in taken:
+        stored: dict[int, int] = {}
+        for slot, block_id, tokens in zip(taken, ids, saved, strict=True):
             self._awaited.discard(self.reserved.pop(slot))
-        return self._publish(taken, ids, hash_ids, saved)
+            if self._slot_at[block_id] >= 0:
+                self._release([slot])
+            else:
+                self._slot_at[block_id], self._block_at[slot] = slot, block_id
+                stored[slot] = tokens
+        self._rows.release(taken, as_rows(taken))  # those without a block become free
+        if stored:
+            self._note_stored(stored)
+        self.listeners.tell()
+        return self._slots_of(ids)
+
+    def _note_stored(self, stored: dict[int, int]) -> None:
+        """Tell the policy and the listeners of states: the tokens that each saves, by slot."""
+        slots, saved_tokens = list(stored), list(stored.values())
+        if self._prefix_policy is not None:
+            self._prefix_policy.on_published(slots, self._hash_ids_of(slots), saved_tokens)
+        else:
+            self.policy.on_stored(slots, saved_tokens)
+        self._put(Stored, slots)
 
     @guarded(nests=True)
     def cancel_reserved(self, slots: Sequence[int]) -> None:
@@ -433,25 +418,6 @@ class SlotPool:
             self._awaited.discard(self.reserved.pop(slot))
         self._rows.release(taken, as_rows(taken))
         self._release(taken)
-
-    @guarded(nests=True)
-    def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
-        """Make the blocks' states findable by hash id; one that is not positive is passed over.
-
-        A block has one hash: an earlier one is forgotten. A hash finds one block: the last. A block
-        may be registered before it has a slot; ``has_state`` tells.
-
-        Raises:
-            UnknownBlockError: A block id is outside the KV pool.
-            InvalidArgumentError: The lists differ in length, or a hash id is too large. Nothing was
-                registered.
-        """
-        ids = self._block_ids(block_ids)
-        hash_ids = _as_hash_ids(hashes)
-        check_same_length(block_ids=ids, hashes=hash_ids)
-        self._guard.is_changing = True
-        self._register(ids, hash_ids)
-        self.listeners.tell()
 
     def _release(self, slots: Sequence[int]) -> None:
         """Tell a policy that knows prompts of slots that hold or await no state any more."""
@@ -526,65 +492,18 @@ class SlotPool:
     def _invalidate_blocks_batch(self, block_ids: Iterable[int]) -> None:
         ids = self._block_ids(block_ids)
         self._guard.is_changing = True
-        self._free_blocks(ids)
+        self.free_states(ids)
         self.listeners.tell()
 
-    @guarded(nests=True)
-    def on_kv_blocks_deregistered(
-        self, block_ids: Iterable[int], hashes_to_delete: Iterable[int]
-    ) -> None:
-        """Free the slots of KV blocks that lost their content: the KV blocks' owner calls it.
+    def free_states(self, block_ids: Iterable[int]) -> None:
+        """Free the slots of blocks, pinned or not; blocks without a slot are passed over.
 
-        Args:
-            block_ids: The blocks; a list, set, array or tensor.
-            hashes_to_delete: Their hash ids. The blocks that these find here are freed as well.
-
-        Raises:
-            UnknownBlockError: An id is outside the KV pool; nothing was freed.
-            InvalidArgumentError: A hash id is no int, or too large; nothing was freed.
+        ``KVBlockAllocator`` calls it when it deregisters blocks, and tells the listeners.
         """
-        # The blocks have lost their content already, so from here on this must end well.
-        self._guard.is_changing = True
-        ids = self._block_ids(block_ids)
-        hashes = _as_hash_ids(hashes_to_delete)
-        self.free_states(ids, hashes)
-        self.listeners.tell()
-
-    def free_states(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
-        """Free the slots of deregistered blocks, as a part of the change of their allocator.
-
-        The allocator tells the listeners.
-        """
-        found = [self.hash_to_block_id[h] for h in hash_ids if h in self.hash_to_block_id]
-        self._free_blocks([*block_ids, *found])
-        # Eviction names many blocks of a long prompt at once, and few of them have a state.
-        for block_id in block_ids:
-            if block_id in self._hash_of:  # it had a hash, but no slot
-                self._forget_block(block_id)
-        for hash_id in hash_ids:
-            if hash_id in self.hash_to_block_id:
-                self._forget_hash(hash_id)
-
-    @guarded(nests=True)
-    def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
-        """Take slots from unreferenced blocks and hand them to the caller, not to the pool.
-
-        Until the caller pushes them onto ``free_slots``, ``check_invariants`` misses them.
-
-        Args:
-            num_needed: How many.
-            candidate_ids: Blocks that may lose theirs; default: any.
-        """
-        victims = self._choose_victims(num_needed, candidates=candidate_ids)
-        if len(victims) < num_needed:
-            raise MambaSlotCapacityError(num_needed, len(victims))
-        self._evict(victims, num_needed)
-        try:
-            self.listeners.tell()
-        except BaseException:
-            self._rows.push(victims)
-            raise
-        return victims
+        slots = [slot for slot in dict.fromkeys(self._slots_of(block_ids)) if slot >= 0]
+        if slots:
+            self._unassign(slots)
+            self._rows.push(slots)
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
@@ -601,14 +520,9 @@ class SlotPool:
     def _reset(self) -> None:
         self._last_generation += 1
         self.generations.fill(self._last_generation)
-        gone = [
-            (self._block_to_slot.item(block_id), block_id, hash_id)
-            for block_id, hash_id in self._hash_of.items()
-            if self._block_to_slot[block_id] >= 0
-        ]
+        gone = np.flatnonzero(self._slot_to_block >= 0).tolist()
+        self._put(Removed, gone, is_reset=True)
         self._clear()
-        slots, block_ids, hash_ids = zip(*gone, strict=True) if gone else ((), (), ())
-        self.listeners.put(Removed("state", block_ids, hash_ids, slots=slots, is_reset=True))
 
     def check_uses(self, reserved: Collection[int], leases: Iterable[SlotLease]) -> None:
         """Prove that just these slots are reserved and leased, and that no state is stale.
@@ -619,9 +533,8 @@ class SlotPool:
         Raises:
             InvariantError: They are not.
         """
-        hashes, hash_of = as_host_array(self.kv_blocks.block_hashes), self._hash_of
-        cached = self._slot_to_block[self._slot_to_block >= 0].tolist()
-        stale = [block for block in cached if hash_of.get(block, hashes[block]) != hashes[block]]
+        hashes = as_host_array(self.kv_blocks.block_hashes)
+        stale = [block for block in self._slot_to_block.tolist() if block >= 0 > hashes[block]]
         _require(not stale, f"blocks {stale[:8]} have states of what they held before")
         _require(
             sorted(reserved) == sorted(self.reserved),
@@ -643,7 +556,6 @@ class SlotPool:
         breaches = self._rows.breaches()
         _require(not breaches, f"does not hold: {'; '.join(breaches)}")
         self._check_ties()
-        self._check_hashes()
         cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
         if self._prefix_policy is not None:
             self._prefix_policy.check_invariants([*cached, *self.reserved])
@@ -665,19 +577,6 @@ class SlotPool:
             held == sorted(self.reserved) and bool((self.pin_counts[held] == 1).all()),
             "slots without a state have other references than one for each that is reserved",
         )
-
-    def _check_hashes(self) -> None:
-        for hash_id, block_id in self.hash_to_block_id.items():
-            _require(
-                self._block_to_slot[block_id] >= 0 or self._hash_of.get(block_id) == hash_id,
-                f"hash {hash_id} finds block {block_id}, which lost its slot",
-            )
-        for block_id, hash_id in self._hash_of.items():
-            # An embedder may drop a hash by itself, but a hash cannot stand for two blocks.
-            _require(
-                self.hash_to_block_id.get(hash_id, block_id) == block_id,
-                f"block {block_id} is registered under hash {hash_id}, which finds another",
-            )
 
     # What follows trusts its arguments, and that the guard knows of the change.
 
@@ -759,96 +658,36 @@ class SlotPool:
             )
         return given
 
-    def _assign(self, slot: int, block_id: int) -> None:
-        self._slot_at[block_id], self._block_at[slot] = slot, block_id
-        if block_id in self._hash_of:
-            self._put(Stored, block_id, self._hash_of[block_id])
-
     def _unassign(self, slots: Sequence[int]) -> None:
-        """End the cached slots' ties to their blocks, and the blocks' hashes with it.
+        """End the cached slots' ties to their blocks.
 
         All traces go now, since an embedder may give the slots away by index.
         """
-        known = getattr(self.kv_blocks, "block_hashes", None)
-        hashes = None if known is None else as_host_array(known)
-        for slot in slots:
-            block_id = self._block_at[slot]
-            self._forget_block(block_id)
-            if hashes is not None:
-                self._unlink(block_id, hashes.item(block_id))
+        self._put(Removed, slots)
+        blocks = [self._block_at[slot] for slot in slots]
+        for slot, block_id in zip(slots, blocks, strict=True):
             self._slot_at[block_id] = self._block_at[slot] = -1
             self._rows.ref_at[slot] = 0
             self._last_generation += 1
             self.generations[slot] = self._last_generation
         self._release(slots)
+        if self._index is not None:
+            self._index.offer_for_eviction(blocks)
 
-    def _free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Free the slots of blocks, pinned or not; blocks without a slot are passed over."""
-        slots = [slot for slot in dict.fromkeys(self._slots_of(block_ids)) if slot >= 0]
-        if slots:
-            self._unassign(slots)
-            self._rows.push(slots)
+    def _hash_ids_of(self, slots: Sequence[int]) -> list[int]:
+        """Return the hash id under which the block of each cached slot is registered, or -1."""
+        hashes = as_host_array(self.kv_blocks.block_hashes)
+        return [hashes.item(self._block_at[slot]) for slot in slots]
 
-    def _publish(
-        self, slots: list[int], block_ids: list[int], hash_ids: list[int], saved_tokens: list[int]
-    ) -> list[int]:
-        """Make written slots findable; return the slot that caches each block now."""
-        stored, hash_of = {}, {}
-        for slot, block_id, hash_id, tokens in zip(
-            slots, block_ids, hash_ids, saved_tokens, strict=True
-        ):
-            if self._slot_at[block_id] >= 0:
-                self._release([slot])
-            else:
-                self._assign(slot, block_id)
-                stored[slot], hash_of[slot] = tokens, hash_id
-        self._rows.release(slots, as_rows(slots))  # those without a block become free
-        self._register(block_ids, hash_ids)
-        if stored and self._prefix_policy is not None:
-            named = list(hash_of.values())
-            self._prefix_policy.on_published(list(stored), named, list(stored.values()))
-        elif stored:
-            self.policy.on_stored(list(stored), list(stored.values()))
-        self.listeners.tell()
-        return self._slots_of(block_ids)
-
-    def _register(self, block_ids: Sequence[int], hash_ids: Sequence[int]) -> None:
-        for block_id, hash_id in zip(block_ids, hash_ids, strict=True):
-            if hash_id <= 0 or (
-                self._hash_of.get(block_id) == hash_id
-                and self.hash_to_block_id.get(hash_id) == block_id
-            ):
-                continue
-            self._forget_hash(hash_id)
-            self._forget_block(block_id)
-            self._hash_of[block_id] = hash_id
-            self.hash_to_block_id[hash_id] = block_id
-            self._put(Stored, block_id, hash_id)
-
-    def _forget_block(self, block_id: int) -> None:
-        """Forget the hash under which a block was registered here, if it was."""
-        hash_id = self._hash_of.pop(block_id, None)
-        if hash_id is None:
+    def _put(self, kind: type[Stored | Removed], slots: Sequence[int], **options: Any) -> None:
+        """Queue an event of the states of registered blocks."""
+        if self._index is None or not self.listeners.wants(kind):
             return
-        self._unlink(block_id, hash_id)
-        self._put(Removed, block_id, hash_id)
-
-    def _forget_hash(self, hash_id: int) -> None:
-        """Make a hash find nothing."""
-        block_id = self.hash_to_block_id.pop(hash_id, None)
-        if block_id is not None and self._hash_of.get(block_id) == hash_id:
-            self._forget_block(block_id)
-
-    def _unlink(self, block_id: int, hash_id: int) -> None:
-        """Make a hash find nothing, unless it finds another block by now."""
-        if self.hash_to_block_id.get(hash_id) == block_id:
-            del self.hash_to_block_id[hash_id]
-
-    def _put(self, kind: type[Stored | Removed], block_id: int, hash_id: int) -> None:
-        """Queue an event of a block's state, if it has one."""
-        slot = self._slot_at[block_id]
-        if slot >= 0 and self.listeners.wants(kind):
-            self.listeners.put(kind("state", (block_id,), (hash_id,), slots=(slot,)))
+        found = zip(slots, self._hash_ids_of(slots), strict=True)
+        told = [(self._block_at[slot], hash_id, slot) for slot, hash_id in found if hash_id > 0]
+        if told or options:
+            block_ids, hash_ids, cached = zip(*told, strict=True) if told else ((), (), ())
+            self.listeners.put(kind("state", block_ids, hash_ids, slots=cached, **options))
 
 
 def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:
@@ -860,25 +699,6 @@ def check_same_length(**lists: list[int]) -> None:
     if len({*map(len, lists.values())}) > 1:
         lengths = {name: len(values) for name, values in lists.items()}
         raise InvalidArgumentError(f"these must be equally long: {lengths}")
-
-
-def _as_hash_ids(values: Iterable[Any]) -> list[int]:
-    """Read hash ids, as ``as_ints`` does; those that are not positive mean "none"."""
-    return as_ids("hashes", values, INT64_MAX + 1, start=-INT64_MAX - 1)
-
-
-def _read_states(
-    slots: list[int],
-    block_ids: list[int],
-    hashes: Iterable[Any],
-    saved_tokens: Sequence[int] | None,
-) -> tuple[list[int], list[int]]:
-    """Read the hash id of each state that is to be published, and the tokens that it saves."""
-    hash_ids, saved = _as_hash_ids(hashes), [1] * len(slots)
-    if saved_tokens is not None:
-        saved = as_ids("saved_tokens", saved_tokens, INT32_MAX + 1)
-    check_same_length(slots=slots, block_ids=block_ids, hashes=hash_ids, saved_tokens=saved)
-    return hash_ids, saved
 
 
 def _num_kv_blocks(kv_blocks: Any) -> int:

@@ -808,29 +808,27 @@ class StepRunner:
         if not checkpoints:
             return
         hashes = active.hashes
-        slots, blocks, ids, saved_tokens = [], [], [], []
+        slots, blocks, saved_tokens = [], [], []
         private, computed = [], {}
         for checkpoint in checkpoints:
             num_saved = self._count_saved_tokens(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
-            hash_id = hashes[index]
             if index >= first:
                 block = holders[index - first]
             else:
-                block = self._kv_blocks.find_block(hash_id, hashes.digest(index))
+                block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
             if block is None:
                 private.append(checkpoint.slot)
                 continue
             slots.append(checkpoint.slot)
             blocks.append(block)
-            ids.append(hash_id)
             saved_tokens.append(num_saved)
             if not checkpoint.is_loaded:
                 computed[checkpoint.slot] = checkpoint.position
         if private:
             self._slots.cancel_reserved(private)
         if slots:
-            kept = self._slots.commit_reserved(slots, blocks, ids, saved_tokens=saved_tokens)
+            kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
             stored = [a for a, b in zip(kept, slots, strict=True) if a == b and a in computed]
             self._counters["saved_states"] += len(stored)
             if self._tiering is not None:

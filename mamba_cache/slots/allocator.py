@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from mamba_cache._checks import as_ids, as_ints, check_int, check_kind
+from mamba_cache._checks import INT64_MAX, as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded, outside
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache.placement import CheckpointPlacement, check_placement
 from mamba_cache.cache.policies import SlotEvictionPolicy, as_host_array, policy_named
+from mamba_cache.cache.rows import NONE
 from mamba_cache.cache.slot_pool import SlotPool, check_same_length
 from mamba_cache.errors import (
     InvalidArgumentError,
+    InvariantError,
     MambaCacheError,
     MambaSlotCapacityError,
     MissingStateError,
 )
+from mamba_cache.events import Stored
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots.megatron_scratch import (
     IntermediateTables,
@@ -67,6 +70,8 @@ class MambaSlotAllocator(SlotPool):
         block_to_slot: [pool_size] int32 tensor, CPU. -1: the block has no slot.
         slot_to_block: [max_slots] int32 tensor, CPU. -1: the slot is free or reserved. These three
             are the tables themselves, and may be written by index.
+        hash_to_block_id: For an embedder whose KV blocks are not a ``KVBlockAllocator``: the block
+            whose state each hash id finds, once the block has a slot.
         states: The saved states, [num_layers, max_slots, *shape] by name, whatever their kinds.
         conv_states: [num_mamba_layers, max_slots, *conv] on the device. This and the next, as
             those of the scratch, are None where states are of other kinds.
@@ -168,6 +173,8 @@ class MambaSlotAllocator(SlotPool):
         placement = check_placement(placement)
         if policy is None:
             policy = policy_named(getattr(context, "prefix_caching_eviction_policy", "lru"))
+        self.hash_to_block_id: dict[int, int] = {}
+        self._hash_of: dict[int, int] = {}  # the reverse, by block
         SlotPool.__init__(
             self,
             max_slots,
@@ -223,6 +230,125 @@ class MambaSlotAllocator(SlotPool):
         self._tables.has_intermediates = value
 
     @guarded(nests=True)
+    def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
+        """Give each block a slot: its own if it has one, else a free one, else an evicted one.
+
+        The blocks count as cached at once, so write their states before anybody reads them.
+
+        Returns:
+            The slot of each block, in order; a block that is named twice has one slot.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool.
+            MambaSlotCapacityError: Free and evictable slots do not do; nothing has changed. Slots
+                of the blocks named here are not evictable.
+        """
+        ids = self._block_ids(block_ids)
+        slots = dict(zip(ids, self._slots_of(ids), strict=True))
+        new = [block_id for block_id, slot in slots.items() if slot < 0]
+        if new:
+            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+            if len(new) > self.free_count + len(victims):
+                raise MambaSlotCapacityError(len(new), self.free_count + len(victims))
+            taken = self._take(len(new), victims, num_references=0)
+            for slot, block_id in zip(taken, new, strict=True):
+                self._slot_at[block_id], self._block_at[slot] = slot, block_id
+                slots[block_id] = slot
+            self.policy.on_stored(taken, [1] * len(taken))
+            self._put(Stored, taken)
+            try:
+                self.listeners.tell()
+            except BaseException:
+                # The caller never learns the slots, so it does not write them.
+                self.free_states(new)
+                raise
+        return [slots[block_id] for block_id in ids]
+
+    @guarded(nests=True)
+    def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
+        """Take slots from unreferenced blocks and hand them to the caller, not to the pool.
+
+        Until the caller pushes them onto ``free_slots``, ``check_invariants`` misses them.
+
+        Args:
+            num_needed: How many.
+            candidate_ids: Blocks that may lose theirs; default: any.
+        """
+        victims = self._choose_victims(num_needed, candidates=candidate_ids)
+        if len(victims) < num_needed:
+            raise MambaSlotCapacityError(num_needed, len(victims))
+        self._evict(victims, num_needed)
+        try:
+            self.listeners.tell()
+        except BaseException:
+            self._rows.push(victims)
+            raise
+        return victims
+
+    @guarded(nests=True)
+    def register_block_hashes_batch(self, block_ids: Iterable[int], hashes: Iterable[int]) -> None:
+        """Make the blocks' states findable by hash id; one that is not positive is passed over.
+
+        A block has one hash: an earlier one is forgotten. A hash finds one block: the last. A block
+        may be registered before it has a slot; ``has_state`` tells.
+
+        Raises:
+            UnknownBlockError: A block id is outside the KV pool.
+            InvalidArgumentError: The lists differ in length, or a hash id is too large. Nothing was
+                registered.
+        """
+        ids = self._block_ids(block_ids)
+        hash_ids = _as_hash_ids(hashes)
+        check_same_length(block_ids=ids, hashes=hash_ids)
+        self._guard.is_changing = True
+        for block_id, hash_id in zip(ids, hash_ids, strict=True):
+            if hash_id > 0:
+                other = self.hash_to_block_id.pop(hash_id, NONE)
+                if self._hash_of.get(other) == hash_id:
+                    del self._hash_of[other]
+                self._forget_hashes([block_id])
+                self.hash_to_block_id[hash_id], self._hash_of[block_id] = block_id, hash_id
+
+    def _forget_hashes(self, block_ids: Iterable[int]) -> None:
+        """Make blocks unfindable by hash: the ones registered here, and those they have now."""
+        if not self.hash_to_block_id:
+            return
+        now = as_host_array(self.kv_blocks.block_hashes)
+        for block_id in block_ids:
+            for hash_id in (self._hash_of.pop(block_id, NONE), now.item(block_id)):
+                if self.hash_to_block_id.get(hash_id) == block_id:
+                    del self.hash_to_block_id[hash_id]
+
+    @guarded(nests=True)
+    def on_kv_blocks_deregistered(
+        self, block_ids: Iterable[int], hashes_to_delete: Iterable[int]
+    ) -> None:
+        """Free the slots of KV blocks that lost their content: an embedder's KV allocator calls it.
+
+        Args:
+            block_ids: The blocks; a list, set, array or tensor.
+            hashes_to_delete: Their hash ids. The blocks that these find here are freed as well.
+
+        Raises:
+            UnknownBlockError: An id is outside the KV pool; nothing was freed.
+            InvalidArgumentError: A hash id is no int, or too large; nothing was freed.
+        """
+        # The blocks have lost their content already, so from here on this must end well.
+        self._guard.is_changing = True
+        ids = self._block_ids(block_ids)
+        hash_ids = _as_hash_ids(hashes_to_delete)
+        ids += [self.hash_to_block_id[h] for h in hash_ids if h in self.hash_to_block_id]
+        self.free_states(ids)
+        self._forget_hashes(ids)  # also of blocks that had no slot
+        for hash_id in hash_ids:
+            self.hash_to_block_id.pop(hash_id, None)
+        self.listeners.tell()
+
+    def _unassign(self, slots: Sequence[int]) -> None:
+        self._forget_hashes([self._block_at[slot] for slot in slots])
+        super()._unassign(slots)
+
+    @guarded(nests=True)
     def store_from_tensors(
         self, block_id: int, layer_idx: int, ssm_state: torch.Tensor, conv_state: torch.Tensor
     ) -> None:
@@ -270,20 +396,6 @@ class MambaSlotAllocator(SlotPool):
             self._write(lambda: self.transfers.live_to_slots(rows, last_write_wins(targets)))
 
     @guarded(nests=True)
-    def copy_live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Save live states by their rows, all layers in one launch.
-
-        Args:
-            rows: [n] rows of the live states, on the host or the device; ``PAD_SLOT_ID`` skips.
-            slots: [n] slots, likewise.
-
-        Raises:
-            InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
-                is out of range or a slot is named twice.
-        """
-        self._write(lambda: self.transfers.live_to_slots(rows, slots))
-
-    @guarded(nests=True)
     def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
         """Restore or clear live states by their rows, all layers in one launch.
 
@@ -309,35 +421,13 @@ class MambaSlotAllocator(SlotPool):
             UnknownBlockError: The id is outside the KV pool.
             InvalidArgumentError: The request has no live state.
         """
-        return self.restore_to_live_batch([request_idx], [block_id])[0]
-
-    @guarded(nests=True)
-    def restore_to_live_batch(
-        self, request_indices: Sequence[int], block_ids: Sequence[int]
-    ) -> list[bool]:
-        """Restore the live states of requests, all in one launch.
-
-        Args:
-            request_indices: Different rows of the context.
-            block_ids: The block whose state each request gets.
-
-        Returns:
-            For each request whether its block had a slot; the others' live states are untouched.
-
-        Raises:
-            UnknownBlockError: An id is outside the KV pool.
-            InvalidArgumentError: The lists differ in length, or a request has no live state or
-                comes twice.
-        """
-        slots = self._slots_of(self._block_ids(block_ids))
-        requests = as_ints("request_indices", request_indices)
-        check_same_length(request_indices=requests, block_ids=slots)
-        found = [slot for slot in slots if slot >= 0]
-        if found:
-            served = [r for r, slot in zip(requests, slots, strict=True) if slot >= 0]
-            self.transfers.slots_to_live(found, _live_rows(self.context, served))
-            self.policy.on_consumed(found)
-        return [slot >= 0 for slot in slots]
+        requests = as_ints("request_idx", [request_idx])
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            return False
+        self.transfers.slots_to_live([slot], _live_rows(self.context, requests))
+        self.policy.on_consumed([slot])
+        return True
 
     @guarded(nests=True)
     def compute_and_store_offsets(  # noqa: PLR0917 (embedders pass them so)
@@ -513,10 +603,32 @@ class MambaSlotAllocator(SlotPool):
         self._guard.is_changing = True
         move()
 
+    def check_invariants(self) -> None:
+        """Check the bookkeeping against itself.
+
+        Raises:
+            InvariantError: Something contradicts something else; the message says what.
+        """
+        super().check_invariants()
+        for hash_id, block_id in self.hash_to_block_id.items():
+            if self._slot_at[block_id] < 0 and self._hash_of.get(block_id) != hash_id:
+                raise InvariantError(f"hash {hash_id} finds block {block_id}, which lost its slot")
+        for block_id, hash_id in self._hash_of.items():
+            # An embedder may drop a hash by itself, but a hash cannot stand for two blocks.
+            if self.hash_to_block_id.get(hash_id, block_id) != block_id:
+                raise InvariantError(
+                    f"block {block_id} is registered under hash {hash_id}, which finds another"
+                )
+
     def _prefill_rows(self) -> tuple[int, int]:
         """Return the first row and the number of the batch's prefill requests."""
         batch = self.context.batch_dimensions
         return self.context.paused_request_count + batch.decode_req_count, batch.prefill_req_count
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.hash_to_block_id.clear()
+        self._hash_of.clear()
 
     def _reset(self) -> None:
         """Return everything to the initial state: no slot taken, no hash, every state zero."""
@@ -524,6 +636,11 @@ class MambaSlotAllocator(SlotPool):
         self._tables.reset()
         self.states.zero_()
         self._scratch.zero_()
+
+
+def _as_hash_ids(values: Iterable[Any]) -> list[int]:
+    """Read hash ids, as ``as_ints`` does; those that are not positive mean "none"."""
+    return as_ids("hashes", values, INT64_MAX + 1, start=-INT64_MAX - 1)
 
 
 def _only(kept: Collection[int], block_ids: list[int], *lists: list[int]) -> list[list[int]]:

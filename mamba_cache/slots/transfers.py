@@ -35,7 +35,6 @@ class StateTransfers:
         live_states: Callable[[], Sequence[torch.Tensor]],
         quantization: SlotQuantization | None = None,
     ) -> None:
-        self.num_calls = 0  # how often states were moved
         self._slots = list(slots.tensors.values())
         self._live_states = live_states
         self._live_places: list[tuple[int, int]] = []
@@ -54,25 +53,21 @@ class StateTransfers:
         if self._quantization is not None:
             conv, ssm = states  # which alone are stored so
             states = (conv, *quantize_states(ssm))
-        self.num_calls += 1
         for tensor, state in zip(self._slots, states, strict=True):
             tensor[layer, slot].copy_(state)
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Save live states."""
         self._bind_live_states()
-        self.num_calls += 1
         self._live_to_slots.copy(rows, slots)
 
     def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
         """Restore live states."""
         self._bind_live_states()
-        self.num_calls += 1
         self._slots_to_live.copy(sources, rows)
 
     def scratch_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
         """Save states that the forward left in the scratch."""
-        self.num_calls += 1
         self._scratch_to_slots.copy(rows, slots)
 
     def spoil_scratch(self, num_rows: int) -> None:

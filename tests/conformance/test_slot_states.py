@@ -76,7 +76,8 @@ def test_live_states_are_saved_and_restored_bit_by_bit(allocator, context):
     assert allocator.restore_to_live(2, 8) is True
     assert request_bits(context, 2) == saved[1]
     assert all_bits(context, allocator)[1] == now_saved
-    assert allocator.restore_to_live_batch([3, 1], [9, 8]) == [True, True]
+    rows = context.mamba_metadata.request_to_mamba_state_idx
+    allocator.restore_slots(slots, [int(rows[3]), int(rows[1])])
     assert [request_bits(context, request) for request in (3, 1)] == saved
 
 
@@ -313,8 +314,8 @@ def launches(monkeypatch):
 
 def test_all_restores_of_a_step_are_one_launch(allocator, launches):
     """Megatron Core copied in a loop: layer by layer, tensor by tensor, for each request."""
-    allocator.allocate_slots_batch([7, 8, 9])
-    allocator.restore_to_live_batch([4, 0, 1, 2], [8, 9, 8, 30])
+    slots = allocator.allocate_slots_batch([7, 8, 9])
+    allocator.restore_slots([slots[1], slots[2], slots[1]], [4, 0, 1])
     assert launches == [3]
     allocator.restore_to_live(3, 7)
     assert launches == [3, 1]

@@ -39,8 +39,8 @@ def test_saving_live_states(allocator, context):
 def test_restoring_live_states(allocator, context):
     slots = allocator.allocate_slots_batch([9, 8])
     with waiting_raises():
-        assert allocator.restore_to_live_batch([3, 1], [9, 8]) == [True, True]
-        assert allocator.restore_to_live(2, 9)
+        for request, block in ((3, 9), (1, 8), (2, 9)):
+            assert allocator.restore_to_live(request, block)
     saved = [slot_bits(allocator, slot) for slot in slots]
     assert [request_bits(context, r) for r in (3, 1, 2)] == [*saved, saved[0]]
 

@@ -4,10 +4,19 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mamba_cache.cache import BlockHasher, BlockHashes, KVBlockAllocator, compute_block_hashes, rows
+from mamba_cache.cache import (
+    AdaptiveSlotPolicy,
+    BlockHasher,
+    BlockHashes,
+    KVBlockAllocator,
+    SlotPool,
+    compute_block_hashes,
+    rows,
+)
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -31,6 +40,7 @@ class Model:
         self.used_at = [0] * (POOL_SIZE - 1)
         self.block_of = {}  # prefix -> block
         self.clock = 0
+        self.states = set()  # blocks with a state, where they are followed
 
     @property
     def prefix_of(self):
@@ -42,13 +52,16 @@ class Model:
     def leaves(self):
         """Cached blocks without cached children, the first to evict in front.
 
-        Those with used children, of requests with a copy of their own, go last.
+        Those with used children, of requests with a copy of their own, go last; those with a state
+        before them, the lowest first.
         """
         cached = {prefix: b for prefix, b in self.block_of.items() if not self.refs[b]}
         parents = {prefix[:-1] for prefix in self.block_of}
         parents_of_cached = {prefix[:-1] for prefix in cached}
         leaves = [
-            (prefix in parents, self.used_at[block], block)
+            (1, 0, block)
+            if block in self.states
+            else (2 * (prefix in parents), self.used_at[block], block)
             for prefix, block in cached.items()
             if prefix not in parents_of_cached
         ]
@@ -58,12 +71,21 @@ class Model:
         """All that could be evicted, in order."""
         trial = Model()
         trial.refs, trial.used_at = self.refs, self.used_at
-        trial.block_of = dict(self.block_of)
+        trial.block_of, trial.states = dict(self.block_of), self.states
         order = []
         while leaves := trial.leaves():
             order.append(leaves[0])
             del trial.block_of[trial.prefix_of[leaves[0]]]
         return order
+
+    def below(self, blocks):
+        """What goes with blocks: the prefixes that begin with one of theirs."""
+        gone = [p for p, b in self.block_of.items() if b in set(blocks)]
+        return {
+            prefix: block
+            for prefix, block in self.block_of.items()
+            if any(prefix[: len(above)] == above for above in gone)
+        }
 
     def touch(self, blocks):
         self.clock += 1
@@ -117,8 +139,9 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def forget(self, blocks):
         """Take the blocks' hashes from the model, and expect that observers are told."""
-        gone = {b: self.hashes(p)[-1] for b, p in self.model.prefix_of.items() if b in set(blocks)}
+        gone = {b: self.hashes(p)[-1] for p, b in self.model.below(blocks).items()}
         self.model.block_of = {p: b for p, b in self.model.block_of.items() if b not in gone}
+        self.model.states -= gone.keys()
         assert self.told == ([gone] if gone else [])
         self.told.clear()
 
@@ -139,8 +162,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert set(taken) <= set(free) | set(evicted)
         assert [block for block in taken if block in evicted] == evicted
         assert len(set(taken)) == len(taken) == num_blocks
+        below = self.model.below(evicted).values()
+        self.evicted += sum(not self.model.refs[block] for block in below)
         self.forget(evicted)
-        self.evicted += len(evicted)
         self.model.touch(taken)
         for block in taken:
             self.model.refs[block] = 1
@@ -194,8 +218,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Register what follows the first ``start`` blocks of ``prefix``; twice changes nothing."""
         hashes = self.hashes(prefix)
         ends = range(start + 1, len(prefix) + 1)
+        is_lost = start and prefix[:start] not in self.model.block_of
         expected = [
-            self.model.block_of.setdefault(prefix[:end], block)
+            None if is_lost else self.model.block_of.setdefault(prefix[:end], block)
             for block, end in zip(blocks, ends, strict=True)
         ]
         for _ in range(2):
@@ -264,6 +289,59 @@ class WholeArraysMachine(AllocatorMachine):
     few = 0
 
 
+class LowestFirst(AdaptiveSlotPolicy):
+    """Gives up the state of the lowest block."""
+
+    def least_loss(self, slots):
+        return int(self.slot_to_block[slots].argmin())
+
+
+class FollowsStatesMachine(AllocatorMachine):
+    """Blocks with a state go after those without, as the policy of their slots says."""
+
+    @initialize()
+    def start(self):
+        super().start()
+        policy = LowestFirst()
+        self.slots = SlotPool(4, self.pool, policy=policy)
+        policy.slot_to_block = self.slots.slot_to_block
+        self.pool.ask_states()
+
+    def hear(self, event):
+        if event.kind == "block":
+            super().hear(event)
+
+    @rule(prefixes=st.lists(SEQUENCES, min_size=2, max_size=3), data=st.data())
+    def a_full_cache_makes_room(self, prefixes, data):
+        """Prompts that came at once are cached, but for one that runs, and some have states."""
+        for prefix in prefixes:
+            self.start_request(prefix, looks_first=data.draw(st.booleans()))
+        while len(self.requests) > 1:
+            self.release(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
+        for block in sorted({*self.model.block_of.values()} - self.model.states):
+            [slot] = self.slots.reserve_slots([block]) if data.draw(st.booleans()) else [None]
+            if slot is not None:
+                self.slots.commit_reserved([slot], [block])
+        self.model.states = {block for block in self.slots.slot_to_block.tolist() if block >= 0}
+        self.everything_agrees()
+        self.release(self.take(data.draw(st.integers(0, POOL_SIZE))) or [])
+
+    @precondition(lambda self: self.model.states)
+    @rule(data=st.data())
+    def lose_a_state(self, data):
+        block = data.draw(st.sampled_from(sorted(self.model.states)))
+        self.slots.invalidate_block(block)
+        self.model.states.discard(block)
+
+    @invariant()
+    def states_agree(self):
+        self.slots.check_invariants()
+        found = [block for block in self.slots.slot_to_block.tolist() if block >= 0]
+        assert sorted(found) == sorted(self.model.states)
+
+
 TestLru = AllocatorMachine.TestCase
+TestFollowsStates = FollowsStatesMachine.TestCase
+TestFollowsStates.settings = examples(400)
 TestRefZero = RefZeroMachine.TestCase
 TestWholeArrays = WholeArraysMachine.TestCase

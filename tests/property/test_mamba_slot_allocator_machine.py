@@ -37,7 +37,6 @@ from mamba_cache.errors import (
     MissingStateError,
     UnknownBlockError,
 )
-from mamba_cache.events import Removed, Stored
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
 
 NUM_BLOCKS, NUM_REQUESTS = 10, 3
@@ -71,20 +70,8 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         self.kv_blocks.block_hashes[:] = torch.arange(NUM_BLOCKS) + 1
         self.cached, self.reserved, self.bits = {}, {}, {}
         self.found, self.hash_of, self.leases, self.old_leases = {}, {}, [], []
-        self.index = {}  # hash -> (slot, block), as somebody knows it who only hears of events
-        self.allocator.listeners.add(self.hear, Stored, Removed)
         self.last_use, self.clock = {}, 0
         self.skipped = self.evicted = self.refused = 0
-
-    def hear(self, event):
-        entries = zip(event.slots, event.block_ids, event.hash_ids, strict=True)
-        for slot, block, hash_id in entries:
-            if isinstance(event, Removed):
-                assert self.index.pop(hash_id) == (slot, block)
-            else:
-                assert hash_id not in self.index
-                self.index[hash_id] = slot, block
-        assert not (getattr(event, "is_reset", False) and self.index)
 
     # What the model derives.
 
@@ -256,11 +243,10 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(sorted(self.reserved)), min_size=1, max_size=3, unique=True)
         )
         named = [data.draw(st.just(self.reserved[slot]) | blocks) for slot in slots]
-        ids = [data.draw(st.integers(-1, 15)) for _ in slots]
         writers = [data.draw(requests) for _ in slots]
         rows = self.context.mamba_metadata.request_to_mamba_state_idx[writers].tolist()
-        self.allocator.copy_live_to_slots([PAD_SLOT_ID, *rows], [slots[0], *slots])
-        housing = self.allocator.commit_reserved(slots, named, ids)
+        self.allocator.transfers.live_to_slots([PAD_SLOT_ID, *rows], [slots[0], *slots])
+        housing = self.allocator.commit_reserved(slots, named)
         stored = []
         for slot, block, request in zip(slots, named, writers, strict=True):
             del self.reserved[slot]
@@ -270,8 +256,6 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert housing == [self.slot_of[block] for block in named]
         if stored:
             self.touch(stored)
-        for block, hash_id in zip(named, ids, strict=True):
-            self.publish(block, hash_id)
 
     def keep(self, wanted):
         """Splits what there is room for from a batch, as (index, block) pairs."""
@@ -344,15 +328,15 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     def restore(self, pairs):
         before = [self.row_bits(r) for r in range(NUM_REQUESTS)]
         slots = [self.slot_of.get(block) for _, block in pairs]
-        done = self.allocator.restore_to_live_batch([r for r, _ in pairs], [b for _, b in pairs])
+        done = [self.allocator.restore_to_live(request, block) for request, block in pairs]
         assert done == [slot is not None for slot in slots]
         for (request, _), slot in zip(pairs, slots, strict=True):
             if slot is not None:
                 before[request] = self.bits[slot]
         assert [self.row_bits(r) for r in range(NUM_REQUESTS)] == before
-        found = [slot for slot in slots if slot is not None]
-        if found:
-            self.touch(found)
+        for slot in slots:
+            if slot is not None:
+                self.touch([slot])
 
     @rule(data=st.data())
     def restore_or_clear_rows(self, data):
@@ -450,7 +434,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         slots = data.draw(st.lists(st.integers(-2, self.max_slots + 1), min_size=1, max_size=3))
         if len(slots) > len(set(slots)) or not set(slots) <= set(self.reserved):
             commit, zeros = self.allocator.commit_reserved, [0] * len(slots)
-            self.is_refused(InvalidArgumentError, commit, slots, zeros, zeros)
+            self.is_refused(InvalidArgumentError, commit, slots, zeros)
         if set(slots) <= set(range(self.max_slots)) - set(self.cached):
             self.is_refused(MissingStateError, self.allocator.pin_slots, slots)
 
@@ -470,8 +454,6 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert allocator.num_cached_slots == len(self.cached)
         assert allocator.skipped_checkpoints_total == self.skipped
         assert allocator.evicted_slots_total == self.evicted
-        found = {h: b for h, b in self.found.items() if b in self.slot_of}
-        assert self.index == {h: (self.slot_of[b], b) for h, b in found.items()}
         assert all(allocator.is_current(lease) for lease in self.leases)
         assert not any(allocator.is_current(lease) for lease in self.old_leases)
         pinned = [slot for slot in range(self.max_slots) if allocator.is_pinned(slot)]

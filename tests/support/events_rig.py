@@ -143,7 +143,7 @@ class Books:
             if number <= len(finders) and finders[number - 1] is not None:
                 [slot] = slots.reserve_slots([finders[number - 1]])
                 if slot is not None:
-                    slots.commit_reserved([slot], [finders[number - 1]], [hashes[number - 1]])
+                    slots.commit_reserved([slot], [finders[number - 1]])
         kv_blocks.release_memory_blocks(held)
 
     def load(self, rng: random.Random, num_calls: int) -> None:

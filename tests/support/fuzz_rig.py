@@ -274,10 +274,8 @@ TARGETS = {
         on_kv_blocks_deregistered={"block_ids": [1], "hashes_to_delete": [102]},
         register_block_hashes_batch={"block_ids": [1], "hashes": [103]},
         store_from_live_batch={"slots": [1], "request_indices": [0]},
-        copy_live_to_slots={"rows": [0, 1], "slots": [1, 2]},
         restore_slots={"sources": [1, 2], "rows": [0, 1]},
         restore_to_live={"request_idx": 0, "block_id": 1},
-        restore_to_live_batch={"request_indices": [0, 1], "block_ids": [1, 2]},
         store_from_tensors={
             "block_id": 1, "layer_idx": 1, "ssm_state": torch.ones(SSM, dtype=DTYPES[1]),
             "conv_state": torch.ones(CONV, dtype=DTYPES[0]),
@@ -287,7 +285,7 @@ TARGETS = {
         slot_allocator,
         lambda it, **given: it.commit_reserved(**given),
         lambda it: {
-            "slots": list(it.reserved), "block_ids": [7], "hashes": [55], "saved_tokens": [8],
+            "slots": list(it.reserved), "block_ids": [7], "saved_tokens": [8],
         },
     ),
     "slots.cancel_reserved": Target(

@@ -100,9 +100,16 @@ def books(pool):
         pool.slot_to_block.tolist(),
         pool.pin_counts.tolist(),
         dict(pool.reserved),
-        dict(pool.hash_to_block_id),
+        dict(getattr(pool, "hash_to_block_id", {})),
         pool.evicted_slots_total,
     )
+
+
+def save(pool, *blocks):
+    """Give blocks a slot each, and make them findable."""
+    slots = pool.reserve_slots(blocks)
+    assert pool.commit_reserved(slots, blocks) == slots
+    return slots
 
 
 def touch(allocator, *blocks):

@@ -5,6 +5,7 @@ import pytest
 from context_rig import make_config, make_context
 from drawn_traces import draw_conversations
 from kv_rig import by_id
+from slot_rig import save
 
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
@@ -47,13 +48,10 @@ class Service:
         proposals = [StateProposal(prompt, d, kind) for d, kind in zip(depths, kinds, strict=True)]
         slots = self.pool.reserve_slots([blocks[d - 1] for d in depths], proposals)
         kept = [(s, d) for s, d in zip(slots, depths, strict=True) if s is not None]
-        self.pool.commit_reserved(
-            [s for s, _ in kept],
-            [blocks[d - 1] for _, d in kept],
-            [hash_ids[d - 1] for _, d in kept],
-        )
         if new:
             self.kv_blocks.register_kv_block_hashes(blocks, by_id(*hash_ids))
+        self.pool.commit_reserved([s for s, _ in kept], [blocks[d - 1] for _, d in kept])
+        if new:
             self.kv_blocks.release_memory_blocks(new)
         self._block_of.update(zip(hash_ids, blocks, strict=True))
         self.skipped += hit
@@ -151,7 +149,8 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
     growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
     assert pool.reserve_slots([7], [growing]) == [2]
-    pool.commit_reserved([2], [7], [4])
+    pool.kv_blocks.block_hashes[7] = 4
+    pool.commit_reserved([2], [7])
     assert pool.reserve_slots([8], [growing]) == [1]  # of another answer
     pool.cancel_reserved([1])
     pool.check_invariants()
@@ -162,10 +161,10 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
 def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     for block in (1, 2):
-        pool.commit_reserved(pool.reserve_slots([block]), [block], [block], saved_tokens=[64])
+        pool.commit_reserved(pool.reserve_slots([block]), [block], saved_tokens=[64])
     for _ in range(30):
         pool.begin_request(PromptFacts([1], 16, 1, 1))
-    assert pool.allocate_slots_batch([5]) == [pool.get_slot(5)]
+    assert save(pool, 5) == [pool.get_slot(5)]
     assert pool.num_cached_slots == 2
     pool.check_invariants()
     pool.reset()
@@ -179,7 +178,7 @@ def test_a_prompt_from_before_a_reset_is_looked_up_anew():
     pool.reset()
     assert pool.reserve_slots([3], [StateProposal(prompt, 3)]) == [3]
     assert pool.reserve_slots([4], [StateProposal(prompt, 2)]) == [2]
-    pool.commit_reserved([3, 2], [3, 4], [3, 2])
+    pool.commit_reserved([3, 2], [3, 4])
     pool.check_invariants()
 
 
@@ -282,8 +281,8 @@ def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_publish
     assert pool.reserve_slots([3], [asked]) == [3]
     assert pool.reserve_slots([5], [asked]) == [2]
     pool.check_invariants()
-    pool.commit_reserved([3], [3], [2])
-    pool.commit_reserved([2], [3], [2])  # another request had published its block
+    pool.commit_reserved([3], [3])
+    pool.commit_reserved([2], [3])  # another request had published its block
     pool.check_invariants()
     assert (pool.num_cached_slots, pool.free_count) == (1, 3)
 
@@ -292,7 +291,8 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
     service = Service(4)
     pool = service.pool
     [block] = service.kv_blocks.allocate_memory_blocks(1)
-    pool.commit_reserved(pool.reserve_slots([block]), [block], [3])
+    service.kv_blocks.block_hashes[block] = 3
+    pool.commit_reserved(pool.reserve_slots([block]), [block])
     prompt = pool.begin_request(PromptFacts([1, 2, 3], 16, 0, 3))
     [other] = service.kv_blocks.allocate_memory_blocks(1)
     [slot] = pool.reserve_slots([other], [StateProposal(prompt, 3)])

@@ -14,7 +14,7 @@ from context_rig import (
     run_step,
 )
 
-from mamba_cache.cache import BlockHashes, EveryNthBlock, KVBlockAllocator
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, PoisonedError
 
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -66,21 +66,6 @@ def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatc
         if registered:
             context.kv_block_allocator.deregister_blocks(rng.choice(registered, 1).tolist())
         context.check_invariants()
-
-
-def test_ids_of_digests_that_would_form_a_ring_are_a_collision():
-    pool = KVBlockAllocator(9)
-    a, b, c = pool.allocate_memory_blocks(3)
-    ids = [(1).to_bytes(8, "little") + tail for tail in (b"a" * 8, b"c" * 8)]
-    two = (2).to_bytes(8, "little") + b"b" * 8
-    pool.register_kv_block_hashes([a, b], BlockHashes([ids[0], two]))
-    pool.deregister_blocks([a])
-    assert pool.register_kv_block_hashes([c], BlockHashes([ids[1]]), parent_hash=2) == [None]
-    assert pool.register_kv_block_hashes([c], BlockHashes([ids[1]]), parent_hash=1) == [None]
-    pool.check_invariants()
-    # A parent that is there again closes nothing.
-    assert pool.register_kv_block_hashes([a], BlockHashes([ids[0]])) == [a]
-    assert pool.match_prefix(BlockHashes([ids[0], two])) == [a, b]
 
 
 @pytest.mark.parametrize(("owner", "name"), [

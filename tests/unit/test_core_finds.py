@@ -13,6 +13,7 @@ from context_rig import (
     run_step,
     saved_prefix_lengths,
 )
+from slot_rig import save
 
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
@@ -112,9 +113,9 @@ class NoPolicy(LruSlotPolicy):
 
 def test_a_policy_that_chooses_nothing_is_named():
     slots = SlotPool(1, KVBlockAllocator(4), policy=NoPolicy())
-    slots.allocate_slots_batch([0])
+    save(slots, 0)
     with pytest.raises(InvalidArgumentError, match=r"NoPolicy chose must be ints .* got None"):
-        slots.allocate_slots_batch([1])
+        slots.reserve_slots([1])
     assert slots.get_slot(0) == 0
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from kv_rig import cache, prefix
-from slot_rig import full, make_allocator, make_pool
+from slot_rig import make_allocator, make_context, save
 
 from mamba_cache.cache import KVBlockAllocator, SlotPool
 from mamba_cache.errors import InvalidArgumentError
@@ -40,15 +40,6 @@ def test_tokens_are_those_of_the_moment_and_of_each_block(pool):
     tokens[:] = 0
     [event] = told(pool)
     assert (event.tokens.tolist(), event.block_size_tokens) == ([0, 1, 2, 3, 4, 5], 3)
-
-
-def test_what_nobody_told_is_not_made_up(pool):
-    hashes = prefix(1, 2)
-    [block] = pool.allocate_memory_blocks(1)
-    pool.register_kv_block_hashes([block], hashes[1:], parent_hash=hashes[0])
-    assert told(pool) == [
-        Stored("block", (block,), (hashes[1],), digests=hashes.digests[1:], parent_hash=hashes[0])
-    ]
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3], [], [0.5, 1], [-1, 2], "ab"])
@@ -99,7 +90,9 @@ def test_a_listener_that_raises_stops_no_other_and_costs_no_block(pool):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("make", [lambda: KVBlockAllocator(9), lambda: make_pool(2, 9)])
+@pytest.mark.parametrize(
+    "make", [lambda: KVBlockAllocator(9), lambda: SlotPool(2, KVBlockAllocator(9))]
+)
 def test_a_reset_is_done_whatever_a_listener_raises(make, error):
     pool = make()
 
@@ -150,7 +143,7 @@ def test_slots_and_blocks_have_one_list_and_states_go_before_their_blocks():
     blocks.listeners.add(heard.append, Stored, Removed)
     [block] = cache(blocks, 1)
     [slot] = slots.reserve_slots([block])
-    slots.commit_reserved([slot], [block], [prefix(1)[0]])
+    slots.commit_reserved([slot], [block])
     blocks.deregister_blocks([block])
     assert [(type(event), event.kind) for event in heard] == [
         (Stored, "block"), (Stored, "state"), (Removed, "state"), (Removed, "block")
@@ -162,54 +155,61 @@ def test_slots_and_blocks_have_one_list_and_states_go_before_their_blocks():
 
 
 @pytest.fixture
-def allocator():
-    """Blocks 0 to 3 have slots 3 to 0, and hashes 100 to 103."""
-    allocator = full()
-    allocator.heard = []
-    allocator.listeners.add(allocator.heard.append, Stored, Removed)
-    yield allocator
-    allocator.check_invariants()
+def slots():
+    """Blocks of the prefixes 1 to 4 have slots 3 to 0, over as many free blocks."""
+    blocks = KVBlockAllocator(9)
+    slots = SlotPool(4, blocks)
+    slots.cached = [cache(blocks, token)[0] for token in range(1, 5)]
+    save(slots, *slots.cached)
+    slots.heard = []
+    slots.listeners.add(slots.heard.append, Stored, Removed)
+    yield slots
+    slots.check_invariants()
 
 
-def test_a_listener_that_raises_costs_no_slot(allocator):
-    first_listener(allocator, fails)
-    for take in (
-        lambda: allocator.reserve_slots([7]),
-        lambda: allocator._evict_lru_slots_batch(1),
-    ):
-        with pytest.raises(OSError, match="own fault"):
-            take()
-        allocator.check_invariants()
-    assert (allocator.free_count, allocator.num_cached_slots) == (2, 2)
-    assert allocator.num_reserved_slots == 0
-    [slot] = allocator.reserve_slots([7])
+def test_a_listener_that_raises_costs_no_slot(slots):
+    first_listener(slots, fails)
     with pytest.raises(OSError, match="own fault"):
-        allocator.commit_reserved([slot], [7], [70])
-    assert allocator.get_slot(7) == slot
-    assert len(told(allocator)) == 3
+        slots.reserve_slots([7])
+    slots.check_invariants()
+    assert (slots.free_count, slots.num_cached_slots, slots.num_reserved_slots) == (1, 3, 0)
+    [slot] = slots.reserve_slots([slots.cached[0]])
+    with pytest.raises(OSError, match="own fault"):
+        slots.commit_reserved([slot], [slots.cached[0]])
+    assert slots.get_slot(slots.cached[0]) == slot
+    assert [type(event) for event in told(slots)] == [Removed, Stored]
+
+
+def test_states_of_one_call_are_one_event(slots):
+    given = [slots.get_slot(block) for block in slots.cached]
+    hash_ids = tuple(prefix(token)[0] for token in range(1, 5))
+    slots._invalidate_blocks_batch(slots.cached)
+    assert told(slots) == [Removed("state", (*slots.cached,), hash_ids, slots=(*given,))]
+    save(slots, 6)  # not registered
+    slots.invalidate_block(6)
+    slots.reset()
+    assert told(slots) == [Removed("state", (), (), is_reset=True)]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_slots_whose_caller_never_learns_them_are_taken_back(error):
-    allocator, heard = make_allocator(), []
+    blocks = KVBlockAllocator(9)
+    allocator = make_allocator(context=make_context(kv_block_allocator=blocks))
+    [cached] = cache(blocks, 1)
 
-    def fails(event):
-        heard.append(event)
+    def broken(event):
         raise error("listener's own fault")
 
-    allocator.listeners.add(fails)
-    allocator.register_block_hashes_batch([5], [50])
+    allocator.listeners.add(broken)
     with pytest.raises(error, match="own fault"):
-        allocator.allocate_slots_batch([5])
-    assert not allocator.has_state(5)
-    allocator.listeners.remove(fails)
-    allocator.listeners.add(heard.append)
-    [slot] = allocator.allocate_slots_batch([6])
-    assert allocator.get_slot(6) == slot
-    assert heard == [
-        Stored("state", (5,), (50,), slots=(slot,)),
-        Removed("state", (5,), (50,), slots=(slot,)),
-    ]
+        allocator.allocate_slots_batch([cached])
+    assert not allocator.has_state(cached)
+    allocator.listeners.remove(broken)
+    save(allocator, cached)
+    allocator.listeners.add(broken)
+    with pytest.raises(error, match="own fault"):
+        allocator._evict_lru_slots_batch(1)
+    assert allocator.free_count == allocator.max_slots
     allocator.check_invariants()
 
 

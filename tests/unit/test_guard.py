@@ -18,7 +18,8 @@ from context_rig import (
 )
 from engine_rig import SamplingParams, make_engine
 from kv_rig import cache, prefix
-from slot_rig import full
+from slot_rig import add_live_states, full, save
+from slot_rig import make_context as slot_context
 from tier_rig import KV, make_tiered
 
 from mamba_cache._guard import CallGuard, guarded, outside, query
@@ -262,11 +263,11 @@ def change_blocks(pool, cached):
 
 def change_slots(pool):
     [slot] = pool.reserve_slots([2])
-    pool.commit_reserved([slot], [2], [20])
+    pool.commit_reserved([slot], [2])
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-@pytest.mark.parametrize("name", ["_add_chain", "_count"])
+@pytest.mark.parametrize("name", ["_add_chain", "_count_cached", "_forget"])
 def test_blocks_whose_change_breaks_off(monkeypatch, name, error):
     pool = KVBlockAllocator(9)
     cached = cache(pool, 1, 2)
@@ -286,13 +287,13 @@ def test_blocks_whose_change_breaks_off(monkeypatch, name, error):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        *((SlotPool, name) for name in ("_assign", "_unassign", "_register")),
+        *((SlotPool, name) for name in ("_unassign", "_note_stored")),
         *((Rows, name) for name in ("take", "push", "release")),
     ],
 )
 def test_slots_whose_change_breaks_off(monkeypatch, owner, name, error):
     pool = SlotPool(2, KVBlockAllocator(9))
-    pool.allocate_slots_batch([0, 1])
+    save(pool, 0, 1)
     with monkeypatch.context() as patch:
         strike(patch, owner, name, error)
         with pytest.raises(error):
@@ -313,9 +314,9 @@ def test_a_policy_that_breaks_off_where_it_is_told(error):
 
     pool = SlotPool(2, KVBlockAllocator(9), policy=Policy())
     with pytest.raises(error):
-        pool.allocate_slots_batch([0])
-    with pytest.raises(PoisonedError, match="allocate_slots_batch broke off"):
-        pool.allocate_slots_batch([1])
+        save(pool, 0)
+    with pytest.raises(PoisonedError, match="commit_reserved broke off"):
+        pool.reserve_slots([1])
 
 
 @pytest.mark.parametrize("error", FOREIGN)
@@ -325,23 +326,25 @@ def test_a_policy_that_raises_where_it_chooses_changes_nothing(error):
             raise error("struck")
 
     pool = SlotPool(1, KVBlockAllocator(9), policy=Policy())
-    pool.allocate_slots_batch([0])
+    save(pool, 0)
     with pytest.raises(error):
         pool.reserve_slots([1])
     assert pool.get_slot(0) == 0
     pool.check_invariants()
 
 
-def test_a_write_into_slots_that_breaks_off(monkeypatch):
-    allocator = full()
+def test_a_write_into_slots_that_breaks_off(monkeypatch, generator):
+    context = slot_context()
+    add_live_states(context, generator)
+    allocator = full(context=context)
 
     def broken(*_):
         raise OSError("launch")
 
     monkeypatch.setattr(allocator.transfers, "live_to_slots", broken)
     with pytest.raises(OSError, match="launch"):
-        allocator.copy_live_to_slots([0], [0])
-    with pytest.raises(PoisonedError, match="copy_live_to_slots broke off"):
+        allocator.store_from_live_batch([0], [0])
+    with pytest.raises(PoisonedError, match="store_from_live_batch broke off"):
         allocator.get_slot(0)
     allocator.reset()
     assert allocator.get_slot(0) == -1

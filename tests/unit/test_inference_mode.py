@@ -90,7 +90,7 @@ def test_slots_alone_may_be_made_and_used_in_and_out_of_the_mode(modes, generato
             [slot] = allocator.allocate_slots_batch([block])
             allocator.store_from_live_batch([slot], [0])
             saved = slot_rig.slot_bits(allocator, slot)
-            assert allocator.restore_to_live_batch([1], [block]) == [True]
+            assert allocator.restore_to_live(1, block)
             allocator.store_from_live_batch([slot], [1])
             assert slot_rig.slot_bits(allocator, slot) == saved
             allocator.block_to_slot[3] = -1

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from kv_rig import cache, prefix, snapshot
+from kv_rig import by_id, cache, prefix, snapshot
+from slot_rig import save
 from work import lines_executed
 
-from mamba_cache.cache import KVBlockAllocator
+from mamba_cache.cache import AdaptiveSlotPolicy, BlockHashes, KVBlockAllocator, SlotPool
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     DoubleFreeError,
+    HashConflictError,
     InvalidArgumentError,
     InvariantError,
     UnknownBlockError,
@@ -77,8 +79,8 @@ def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
     assert (caught.value.required, caught.value.available) == (3, 2)
     assert snapshot(pool) == before
     assert pool.allocate_memory_blocks(2) == [*newer, *parent]
-    pool.register_kv_block_hashes(parent, prefix(1))
-    assert pool.match_prefix(prefix(1, 2)) == [*parent, child]
+    assert pool.match_prefix(prefix(1, 2)) == []
+    assert pool.block_hashes[child] == -1  # which could not be matched any more
 
 
 def test_double_free_is_refused(pool):
@@ -195,6 +197,106 @@ def test_a_listener_that_raises_loses_no_block_and_stops_no_other(pool, error):
     pool.check_invariants()
 
 
+@pytest.mark.parametrize("num_children", [2, 12])
+def test_what_was_computed_from_a_wrong_block_goes_with_it(num_children):
+    """It was found again as soon as somebody had computed the wrong block's tokens anew."""
+    pool = KVBlockAllocator(num_children + 4)
+    [parent] = cache(pool, 1)
+    children = pool.allocate_memory_blocks(num_children)
+    for block_id in children:
+        branch = prefix(1, 100 + block_id)
+        pool.register_kv_block_hashes([block_id], branch[1:], parent_hash=branch[0])
+    pool.release_memory_blocks(children[1:])
+    pool.deregister_blocks([parent])
+    pool.check_invariants()
+    assert (pool.num_cached_blocks, pool.num_used_blocks) == (0, 1)
+    [anew] = cache(pool, 1)
+    assert pool.match_prefix(prefix(1, 100 + children[0])) == [anew]
+    pool.check_invariants()
+
+
+def test_nothing_is_registered_below_a_block_that_is_not(pool):
+    hashes = prefix(1, 2, 3)
+    blocks = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(blocks, hashes[1:], parent_hash=hashes[0]) == [None] * 2
+    mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
+    cached = pool.register_kv_block_hashes(blocks[:1], mine)
+    after = BlockHashes([*foreign.digests, *by_id(7).digests])
+    assert pool.register_kv_block_hashes(pool.allocate_memory_blocks(2), after) == [None, None]
+    assert (cached, pool.find_block(7)) == (blocks[:1], None)
+
+
+def test_states_that_nobody_has_any_more_order_no_blocks():
+    pool = KVBlockAllocator(5)
+    slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
+    pool.ask_states()
+    save(slots, *cache(pool, 1))
+    cache(pool, 2)
+    cache(pool, 3)
+    pool.allocate_memory_blocks(2)
+    assert [len(pool.match_prefix(prefix(token))) for token in (1, 2, 3)] == [1, 0, 1]
+    del slots
+    assert len(pool.allocate_memory_blocks(2)) == 2
+    assert pool.num_cached_blocks == 0
+
+
+def test_another_hash_for_a_registered_block_is_refused(pool):
+    block_ids = pool.allocate_memory_blocks(2)
+    pool.register_kv_block_hashes(block_ids[:1], prefix(1))
+    before = snapshot(pool)
+    with pytest.raises(HashConflictError, match="carries hash"):
+        pool.register_kv_block_hashes(block_ids[::-1], prefix(2, 3))
+    with pytest.raises(HashConflictError, match="carries hash"):
+        pool.register_kv_block_hashes([block_ids[1], block_ids[1]], prefix(2, 3))
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize(
+    ("hashes", "options", "message"),
+    [
+        (by_id(1), {}, "one length, got 2 and 1"),
+        ([1, 2], {}, "must be a BlockHashes, got list"),
+        (by_id(1, 2), {"parent_hash": 0}, "got 0"),
+        (by_id(1, 2), {"parent_hash": "1"}, "got '1'"),
+        (by_id(1, 2), {"parent_hash": 2**63}, "got 9223372036854775808"),
+    ],
+)
+def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, message):
+    block_ids = pool.allocate_memory_blocks(2)
+    before = snapshot(pool)
+    with pytest.raises(InvalidArgumentError, match=message):
+        pool.register_kv_block_hashes(block_ids, hashes, **options)
+    assert snapshot(pool) == before
+
+
+def test_an_id_collision_never_serves_the_other_prefix(pool):
+    mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids[:1], mine) == block_ids[:1]
+    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
+    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
+    assert pool.hash_collisions_total == 2
+    assert pool.match_prefix(foreign) == []
+    assert pool.match_prefix(mine) == block_ids[:1]
+    with pytest.raises(InvalidArgumentError, match="got list"):
+        pool.match_prefix(list(mine))
+    assert pool.find_block(mine[0], foreign.digests[0]) is None
+    assert pool.find_block(mine[0], mine.digests[0]) == pool.find_block(mine[0]) == block_ids[0]
+
+
+def test_nothing_is_registered_without_prefix_caching():
+    pool = KVBlockAllocator(5, enable_prefix_caching=False)
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2)) == [None, None]
+    assert pool.match_prefix(prefix(1, 2)) == []
+    pool.release_memory_blocks(block_ids)
+    assert pool.num_free_blocks == 4
+
+
+def test_nothing_is_registered_under_a_parent(pool):
+    assert pool.register_kv_block_hashes([], prefix(), parent_hash=7) == []
+
+
 def test_many_blocks_cost_few_lines_each():
     """A prompt of 32,768 tokens has 2,048 blocks of 16: what is done for each is done in C."""
 
@@ -220,17 +322,18 @@ def test_many_blocks_cost_few_lines_each():
         (lambda pool: pool.block_hashes.__setitem__(5, 7), "block_hashes and the registered"),
         (
             lambda pool: (
-                pool.deregister_blocks([0]),
-                pool.block_hashes.__setitem__(0, pool.block_hashes[1]),
+                pool.deregister_blocks([1]),
+                pool.block_hashes.__setitem__(1, pool.block_hashes[0]),
             ),
             "block_hashes and the registered",
         ),
         (lambda pool: pool._rows.push([int(pool._rows.free[0])]), "free twice"),
         (lambda pool: setattr(pool._rows, "num_free", 0), "is every block"),
         (lambda pool: pool.block_ref_counts.__setitem__(pool._rows.free[0], 1), "is every block"),
-        (lambda pool: pool._num_children.fill(0), "children are counted"),
-        (lambda pool: pool._num_cached_children.fill(0), "children are counted"),
-        (lambda pool: pool._orphans.update({7: [1, 0]}), "children are counted"),
+        (lambda pool: pool._num_cached_children.fill(0), "children are those of their parents"),
+        (lambda pool: pool._first_children.fill(-1), "children are those of their parents"),
+        (lambda pool: pool._previous.fill(3), "children are those of their parents"),
+        (lambda pool: pool._next.fill(0), "children are those of their parents"),
         (lambda pool: pool._leaves.clear(), "the queue"),
         (lambda pool: (pool._leaves.pop(), pool._leaves.push(7, 0)), "the queue"),
         (lambda pool: setattr(pool, "_num_cached", 0), "counted right"),

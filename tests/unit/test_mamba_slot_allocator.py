@@ -7,7 +7,6 @@ import pytest
 import torch
 from slot_rig import (
     CONV,
-    DTYPES,
     NUM_LAYERS,
     SSM,
     books,
@@ -18,13 +17,12 @@ from slot_rig import (
 
 from mamba_cache.cache import (
     ConsumedSlotPolicy,
-    LastBlock,
     LruSlotPolicy,
-    MegatronPlacement,
     RefZeroSlotPolicy,
 )
 from mamba_cache.errors import (
     InvalidArgumentError,
+    InvariantError,
     MambaSlotCapacityError,
     UnknownBlockError,
 )
@@ -39,26 +37,11 @@ def test_an_older_embedder_writes_three_states_for_every_request():
     assert allocator.intermediate_ssm_out.shape == (NUM_LAYERS, 15, *SSM)
 
 
-def test_without_a_wish_for_it_there_is_no_scratch():
-    allocator = make_allocator(max_mamba_intermediate_states_per_step=0)
-    assert allocator.max_intermediate_count == 0
-    assert allocator.intermediate_conv_out.numel() == allocator.intermediate_ssm_out.numel() == 0
-
-
 def test_older_embedders_call_the_pool_size_total_count():
     context = make_context(num_blocks=9)
     context.kv_block_allocator.total_count = context.kv_block_allocator.pool_size
     del context.kv_block_allocator.pool_size
     assert make_allocator(context=context).block_to_slot.shape == (9,)
-
-
-def test_a_kv_pool_that_knows_no_hashes_will_do():
-    context = make_context()
-    del context.kv_block_allocator.block_hashes
-    allocator = make_allocator(1, context=context)
-    allocator.allocate_slots_batch([3])
-    allocator.invalidate_block(3)
-    assert allocator.free_count == 1
 
 
 def test_the_device_is_torchs_current_one_unless_the_context_has_its_own(monkeypatch):
@@ -87,12 +70,6 @@ def test_contexts_that_cannot_be_served(fields, message):
         make_allocator(**fields)
 
 
-def test_max_slots_is_a_count():
-    assert make_allocator(np.int64(2)).max_slots == 2
-    with pytest.raises(InvalidArgumentError, match=r"max_slots must be an int .*, got -1"):
-        make_allocator(-1)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [("lru", LruSlotPolicy), ("ref_zero", RefZeroSlotPolicy)]
 )
@@ -100,23 +77,6 @@ def test_the_context_names_the_policy_unless_one_is_given(name, kind):
     assert type(make_allocator(prefix_caching_eviction_policy=name).policy) is kind
     given = ConsumedSlotPolicy()
     assert make_allocator(policy=given, prefix_caching_eviction_policy=name).policy is given
-
-
-def test_lru_and_megatrons_three_are_the_defaults():
-    allocator = make_allocator()
-    assert type(allocator.policy) is LruSlotPolicy
-    assert type(allocator.placement) is MegatronPlacement
-    assert make_allocator(placement=LastBlock()).placement == LastBlock()
-
-
-def test_from_spec_makes_the_same():
-    spec = StateSpec.mamba(NUM_LAYERS, CONV, SSM, *DTYPES)
-    policy, placement = RefZeroSlotPolicy(), LastBlock()
-    made = MambaSlotAllocator.from_spec(make_context(), 3, spec, policy=policy, placement=placement)
-    assert made.conv_states.shape == (NUM_LAYERS, 3, *CONV)
-    assert made.ssm_states.shape == (NUM_LAYERS, 3, *SSM)
-    assert (made.conv_states.dtype, made.ssm_states.dtype) == DTYPES
-    assert (made.policy, made.placement, made.num_mamba_layers) == (policy, placement, 2)
 
 
 def test_from_spec_takes_states_of_any_kinds():
@@ -155,6 +115,59 @@ def test_block_ids_come_in_any_container(make):
     allocator.check_invariants()
 
 
+def test_a_block_may_have_a_hash_before_it_has_a_slot():
+    allocator = full(slots=2)
+    allocator.register_block_hashes_batch([7], [10])
+    allocator.check_invariants()
+    assert allocator.hash_to_block_id == {100: 0, 101: 1, 10: 7}
+    allocator.allocate_slots_batch([7])
+    allocator._invalidate_blocks_batch([7])
+    assert (allocator.hash_to_block_id, allocator._hash_of) == ({101: 1}, {1: 101})
+
+
+def test_hashes_that_an_embedder_writes_or_drops_are_the_truth():
+    allocator = full(slots=3)
+    del allocator.hash_to_block_id[100]
+    allocator.register_block_hashes_batch([0], [100])
+    allocator.hash_to_block_id[8] = 1
+    allocator.register_block_hashes_batch([2], [8])
+    assert allocator.hash_to_block_id == {100: 0, 101: 1, 8: 2}
+    allocator.check_invariants()
+    allocator._invalidate_blocks_batch([1])
+    assert allocator.hash_to_block_id == {100: 0, 8: 2}
+
+
+def test_hash_ids_are_checked_before_anything_is_registered():
+    allocator = full(slots=2)
+    before = books(allocator)
+    for too_large in (2**63, 2**70):
+        with pytest.raises(InvalidArgumentError, match=rf"{2**63}\), got \[{too_large}\]"):
+            allocator.register_block_hashes_batch([0, 1], [1, too_large])
+    with pytest.raises(InvalidArgumentError, match="equally long"):
+        allocator.register_block_hashes_batch([0], [1, 2])
+    with pytest.raises(InvalidArgumentError, match="hashes must be ints"):
+        allocator.on_kv_blocks_deregistered([0], ["101"])
+    with pytest.raises(UnknownBlockError):
+        allocator.on_kv_blocks_deregistered([0, 12], [101])
+    allocator.register_block_hashes_batch([1], [-(2**63)])  # none
+    assert books(allocator) == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda a: a.hash_to_block_id.update({5: 7}), "hash 5 finds block 7, which lost its slot"),
+        (lambda a: a._hash_of.update({0: 101}), "block 0 .* hash 101, which finds another"),
+    ],
+)
+def test_check_invariants_finds_hashes_that_contradict_each_other(spoil, message):
+    allocator = full(slots=2)
+    allocator.check_invariants()
+    spoil(allocator)
+    with pytest.raises(InvariantError, match=message):
+        allocator.check_invariants()
+
+
 def test_unknown_blocks_are_refused():
     allocator = make_allocator()
     for block in (-1, 12):
@@ -170,13 +183,6 @@ def test_unknown_blocks_are_refused():
             with pytest.raises(UnknownBlockError, match=rf"\[0, 12\), got \[{block}\]"):
                 call(block)
     assert books(allocator) == books(make_allocator())
-
-
-def test_an_allocator_without_slots_is_always_full():
-    allocator = make_allocator(0)
-    assert allocator.reserve_slots([1]) == [None]
-    with pytest.raises(MambaSlotCapacityError):
-        allocator.allocate_slots_batch([1])
 
 
 def test_kv_arrays_may_be_numpy():
@@ -210,16 +216,6 @@ def test_deregistration_drops_hashes_of_blocks_without_a_slot(gone):
     allocator.allocate_slots_batch([7])
     assert 7 not in allocator.hash_to_block_id.values()
     allocator.check_invariants()
-
-
-def test_deregistration_is_all_or_nothing():
-    allocator = full()
-    before = books(allocator)
-    with pytest.raises(UnknownBlockError):
-        allocator.on_kv_blocks_deregistered([0, 12], [101])
-    with pytest.raises(InvalidArgumentError, match="hashes must be ints"):
-        allocator.on_kv_blocks_deregistered([0], ["101"])
-    assert books(allocator) == before
 
 
 def test_a_minimal_namespace_can_embed_it():

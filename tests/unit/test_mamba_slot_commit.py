@@ -107,14 +107,6 @@ def test_states_that_the_scratch_has_no_row_for_are_not_committed(allocator, con
     assert allocator.skipped_checkpoints_total == 1
 
 
-def test_counts_of_an_earlier_step_are_none_of_this_one(allocator, context):
-    two_prefills(allocator, context)
-    allocator.commit_intermediate_states()
-    context.batch_dimensions.prefill_req_count = 0
-    allocator.commit_intermediate_states()
-    assert allocator.num_cached_slots == 4
-
-
 def test_uploaded_rows_keep_their_address(allocator):
     record(allocator, 2, 1100)
     first = allocator.transfer_intermediate_to_gpu(2, 1)
@@ -131,41 +123,6 @@ def test_stale_counts_of_an_earlier_forward_are_not_read(allocator, context):
     context.mamba_metadata.intermediate_count = 0
     allocator.commit_intermediate_states()
     assert [*allocator.hash_to_block_id.values()] == [17]
-
-
-def test_nothing_to_commit_only_clears(allocator, context):
-    record(allocator, 0, 1024)  # a row outside the batch's prefill requests
-    allocator.commit_intermediate_states()
-    assert allocator.num_cached_slots == 0
-    assert allocator._has_intermediates is False
-    assert allocator._eos_cache_block_id_cpu[0] == 3
-
-
-def test_a_commit_keeps_what_there_is_room_for_in_order(allocator, context):
-    two_prefills(allocator, context)
-    allocator.allocate_slots_batch([0, 1, 2, 3, 16])
-    context.kv_block_allocator.block_ref_counts[:] = 1
-    scratch = [scratch_bits(allocator, i) for i in range(3)]
-    allocator.commit_intermediate_states()
-    # One slot was free: block 10 has it; 16 has its own; 13 and 17 are dropped.
-    assert [allocator.has_state(block) for block in (10, 13, 16, 17)] == [True, False, True, False]
-    assert slot_bits(allocator, allocator.get_slot(10)) == scratch[0]
-    assert slot_bits(allocator, allocator.get_slot(16)) == scratch[2]
-    assert allocator.hash_to_block_id == {1010: 10, 1016: 16}
-    assert allocator.skipped_checkpoints_total == 2
-    assert allocator._has_intermediates is False
-    allocator.check_invariants()
-
-
-def test_a_commit_without_any_room_only_clears(allocator, context):
-    two_prefills(allocator, context)
-    allocator.allocate_slots_batch(range(6))
-    context.kv_block_allocator.block_ref_counts[:] = 1
-    allocator.commit_intermediate_states()
-    assert allocator.block_to_slot[:7].tolist() == [0, 1, 2, 3, 4, 5, -1]
-    assert allocator.skipped_checkpoints_total == 4
-    assert allocator._has_intermediates is False
-    assert allocator._intermediate_counts_cpu.tolist() == [0] * 4
 
 
 def test_two_requests_that_end_the_same_block_leave_one_whole_state(allocator, context):

@@ -51,12 +51,6 @@ def test_of_two_states_for_one_slot_the_last_is_kept_whole(allocator, context):
     assert [slot_bits(allocator, 3), slot_bits(allocator, 0)] == [live[1], live[2]]
 
 
-def test_nothing_is_saved_for_nobody():
-    allocator = make_allocator()
-    allocator.store_from_live_batch([], [])
-    assert allocator.restore_to_live_batch([], []) == []
-
-
 @pytest.mark.parametrize(
     ("slots", "requests", "message"),
     [
@@ -76,31 +70,10 @@ def test_bad_saves_are_refused(allocator, context, slots, requests, message):
     assert all_slots(allocator) == before
 
 
-def test_a_batch_restores_those_that_it_can(allocator, context):
-    slots, live = all_slots(allocator), all_live(context)
-    context.mamba_metadata.request_to_mamba_state_idx[1] = -1  # it has no slot: no row is needed
-    assert allocator.restore_to_live_batch([3, 1, 0], [6, 7, 5]) == [True, False, True]
-    assert all_live(context) == [slots[2], *live[1:3], slots[3]]
-
-
-def test_two_requests_may_restore_one_block(allocator, context):
-    slots = all_slots(allocator)
-    assert allocator.restore_to_live_batch([0, 1], [5, 5]) == [True, True]
-    assert all_live(context)[2:] == [slots[3], slots[3]]
-
-
-@pytest.mark.parametrize(
-    ("requests", "blocks", "message"),
-    [
-        ([0, 0], [5, 6], "each destination row may be listed once"),
-        ([0], [5, 6], "equally long"),
-        ([4], [5], r"requests must be in \[0, 4\)"),
-    ],
-)
-def test_bad_restores_are_refused(allocator, context, requests, blocks, message):
+def test_a_request_without_a_live_row_is_refused(allocator, context):
     live = all_live(context)
-    with pytest.raises(InvalidArgumentError, match=message):
-        allocator.restore_to_live_batch(requests, blocks)
+    with pytest.raises(InvalidArgumentError, match=r"requests must be in \[0, 4\)"):
+        allocator.restore_to_live(4, 5)
     assert all_live(context) == live
 
 
@@ -114,7 +87,7 @@ def test_a_restored_state_counts_as_consumed(allocator):
 
 def test_rows_are_copied_to_slots_and_back(allocator, context):
     slots, live = all_slots(allocator), all_live(context)
-    allocator.copy_live_to_slots([1, PAD_SLOT_ID, 2], [0, 1, PAD_SLOT_ID])
+    allocator.transfers.live_to_slots([1, PAD_SLOT_ID, 2], [0, 1, PAD_SLOT_ID])
     assert all_slots(allocator) == [live[1], *slots[1:]]
     rows = torch.tensor([3, 0, PAD_SLOT_ID], dtype=torch.int32)
     allocator.restore_slots(torch.tensor([2, ZERO_SOURCE, 1], dtype=torch.int32), rows)
@@ -136,16 +109,6 @@ def test_the_embedder_may_put_other_live_states_in_place(allocator, context, gen
     context.mamba_conv_states = wide[:, 2:6]
     allocator.store_from_live_batch([1], [0])
     assert slot_bits(allocator, 1) == live_bits(context, 3)
-
-
-def test_live_states_may_change_their_strides_in_place(allocator, context, generator):
-    memory = torch.empty(2, 9, *CONV, dtype=DTYPES[0])
-    randomize(memory, generator)
-    context.mamba_conv_states = memory.flatten()[: memory[:, :4].numel()].view(2, 4, *CONV)
-    allocator.restore_to_live(0, 5)
-    context.mamba_conv_states = memory[:, :4]
-    allocator.restore_to_live(0, 6)
-    assert live_bits(context, 3) == slot_bits(allocator, 2)
 
 
 def test_live_states_may_have_other_memory_in_place(allocator, context, generator):

@@ -543,7 +543,7 @@ class SequenceRecord:
         self.num_published += holders.index(None) if None in holders else len(holders)
 
     def _commit_reserved(self, captured: Collection[int]) -> None:
-        hashes, slots = self._chain.hashes, self._store.slots
+        slots = self._store.slots
         for position in sorted(self._reserved):
             # First: who breaks this off leaves a reservation to be taken back, and none twice.
             slot = self._reserved.pop(position)
@@ -553,7 +553,7 @@ class SequenceRecord:
             if block is None:
                 slots.cancel_reserved([slot])
             else:
-                self._commit(slot, block, hashes[index - 1], position)
+                self._commit(slot, block, position)
 
     def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
         """Keep the state where the sequence stands, at the end of a block."""
@@ -572,12 +572,12 @@ class SequenceRecord:
         except BaseException:
             self._store.slots.cancel_reserved([slot])
             raise
-        self._commit(slot, block, self._chain.hashes[index - 1], num_tokens)
+        self._commit(slot, block, num_tokens)
 
-    def _commit(self, slot: int, block: int, hash_id: int, position: int) -> None:
+    def _commit(self, slot: int, block: int, position: int) -> None:
         saved = max(1, position - self._tokens_to_state)
         slots = self._store.slots
-        slots.commit_reserved([slot], [block], [hash_id], saved_tokens=[saved])
+        slots.commit_reserved([slot], [block], saved_tokens=[saved])
         self._tokens_to_state = position
         self._store.counters["saved_states"] += 1
         self._offer(EntryKind.STATE, position // self._store.layout.block_size_tokens - 1, block)

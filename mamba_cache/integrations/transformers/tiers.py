@@ -295,9 +295,7 @@ class PrefixTiers:
         block = store.kv_blocks.find_block(hashes[depth - 1], hashes.digest(depth - 1))
         if block is None:
             return False
-        store.slots.commit_reserved(
-            [slot], [block], [hashes[depth - 1]], saved_tokens=[depth * size]
-        )
+        store.slots.commit_reserved([slot], [block], saved_tokens=[depth * size])
         return True
 
     def remove(self, kind: EntryKind, digest: bytes) -> None:
