@@ -380,7 +380,7 @@ class StepRunner:
                     self._speculation.describe(metadata, drafts, is_exact=is_exact)
                 # Without the padding, which a kernel would look at entry by entry.
                 if restores := self._buffers.entries("restores"):
-                    self._slots.transfers.slots_to_live(*restores)
+                    self._slots.slots_to_live(*restores)
                 ids = [active.request_id for active in prefills]
                 step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
             if self._tiering is not None:
@@ -417,7 +417,7 @@ class StepRunner:
             self._advance(self._speculation, *self._in_batch_order(sampled))
         # As planned: a request loses its checkpoint if the step before has reached it.
         if boundaries := self._buffers.entries("boundaries"):
-            self._slots.transfers.live_to_slots(*boundaries)
+            self._slots.live_to_slots(*boundaries)
         new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
         with self._guard.ending(self._slots.listeners):
             work, num_decodes = self._work, len(self._work.group.ids)

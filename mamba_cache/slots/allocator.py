@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mamba_cache._checks import INT64_MAX, as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded, outside
-from mamba_cache._torch import outside_inference_mode
+from mamba_cache._torch import PAD_SLOT_ID, outside_inference_mode, to_device
 from mamba_cache.cache.placement import CheckpointPlacement, check_placement
 from mamba_cache.cache.policies import SlotEvictionPolicy, as_host_array, policy_named
 from mamba_cache.cache.rows import NONE
@@ -25,13 +26,20 @@ from mamba_cache.errors import (
 from mamba_cache.events import Stored
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots.megatron_scratch import (
-    IntermediateTables,
+    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     checkpoint_alignment,
     num_scratch_rows,
     plan_checkpoints,
 )
-from mamba_cache.slots.transfers import StateTransfers, last_write_wins
-from mamba_cache.states import RowIndices, SlotQuantization, StatePool, StateSpec
+from mamba_cache.states import (
+    RowIndices,
+    SlotQuantization,
+    StateCopier,
+    StatePool,
+    StateSpec,
+    StateTensorSpec,
+    quantize_states,
+)
 
 __all__ = ["MambaSlotAllocator", "check_model"]
 
@@ -77,7 +85,6 @@ class MambaSlotAllocator(SlotPool):
             those of the scratch, are None where states are of other kinds.
         ssm_states: [num_mamba_layers, max_slots, *ssm] on the device; int8 if quantised.
         ssm_scales: [num_mamba_layers, max_slots, heads, state_dim] float32 then, else None.
-        transfers: What moves states.
         max_intermediate_count: States that the scratch has room for.
         intermediate_conv_out: [num_mamba_layers, max_intermediate_count, *conv]: the scratch.
         intermediate_ssm_out: [num_mamba_layers, max_intermediate_count, *ssm]: the scratch.
@@ -155,7 +162,7 @@ class MambaSlotAllocator(SlotPool):
         """
         check_model(context)
         self.context = context
-        self._connect(self.states, self._scratch)
+        self._make_tables()
 
     def _set_up(  # noqa: PLR0917 - what both ways of making one have in common
         self,
@@ -199,7 +206,12 @@ class MambaSlotAllocator(SlotPool):
                 f"{states.spec}"
             )
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
-        self._connect(states, scratch)
+        self.states, self._scratch = states, scratch
+        self._live_places: list[tuple[int, int]] = []
+        self._live_storage: Sequence[object] = []
+        copied = (list(pool.tensors.values()) for pool in (scratch, states))
+        self._scratch_to_slots = StateCopier(*copied)
+        self._make_tables()
         # Any: to those who know that states are of conv and SSM these are never None.
         saved, scratched = (pool.tensors if spec.is_mamba else {} for pool in (states, scratch))
         self.conv_states: Any = saved.get("conv")
@@ -208,26 +220,63 @@ class MambaSlotAllocator(SlotPool):
         self.intermediate_conv_out: Any = scratched.get("conv")
         self.intermediate_ssm_out: Any = scratched.get("ssm")
 
-    def _connect(self, states: StatePool, scratch: StatePool) -> None:
-        """Make what depends on the context's size, and on where its live states are."""
-        spec = scratch.spec
-        names = None if spec.is_mamba else [tensor.name for tensor in spec.tensors]
-        self._live_states = partial(_live_states, self.context, names)
-        self.transfers = StateTransfers(states, scratch, self._live_states, self.quantization)
-        self.states, self._scratch = states, scratch
-        self._tables = IntermediateTables(self.context.max_requests, self.states.device)
-        self._intermediate_offsets_cpu = self._tables.offsets_cpu
-        self._intermediate_counts_cpu = self._tables.counts_cpu
-        self._intermediate_block_ids_cpu = self._tables.block_ids_cpu
-        self._eos_cache_block_id_cpu = self._tables.eos_block_ids_cpu
+    @outside_inference_mode
+    def _make_tables(self) -> None:
+        """Make the tables of intermediate offsets and EOS checkpoints: a row for each request.
 
-    @property
-    def _has_intermediates(self) -> bool:
-        return self._tables.has_intermediates
+        Those on the CPU are the truth, and may be written by index from outside; those on the
+        device are where ``transfer_intermediate_to_gpu`` puts a copy for kernels to read.
+        """
+        rows, device = self.context.max_requests, self.states.device
+        wide = rows, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+        self._intermediate_offsets_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")
+        self._intermediate_counts_cpu = torch.empty(rows, dtype=torch.int32, device="cpu")
+        self._intermediate_block_ids_cpu = torch.empty(wide, dtype=torch.int32, device="cpu")
+        self._eos_cache_block_id_cpu = torch.empty(rows, dtype=torch.int32, device="cpu")
+        self._offsets_device = torch.zeros(wide, dtype=torch.int32, device=device)
+        self._counts_device = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._clear_rows(0, rows)
 
-    @_has_intermediates.setter
-    def _has_intermediates(self, value: bool) -> None:
-        self._tables.has_intermediates = value
+    def _clear_rows(self, start: int, num_rows: int) -> None:
+        rows = slice(start, start + num_rows)
+        self._intermediate_offsets_cpu[rows] = 0
+        self._intermediate_counts_cpu[rows] = 0
+        self._intermediate_block_ids_cpu[rows] = -1
+        self._eos_cache_block_id_cpu[rows] = -1
+        self._has_intermediates = False
+
+    # Copies of states, one launch each. A context calls them in its own step, whose guard it has.
+
+    def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
+        """Save live states by their rows; ``PAD_SLOT_ID`` skips."""
+        self._bind_live_states()
+        self._live_to_slots.copy(rows, slots)
+
+    def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
+        """Restore live states by their rows; ``ZERO_SOURCE`` clears, ``PAD_SLOT_ID`` skips."""
+        self._bind_live_states()
+        self._slots_to_live.copy(sources, rows)
+
+    def _bind_live_states(self) -> None:
+        """Make the copiers anew if the embedder has put other tensors in place, or other memory."""
+        live = list(self._live_states())
+        # Of the same tensors at the same memory the rest is the same, and takes longer to ask for.
+        places = [(id(tensor), tensor.data_ptr()) for tensor in live]
+        if places == self._live_places:
+            return
+        storage = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live]
+        if storage != self._live_storage:
+            saved = list(self.states.tensors.values())
+            self._live_to_slots = StateCopier(live, saved)
+            self._slots_to_live = StateCopier(saved, live)
+            self._live_storage = storage
+        # The tensors are kept so that no others get their ids.
+        self._live, self._live_places = live, places
+
+    def _live_states(self) -> Sequence[torch.Tensor]:
+        if self._scratch.spec.is_mamba:
+            return self.context.mamba_conv_states, self.context.mamba_ssm_states
+        return [self.context.live_states[tensor.name] for tensor in self._scratch.spec.tensors]
 
     @guarded(nests=True)
     def allocate_slots_batch(self, block_ids: Iterable[int]) -> list[int]:
@@ -374,7 +423,18 @@ class MambaSlotAllocator(SlotPool):
         slot = self.get_slot(block_id)
         if slot < 0:
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
-        self._write(lambda: self.transfers.store_layer(layer_idx, slot, (conv_state, ssm_state)))
+        last_layer = self.num_mamba_layers - 1
+        layer_idx = check_int("layer_idx", layer_idx, minimum=0, maximum=last_layer)
+        for wanted, state in zip(self._scratch.spec.tensors, (conv_state, ssm_state), strict=True):
+            _check_fits(state, wanted)
+        # Slots are no part of a graph of autograd.
+        conv_state, ssm_state = conv_state.detach(), ssm_state.detach()
+        states = [conv_state, ssm_state]
+        if self.quantization is not None:
+            states[1:] = quantize_states(ssm_state)
+        self._guard.is_changing = True
+        for tensor, state in zip(self.states.tensors.values(), states, strict=True):
+            tensor[layer_idx, slot].copy_(state)
 
     @guarded(nests=True)
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
@@ -393,7 +453,8 @@ class MambaSlotAllocator(SlotPool):
         check_same_length(slots=targets, request_indices=requests)
         if targets:
             rows = _live_rows(self.context, requests)
-            self._write(lambda: self.transfers.live_to_slots(rows, last_write_wins(targets)))
+            self._guard.is_changing = True  # a slot may be findable: it has neither state then
+            self.live_to_slots(rows, _last_write_wins(targets))
 
     @guarded(nests=True)
     def restore_slots(self, sources: RowIndices, rows: RowIndices) -> None:
@@ -408,7 +469,7 @@ class MambaSlotAllocator(SlotPool):
             InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
                 is out of range or a row is named twice.
         """
-        self.transfers.slots_to_live(sources, rows)
+        self.slots_to_live(sources, rows)
 
     @guarded(nests=True)
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
@@ -425,7 +486,7 @@ class MambaSlotAllocator(SlotPool):
         slot = self.get_slot(block_id)
         if slot < 0:
             return False
-        self.transfers.slots_to_live([slot], _live_rows(self.context, requests))
+        self.slots_to_live([slot], _live_rows(self.context, requests))
         self.policy.on_consumed([slot])
         return True
 
@@ -470,11 +531,26 @@ class MambaSlotAllocator(SlotPool):
             block_ids=self.context.request_to_kv_block_ids[current_id],
             block_size_tokens=self.context.block_size_tokens,
             alignment=checkpoint_alignment(self.context),
-            max_offsets=self._tables.num_free(current_id, self.max_intermediate_count),
+            max_offsets=self._num_free_scratch_rows(current_id),
         )
         self._guard.is_changing = True
-        self._tables.record(current_id, plan)
+        num_offsets = len(plan.offsets)
+        unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - num_offsets
+        # Through numpy: one element of a tensor costs as much as a whole row of an array.
+        self._intermediate_offsets_cpu.numpy()[current_id] = plan.offsets + [0] * unused
+        self._intermediate_block_ids_cpu.numpy()[current_id] = plan.block_ids + [-1] * unused
+        self._intermediate_counts_cpu.numpy()[current_id] = num_offsets
+        self._eos_cache_block_id_cpu.numpy()[current_id] = plan.eos_block_id
+        if num_offsets or plan.eos_block_id >= 0:
+            self._has_intermediates = True
         self.skipped_checkpoints_total += plan.num_skipped
+
+    def _num_free_scratch_rows(self, row: int) -> int:
+        """Return how many states a request may save: rows of the scratch that others leave."""
+        counts = self._intermediate_counts_cpu.numpy()
+        num_others = int(counts.sum()) - int(counts[row])
+        num_left = max(self.max_intermediate_count - num_others, 0)
+        return min(num_left, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
 
     @guarded(nests=True)
     def get_intermediate_cpu_data(
@@ -489,7 +565,10 @@ class MambaSlotAllocator(SlotPool):
         if not self._has_intermediates:
             return None, None
         start, count = self._prefill_rows()
-        return self._tables.rows(start, count) if count else (None, None)
+        rows = slice(start, start + count)
+        if not count:
+            return None, None
+        return self._intermediate_offsets_cpu[rows], self._intermediate_counts_cpu[rows]
 
     @guarded(nests=True)
     def get_intermediate_gpu_data(
@@ -516,7 +595,15 @@ class MambaSlotAllocator(SlotPool):
         """
         if not prefill_count:
             return None, None
-        return self._tables.upload(prefill_start, prefill_count)
+        rows = slice(prefill_start, prefill_start + prefill_count)
+        # The device may read long after this call, when the rows have been cleared already, so it
+        # gets a copy of its own; ``to_device`` pins it, since pageable memory would be waited for.
+        for target, source in (
+            (self._offsets_device, self._intermediate_offsets_cpu),
+            (self._counts_device, self._intermediate_counts_cpu),
+        ):
+            target[rows].copy_(to_device(source[rows], target.device), non_blocking=True)
+        return self._offsets_device[rows], self._counts_device[rows]
 
     @guarded(nests=True)
     def commit_intermediate_states(self) -> None:
@@ -558,7 +645,8 @@ class MambaSlotAllocator(SlotPool):
             is_whole = isinstance(error, MambaCacheError)
             self._invalidate_blocks_batch(set(block_ids) - (with_slot if is_whole else set()))
             raise
-        self.transfers.spoil_scratch(num_written)
+        for tensor in self._scratch.tensors.values():  # integers have no NaN
+            tensor[:, :num_written] = math.nan if tensor.is_floating_point() else 0
         self._clear_intermediate_state()
 
     @guarded(nests=True)
@@ -575,7 +663,12 @@ class MambaSlotAllocator(SlotPool):
         start, num_rows = self._prefill_rows()
         metadata = self.context.mamba_metadata
         written = metadata.per_request_intermediate_counts if metadata.intermediate_count else ()
-        blocks, eos_blocks, eos_rows = self._tables.reached(start, num_rows, written)
+        written = np.asarray(written[:num_rows], np.int64)
+        table = self._intermediate_block_ids_cpu.numpy()[start : start + len(written)]
+        blocks = table[np.arange(table.shape[1]) < written[:, None]].tolist()
+        eos = self._eos_cache_block_id_cpu.numpy()[start : start + num_rows]
+        eos_rows = np.flatnonzero(eos >= 0)
+        eos_blocks, eos_rows = eos[eos_rows].tolist(), (eos_rows + start).tolist()
         written_blocks = blocks[: self.max_intermediate_count]  # no other could be written
         self.skipped_checkpoints_total += len(blocks) - len(written_blocks)
         blocks = written_blocks
@@ -589,19 +682,14 @@ class MambaSlotAllocator(SlotPool):
     def _copy_intermediate_to_cache(self, src_offsets: Sequence[int], slots: Sequence[int]) -> None:
         """Copy states from the scratch to slots, all layers in one launch."""
         with outside:  # the caller takes the slots back
-            self.transfers.scratch_to_slots(src_offsets, last_write_wins(slots))
+            self._scratch_to_slots.copy(src_offsets, _last_write_wins(slots))
 
     @guarded(nests=True)
     def _clear_intermediate_state(self) -> None:
         """Forget what was recorded for the batch's prefill requests."""
         rows = self._prefill_rows()
         self._guard.is_changing = True
-        self._tables.clear(*rows)
-
-    def _write(self, move: Callable[[], object]) -> None:
-        """Write into slots that may be findable; an exception leaves neither old nor new there."""
-        self._guard.is_changing = True
-        move()
+        self._clear_rows(*rows)
 
     def check_invariants(self) -> None:
         """Check the bookkeeping against itself.
@@ -633,7 +721,7 @@ class MambaSlotAllocator(SlotPool):
     def _reset(self) -> None:
         """Return everything to the initial state: no slot taken, no hash, every state zero."""
         super()._reset()
-        self._tables.reset()
+        self._clear_rows(0, len(self._intermediate_counts_cpu))
         self.states.zero_()
         self._scratch.zero_()
 
@@ -651,11 +739,25 @@ def _only(kept: Collection[int], block_ids: list[int], *lists: list[int]) -> lis
     ]
 
 
-def _live_states(context: SlotContext, names: Sequence[str] | None) -> Sequence[torch.Tensor]:
-    # Not a method: what moves states would refer back to its owner, and a cycle keep the tensors.
-    if names is None:
-        return context.mamba_conv_states, context.mamba_ssm_states
-    return [context.live_states[name] for name in names]
+def _last_write_wins(destinations: Sequence[int]) -> list[int]:
+    """Turn all but the last mention of each destination into ``PAD_SLOT_ID``.
+
+    The pairs of one launch run side by side: two that write to one slot would leave a mixture.
+    """
+    last = {destination: index for index, destination in enumerate(destinations)}
+    return [d if last[d] == index else PAD_SLOT_ID for index, d in enumerate(destinations)]
+
+
+def _check_fits(state: object, wanted: StateTensorSpec) -> None:
+    if not isinstance(state, torch.Tensor):
+        given = type(state).__name__
+    elif state.shape != wanted.shape or state.dtype != wanted.dtype:
+        given = f"{tuple(state.shape)} {state.dtype}"
+    else:
+        return
+    raise InvalidArgumentError(
+        f"a layer's state must be a tensor of {wanted.shape} {wanted.dtype}, got {given}"
+    )
 
 
 def check_model(context: SlotContext) -> None:

@@ -50,7 +50,7 @@ class CapturedStep:
             self.context.extract_checkpoint_states(
                 layer, self.chunk_states[layer], self.conv_input[layer], metadata
             )
-        self.slots.transfers.live_to_slots(metadata.boundary_rows, metadata.boundary_slots)
+        self.slots.live_to_slots(metadata.boundary_rows, metadata.boundary_slots)
 
     def capture(self):
         """Captures a step of one request, and takes it back."""

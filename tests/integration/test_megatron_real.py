@@ -26,7 +26,6 @@ from mamba_cache import MambaSlotAllocator
 from mamba_cache.errors import MambaCacheError, MissingStateError
 from mamba_cache.integrations import megatron
 from mamba_cache.slots import allocator
-from mamba_cache.slots.megatron_scratch import IntermediateTables
 from mamba_cache.states import StateCopier
 
 FOUND = find_wheels()
@@ -176,10 +175,10 @@ BROKEN = {
         MambaSlotAllocator, "restore_slots", lambda *_: None),
     "saves of another request's state": (
         MambaSlotAllocator, "store_from_live_batch",
-        lambda self, slots, rows: self.transfers.live_to_slots([0] * len(slots), slots)),
+        lambda self, slots, rows: self.live_to_slots([0] * len(slots), slots)),
     "checkpoints of another block": (
-        IntermediateTables, "reached",
-        lambda self, start, rows, _: ([self.block_ids_cpu[start, 0].item()], [], [])),
+        MambaSlotAllocator, "_collect_commit_data",
+        lambda self: ([self._intermediate_block_ids_cpu[0, 0].item()], [0], [], [], [-1])),
 }  # fmt: skip
 
 

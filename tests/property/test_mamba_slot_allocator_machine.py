@@ -245,7 +245,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         named = [data.draw(st.just(self.reserved[slot]) | blocks) for slot in slots]
         writers = [data.draw(requests) for _ in slots]
         rows = self.context.mamba_metadata.request_to_mamba_state_idx[writers].tolist()
-        self.allocator.transfers.live_to_slots([PAD_SLOT_ID, *rows], [slots[0], *slots])
+        self.allocator.live_to_slots([PAD_SLOT_ID, *rows], [slots[0], *slots])
         housing = self.allocator.commit_reserved(slots, named)
         stored = []
         for slot, block, request in zip(slots, named, writers, strict=True):

@@ -71,7 +71,7 @@ class Broken(Injector):
     def functions(self):
         slots = self.context.slot_allocator
         for name in ("slots_to_live", "live_to_slots"):
-            yield slots.transfers, name
+            yield slots, name
         yield self.context.step_buffers, "fill"
         yield self.context._runner, "_copy_to_forks"
         for name in ("choose", "on_stored", "on_consumed"):

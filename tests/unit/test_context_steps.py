@@ -101,17 +101,17 @@ def test_tokens_are_skipped_by_the_first_chunk_alone(context):
 
 def moved(monkeypatch, context):
     """The pairs of each restore and of each copy to slots from now on."""
-    transfers = context.slot_allocator.transfers
+    slots = context.slot_allocator
     calls = {"slots_to_live": [], "live_to_slots": []}
 
     def watch(name):
-        function = getattr(transfers, name)
+        function = getattr(slots, name)
 
         def watched(sources, targets):
             calls[name].append([(int(s), int(t)) for s, t in zip(sources, targets, strict=True)])
             function(sources, targets)
 
-        monkeypatch.setattr(transfers, name, watched)
+        monkeypatch.setattr(slots, name, watched)
 
     for name in calls:
         watch(name)

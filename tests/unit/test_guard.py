@@ -341,7 +341,7 @@ def test_a_write_into_slots_that_breaks_off(monkeypatch, generator):
     def broken(*_):
         raise OSError("launch")
 
-    monkeypatch.setattr(allocator.transfers, "live_to_slots", broken)
+    monkeypatch.setattr(allocator, "live_to_slots", broken)
     with pytest.raises(OSError, match="launch"):
         allocator.store_from_live_batch([0], [0])
     with pytest.raises(PoisonedError, match="store_from_live_batch broke off"):

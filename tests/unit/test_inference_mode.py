@@ -32,7 +32,6 @@ from mamba_cache.integrations.vllm import (
     MambaHybridModelState,
     MambaSpecDecodeGPUContext,
 )
-from mamba_cache.slots.megatron_scratch import IntermediateTables
 from mamba_cache.states import StatePool
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -173,7 +172,6 @@ def make_state_table():
 KEPT = {
     "states": lambda: [*StatePool(SPEC, 2, device="cpu").tensors.values()],
     "KV cache": lambda: [KV_SPEC.allocate(2, BLOCK, "cpu")],
-    "checkpoints": lambda: vars(IntermediateTables(2, torch.device("cpu"))).values(),
     "buffer": lambda: vars(CpuGpuBuffer(2, dtype=torch.int32, device="cpu")).values(),
     "step": lambda: vars(make_context().step_buffers).values(),
     "table": lambda: vars(make_state_table()).values(),

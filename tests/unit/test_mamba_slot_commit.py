@@ -9,8 +9,7 @@ from slot_rig import state_bits as bits
 
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError
-from mamba_cache.slots.transfers import StateTransfers, last_write_wins
-from mamba_cache.states import StatePool, StateSpec
+from mamba_cache.slots import MambaSlotAllocator
 
 BLOCK = 256
 
@@ -156,11 +155,6 @@ def test_a_second_shortage_is_the_callers_to_see(allocator):
     assert caught.value.required == 1
 
 
-def test_last_write_wins():
-    assert last_write_wins([3, 1, 3, 2, 1]) == [-1, -1, 3, 2, 1]
-    assert last_write_wins([]) == []
-
-
 def test_a_row_that_the_forward_leaves_out_holds_no_earlier_state(allocator, context):
     """Nobody on the host sees it; another request's state was published as this one's."""
     two_prefills(allocator, context)
@@ -179,10 +173,14 @@ def test_a_row_that_the_forward_leaves_out_holds_no_earlier_state(allocator, con
     assert not torch.equal(again, saved)
 
 
-def test_a_scratch_of_integers_is_cleared():
-    states = StateSpec.mamba(1, (2, 2), (1, 2, 2), torch.int32, torch.int32)
-    pool, scratch = (StatePool(states, 3, device="cpu") for _ in range(2))
-    for tensor in scratch.tensors.values():
-        tensor.fill_(5)
-    StateTransfers(pool, scratch, tuple).spoil_scratch(2)
-    assert [int(scratch["ssm"][0, row, 0, 0, 0]) for row in range(3)] == [0, 0, 5]
+def test_a_scratch_of_integers_is_cleared(context):
+    context.mamba_conv_states, context.mamba_ssm_states = (
+        torch.zeros(1, 4, *shape, dtype=torch.int32) for shape in ((2, 2), (1, 2, 2))
+    )
+    kinds = ((2, 2), (1, 2, 2), torch.int32, torch.int32)
+    allocator = MambaSlotAllocator(context, 6, 1, *kinds)
+    two_prefills(allocator, context)
+    allocator.intermediate_ssm_out.fill_(5)
+    allocator.commit_intermediate_states()
+    assert allocator.intermediate_ssm_out[0, :, 0, 0, 0].tolist() == [0, 0, 0, 5, 5]
+    assert (allocator.ssm_states[:, allocator.get_slot(10)] == 5).all()

@@ -87,7 +87,7 @@ def test_a_restored_state_counts_as_consumed(allocator):
 
 def test_rows_are_copied_to_slots_and_back(allocator, context):
     slots, live = all_slots(allocator), all_live(context)
-    allocator.transfers.live_to_slots([1, PAD_SLOT_ID, 2], [0, 1, PAD_SLOT_ID])
+    allocator.live_to_slots([1, PAD_SLOT_ID, 2], [0, 1, PAD_SLOT_ID])
     assert all_slots(allocator) == [live[1], *slots[1:]]
     rows = torch.tensor([3, 0, PAD_SLOT_ID], dtype=torch.int32)
     allocator.restore_slots(torch.tensor([2, ZERO_SOURCE, 1], dtype=torch.int32), rows)
@@ -121,10 +121,10 @@ def test_live_states_may_have_other_memory_in_place(allocator, context, generato
 def test_live_states_may_be_viewed_anew_at_each_look(allocator, context):
     """Copiers, which take long to make, are made once for all views of the same memory."""
     allocator.restore_to_live(0, 5)
-    copier = allocator.transfers._slots_to_live
+    copier = allocator._slots_to_live
     context.mamba_conv_states = context.mamba_conv_states[:]
     allocator.restore_to_live(0, 6)
-    assert allocator.transfers._slots_to_live is copier
+    assert allocator._slots_to_live is copier
     assert live_bits(context, 3) == slot_bits(allocator, 2)
 
 

@@ -96,6 +96,6 @@ def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
         if isinstance(self.mamba_slot_allocator, MambaSlotAllocator):
             self._pending_mamba_restores.clear()
             self._pending_mamba_zeros.clear()
-            self.mamba_slot_allocator._tables.reset()
+            self.mamba_slot_allocator._clear_rows(0, self.max_requests)
 
     return method
