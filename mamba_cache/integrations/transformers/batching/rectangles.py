@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -47,6 +48,17 @@ GRAPH_SIZES = {1: (64, 128, 192, 256, 320, 384, 512, 768, 1024)} | dict.fromkeys
 
 Of more tokens than some 2,000 the GPU takes longer than the launches (see above).
 """
+
+_LONG_SIZES = (1536, 2048, 2560, 3072, 4096, 4608, 5120, 6144, 7168, 8192)
+"""Tokens of single rows that are captured as well where launches take as long as the GPU.
+
+So it is for models of many small layers: a Granite-4-like one launches for 100 ms what the GPU
+computes in 75 (4,352 tokens, H100). It is measured in forwards that run eagerly.
+"""
+_LAUNCH_BOUND = 1.15
+"""Time of a forward on the GPU, over the time of its launches, up to which a graph pays."""
+_COMPILING_SECONDS = 0.5
+"""A forward whose launches take longer compiles kernels, and tells nothing."""
 
 _MAX_CAPTURED_CHECKPOINTS = 3
 _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
@@ -142,6 +154,8 @@ class PrefillStep:
         self._attention = attention
         self._graphs = graphs
         self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of those that may be captured
+        self._launch_bound_tokens = 0  # of the longest row whose launches took as long as the GPU
+        self._timed: list[tuple[int, float, Any, Any]] = []  # see ``_time``
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
@@ -164,12 +178,14 @@ class PrefillStep:
         """
         computed, is_captured = [], True
         most = 0 if is_eager or self.why_eager else max_tokens
-        for group in self._split(self._place(step), max_tokens, most):
+        sizes = self._graph_sizes()
+        for group in self._split(self._place(step), max_tokens, most, sizes):
             shape, rows = self._describe(group)
-            fitted = _fit(shape, most)
+            fitted = _fit(shape, most, sizes)
             if fitted is None:
                 inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
-                logits = self._forward(shape, inputs)
+                forward = partial(self._forward, shape, inputs)
+                logits = self._time(shape, forward) if most else forward()
             else:
                 logits = self._run(fitted, rows)
             is_captured &= self._has_all
@@ -206,6 +222,29 @@ class PrefillStep:
         logits, self._has_all = self.forward(shape, inputs)
         return logits
 
+    def _graph_sizes(self) -> dict[int, tuple[int, ...]]:
+        """Return the sizes that are captured, by rows, as far as it is known by now."""
+        while self._timed and self._timed[0][-1].query():  # pragma: no cover - tests/gpu run it
+            tokens, launches, begin, end = self._timed.pop(0)
+            if begin.elapsed_time(end) / 1e3 <= _LAUNCH_BOUND * launches < _COMPILING_SECONDS:
+                self._launch_bound_tokens = max(self._launch_bound_tokens, tokens)
+        longer = [size for size in _LONG_SIZES if size <= self._launch_bound_tokens]
+        longer += [size for size in _LONG_SIZES if size not in longer][: bool(longer)]
+        return {**GRAPH_SIZES, 1: (*GRAPH_SIZES[1], *longer)}
+
+    def _time(self, shape: RectangleShape, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Compute a rectangle; a long single row shows what its launches and the GPU take."""
+        is_long = shape.num_rows == 1 and shape.num_tokens <= _LONG_SIZES[-1]
+        if not is_long or self._context.device.type != "cuda":
+            return forward()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
+        begin.record()
+        logits = forward()
+        end.record()
+        self._timed.append((shape.num_tokens, time.perf_counter() - began, begin, end))
+        return logits
+
     @property
     def why_eager(self) -> str:
         """Why no rectangles are captured; empty if they are."""
@@ -227,7 +266,11 @@ class PrefillStep:
         return placed
 
     def _split(
-        self, chunks: Sequence[_Placed], max_tokens: int, most_captured: int
+        self,
+        chunks: Sequence[_Placed],
+        max_tokens: int,
+        most_captured: int,
+        sizes: Mapping[int, Sequence[int]],
     ) -> Iterator[Sequence[_Placed]]:
         """Put chunks together so that padding costs less than the forwards it saves.
 
@@ -241,13 +284,13 @@ class PrefillStep:
         least, extra = _FORWARD_TOKENS.get(self._context.device.type, (0, 0))
 
         def cost(rows: int, tokens: int) -> int:
-            size = _graph_size(rows, tokens, most_captured)
+            size = _graph_size(rows, tokens, most_captured, sizes)
             return extra + (max(rows * tokens, least) if size is None else size[0] * size[1])
 
         for group in alike.values():
             group.sort(key=lambda chunk: -chunk.request.num_tokens)
-            sizes = [chunk.request.num_tokens for chunk in group]
-            bounds = split_rows(sizes, max_tokens, cost)
+            lengths = [chunk.request.num_tokens for chunk in group]
+            bounds = split_rows(lengths, max_tokens, cost)
             for begin, end in pairwise(bounds):
                 yield sorted(group[begin:end], key=lambda chunk: chunk.place)
 
@@ -421,18 +464,22 @@ class PrefillStep:
                 view.copy_(now)
 
 
-def _graph_size(rows: int, tokens: int, most_tokens: int) -> tuple[int, int] | None:
+def _graph_size(
+    rows: int, tokens: int, most_tokens: int, sizes: Mapping[int, Sequence[int]]
+) -> tuple[int, int] | None:
     """Return rows and tokens of the rectangle that is captured for one of these; None: none is."""
-    for size in GRAPH_SIZES:
-        fitting = [own for own in GRAPH_SIZES[size] if own >= tokens and size * own <= most_tokens]
+    for size, own in sizes.items():
+        fitting = [each for each in own if each >= tokens and size * each <= most_tokens]
         if size >= rows and fitting:
             return size, fitting[0]
     return None
 
 
-def _fit(shape: RectangleShape, most_tokens: int) -> RectangleShape | None:
+def _fit(
+    shape: RectangleShape, most_tokens: int, sizes: Mapping[int, Sequence[int]]
+) -> RectangleShape | None:
     """Return the shape that is captured for a rectangle; None: it is too large."""
-    size = _graph_size(shape.num_rows, shape.num_tokens, most_tokens)
+    size = _graph_size(shape.num_rows, shape.num_tokens, most_tokens, sizes)
     if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
         return None
     rows, tokens = size
