@@ -132,6 +132,14 @@ def test_answers_that_end_early_are_cached_to_their_end(model, cache, generator)
     assert num_batched(cache) == 2  # since the reset
 
 
+def test_a_prompt_that_ends_with_the_token_that_ends_answers_is_answered(model, cache, generator):
+    """Rows of a batch take their last tokens as if they were answered."""
+    rows = torch.cat([text(generator, 2 * BLOCK - 2) for _ in range(2)])
+    rows[1, -1] = 5
+    assert_equal(model, cache, rows, eos_token_id=5)
+    assert num_batched(cache) == 1
+
+
 class Ear:
     """A streamer of the caller's own."""
 
@@ -180,6 +188,44 @@ def test_a_streamer_that_changes_the_model_is_noticed(cache, prompt, monkeypatch
     with pytest.raises(ModelChangedError, match="while generate ran, by a streamer"):
         cache.generate(prompt, streamer=change, **OPTIONS)
     cache.check_invariants()
+
+
+def change_setting(model):
+    model.model.layers[0].norm.variance_epsilon = 0.5
+    return lambda: None
+
+
+def hook_a_layer(model):
+    return model.model.layers[0].register_forward_hook(lambda *_: _[-1] * 1.5).remove
+
+
+def replace_a_method(model):
+    layer = model.model.layers[0]
+    forward = layer.forward
+    layer.forward = lambda *args, **options: forward(*args, **options) * 1.5
+    return lambda: delattr(layer, "forward")
+
+
+@pytest.mark.filterwarnings("ignore:nothing is reused or cached")
+@pytest.mark.parametrize("change", [change_setting, hook_a_layer, replace_a_method])
+def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, prompt):
+    """A call begins with the settings of the one before, and drops what it computed with them."""
+    model = make_model("nemotron_h", seed=3)
+    cache = make_cache(model)
+    for number in range(3):
+        assert_equal(model, cache, join(prompt, prompt[:, :number]))
+    assert cache.stats().hits == 2
+    undo = change(model)
+    assert_equal(model, cache, prompt)
+    assert (
+        cache.stats().hits == 2
+    )  # nothing is cached under these settings, or nothing is looked up
+    undo()
+    cache.check_invariants()
+    assert not cache._batcher.context.statuses()
+    before = cache.stats().hits
+    assert_equal(model, cache, prompt)
+    assert cache.stats().hits == before + 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,13 @@ from mamba_cache.integrations.transformers.presence import (
 from mamba_cache.integrations.transformers.replacement import ABSENT, original
 from mamba_cache.states.checksums import TensorChecksums
 
-__all__ = ["ModelFingerprint", "WeightsCheck", "check_variant", "global_settings"]
+__all__ = [
+    "ModelFingerprint",
+    "SettingsChangedError",
+    "WeightsCheck",
+    "check_variant",
+    "global_settings",
+]
 
 WeightsCheck = Literal["full", "sample", "off"]
 """How much of a model's weights each call looks at."""
@@ -86,6 +92,10 @@ _RANDOM = (
 """Of PyTorch's modules those that are others in training mode, unless their probability is 0."""
 
 
+class SettingsChangedError(Exception):
+    """Settings were assumed to be those of the call before, and are not; no caller sees it."""
+
+
 class ModelFingerprint:
     """Tells models apart by all that their results depend on.
 
@@ -119,6 +129,7 @@ class ModelFingerprint:
         self._known = _Known()
         self._reading = _Reading(self._known)
         self._is_unchecked = True
+        self._is_assumed = False  # the settings, until ``confirm`` reads them
         self._num_handles = 0
         self.key = ""
         self.foreign: tuple[ForeignKind, str] | None = None
@@ -162,6 +173,7 @@ class ModelFingerprint:
         ``variant`` is that of the call; ``has_looked``: the call began with ``look_ahead``.
         """
         self._variant = check_variant(variant) or self._default_variant
+        self._is_assumed = False
         self._num_handles = _num_handles()
         self._refresh()
         self.foreign_attention = self._reading.foreign.get("registered function")
@@ -184,8 +196,34 @@ class ModelFingerprint:
         )
         self._is_unchecked = False
 
+    def assume(self, *, may_differ: bool, variant: str | None) -> bool:
+        """Do what ``begin`` does, and leave the settings to ``confirm``; return whether that works.
+
+        A batch on a GPU is computed while the host reads them. It works if the last call found
+        neither foreign code nor changes, and no hook was registered since then. The call began
+        with ``look_ahead``.
+        """
+        is_known = self._reading.digest and not self._reading.foreign and not self._is_unchecked
+        is_same = (check_variant(variant) or self._default_variant) == self._variant
+        if not (is_known and is_same) or self.has_new_hooks():
+            return False
+        self._weights.begin(
+            self._reading.tensors, is_read_anew=False, may_differ=may_differ, has_looked=True
+        )
+        self._is_assumed = True
+        return True
+
     def confirm(self) -> None:
-        """Wait for the comparison that ``begin`` began, if nobody has yet."""
+        """Read settings that were assumed, and wait for the comparison that ``begin`` began.
+
+        Raises:
+            SettingsChangedError: The settings are not those that were assumed.
+            ModelChangedError: The weights are others.
+        """
+        if self._is_assumed:
+            self._is_assumed = False
+            if not self.is_current():
+                raise SettingsChangedError("the model's settings are not those of the call before")
         self._weights.confirm()
 
     def portable_key(self) -> str | None:

@@ -18,6 +18,7 @@ from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChang
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
+from mamba_cache.integrations.transformers.fingerprint import SettingsChangedError
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -208,22 +209,20 @@ class Generation:
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
         fingerprint = self._runner.fingerprint
-        fingerprint.begin(may_differ=self._store.is_empty, variant=self._variant, has_looked=True)
+        options: dict[str, Any] = {"may_differ": self._store.is_empty, "variant": self._variant}
+        if prompts is not None and self._find_batcher is not None and fingerprint.assume(**options):
+            try:
+                if (output := self._compute_batch(forward, prompts)) is not None:
+                    return output
+            except SettingsChangedError:  # nothing of that batch is kept
+                self._drop_batch()
+        fingerprint.begin(**options, has_looked=True)
         if prompts is None or fingerprint.foreign is not None:
             self.bypass = fingerprint.foreign[0] if fingerprint.foreign else "hidden tokens"
             self._keeps_answers = False
             return forward(**kwargs)
-        try:
-            with self._runner.within(forward):
-                self._is_batched = self._begin_batch(prompts)
-                if self._is_batched:
-                    output = self._computed()
-                    self._arm()  # for the forwards that follow
-                    return output
-        except torch.OutOfMemoryError:  # in the loop a prompt may be computed in smaller parts
-            self._is_batched = False
-            if self._batcher is not None:
-                self._batcher.drop()
+        if (output := self._compute_batch(forward, prompts)) is not None:
+            return output
         while True:
             try:
                 with self._runner.within(forward):
@@ -231,6 +230,26 @@ class Generation:
             except torch.OutOfMemoryError as error:  # noqa: PERF203 - it ends with the memory
                 if _is_batch(prompts) or not self._retries(error):
                     raise
+
+    def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
+        """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""
+        try:
+            with self._runner.within(forward):
+                self._is_batched = self._begin_batch(prompts)
+                if self._is_batched:
+                    output = self._computed()
+                    self._arm()  # for the forwards that follow
+                    return output
+                self._find_batcher = None  # the call is not asked about again
+        except torch.OutOfMemoryError:  # in the loop a prompt may be computed in smaller parts
+            self._drop_batch()
+            self._find_batcher = None
+        return None
+
+    def _drop_batch(self) -> None:
+        self._is_batched = False
+        if self._batcher is not None:
+            self._batcher.drop()
 
     def _begin_batch(self, prompts: Sequence[Prompt]) -> bool:
         """Begin to compute the rows as a batch, if that is quicker; return whether it is.

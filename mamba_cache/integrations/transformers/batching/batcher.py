@@ -747,6 +747,8 @@ class Batcher:
             return True
         answer.append(token)
         request.timestamps.append(time.perf_counter())
+        if request.first_token is not None and len(answer) == 1:
+            return False  # the last token of the prompt, which ends no answer
         try:
             if request.tell is not None:
                 request.tell(token)

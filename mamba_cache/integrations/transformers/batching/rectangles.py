@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,9 +57,9 @@ So it is for models of many small layers: a Granite-4-like one launches for 100 
 computes in 75 (4,352 tokens, H100). It is measured in forwards that run eagerly.
 """
 _LAUNCH_BOUND = 1.15
-"""Time of a forward on the GPU, over the time of its launches, up to which a graph pays."""
-_COMPILING_SECONDS = 0.5
-"""A forward whose launches take longer compiles kernels, and tells nothing."""
+"""Time of a forward on the GPU, over the time of all launches, up to which a graph pays."""
+_SHORT_TOKENS = 512
+"""Of more tokens a forward's launches may wait for the GPU."""
 
 _MAX_CAPTURED_CHECKPOINTS = 3
 _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
@@ -155,7 +156,8 @@ class PrefillStep:
         self._graphs = graphs
         self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of those that may be captured
         self._launch_bound_tokens = 0  # of the longest row whose launches took as long as the GPU
-        self._timed: list[tuple[int, float, Any, Any]] = []  # see ``_time``
+        self._launch_seconds = math.inf  # the least that a short forward took to launch
+        self._timed: list[tuple[int, Any, Any]] = []  # tokens of long forwards, and their events
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
@@ -184,8 +186,7 @@ class PrefillStep:
             fitted = _fit(shape, most, sizes)
             if fitted is None:
                 inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
-                forward = partial(self._forward, shape, inputs)
-                logits = self._time(shape, forward) if most else forward()
+                logits = self._forward(shape, inputs)
             else:
                 logits = self._run(fitted, rows)
             is_captured &= self._has_all
@@ -218,31 +219,31 @@ class PrefillStep:
             self._inputs[shape] = torch.empty_like(like)
         return self._inputs[shape]
 
-    def _forward(self, shape: RectangleShape, inputs: torch.Tensor) -> torch.Tensor:
-        logits, self._has_all = self.forward(shape, inputs)
-        return logits
-
     def _graph_sizes(self) -> dict[int, tuple[int, ...]]:
         """Return the sizes that are captured, by rows, as far as it is known by now."""
         while self._timed and self._timed[0][-1].query():  # pragma: no cover - tests/gpu run it
-            tokens, launches, begin, end = self._timed.pop(0)
-            if begin.elapsed_time(end) / 1e3 <= _LAUNCH_BOUND * launches < _COMPILING_SECONDS:
+            tokens, begin, end = self._timed.pop(0)
+            if begin.elapsed_time(end) / 1e3 <= _LAUNCH_BOUND * self._launch_seconds < math.inf:
                 self._launch_bound_tokens = max(self._launch_bound_tokens, tokens)
         longer = [size for size in _LONG_SIZES if size <= self._launch_bound_tokens]
         longer += [size for size in _LONG_SIZES if size not in longer][: bool(longer)]
         return {**GRAPH_SIZES, 1: (*GRAPH_SIZES[1], *longer)}
 
-    def _time(self, shape: RectangleShape, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Compute a rectangle; a long single row shows what its launches and the GPU take."""
-        is_long = shape.num_rows == 1 and shape.num_tokens <= _LONG_SIZES[-1]
-        if not is_long or self._context.device.type != "cuda":
-            return forward()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    def _forward(self, shape: RectangleShape, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute a rectangle; short ones show what launches take, long rows what the GPU takes."""
+        is_timed = inputs.is_cuda and not torch.cuda.is_current_stream_capturing()
+        is_short = shape.num_rows * shape.num_tokens <= _SHORT_TOKENS
+        events: list[Any] = []
+        if is_timed and not is_short and shape.num_rows == 1:  # pragma: no cover - tests/gpu
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            events[0].record()
         began = time.perf_counter()
-        begin.record()
-        logits = forward()
-        end.record()
-        self._timed.append((shape.num_tokens, time.perf_counter() - began, begin, end))
+        logits, self._has_all = self.forward(shape, inputs)
+        if is_timed and is_short:  # pragma: no cover - tests/gpu run it
+            self._launch_seconds = min(self._launch_seconds, time.perf_counter() - began)
+        if events:  # pragma: no cover - tests/gpu run it
+            events[1].record()
+            self._timed.append((shape.num_tokens, *events))
         return logits
 
     @property
