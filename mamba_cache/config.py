@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from mamba_cache._checks import (
     INT32_MAX,
     check_choice,
     check_int,
+    check_kind,
     check_names,
     check_number,
     check_secret,
@@ -164,16 +166,18 @@ class CacheConfig:
             object.__setattr__(self, "max_checkpoints_per_step", limit)
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
-        self._check_counts()
-        self._check_number("max_pinned_share", maximum=1)
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value is not None or setting.default is not None:
+                object.__setattr__(self, setting.name, _checked(setting, value))
         self._check_budgets()
-        self._check_host_tier()
-        self._check_disk_tier()
-        self._check_store()
-        self._check_alignment()
-        self._check_drafts()
-        self._check_choices()
-        self._check_diagnostics()
+        self._check_tiers()
+        self._check_blocks()
+        if self.verify_hits and self.slot_quantization is not None:
+            raise InvalidArgumentError(
+                "verify_hits needs slots that keep states as they are: with slot_quantization="
+                f"{self.slot_quantization!r} a hit differs from a miss by design"
+            )
 
     @property
     def checkpoints_per_step(self) -> int:
@@ -216,34 +220,7 @@ class CacheConfig:
         """KV blocks that the longest allowed sequence fills."""
         return -(-self.max_sequence_length // self.block_size_tokens)
 
-    def _check_counts(self) -> None:
-        at_least_one = (
-            "block_size_tokens", "max_requests", "max_tokens", "max_sequence_length",
-            "ssm_chunk_size", "min_computed_tokens",
-        )  # fmt: skip
-        for name in at_least_one:
-            self._check_count(name, minimum=1)
-        for name in ("max_checkpoints_per_step", "num_speculative_tokens"):
-            self._check_count(name, minimum=0)
-        optional = (
-            ("num_kv_blocks", 1), ("vocab_size", 1), ("max_slots", 0), ("num_host_blocks", 0),
-            ("num_host_states", 0),
-        )  # fmt: skip
-        for name, minimum in optional:
-            if getattr(self, name) is not None:
-                self._check_count(name, minimum=minimum)
-
-    def _check_count(self, name: str, *, minimum: int) -> None:
-        count = check_int(name, getattr(self, name), minimum=minimum, maximum=INT32_MAX)
-        object.__setattr__(self, name, count)
-
-    def _check_number(self, name: str, *, maximum: float) -> None:
-        object.__setattr__(self, name, check_number(name, getattr(self, name), maximum=maximum))
-
     def _check_budgets(self) -> None:
-        self._check_number("state_share", maximum=1)
-        if self.cache_gb is not None:
-            self._check_number("cache_gb", maximum=_MAX_GB)
         for size, count in (("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")):
             gb = getattr(self, size)
             if gb is not None and self.cache_gb is not None:
@@ -254,65 +231,44 @@ class CacheConfig:
                 raise InvalidArgumentError(
                     f"give {size} (GiB) or {count}, or cache_gb for both budgets; all are None"
                 )
-            if gb is not None:
-                self._check_number(size, maximum=_MAX_GB)
-
-    def _check_host_tier(self) -> None:
-        self._check_number("host_state_share", maximum=1)
-        if self.host_cache_gb is not None:
-            self._check_number("host_cache_gb", maximum=_MAX_GB)
-        elif (self.num_host_blocks is None) != (self.num_host_states is None):
+        has_counts = self.num_host_blocks is not None, self.num_host_states is not None
+        if self.host_cache_gb is None and any(has_counts) and not all(has_counts):
             raise InvalidArgumentError(
                 "give host_cache_gb (GiB), or both num_host_blocks and num_host_states, "
                 f"got {self.num_host_blocks} and {self.num_host_states}"
             )
 
-    def _check_disk_tier(self) -> None:
-        uses = check_int("write_on_use", self.write_on_use, minimum=1, maximum=2)
-        object.__setattr__(self, "write_on_use", uses)
-        if self.disk_cache_path is None and self.disk_cache_gb is None:
-            return
-        if self.disk_cache_path is None or self.disk_cache_gb is None:
+    def _check_tiers(self) -> None:
+        if (self.disk_cache_path is None) != (self.disk_cache_gb is None):
             raise InvalidArgumentError(
                 "give both disk_cache_path and disk_cache_gb (GiB), "
                 f"got {self.disk_cache_path!r} and {self.disk_cache_gb!r}"
             )
-        if not isinstance(self.disk_cache_path, (str, os.PathLike)):
+        if not isinstance(self.disk_cache_path, str | os.PathLike | None):
             raise InvalidArgumentError(
                 f"disk_cache_path must be a path, got {self.disk_cache_path!r}"
             )
-        self._check_number("disk_cache_gb", maximum=_MAX_GB)
-        object.__setattr__(self, "disk_cache_path", os.fspath(self.disk_cache_path))
-        if not self.has_host_tier:
-            raise InvalidArgumentError(
-                "disk_cache_path needs a host tier, through whose rows entries come and go: give "
-                "host_cache_gb (GiB)"
-            )
-
-    def _check_store(self) -> None:
-        self._check_number("store_patience_seconds", maximum=1e9)
-        if self.store is None:
-            return
-        if not isinstance(self.store, str) and not hasattr(self.store, "get_many_into"):
+        if self.disk_cache_path is not None:
+            object.__setattr__(self, "disk_cache_path", os.fspath(self.disk_cache_path))
+        if not isinstance(self.store, str | None) and not hasattr(self.store, "get_many_into"):
             raise InvalidArgumentError(
                 "store must be a stores.BlobStore or the URL of one, got "
                 f"{type(self.store).__name__}"  # not its repr, which may hold a password
             )
-        if not self.has_host_tier:
-            raise InvalidArgumentError(
-                "store needs a host tier, through whose rows entries come and go: give "
-                "host_cache_gb (GiB)"
-            )
+        for name in ("disk_cache_path", "store"):
+            if getattr(self, name) is not None and not self.has_host_tier:
+                raise InvalidArgumentError(
+                    f"{name} needs a host tier, through whose rows entries come and go: give "
+                    "host_cache_gb (GiB)"
+                )
 
-    def _check_alignment(self) -> None:
+    def _check_blocks(self) -> None:
         if self.block_size_tokens % self.ssm_chunk_size:
             raise InvalidArgumentError(
                 f"block_size_tokens must be a multiple of ssm_chunk_size ({self.ssm_chunk_size}), "
                 f"got {self.block_size_tokens}: a checkpoint at a block boundary would fall inside "
                 "a chunk, and a hit would differ from a miss"
             )
-
-    def _check_drafts(self) -> None:
         # While the counts of one step are unknown, a request lies within two steps' tokens, and
         # at most one block boundary may lie there as well.
         if self.num_speculative_tokens and 2 * self.max_decode_tokens > self.block_size_tokens:
@@ -322,28 +278,45 @@ class CacheConfig:
                 "tokens of two steps must fit in a block"
             )
 
-    def _check_choices(self) -> None:
-        policies = [policy.value for policy in EvictionPolicy]
-        check_choice("eviction_policy", self.eviction_policy, policies)
-        object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
-        if self.slot_policy is not None:
-            check_choice("slot_policy", self.slot_policy, get_args(SlotPolicyName))
-        if self.slot_quantization is not None:
-            check_choice("slot_quantization", self.slot_quantization, ("int8",))
-        names = check_names("quantized_tensors", self.quantized_tensors)
-        object.__setattr__(self, "quantized_tensors", names)
-        check_choice("hash_algorithm", self.hash_algorithm, get_args(HashAlgorithm))
-        check_secret("hash_secret", self.hash_secret)
 
-    def _check_diagnostics(self) -> None:
-        self._check_number("verify_hits", maximum=1)
-        if self.verify_hits and self.slot_quantization is not None:
-            raise InvalidArgumentError(
-                "verify_hits needs slots that keep states as they are: with slot_quantization="
-                f"{self.slot_quantization!r} a hit differs from a miss by design"
-            )
-        for name in (
-            "enable_prefix_caching", "save_decode_states", "reuse_answers",
-        ):  # fmt: skip
-            if not isinstance(given := getattr(self, name), bool):
-                raise InvalidArgumentError(f"{name} must be a bool, got {given!r}")
+_LEAST: Final = {
+    "block_size_tokens": 1, "max_requests": 1, "max_tokens": 1, "max_sequence_length": 1,
+    "num_kv_blocks": 1, "max_slots": 0, "ssm_chunk_size": 1, "vocab_size": 1,
+    "min_computed_tokens": 1, "max_checkpoints_per_step": 0, "num_speculative_tokens": 0,
+    "num_host_blocks": 0, "num_host_states": 0, "write_on_use": 1,
+}  # fmt: skip
+"""The least that each count may be."""
+
+_MOST: Final = {
+    "cache_gb": _MAX_GB, "kv_cache_gb": _MAX_GB, "mamba_cache_gb": _MAX_GB,
+    "host_cache_gb": _MAX_GB, "disk_cache_gb": _MAX_GB, "state_share": 1, "host_state_share": 1,
+    "verify_hits": 1, "max_pinned_share": 1, "store_patience_seconds": 1e9,
+}  # fmt: skip
+"""The most that each number, from 0 on, may be."""
+
+_CHOICES: Final[dict[str, Sequence[str]]] = {
+    "eviction_policy": [policy.value for policy in EvictionPolicy],
+    "slot_policy": get_args(SlotPolicyName),
+    "slot_quantization": ("int8",),
+    "hash_algorithm": get_args(HashAlgorithm),
+}
+
+
+def _checked(setting: Field[Any], value: Any) -> Any:
+    """Return the value of one setting as the type that it is kept as."""
+    name = setting.name
+    if name in _LEAST:
+        most = 2 if name == "write_on_use" else INT32_MAX
+        return check_int(name, value, minimum=_LEAST[name], maximum=most)
+    if name in _MOST:
+        return check_number(name, value, maximum=_MOST[name])
+    if name in _CHOICES:
+        check_choice(name, value, _CHOICES[name])
+        return EvictionPolicy(value) if name == "eviction_policy" else value
+    if name == "hash_secret":
+        return check_secret(name, value)
+    if name == "quantized_tensors":
+        return check_names(name, value)
+    if isinstance(setting.default, bool):
+        check_kind(name, value, bool)
+    return value
