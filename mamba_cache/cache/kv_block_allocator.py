@@ -313,7 +313,7 @@ class KVBlockAllocator:
             return [None] * len(ids)
         self._guard.is_changing = True
         if are_new and ids and self._add_chain(plan, blocks, parent):
-            self._tell_of(plan, 0, len(ids))
+            self._tell_of(plan, range(len(ids)))
             holders: list[int | None] = list(ids)
         else:
             holders = self._add_each(plan, parent)
@@ -425,25 +425,21 @@ class KVBlockAllocator:
     def _add_each(self, plan: _Registration, parent: int) -> list[int | None]:
         """Register blocks one by one: some hash ids are known; return which block has each."""
         holders: list[int | None] = []
-        start: int | None = None  # of a run of blocks that are new
+        new: list[int] = []
         for index, (block_id, hash_id) in enumerate(zip(*plan[:2], strict=True)):
             holder = self._block_of.setdefault(hash_id, block_id) if parent != NONE else None
-            is_new = holder == block_id and self._hash_at[block_id] == NONE
-            if is_new:
+            if holder == block_id and self._hash_at[block_id] == NONE:
                 self._hash_at[block_id], self._digests[block_id] = hash_id, plan.digests[index]
                 self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
                 self._attach(block_id, parent)
-                start = index if start is None else start
-            elif start is not None:
-                self._tell_of(plan, start, index)
-                start = None
+                new.append(index)
             if holder is not None and self._digests[holder] != plan.digests[index]:
                 self.hash_collisions_total += 1
                 holder = None
             holders.append(holder)
             parent = NONE if holder is None else holder  # what follows it cannot be matched
-        if start is not None:
-            self._tell_of(plan, start, len(holders))
+        if new:
+            self._tell_of(plan, new)
         return holders
 
     def _attach(self, block_id: int, parent: int) -> None:
@@ -455,22 +451,22 @@ class KVBlockAllocator:
             self._previous_at[following] = block_id
         self._offer([parent])
 
-    def _tell_of(self, plan: _Registration, start: int, stop: int) -> None:
-        """Queue the event of consecutive blocks of a plan that became findable."""
+    def _tell_of(self, plan: _Registration, new: Sequence[int]) -> None:
+        """Queue the event of those blocks of a plan that became findable, one below the other."""
         if not self.listeners.wants(Stored):
             return
-        block_ids, size, tokens = plan.block_ids[start:stop], None, plan.tokens
+        block_ids, size, tokens = [plan.block_ids[index] for index in new], None, plan.tokens
         parent = self._parent_at[block_ids[0]]
         if tokens is not None:
             size = len(tokens) // len(plan.block_ids)
-            tokens = tokens[start * size : stop * size].copy()
+            tokens = tokens.reshape(-1, size)[list(new)].ravel()
         is_first = parent == self.dummy_block_id
         self.listeners.put(
             Stored(
                 "block",
                 tuple(block_ids),
-                tuple(plan.hash_ids[start:stop]),
-                digests=tuple(plan.digests[start:stop]),
+                tuple(plan.hash_ids[index] for index in new),
+                digests=tuple(plan.digests[index] for index in new),
                 parent_hash=None if is_first else self._hash_at[parent],
                 parent_digest=None if is_first else self._digests[parent],
                 tokens=tokens,

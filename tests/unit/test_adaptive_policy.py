@@ -80,16 +80,6 @@ def test_what_is_never_asked_for_again_is_refused_once_that_is_learned():
     assert service.skipped > 0.7 * 700 * 10
 
 
-def test_the_state_of_a_chats_last_turn_takes_the_place_of_the_one_before():
-    service = Service(4)
-    for number in range(400):
-        first = 1_000 * number + 1
-        for prompt in chat(first, 3):
-            service.ask(prompt)
-        service.ask(range(first + 500, first + 510))  # comes once
-    assert service.skipped > 0.9 * 400 * (5 + 10)
-
-
 def test_a_state_asked_for_by_its_position_is_not_refused():
     service = Service(1)
     for _ in range(3):
@@ -171,17 +161,6 @@ def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     pool.check_invariants()
 
 
-def test_a_prompt_from_before_a_reset_is_looked_up_anew():
-    pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
-    prompt = pool.begin_request(PromptFacts([1, 2, 3], 16, 0, 3))
-    assert pool.reserve_slots([3], [StateProposal(prompt, 3)]) == [3]
-    pool.reset()
-    assert pool.reserve_slots([3], [StateProposal(prompt, 3)]) == [3]
-    assert pool.reserve_slots([4], [StateProposal(prompt, 2)]) == [2]
-    pool.commit_reserved([3, 2], [3, 4])
-    pool.check_invariants()
-
-
 def test_a_slot_written_from_outside_goes_first():
     service = Service(2)
     service.ask(range(1, 4))
@@ -224,11 +203,6 @@ def test_settings_name_a_contexts_policy(settings, kind):
     assert type(make_context(make_config(**settings)).slot_allocator.policy) is kind
 
 
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(InvalidArgumentError, match="slot_policy must be one of"):
-        make_config(slot_policy="fifo")
-
-
 def hints_skip(told):
     """Blocks skipped of 400 pairs of prompts among 1,200 others, with 6 slots."""
     service, rng, waiting = Service(6), np.random.default_rng(5), []
@@ -260,18 +234,6 @@ def test_one_value_for_states_and_kv_beats_two_orders():
         return record["token_hit_rate"]
 
     assert skipped("adaptive") > skipped("lru") + 0.02
-
-
-def test_of_states_worth_equally_much_the_one_asked_for_longest_ago_goes_first():
-    service = Service(3)
-    slots = []
-    for block in (10, 20, 30):
-        service.ask([block])
-        slots.append(service.pool.get_slot(service.kv_blocks.find_block(block)))
-    for _ in range(99):  # all of them are of one bin of ages then
-        service.pool.begin_request(PromptFacts([], 16, 0, 0))
-    assert slots != sorted(slots)
-    assert service.policy.choose(3, np.arange(3), np.zeros(3, np.int32), None) == slots
 
 
 def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_published():

@@ -102,12 +102,6 @@ def test_indices_are_those_of_the_formulas(rng):
     check(rates, plain)
 
 
-def test_without_events_all_classes_are_alike():
-    rates = ReturnRates(np.array([0, 0, 1]))
-    assert len({rates.index_of(klass, 0) for klass in range(3)}) == 1
-    check(rates, Plain([0, 0, 1]))
-
-
 def test_all_counts_are_halved_when_there_are_many_events(rng, monkeypatch):
     monkeypatch.setattr(adaptive, "MAX_EVENTS", 40)
     groups = np.array([0, 0, 1])
@@ -152,13 +146,6 @@ def test_a_rate_follows_a_change_of_traffic():
             rates.count(1, 300, 1)
         refit(rates)
     assert rates.index_of(0, 1) > 8 * rates.index_of(1, 1)
-
-
-def test_a_use_at_the_age_of_nothing_is_none():
-    rates = ReturnRates(np.array([0]))
-    rates.count(0, 0, 1, is_event=True)
-    refit(rates)
-    check(rates, Plain([0]))
 
 
 def test_ages_beyond_the_last_count_as_the_last():

@@ -10,7 +10,6 @@ from context_rig import (
     add,
     assert_same_run,
     generate,
-    make_config,
     make_context,
     run_step,
     saved_prefix_lengths,
@@ -18,9 +17,7 @@ from context_rig import (
 )
 from engine_rig import SamplingParams, make_engine
 from kv_rig import cache, prefix
-from slot_rig import add_live_states, full, save
-from slot_rig import make_context as slot_context
-from tier_rig import KV, make_tiered
+from slot_rig import save
 
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.cache import ConsumedSlotPolicy, KVBlockAllocator, Rows, SlotPool
@@ -31,7 +28,7 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     PoisonedError,
 )
-from mamba_cache.events import Admitted, Removed, Stored
+from mamba_cache.events import Admitted, Stored
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -142,16 +139,6 @@ def test_one_that_strikes_while_a_foreign_exception_is_handled_is_not():
         thing.do(lambda: 5)
 
 
-def test_a_part_that_is_poisoned_poisons_the_whole():
-    part, thing = Thing(), Thing()
-    with pytest.raises(OSError, match="disk"):
-        part.do(lambda: raise_(OSError("disk")))
-    with pytest.raises(PoisonedError):
-        thing.do(lambda: part.do(lambda: 5), is_changing=False)
-    with pytest.raises(PoisonedError, match="do broke off with PoisonedError"):
-        thing.ask()
-
-
 def test_a_nested_call_is_a_change_of_its_own():
     """What follows it in the same call, such as a model's forward, is outside of it again."""
     thing = Thing()
@@ -178,18 +165,6 @@ def test_a_reset_that_breaks_off_heals_nothing(error):
         thing.do(lambda: 5)
     thing.reset()
     assert thing.do(lambda: 5) == 5
-
-
-def test_what_heals_itself_does_so_at_the_next_call():
-    thing = Thing(heal="heal")
-    with pytest.raises(OSError, match="disk"):
-        thing.do(lambda: raise_(OSError("disk")))
-    thing.broken = MemoryError("still")
-    with pytest.raises(MemoryError):
-        thing.do(lambda: 5)
-    thing.broken = None
-    assert thing.do(lambda: 5) == thing.do(lambda: 5) == 5
-    assert thing.num_healed == 2
 
 
 def test_what_a_call_held_is_taken_back_and_its_own_error_is_raised():
@@ -333,37 +308,6 @@ def test_a_policy_that_raises_where_it_chooses_changes_nothing(error):
     pool.check_invariants()
 
 
-def test_a_write_into_slots_that_breaks_off(monkeypatch, generator):
-    context = slot_context()
-    add_live_states(context, generator)
-    allocator = full(context=context)
-
-    def broken(*_):
-        raise OSError("launch")
-
-    monkeypatch.setattr(allocator, "live_to_slots", broken)
-    with pytest.raises(OSError, match="launch"):
-        allocator.store_from_live_batch([0], [0])
-    with pytest.raises(PoisonedError, match="store_from_live_batch broke off"):
-        allocator.get_slot(0)
-    allocator.reset()
-    assert allocator.get_slot(0) == -1
-
-
-def test_host_memory_whose_change_breaks_off(monkeypatch):
-    context = make_tiered()
-    tier = context.host_tier
-    with monkeypatch.context() as patch:
-        strike(patch, tier._entries[KV].pool, "reset", KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tier.clear()
-    with pytest.raises(PoisonedError, match="clear broke off"):
-        context.match(context.prepare(_request()))  # whose part it is
-    context.reset()
-    generate(context, PROMPT, 1)
-    context.check_invariants()
-
-
 def _request():
     return Request(request_id="probe", prompt_tokens=PROMPT)
 
@@ -460,22 +404,6 @@ def test_a_listener_may_not_call_in():
     with pytest.raises(ConcurrentUseError, match="from within it"):
         context.commit_step({"x": token})
     assert context.finish("x") == [token]
-
-
-def test_a_listener_of_an_eviction_that_raises_takes_the_request_back():
-    context = make_context(make_config(num_kv_blocks=7))
-    generate(context, PROMPT, 1)
-
-    def broken(event):
-        raise OSError("broken")
-
-    context.listeners.add(broken, Removed)
-    with pytest.raises(OSError, match="broken"):
-        add(context, "x", OTHER[::-1] * 2)
-    assert context.statuses() == {}
-    context.listeners.remove(broken)
-    context.check_invariants()
-    assert_same_run(generate(context, OTHER, 2), OTHER)
 
 
 @pytest.mark.parametrize("error", FOREIGN)
