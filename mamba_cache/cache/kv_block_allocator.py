@@ -544,11 +544,10 @@ class KVBlockAllocator:
         Blocks without a state go first, by recency: no state lies below a leaf, so nothing is lost
         with them. Of the others the policy chooses; they are appended to ``with_states``.
         """
-        if leaf is not None:
-            self._leaves.push(*leaf)
         stateless: tuple[int, float] | None = None
-        while stateless is None and self._leaves:
-            block_id, priority = self._leaves.pop()
+        while stateless is None and (leaf or self._leaves):
+            block_id, priority = self._leaves.push_pop(*leaf) if leaf else self._leaves.pop()
+            leaf = None
             if not slots.holds_state(block_id):  # else the slots know of it
                 stateless = block_id, priority
         if stateless is not None and stateless[1] < _LAST_RESORT:

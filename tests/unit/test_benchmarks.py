@@ -5,6 +5,7 @@ import random
 
 import bench_control
 import bench_copy
+import bench_peers
 import bench_rectangles
 import bench_serve
 import bench_step
@@ -41,6 +42,15 @@ def test_control(keep):
     ]
     measuring.report("control", measured, options[-1])
     assert len(read()["measurements"]) == 8
+
+
+def test_peers():
+    measured = [
+        *bench_peers.measure_lives(1),
+        *bench_peers.measure_full_admissions(1, 600),
+        *bench_peers.measure_memory([100]),
+    ]
+    assert {one.unit for one in measured} == {"us", "x", "bytes", "ms"}
 
 
 def test_step():
