@@ -8,21 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mamba_cache import config
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
-
-MINIMUM = {
-    "block_size_tokens": 1,
-    "max_requests": 1,
-    "max_tokens": 1,
-    "max_sequence_length": 1,
-    "ssm_chunk_size": 1,
-    "min_computed_tokens": 1,
-    "num_kv_blocks": 1,
-    "max_slots": 0,
-    "max_checkpoints_per_step": 0,
-    "num_speculative_tokens": 0,
-}
 
 
 def make(**settings: Any) -> CacheConfig:
@@ -32,14 +20,14 @@ def make(**settings: Any) -> CacheConfig:
 
 
 def test_defaults_that_follow_other_settings() -> None:
-    config = make(ssm_chunk_size=2, max_requests=7)
-    assert config.max_checkpoints_per_step == config.checkpoints_per_step == 21
+    made = make(ssm_chunk_size=2, max_requests=7)
+    assert made.max_checkpoints_per_step == made.checkpoints_per_step == 21
 
 
 @pytest.mark.parametrize(("drafts", "tokens", "rows"), [(0, 1, 1), (1, 2, 3), (3, 4, 5)])
 def test_drafts_need_a_live_state_for_each_outcome(drafts: int, tokens: int, rows: int) -> None:
-    config = make(num_speculative_tokens=drafts)
-    assert (config.max_decode_tokens, config.live_rows_per_request) == (tokens, rows)
+    made = make(num_speculative_tokens=drafts)
+    assert (made.max_decode_tokens, made.live_rows_per_request) == (tokens, rows)
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (8, 1), (9, 2), (800, 100), (801, 101)])
@@ -47,99 +35,60 @@ def test_blocks_of_the_longest_sequence_are_rounded_up(length: int, blocks: int)
     assert make(max_sequence_length=length).max_blocks_per_request == blocks
 
 
-@pytest.mark.parametrize("name", MINIMUM)
-def test_counts_have_bounds(name: str) -> None:
+@pytest.mark.parametrize(("name", "least"), config._LEAST.items())
+def test_counts_have_bounds(name: str, least: int) -> None:
     """The message names the setting, what was given and what is allowed."""
-    least = MINIMUM[name]
-    for value in (least - 1, -5, 2.0, "3", True, 2**31, 10**30):
-        expected = re.escape(f"{name} must be an int in [{least}, {2**31 - 1}], got {value!r}")
+    most = 2 if name == "write_on_use" else 2**31 - 1
+    for value in (least - 1, -5, 2.5, "3", True, 2**31, 10**30):
+        expected = re.escape(f"{name} must be an int in [{least}, {most}], got {value!r}")
         with pytest.raises(InvalidArgumentError, match=expected):
+            make(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "most"), config._MOST.items())
+def test_numbers_have_bounds(name: str, most: float) -> None:
+    allowed = re.escape(f"{name} must be a number in [0, {most:g}]")
+    for value in (-0.1, float("inf"), float("nan"), 2 * most, 10**400, "1", True, [1]):
+        with pytest.raises(InvalidArgumentError, match=allowed):
             make(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("size", "count"), [("kv_cache_gb", "num_kv_blocks"), ("mamba_cache_gb", "max_slots")]
 )
-class TestBudgets:
-    def test_size_or_count_is_needed(self, size: str, count: str) -> None:
-        with pytest.raises(InvalidArgumentError, match=rf"give {size} \(GiB\) or {count}"):
-            make(**{count: None})
-
-    def test_size_and_count_are_not_given_together(self, size: str, count: str) -> None:
-        with pytest.raises(
-            InvalidArgumentError, match=rf"give {size} \(GiB\) or {count}, not both"
-        ):
-            make(**{size: 1, count: 1})
-
-    @pytest.mark.parametrize("gb", [0, 0.25, 80])
-    def test_a_size_will_do(self, size: str, count: str, gb: float) -> None:
-        assert getattr(make(**{count: None, size: gb}), size) == gb
-
-    @pytest.mark.parametrize(
-        "gb", [-0.1, float("inf"), float("nan"), 1e300, 10**400, "1", True, [1]],
-        ids=["-", "inf", "nan", "huge", "huge int", "str", "bool", "list"],
-    )  # fmt: skip
-    def test_a_size_is_a_number_of_addressable_bytes(self, size: str, count: str, gb: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match=rf"{size} must be a number in \[0, "):
-            make(**{count: None, size: gb})
+def test_a_budget_is_a_size_or_a_count(size: str, count: str) -> None:
+    assert getattr(make(**{count: None, size: 0.25}), size) == 0.25
+    either = rf"give {size} \(GiB\) or {count}"
+    with pytest.raises(InvalidArgumentError, match=f"{either}, or cache_gb for both budgets"):
+        make(**{count: None})
+    with pytest.raises(InvalidArgumentError, match=f"{either}, not both"):
+        make(**{size: 1, count: 1})
+    with pytest.raises(InvalidArgumentError, match=f"give cache_gb or {size}, not both"):
+        make(num_kv_blocks=None, max_slots=None, cache_gb=8, **{size: 1})
 
 
-class TestOneBudget:
-    """``cache_gb`` for blocks and slots together."""
-
-    @staticmethod
-    def make(**settings: Any) -> CacheConfig:
-        return make(num_kv_blocks=None, max_slots=None, **settings)
-
-    @pytest.mark.parametrize(
-        ("settings", "kv", "slots"),
-        [({"cache_gb": 8}, 6, 2), ({"cache_gb": 8, "state_share": 0.5}, 4, 4),
-         ({"cache_gb": 8, "state_share": 0}, 8, 0), ({"cache_gb": 8, "state_share": 1}, 0, 8),
-         ({"kv_cache_gb": 3, "mamba_cache_gb": 1}, 3, 1)],
-    )  # fmt: skip
-    def test_it_is_divided(self, settings: dict[str, Any], kv: float, slots: float) -> None:
-        config = self.make(**settings)
-        assert (config.kv_budget_gb, config.slot_budget_gb) == (kv, slots)
-
-    def test_all_of_it_is_for_blocks_without_prefix_caching(self) -> None:
-        assert self.make(cache_gb=8, enable_prefix_caching=False).kv_budget_gb == 8
-
-    @pytest.mark.parametrize("size", ["kv_cache_gb", "mamba_cache_gb"])
-    def test_it_is_given_alone(self, size: str) -> None:
-        with pytest.raises(InvalidArgumentError, match=f"give cache_gb or {size}, not both"):
-            self.make(cache_gb=8, **{size: 1})
-
-    @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "0.5", None])
-    def test_a_share_is_between_none_and_all(self, share: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match=r"state_share must be a number in \[0, 1\]"):
-            self.make(cache_gb=8, state_share=share)
-
-    @pytest.mark.parametrize("gb", [-1, float("inf"), "8", True])
-    def test_it_is_a_number_of_addressable_bytes(self, gb: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match=r"cache_gb must be a number in \[0, "):
-            self.make(cache_gb=gb)
+@pytest.mark.parametrize(
+    ("settings", "kv", "slots"),
+    [({"cache_gb": 8}, 6, 2), ({"cache_gb": 8, "state_share": 0.5}, 4, 4),
+     ({"cache_gb": 8, "state_share": 0}, 8, 0), ({"cache_gb": 8, "state_share": 1}, 0, 8),
+     ({"cache_gb": 8, "enable_prefix_caching": False}, 8, 2),
+     ({"kv_cache_gb": 3, "mamba_cache_gb": 1}, 3, 1)],
+)  # fmt: skip
+def test_one_budget_is_divided(settings: dict[str, Any], kv: float, slots: float) -> None:
+    made = make(num_kv_blocks=None, max_slots=None, **settings)
+    assert (made.kv_budget_gb, made.slot_budget_gb) == (kv, slots)
 
 
 def test_numpy_numbers_become_plain_ones() -> None:
-    config = make(num_kv_blocks=np.int64(7), host_cache_gb=np.float32(0.5))
-    assert type(config.num_kv_blocks) is int
-    assert type(config.host_cache_gb) is float
-    assert (config.num_kv_blocks, config.host_cache_gb) == (7, 0.5)
+    made = make(num_kv_blocks=np.int64(7), host_cache_gb=np.float32(0.5))
+    assert (type(made.num_kv_blocks), type(made.host_cache_gb)) == (int, float)
+    assert (made.num_kv_blocks, made.host_cache_gb) == (7, 0.5)
 
 
 def test_no_slots_need_be_given_without_prefix_caching() -> None:
     assert CacheConfig(enable_prefix_caching=False, num_kv_blocks=4).max_slots == 0
-    config = make(enable_prefix_caching=False, max_slots=None, mamba_cache_gb=1)
-    assert (config.max_slots, config.mamba_cache_gb) == (None, 1)
-
-
-@pytest.mark.parametrize("name", ["kv_cache_gb", "host_cache_gb", "disk_cache_gb"])
-def test_the_largest_budget_is_allowed_and_no_larger_one(name: str) -> None:
-    others: dict[str, Any] = {"host_cache_gb": 1, "disk_cache_path": "x", "disk_cache_gb": 1}
-    others |= {"num_kv_blocks": None, "kv_cache_gb": 1}
-    assert getattr(make(**{**others, name: 2**33}), name) == 2**33
-    with pytest.raises(InvalidArgumentError, match=f"{name} must be a number in"):
-        make(**{**others, name: 2**33 + 1})
+    made = make(enable_prefix_caching=False, max_slots=None, mamba_cache_gb=1)
+    assert (made.max_slots, made.mamba_cache_gb) == (None, 1)
 
 
 def test_states_are_kept_on_the_chunk_grid() -> None:
@@ -174,13 +123,14 @@ DISK = {"disk_cache_path": "x", "disk_cache_gb": 1}
         {"host_cache_gb": 1, **DISK},
         {"num_host_blocks": 1, "num_host_states": 1, **DISK},
         {"verify_hits": 1},
+        {"num_kv_blocks": None, "kv_cache_gb": 2**33},
         {"verify_hits": 0, "slot_quantization": "int8"},
     ],
     ids=str,
 )
 def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
-    config = make(**settings)
-    assert {name: getattr(config, name) for name in settings} == settings
+    made = make(**settings)
+    assert {name: getattr(made, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -195,8 +145,13 @@ def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
         # Else two block boundaries could lie where one step's outcome is unknown.
         ({"num_speculative_tokens": 4}, r"at most block_size_tokens / 2 - 1 \(3\), got 4"),
         ({"slot_quantization": "int4"}, "slot_quantization"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"host_cache_gb": 1, "host_state_share": 1.5}, "host_state_share must be a number in"),
+        ({"save_decode_states": 1}, "save_decode_states must be a bool, got 1"),
+        ({"state_share": None}, r"state_share must be a number in \[0, 1\], got None"),
+        ({"host_cache_gb": 1, **DISK, "disk_cache_path": 7}, "disk_cache_path must be a path"),
+        ({"num_host_blocks": 1}, "or both num_host_blocks and num_host_states, got 1 and None"),
+        ({"host_cache_gb": 1, "disk_cache_gb": 1}, "give both disk_cache_path and disk_cache_gb"),
+        ({"host_cache_gb": 1, "store": 7}, "store must be a stores.BlobStore or the URL of one"),
+        ({"store": "valkey://x"}, "store needs a host tier"),
         (DISK, "disk_cache_path needs a host tier"),
         (
             {"verify_hits": 0.5, "slot_quantization": "int8"},

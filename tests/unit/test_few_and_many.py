@@ -10,9 +10,8 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL, VOCAB, make_config, make_context
 from fingerprints import fingerprint
-from kv_rig import prefix, snapshot
 
-from mamba_cache.cache import EveryNthBlock, KVBlockAllocator
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import Request
 from mamba_cache.errors import BlockCapacityError
 from mamba_cache.metadata import compute_chunk_metadata
@@ -85,44 +84,6 @@ def test_requests_that_lack_blocks_are_named(monkeypatch, few):
     context.commit_step([1, 2, 3])
     with pytest.raises(BlockCapacityError, match=rf"'a', 'b', 'c', of up to {BLOCK + 1} tokens"):
         context.begin_step()
-
-
-def blocks_of_many(seed):
-    """What a pool says after each of many calls, whose blocks are many too."""
-    rng = np.random.default_rng(seed)
-    pool = KVBlockAllocator(65)
-    found, held = [], []
-    for _ in range(60):
-        tokens = rng.integers(0, 2, int(rng.integers(1, 14))).tolist()
-        hashes = prefix(*tokens)
-        shared = pool.match_prefix(hashes)
-        if shared:
-            pool.retain_memory_blocks(shared)
-        try:
-            block_ids = shared + pool.allocate_memory_blocks(len(tokens) - len(shared))
-        except BlockCapacityError:
-            pool.release_memory_blocks(shared)
-            block_ids = []
-        first = len(shared)
-        if block_ids[first:]:
-            parent = hashes[first - 1] if first else None
-            kept = hashes[first:]
-            pool.register_kv_block_hashes(block_ids[first:], kept, parent_hash=parent)
-        held.append(block_ids)
-        if len(held) > 3 or rng.random() < 0.5:
-            pool.release_memory_blocks(held.pop(int(rng.integers(len(held)))))
-        pool.check_invariants()
-        found.append((snapshot(pool), block_ids))
-    return found
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_are_kept_and_evicted(monkeypatch, seed):
-    found = []
-    for few in COUNTS:
-        monkeypatch.setattr("mamba_cache.cache.rows.FEW", few)
-        found.append(blocks_of_many(seed))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("count", [1, 5])

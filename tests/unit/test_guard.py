@@ -229,83 +229,66 @@ def strike(monkeypatch, owner, name, error, call=1):
     monkeypatch.setattr(owner, name, struck)
 
 
-def change_blocks(pool, cached):
-    pool.retain_memory_blocks(cached)
-    pool.release_memory_blocks(cached)
-    pool.deregister_blocks(cached)
-    pool.register_kv_block_hashes(pool.allocate_memory_blocks(1), prefix(5))
-
-
-def change_slots(pool):
-    [slot] = pool.reserve_slots([2])
-    pool.commit_reserved([slot], [2])
-
-
-@pytest.mark.parametrize("error", FOREIGN)
-@pytest.mark.parametrize("name", ["_add_chain", "_count_cached", "_forget"])
-def test_blocks_whose_change_breaks_off(monkeypatch, name, error):
-    pool = KVBlockAllocator(9)
-    cached = cache(pool, 1, 2)
-    with monkeypatch.context() as patch:
-        strike(patch, type(pool), name, error)
-        with pytest.raises(error):
-            change_blocks(pool, cached)
-    for call in (lambda: pool.allocate_memory_blocks(1), lambda: pool.match_prefix(prefix(1))):
-        with pytest.raises(PoisonedError, match="broke off"):
-            call()
-    pool.reset()
-    pool.check_invariants()
-    assert len(pool.allocate_memory_blocks(8)) == 8
+def change(slots):
+    """Take every way through blocks and slots."""
+    blocks = slots.kv_blocks
+    cached = cache(blocks, 5, 6)
+    save(slots, *cached)
+    blocks.retain_memory_blocks(cached)
+    blocks.release_memory_blocks(cached)
+    [slot] = slots.reserve_slots([7])
+    slots.commit_reserved([slot], [7])
+    blocks.deregister_blocks(cached[:1])
+    slots.pin_slots([slots.get_slot(7)])
 
 
 @pytest.mark.parametrize("error", FOREIGN)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
+        *((KVBlockAllocator, name) for name in ("_add_chain", "_count_cached", "_forget")),
         *((SlotPool, name) for name in ("_unassign", "_note_stored")),
-        *((Rows, name) for name in ("take", "push", "release")),
+        *((Rows, name) for name in ("take", "push", "hold", "release")),
+        *((ConsumedSlotPolicy, name) for name in ("on_stored",)),
     ],
 )
-def test_slots_whose_change_breaks_off(monkeypatch, owner, name, error):
-    pool = SlotPool(2, KVBlockAllocator(9))
-    save(pool, 0, 1)
+def test_blocks_and_slots_whose_change_breaks_off(monkeypatch, owner, name, error):
+    slots = SlotPool(2, KVBlockAllocator(9), policy=ConsumedSlotPolicy())
+    blocks = slots.kv_blocks
     with monkeypatch.context() as patch:
         strike(patch, owner, name, error)
         with pytest.raises(error):
-            change_slots(pool)
-    for call in (lambda: pool.reserve_slots([3]), lambda: pool.get_slot(0)):
-        with pytest.raises(PoisonedError, match="broke off"):
-            call()
-    pool.reset()
-    pool.check_invariants()
-    assert len(pool.reserve_slots([4, 5])) == 2
+            change(slots)
+    broken = [pool for pool in (blocks, slots) if pool._guard.poison]
+    assert broken
+    for pool in broken:
+        ask = pool.reserve_slots if pool is slots else pool.retain_memory_blocks
+        for call in (lambda ask=ask: ask([3]), lambda pool=pool: PROBES[type(pool)](pool)):
+            with pytest.raises(PoisonedError, match="broke off"):
+                call()
+        pool.reset()
+    slots.reset()
+    blocks.reset()
+    change(slots)
+    blocks.check_invariants()
+    slots.check_invariants()
+
+
+PROBES = {
+    KVBlockAllocator: lambda pool: pool.match_prefix(prefix(1)),
+    SlotPool: lambda pool: pool.get_slot(0),
+}
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-def test_a_policy_that_breaks_off_where_it_is_told(error):
-    class Policy(ConsumedSlotPolicy):
-        def on_stored(self, slots, saved_tokens):
-            raise error("struck")
-
-    pool = SlotPool(2, KVBlockAllocator(9), policy=Policy())
+def test_a_policy_that_raises_where_it_chooses_changes_nothing(monkeypatch, error):
+    slots = SlotPool(1, KVBlockAllocator(9), policy=ConsumedSlotPolicy())
+    save(slots, 0)
+    monkeypatch.setattr(ConsumedSlotPolicy, "choose", lambda *_: raise_(error("struck")))
     with pytest.raises(error):
-        save(pool, 0)
-    with pytest.raises(PoisonedError, match="commit_reserved broke off"):
-        pool.reserve_slots([1])
-
-
-@pytest.mark.parametrize("error", FOREIGN)
-def test_a_policy_that_raises_where_it_chooses_changes_nothing(error):
-    class Policy(ConsumedSlotPolicy):
-        def choose(self, *arguments):
-            raise error("struck")
-
-    pool = SlotPool(1, KVBlockAllocator(9), policy=Policy())
-    save(pool, 0)
-    with pytest.raises(error):
-        pool.reserve_slots([1])
-    assert pool.get_slot(0) == 0
-    pool.check_invariants()
+        slots.reserve_slots([1])
+    assert slots.get_slot(0) == 0
+    slots.check_invariants()
 
 
 def _request():
