@@ -19,7 +19,7 @@ from mamba_cache.cache import (
 )
 from mamba_cache.cache.adaptive import FORGOTTEN_AT_ONCE, NO_CANDIDATE, CandidateTree
 from mamba_cache.cli.replay import run_replay
-from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.errors import InvariantError
 
 
 class Service:
@@ -114,12 +114,6 @@ def test_what_finds_no_slot_because_all_are_held_is_skipped_not_refused():
     assert pool.reserve_slots([4, 5], proposals) == [None, None]
     assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (0, 2)
     pool.check_invariants()
-
-
-def test_proposals_are_one_for_each_block():
-    pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
-    with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 0"):
-        pool.reserve_slots([1, 2], [])
 
 
 def test_a_choice_that_the_pool_cannot_follow_is_taken_back(monkeypatch):

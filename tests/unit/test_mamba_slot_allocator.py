@@ -168,23 +168,6 @@ def test_check_invariants_finds_hashes_that_contradict_each_other(spoil, message
         allocator.check_invariants()
 
 
-def test_unknown_blocks_are_refused():
-    allocator = make_allocator()
-    for block in (-1, 12):
-        for call in (
-            allocator.get_slot,
-            allocator.has_state,
-            allocator.invalidate_block,
-            lambda b: allocator.allocate_slots_batch([0, b]),
-            lambda b: allocator.reserve_slots([0, b]),
-            lambda b: allocator.register_block_hashes_batch([0, b], [1, 2]),
-            lambda b: allocator.on_kv_blocks_deregistered([0, b], []),
-        ):
-            with pytest.raises(UnknownBlockError, match=rf"\[0, 12\), got \[{block}\]"):
-                call(block)
-    assert books(allocator) == books(make_allocator())
-
-
 def test_kv_arrays_may_be_numpy():
     allocator = full()
     kv_blocks = allocator.context.kv_block_allocator

