@@ -1,7 +1,7 @@
 """Prompts in rectangles, from CUDA graphs and without: hits, mixed lengths, and decode steps.
 
-``python tests/benchmarks/bench_rectangles.py --family nemotron-h-8b --json FILE`` takes less than
-two minutes on an H200. Each value is warm: its shape was computed before.
+``python tests/benchmarks/bench_rectangles.py --family nemotron-h-8b --json FILE`` takes about two
+minutes on an H100. Each value but the first batch is warm: its shape was computed before.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from mamba_cache.integrations.transformers import PrefixCache
 
 _FULL, _TINY = (4096, 256, 2048, 128, 384, 32), (64, 32, 64, 8, 24, 3)
 """Cached and new tokens of a hit; shared tokens, fewest and most own ones, and rows of a batch."""
+_MORE_TOKENS = 28
+"""Of prompts that are no multiple of a chunk."""
+_ANSWER_TOKENS = {True: 127, False: 8}
+"""After the first one, of an answer whose time is compared with plain transformers; on a GPU."""
 
 
 class _Times:
@@ -59,13 +64,84 @@ class _Times:
         self.run([[*stem, *self.draw(suffix)]], is_eager=True)
         for is_eager in (True, False):
             way = "eager" if is_eager else "graph"
-            for extra in (0, 28):
+            for extra in (0, _MORE_TOKENS):
 
                 def call(is_eager: bool = is_eager, extra: int = extra) -> Callable[[], None]:
                     prompt = [*stem, *self.draw(suffix + extra)]
                     return lambda: self.run([prompt], is_eager=is_eager)
 
                 self.measure(f"hit of {prefix:,} + {suffix + extra} tokens, {way}", call)
+
+    def compare_with_plain(self, prefix: int, suffix: int) -> None:
+        """Time first tokens of ``generate``: plain, at a miss, and at hits; and a long answer."""
+        subject, cache = self._subject, self._cache
+        stem = subject.random(prefix)
+        for extra in (0, _MORE_TOKENS):
+            ways: dict[str, list[float]] = {"plain": [], "miss": [], "hit": []}
+            for _ in range(self._rounds + 4):  # a long prompt has its graph at its fourth use
+                prompts = [subject.random(prefix + suffix + extra) for _ in range(2)]
+                hit = torch.cat([stem, subject.random(suffix + extra)], dim=1)
+                for way, who, prompt in (
+                    ("plain", subject.model, prompts[0]),
+                    ("miss", cache, prompts[1]),
+                    ("hit", cache, hit),
+                ):
+                    ways[way].append(subject.first_token(who, prompt).seconds)
+            title = f"{prefix:,} + {suffix + extra} tokens"
+            plain, miss, hit = (statistics.median(one[4:]) * 1e3 for one in ways.values())
+            self.figures += [
+                Measurement(f"first token, plain, {title}", plain, "ms"),
+                Measurement(f"first token, miss, {title}", miss, "ms"),
+                Measurement(f"first token, hit, {title}", hit, "ms"),
+                Measurement(f"miss over plain, {title}", miss / plain, "x"),
+                Measurement(f"plain over hit, {title}", plain / hit, "x"),
+            ]
+            if replay := subject.capture(subject.random(suffix + extra), subject.fill(stem)):
+                seconds = [subject.time(replay) for _ in range(5)]
+                title = f"one CUDA graph of the new tokens, {title}"
+                self.figures.append(Measurement(title, statistics.median(seconds) * 1e3, "ms"))
+        found, more = [], _ANSWER_TOKENS[subject.is_cuda]
+        for who in (subject.model, cache):
+            prompts = [subject.random(suffix) for _ in range(4)]
+            times = []
+            for prompt, count in zip(prompts, (2, 2, 1, 1 + more), strict=True):
+                call = partial(subject.generate, who, prompt, max_new_tokens=count)
+                times.append(subject.time(call))
+            found.append(times[3] - times[2])
+        self.figures += [
+            Measurement(f"{more} tokens of one request, plain", found[0] * 1e3, "ms"),
+            Measurement(f"{more} tokens of one request", found[1] * 1e3, "ms"),
+            Measurement("plain over ours, one request", found[0] / found[1], "x"),
+        ]
+
+    def time_burst(self, shared: int, own: int, count: int) -> None:
+        """Time all first tokens of many prompts, over a plain forward of as many new tokens."""
+        stem = self.draw(shared)
+        self.run([[*stem, *self.draw(own)]], is_eager=True)
+
+        def call() -> Callable[[], None]:
+            prompts = [[*stem, *self.draw(own)] for _ in range(count)]
+            return lambda: self.run(prompts, is_eager=False)
+
+        title = f"{count} x ({shared:,} shared + {own} own)"
+        burst = self.measure(f"first tokens of {title}", call)
+        rows = self._subject.random(count * own).view(count, own)
+        times = []
+        for _ in range(self._rounds + 1):
+            forward = partial(self._subject.logits, rows, self._subject.new_cache())
+            times.append(self._subject.time(forward) * 1e3)
+        plain = statistics.median(times[1:])
+        self.figures.append(Measurement(f"plain forward of {count} x {own} tokens", plain, "ms"))
+        self.figures.append(Measurement(f"burst over plain, {title}", burst / plain, "x"))
+
+    def compare_batches(self, own: int) -> None:
+        """Time the first three batches after the preparation."""
+        times = []
+        for _ in range(3):
+            prompts = [self.draw(own) for _ in range(self._rows)]
+            times.append(self._subject.time(partial(self.run, prompts, is_eager=False)))
+        self.figures.append(Measurement("first batch", times[0] * 1e3, "ms"))
+        self.figures.append(Measurement("first batch over the third", times[0] / times[2], "x"))
 
     def compare_lengths(self, shared: int, fewest: int, most: int) -> None:
         """Time all first tokens of prompts of many lengths, beside as many equal ones."""
@@ -87,7 +163,7 @@ class _Times:
 
     def time_decoding(self, steps: int) -> None:
         """Time the steps of one request, and of many."""
-        for rows in (1, self._rows):
+        for rows in (1, self._rows, 2 * self._rows):
             times = []
             for count in (1, steps + 1):
 
@@ -109,14 +185,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     subject = make_subject(options.family)
     prefix, suffix, shared, fewest, most, rows = _TINY if subject.family_name == "tiny" else _FULL
-    calls = (options.rounds + 2) * (4 + 6 * rows)
-    tokens = prefix + shared + calls * most
+    # All prompts of some calls fit; states that no other prompt uses are evicted.
+    tokens = 4 * (prefix + suffix) * (options.rounds + 4) + 6 * rows * (shared + most)
     cache = subject.prefix_cache(
-        num_tokens=tokens, num_calls=min(calls, 200), max_requests=rows, reuse_answers=False
+        num_tokens=tokens, num_calls=2 * rows, max_requests=2 * rows, reuse_answers=False
     )
     figures = [Measurement("prepare_batches", subject.time(cache.prepare_batches) * 1e3, "ms")]
     times = _Times(subject, cache, options.rounds, rows)
+    times.compare_batches(suffix)
     times.compare_hits(prefix, suffix)
+    times.compare_with_plain(prefix, suffix)
+    times.time_burst(shared, suffix, 2 * rows)
     times.compare_lengths(shared, fewest, most)
     times.time_decoding(16 if subject.is_cuda else 2)
     stats = cache.batch_stats()
