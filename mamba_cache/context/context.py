@@ -163,6 +163,16 @@ class DynamicInferenceContext:
         if kv_spec is not None:
             check_kind("kv_spec", kv_spec, KVCacheSpec)
         placement = check_placement(placement)
+        if str(device) == "meta":
+            raise InvalidArgumentError("device 'meta' cannot be used: its tensors hold nothing")
+        if not callable(clock):
+            raise InvalidArgumentError(
+                f"clock must return seconds when it is called, got {clock!r}"
+            )
+        if agreement is not None and not callable(getattr(agreement, "largest", None)):
+            raise InvalidArgumentError(
+                f"agreement must be a RankAgreement, got {agreement!r}: GroupAgreement is one"
+            )
         config = with_secret(config, identity, agreement)
         self._layers = layers_by_kind(state_spec)
         self.config = config

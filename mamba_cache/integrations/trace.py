@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Final
 
 from mamba_cache._checks import check_secret
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Admitted, Event
 from mamba_cache.tiers.identity import tenant_digest
 
@@ -48,9 +49,14 @@ class TraceLog:
         num_written: Requests written.
         num_dropped: Requests dropped.
         num_errors: Writes that failed.
+
+    Raises:
+        InvalidArgumentError: ``path`` is no path, or the secret is no bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, secret: bytes | None = None) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise InvalidArgumentError(f"path must be a path, got {path!r}")
         self._path = os.fspath(path)
         self.num_written = self.num_dropped = self.num_errors = 0
         self._key = hashlib.blake2b(

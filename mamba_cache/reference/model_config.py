@@ -63,8 +63,8 @@ class HybridModelConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.layer_pattern) - set("M*-"))
-        if unknown or not self.layer_pattern:
+        is_text = isinstance(self.layer_pattern, str)
+        if not is_text or not self.layer_pattern or set(self.layer_pattern) - set("M*-"):
             raise InvalidArgumentError(
                 f"layer_pattern must be one or more of 'M', '*' and '-', got {self.layer_pattern!r}"
             )

@@ -244,6 +244,10 @@ def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
             path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
+        except FileNotFoundError as error:  # what /proc says of all that is made there
+            raise InvalidArgumentError(
+                f"disk_cache_path: {path} cannot be made: give a folder that this process may write"
+            ) from error
         except OSError as error:
             raise _refusal(error, path, "below a file") from None
     try:

@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,12 @@ def test_what_another_user_owns_is_refused(tmp_path, monkeypatch) -> None:
     for use in (open_tier, cache_secret, folders):
         with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*belongs to user.*chown"):
             use(tmp_path)
+
+
+def test_a_path_where_nothing_can_be_made_is_refused_by_the_settings_name() -> None:
+    """/proc says of a new folder that there is no such file."""
+    with pytest.raises(InvalidArgumentError, match=r"^disk_cache_path: /proc/x cannot be made"):
+        cache_secret(Path("/proc/x"))
 
 
 def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:

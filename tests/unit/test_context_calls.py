@@ -5,7 +5,7 @@ import pytest
 import torch
 from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context, run_step
 
-from mamba_cache import errors
+from mamba_cache import DynamicInferenceContext, errors
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.context.requests import Checkpoint
 
@@ -163,6 +163,19 @@ def test_a_context_says_how_many_requests_of_each_kind_its_step_has(busy):
     busy.schedule_prefill("prefilling", chunk_tokens=1)
     busy.begin_step()
     assert vars(busy.batch_dimensions) == {"prefill_req_count": 3, "decode_req_count": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "meta"}, "device 'meta' cannot be used"),
+        ({"clock": 5}, "clock must .* got 5"),
+        ({"agreement": 5}, "agreement must be a RankAgreement, got 5"),
+    ],
+)
+def test_what_a_context_is_made_of_is_checked(options, words):
+    with pytest.raises(errors.InvalidArgumentError, match=words):
+        DynamicInferenceContext(make_config(), STATES, KV, **options)
 
 
 @pytest.mark.parametrize(

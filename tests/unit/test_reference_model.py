@@ -312,6 +312,7 @@ def test_ssm_state_is_kept_in_the_dtype_of_the_scan():
     [
         ({"layer_pattern": ""}, "layer_pattern must be one or more of 'M', '\\*' and '-', got ''"),
         ({"layer_pattern": "M*X"}, "got 'M\\*X'"),
+        ({"layer_pattern": 5}, "layer_pattern must be .* got 5"),
         ({"hidden_size": 0}, "hidden_size must be an int in .1, .*, got 0"),
         ({"vocab_size": 2.5}, "vocab_size must be an int in .1, .*, got 2.5"),
         ({"mlp_size": True}, "mlp_size must be an int in .1, .*, got True"),

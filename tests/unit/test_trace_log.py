@@ -14,6 +14,7 @@ from mamba_cache.cache import compute_block_hashes
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.context import Request
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Admitted, Removed
 from mamba_cache.integrations import trace
 from mamba_cache.integrations.trace import TraceLog
@@ -239,3 +240,8 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path,
     close()
     assert not log._thread.is_alive()
     assert [line["length"] for line in written(tmp_path / "log")] == [3, 20]
+
+
+def test_what_is_no_path_is_refused():
+    with pytest.raises(InvalidArgumentError, match="path must be a path, got 5"):
+        TraceLog(5)

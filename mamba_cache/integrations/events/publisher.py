@@ -32,6 +32,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _POLL_SECONDS = 0.02
 _LINGER_MS = 500
 _JOIN_SECONDS = 5.0
+_MAX_PORT = 65_535
 _BIND_TRIES = 100
 
 _LOG_BATCHES = 256
@@ -126,6 +127,11 @@ class EventPublisher:
                 if "://" not in str(given):
                     raise InvalidArgumentError(
                         f"{name} must be an address such as 'tcp://127.0.0.1:5557', got {given!r}"
+                    )
+                port = str(given).rpartition(":")[2]
+                if str(given).startswith("tcp://") and port.isdecimal() and int(port) > _MAX_PORT:
+                    raise InvalidArgumentError(
+                        f"the port of {name} must be at most {_MAX_PORT}, got {given!r}"
                     )
         check_int("data_parallel_rank", data_parallel_rank, minimum=0, maximum=INT32_MAX)
         check_number("heartbeat_seconds", heartbeat_seconds, maximum=3600.0)

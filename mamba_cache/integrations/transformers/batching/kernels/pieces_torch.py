@@ -26,7 +26,7 @@ def take_piece(
         width: Tokens of the result; no row's piece is longer.
 
     Returns:
-        [rows, width, ...] each, contiguous.
+        [rows, width, ...] each.
     """
     own = bounds[:, number, None] + torch.arange(width, device=bounds.device)
     is_padding = own >= bounds[:, number + 1, None]
@@ -34,7 +34,7 @@ def take_piece(
     taken = []
     for each, fill in zip(values, fills, strict=True):
         padding = is_padding.view(*own.shape, *(1,) * (each.dim() - 2))
-        taken.append(each[rows, own.clamp(max=each.shape[1] - 1)].masked_fill(padding, fill))
+        taken.append(each[rows, own.clamp(max=each.shape[1] - 1)].masked_fill_(padding, fill))
     return taken
 
 
@@ -52,13 +52,19 @@ def join_pieces(
     Returns:
         [rows, num_tokens, ...], zeros where there is no piece.
     """
-    first = pieces[0]
-    joined = first.new_zeros(len(first), num_tokens, *first.shape[2:])
+    token, column = torch.arange(num_tokens, device=bounds.device), 0
+    place = token.expand(len(bounds), -1)  # of each token in the pieces, one behind the other
     for piece, number in zip(pieces, numbers, strict=True):
-        own = bounds[:, number, None] + torch.arange(piece.shape[1], device=bounds.device)
-        row, column = (own < bounds[:, number + 1, None]).nonzero(as_tuple=True)
-        joined[row, own[row, column]] = piece[row, column]
-    return joined
+        begin = bounds[:, number, None]
+        place = torch.where(token >= begin, token - begin + column, place)
+        column += piece.shape[1]
+    rows = torch.arange(len(bounds), device=bounds.device)[:, None]
+    whole = torch.cat(list(pieces), dim=1)
+    joined = whole[rows, place.clamp(max=whole.shape[1] - 1)]
+    is_padding = (token >= bounds[:, numbers[-1] + 1, None]).view(
+        len(bounds), num_tokens, *(1,) * (joined.dim() - 2)
+    )
+    return joined.masked_fill_(is_padding, 0)
 
 
 def copy_windows(
