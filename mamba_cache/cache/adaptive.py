@@ -322,7 +322,9 @@ class CandidateTree:
                 self.ghosts[used] = self.ghosts.pop(used)
             self._weigh(used)
         turn_class = _TURNS[min(prompt.turn, 6)]
-        new_class = _NEW_BLOCKS[min(len(path) - num_matched, 30)]
+        # What was evicted is not new, where another prompt left a candidate.
+        num_known = max(num_matched, self._depth_at[used])
+        new_class = _NEW_BLOCKS[min(len(path) - num_known, 30)]
         prompt.traits = (turn_class * _NUM_NEW + new_class) * _NUM_HINTS
         if will_continue is not None:
             prompt.told = source, will_continue
@@ -500,7 +502,7 @@ class CandidateTree:
 
     def lowest(self, nodes: _Ints, num_blocks: _Ints | None = None) -> int:
         """Return the place of the lowest value per block; of equal ones, the first in order."""
-        values: npt.NDArray[Any] = self._served.take(nodes) * self._gains.take(nodes)
+        values: npt.NDArray[Any] = self.values_of(nodes)
         if num_blocks is not None:
             values = values / num_blocks
         place = values.argmin()
@@ -511,6 +513,11 @@ class CandidateTree:
             ties = (values == value).nonzero()[0].tolist()
             place = min(ties, key=lambda tie: self.order_of(nodes.item(tie))[1:])
         return int(place)
+
+    def values_of(self, nodes: _Ints) -> _Ints:
+        """Return the values of states, as ``order_of`` has them."""
+        values: _Ints = self._served.take(nodes) * self._gains.take(nodes)
+        return values
 
     def order_of(self, node: int) -> tuple[int, int, int, int]:
         """Return the value of a state, which is below 0 for ``NO_CANDIDATE``, and what follows."""

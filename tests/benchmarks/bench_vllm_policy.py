@@ -13,6 +13,7 @@ chunks that the whole trace offers. Times are of the whole replay.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -143,11 +144,14 @@ def measure(
 ) -> dict[str, float]:
     """Replay a trace and return its figures."""
     replay = Replay(num_chunks, policy, num_in_flight, num_gpu_chunks)
+    gc.collect()
+    gc.freeze()  # as vLLM does after its start
     began = time.process_time()
     for request in requests:
         replay.serve(request)
     replay.finish()
     seconds = time.process_time() - began
+    gc.unfreeze()
     return {
         "token_hit_rate": round(100 * replay.hit_tokens / replay.prompt_tokens, 2),
         "stored_chunks": replay.num_stored,

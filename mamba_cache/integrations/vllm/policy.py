@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from mamba_cache.cache.adaptive import MIN_GHOSTS, NO_CANDIDATE, CandidateTree, 
 from mamba_cache.cache.policies import PromptFacts
 
 __all__ = ["ValuePolicy"]
-
-_Entry: TypeAlias = "tuple[float, int, _Prefix]"
 
 _GROUP_BYTES: Final = 4  # a key is the hash of a prefix, then the number of the cache group
 _MAX_HASH: Final = 1 << 62
@@ -45,33 +43,28 @@ class _Prefix:
     name: bytes
     parent: _Prefix | None
     depth: int  # chunks
-    children: set[_Prefix] = field(default_factory=set)
-    keys: list[bytes] = field(default_factory=list)
-    num_states: int = 0  # keys of groups of states
+    hash_id: int  # by which the tree of candidates knows the prefix
+    num_children: int = 0
+    needed: set[_Prefix] = field(default_factory=set)  # children
+    num_chunks: int = 0
     num_needs: int = 0  # needed children, kept state, running requests that end here
     num_running: int = 0  # running requests that end here
     candidate: int = NO_CANDIDATE  # of the kept state
-    entry: int = 0  # the valid entry of the heap
     room: int = 1  # chunks that only the kept state needed, when that was counted last
-    owner: _Request | None = None  # who offered it last
-
-    @property
-    def hash_id(self) -> int:
-        """Return the number by which the tree of candidates knows the prefix."""
-        return int.from_bytes(self.name[-8:], "big") % _MAX_HASH + 1
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     """What is known of a running request."""
 
-    generation: int
-    positions: dict[bytes, int | None] = field(default_factory=dict)  # tokens by key
+    positions: dict[bytes, Any]  # tokens up to the ends of its chunks, or None
+    num_known: int = 0  # positions that are in ``key_at``
+    key_at: dict[Any, bytes] = field(default_factory=dict)  # of any group
     path: list[_Prefix] = field(default_factory=list)
+    num_matched: int = 0  # prefixes of the path that had chunks when it began
     prompt: PromptPath | None = None
     end: _Prefix | None = None  # of the prompt
     offered: set[_Prefix] = field(default_factory=set)  # at which states were offered
-    missing: set[_Prefix] = field(default_factory=set)  # offered, without attention yet
     is_refused: bool = False
 
 
@@ -88,24 +81,24 @@ class ValuePolicy:
 
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = cache_capacity
-        self._generation = 0
         self.clear()
 
     def clear(self) -> None:
         """Forget all chunks and all that was learned."""
-        self._generation += 1  # views of requests from before are void
         self._chunks: dict[bytes, Any] = {}
         self._prefixes: dict[bytes, _Prefix] = {}
-        self._kept: dict[_Prefix, None] = {}
-        self._heap: list[_Entry] = []
-        self._num_entries = self._num_requests = 0
         # Chunks of no value that no transfer reads; the first to go are first.
         self._worthless: OrderedDict[bytes, None] = OrderedDict()
-        self._num_seen: Counter[bytes] = Counter()  # chunks of requests by cache group
-        self._sparse: frozenset[bytes] = frozenset()  # the groups of states
-        self._num_dense = 1
+        self._running: dict[str, _Request] = {}
+        self._last: _Request | None = None  # who offered chunks
+        self._num_seen: dict[bytes, int] = {}  # chunks of requests by cache group
+        self._dense: tuple[bytes, ...] = ()  # the groups of attention
+        self._sparse: tuple[bytes, ...] = ()  # those of states
+        self._kept: dict[_Prefix, None] = {}  # prefixes with states of value
+        self._heap: list[tuple[float, int, _Prefix]] = []  # values may have risen since
+        self._num_pushed = self._num_requests = self._swept_at = 0
         max_kept = self.cache_capacity // _CHUNKS_PER_STATE
-        self._tree = CandidateTree(max(MIN_GHOSTS, self.cache_capacity), max_kept)
+        self._tree = CandidateTree(max(MIN_GHOSTS, 2 * max_kept), max_kept)
 
     def get(self, key: bytes) -> Any:
         """Return a chunk, or None."""
@@ -114,22 +107,17 @@ class ValuePolicy:
     def insert(self, key: bytes, chunk: Any, req_context: Any = None) -> None:
         """Add a chunk."""
         self._chunks[key] = chunk
-        prefix = self._prefix(key[:-_GROUP_BYTES], None)
-        prefix.keys.append(key)
-        if key[-_GROUP_BYTES:] in self._sparse:
-            prefix.num_states += 1
-            if prefix.candidate < 0 and self._has_state(prefix):
-                self._keep(prefix, self._candidate_of(prefix, prefix.owner))
-        elif prefix.owner is not None:
-            prefix.owner.missing.discard(prefix)
-        self._sort_out(key, prefix)
+        prefix = self._prefix(key[:-_GROUP_BYTES])
+        prefix.num_chunks += 1
+        is_state = key[-_GROUP_BYTES:] in self._sparse
+        if is_state and prefix.candidate < 0 and self._has(prefix, self._sparse):
+            self._keep(prefix, self._candidate_of(prefix, self._last))
 
     def remove(self, key: bytes) -> None:
         """Remove a chunk whose transfer failed."""
         prefix = self._prefixes[key[:-_GROUP_BYTES]]
-        self._worthless[key] = None
         self._take(key)
-        if prefix.candidate >= 0 and not self._has_state(prefix):
+        if not self._has(prefix, self._sparse or self._dense):
             self._drop(prefix)
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
@@ -141,12 +129,9 @@ class ValuePolicy:
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Record what a request offers."""
         keys = [*keys]
-        request = self._request_of(req_context, keys)
-        for key in keys:
-            prefix = self._prefix(key[:-_GROUP_BYTES], None)
-            prefix.owner = request
-            places = request.offered if key[-_GROUP_BYTES:] in self._sparse else request.missing
-            places.add(prefix)
+        self._last = request = self._request_of(req_context, keys)
+        states = [key for key in keys if key[-_GROUP_BYTES:] in self._sparse]
+        request.offered.update(self._prefix(key[:-_GROUP_BYTES]) for key in states)
 
     def on_request_finished(
         self,
@@ -156,28 +141,32 @@ class ValuePolicy:
         req_context: Any,
     ) -> None:
         """Let go of a request's chunks, and of its states whose attention was refused."""
-        request: _Request | None = req_context.get_state(_Request)
-        if request is None or request.generation != self._generation or not request.path:
+        request = self._request_of(req_context, chain.from_iterable(key_groups))
+        del self._running[req_context.req_id]
+        self._last = None
+        if request.end is None:
             return
         self._tell_groups_apart(key_groups)
-        end = request.path[-1]
-        broken = min((prefix.depth for prefix in request.missing), default=end.depth + 1)
-        for prefix in request.path:
-            is_state = self._has_state(prefix) if self._sparse else prefix is end
-            if prefix.candidate >= 0:
-                if prefix.depth >= broken or (self._sparse and not is_state):
-                    self._drop(prefix)
-            elif is_state and prefix.depth < broken:
+        path = request.path
+        new = path[request.num_matched :]
+        broken = next((p.depth for p in new if not self._has(p, self._dense)), _INFINITE)
+        groups = (keys for keys in key_groups if keys and keys[0][-_GROUP_BYTES:] in self._sparse)
+        names = (key[:-_GROUP_BYTES] for key in chain.from_iterable(groups))
+        states = {request.end, path[-1], *(self._prefix(name) for name in names)}
+        for prefix in sorted(states, key=attrgetter("depth")):
+            is_state = self._has(prefix, self._sparse) if self._sparse else prefix is path[-1]
+            if not is_state or prefix.depth >= broken:
+                self._drop(prefix)
+            elif prefix.candidate < 0:
                 self._keep(prefix, self._candidate_of(prefix, request))
-            if prefix.owner is request:
-                prefix.owner = None
-        end.num_running -= 1
-        self._release(end)
-        request.path = []
+        path[-1].num_running -= 1
+        self._release(path[-1])
 
     def mark_evictable(self, key: bytes) -> None:
         """Record that no transfer reads a chunk."""
-        self._sort_out(key, self._prefixes[key[:-_GROUP_BYTES]])
+        prefix = self._prefixes[key[:-_GROUP_BYTES]]
+        if not prefix.num_needs or (prefix.candidate < 0 and key[-_GROUP_BYTES:] in self._sparse):
+            self._worthless[key] = None
 
     def mark_non_evictable(self, key: bytes) -> None:
         """Record that a transfer reads a chunk."""
@@ -190,41 +179,39 @@ class ValuePolicy:
             ``n`` keys with their chunks; None if what is kept is worth more than what is offered.
         """
         num_needed = n + sum(map(self._worthless.__contains__, protected))
+        request = self._last
         # Refused chunks are offered again without ``on_store_miss``.
-        found = (self._prefixes.get(key[:-_GROUP_BYTES]) for key in protected)
-        owned = [prefix for prefix in found if prefix is not None and prefix.owner is not None]
-        request = max(owned, key=attrgetter("depth")).owner if owned else None
+        if request is None or not protected <= request.positions.keys():
+            others = self._running.values()
+            request = next((r for r in others if protected <= r.positions.keys()), None)
+            self._last = request
         if request is None:
-            is_room = self._demote(num_needed, _INFINITE)
-        else:
-            is_room = not request.is_refused and self._admit(request, num_needed)
-            request.is_refused = not is_room
-        if not is_room:
+            if not self._demote(num_needed, _INFINITE):
+                return None
+        elif request.is_refused or not self._admit(request, num_needed):
+            request.is_refused = True
             return None
         chosen = islice((key for key in self._worthless if key not in protected), n)
         return [(key, self._take(key)) for key in [*chosen]]
 
     def _admit(self, request: _Request, num_needed: int) -> bool:
         """Make room for what a request offers, if its states are worth more than others."""
-        new = [prefix for prefix in request.offered if not self._has_state(prefix)]
-        end = request.end
-        if end is not None and end.candidate < 0:
-            new = [*{*new, end}]
+        new = {prefix for prefix in request.offered if not self._has(prefix, self._sparse)}
+        if request.end is not None and request.end.candidate < 0:
+            new.add(request.end)
         if not new:  # room was made with the states; what an answer adds is worth nothing yet
             return len(self._worthless) >= num_needed
         for prefix in new:
             if prefix.candidate < 0:
-                self._keep(prefix, self._candidate_of(prefix, request), is_new=True)
+                self._keep(prefix, self._candidate_of(prefix, request))
         num_free = self.cache_capacity - len(self._chunks)
         while new:
             deepest = max(prefix.depth for prefix in new)
             num_wanted = len(new) * len(self._sparse) - num_free
-            for prefix in request.path:
-                num_wanted += prefix.depth <= deepest and len(prefix.keys) == prefix.num_states
+            for prefix in request.path[request.num_matched : deepest]:
+                num_wanted += not prefix.num_chunks
             lowest = min(new, key=self._density)
             if self._demote(max(num_wanted, num_needed), self._density(lowest)):
-                for prefix in new:
-                    self._push(prefix)
                 return True
             new.remove(lowest)
             self._drop(lowest)
@@ -245,71 +232,64 @@ class ValuePolicy:
 
     def _tell_groups_apart(self, key_groups: Sequence[Sequence[bytes]]) -> None:
         """Count the chunks that requests have of each cache group."""
-        self._num_seen.update({keys[0][-_GROUP_BYTES:]: len(keys) for keys in key_groups if keys})
-        most = max(self._num_seen.values(), default=0)
-        sparse = frozenset(group for group, n in self._num_seen.items() if 2 * n <= most)
-        self._num_dense = max(1, len(self._num_seen) - len(sparse))
-        if sparse == self._sparse:
+        num_seen = self._num_seen
+        for keys in filter(None, key_groups):
+            group = keys[0][-_GROUP_BYTES:]
+            num_seen[group] = num_seen.get(group, 0) + len(keys)
+        most = max(num_seen.values(), default=0)
+        sparse = tuple(group for group, n in num_seen.items() if 2 * n <= most)
+        if sparse == self._sparse and len(num_seen) == len(sparse) + len(self._dense):
             return
-        self._sparse = sparse
-        for prefix in [*self._prefixes.values()]:
-            prefix.num_states = sum(key[-_GROUP_BYTES:] in sparse for key in prefix.keys)
-            if prefix.candidate >= 0 and sparse and not self._has_state(prefix):
+        self._sparse, self._dense = sparse, tuple(num_seen.keys() - {*sparse})
+        for prefix in [*self._kept]:
+            if not self._has(prefix, sparse):
                 self._drop(prefix)
-            for key in prefix.keys:
-                self._sort_out(key, prefix)
+        self._worthless.clear()
+        for key, chunk in self._chunks.items():
+            if not chunk.ref_cnt:
+                self.mark_evictable(key)
 
     def _request_of(self, context: Any, keys: Iterable[bytes]) -> _Request:
-        """Return the view of a request; count it, and extend its path by new keys."""
-        request: _Request | None = context.get_state(_Request)
-        if request is None or request.generation != self._generation:
-            request = _Request(self._generation)
-            context.set_state(request)
-        positions, num_known = request.positions, len(request.positions)
+        """Return the view of a request; find its prefixes, and count it the first time."""
         # Only this private attribute has the keys that a request neither offered nor loaded.
-        found = getattr(context, "_offload_key_positions", None)
-        if found is None:
-            found = {key: context.get_offload_key_position(key) for key in keys}
-        positions.update(found)
-        if len(positions) > num_known:
-            self._walk(request)
-        return request
-
-    def _walk(self, request: _Request) -> None:
-        """Find the prefixes of a request; count it the first time."""
-        old_end = request.path[-1] if request.path else None
-        names: dict[int, bytes] = {}
-        chunk_of: dict[bytes, int] = {}  # vLLM also asks for places inside chunks, but later
-        for key, tokens in request.positions.items():
-            if tokens and not tokens % chunk_of.setdefault(key[-_GROUP_BYTES:], tokens):
-                names[tokens] = key[:-_GROUP_BYTES]
-        if not names:
-            return
-        above: _Prefix | None = None
+        positions = getattr(context, "_offload_key_positions", None)
+        request = self._running.get(context.req_id)
+        if request is None:
+            request = _Request({} if positions is None else positions)
+            self._running[context.req_id] = request
+        if positions is None:
+            positions = request.positions
+            positions.update((key, context.get_offload_key_position(key)) for key in keys)
+        if len(positions) == request.num_known:
+            return request
+        key_at, new = request.key_at, islice(positions, request.num_known, None)
+        key_at.update((positions[key], key) for key in new)
+        key_at.pop(None, None)
+        request.num_known = len(positions)
+        if not key_at:
+            return request
+        old_path, above = request.path, None
         request.path = path = []
-        for _, name in sorted(names.items()):
-            prefix = self._prefixes.get(name)
-            if prefix is None or prefix.parent is not above:
-                prefix = self._prefix(name, above)
-            path.append(prefix)
-            above = prefix
+        chunk = min(key_at)
+        for tokens in sorted(key_at):
+            if not tokens % chunk:  # vLLM also asks for places inside chunks
+                above = self._prefix(key_at[tokens][:-_GROUP_BYTES], above)
+                path.append(above)
         path[-1].num_running += 1
         self._need(path[-1])
-        if old_end is not None:
-            old_end.num_running -= 1
-            self._release(old_end)
+        if old_path:
+            old_path[-1].num_running -= 1
+            self._release(old_path[-1])
         hash_ids = [prefix.hash_id for prefix in path]
         if request.prompt is not None:
             request.prompt.hash_ids[:] = hash_ids
-            return
-        num_matched = sum(1 for _ in takewhile(attrgetter("keys"), path))
-        facts = PromptFacts(hash_ids, 1, num_matched, len(path))
+            return request
+        request.num_matched = sum(1 for _ in takewhile(attrgetter("num_chunks"), path))
+        facts = PromptFacts(hash_ids, 1, request.num_matched, len(path))
         request.prompt, request.end = self._tree.begin_request(facts), path[-1]
         self._tree.propose(request.prompt, len(path), "end")
         self._num_requests += 1
-        num_between = max(_MIN_REQUESTS_PER_SWEEP, len(self._kept) // _SWEPT_PER_REQUEST)
-        if self._num_requests % num_between == 0:
-            self._sweep()
+        return request
 
     def _candidate_of(self, prefix: _Prefix, request: _Request | None) -> int:
         if request is None or request.end is None or prefix not in request.path:
@@ -318,44 +298,46 @@ class ValuePolicy:
         kind = "branch" if prefix.depth < request.end.depth else "end"
         return self._tree.propose(request.prompt, request.path.index(prefix) + 1, kind)
 
-    def _prefix(self, name: bytes, parent: _Prefix | None) -> _Prefix:
+    def _prefix(self, name: bytes, parent: _Prefix | None = None) -> _Prefix:
         """Return a prefix; a new one, or one without a parent, has this parent."""
         prefix = self._prefixes.get(name)
         if prefix is None:
-            depth = 1 if parent is None else parent.depth + 1
-            prefix = self._prefixes[name] = _Prefix(name, parent, depth)
-        elif prefix.parent is None and parent is not None:
+            hash_id = int.from_bytes(name[-8:], "big") % _MAX_HASH + 1
+            prefix = self._prefixes[name] = _Prefix(name, None, 1, hash_id)
+        if parent is not None and prefix.parent is None:
             prefix.parent, prefix.depth = parent, parent.depth + 1
+            parent.num_children += 1
             if prefix.num_needs:
+                parent.needed.add(prefix)
                 self._need(parent)
-        if prefix.parent is not None:
-            prefix.parent.children.add(prefix)
         return prefix
 
-    def _has_state(self, prefix: _Prefix) -> bool:
-        return 0 < len(self._sparse) == prefix.num_states
+    def _has(self, prefix: _Prefix, groups: tuple[bytes, ...]) -> bool:
+        return all(map(self._chunks.__contains__, map(prefix.name.__add__, groups)))
 
-    def _keep(self, prefix: _Prefix, node: int, *, is_new: bool = False) -> None:
+    def _keep(self, prefix: _Prefix, node: int) -> None:
         """Give a state its value, and its attention chunks a reason to stay."""
         self._tree.keep(node)
         prefix.candidate = node
-        self._kept[prefix] = None
-        for key in prefix.keys:
-            self._worthless.pop(key, None)
+        for group in self._sparse:
+            self._worthless.pop(prefix.name + group, None)
         self._need(prefix)
-        if not is_new:
-            self._push(prefix)
-        self._push_nearest(prefix.parent)
+        self._kept[prefix] = None
+        self._push(prefix)
+        above = prefix.parent
+        while above is not None and above.candidate < 0:
+            above = above.parent
+        if above is not None:  # its state saves fewer requests now
+            self._push(above)
 
     def _drop(self, prefix: _Prefix) -> None:
         """Make a state worthless, and the attention chunks that only it needs."""
-        self._tree.drop(prefix.candidate)
-        prefix.candidate, prefix.entry = NO_CANDIDATE, 0
-        del self._kept[prefix]
-        for key in prefix.keys:
-            self._sort_out(key, prefix)
-        self._push_nearest(prefix.parent)
-        self._release(prefix)
+        if prefix.candidate >= 0:
+            self._tree.drop(prefix.candidate)
+            prefix.candidate = NO_CANDIDATE
+            self._kept.pop(prefix, None)
+            self._lay_off(prefix, self._sparse)
+            self._release(prefix)
 
     def _need(self, prefix: _Prefix | None) -> None:
         """Count a reason to keep the chunks up to a prefix."""
@@ -363,8 +345,10 @@ class ValuePolicy:
             prefix.num_needs += 1
             if prefix.num_needs > 1:
                 return
-            for key in prefix.keys:
-                self._sort_out(key, prefix)
+            for group in self._dense:
+                self._worthless.pop(prefix.name + group, None)
+            if prefix.parent is not None:
+                prefix.parent.needed.add(prefix)
             prefix = prefix.parent
 
     def _release(self, prefix: _Prefix) -> None:
@@ -374,40 +358,39 @@ class ValuePolicy:
             above.num_needs -= 1
             if above.num_needs:
                 break
-            for key in above.keys:
-                self._sort_out(key, above)
+            self._lay_off(above, self._dense)
+            if above.parent is not None:
+                above.parent.needed.discard(above)
             above = above.parent
         self._forget_empty(prefix)
-        if above is not None and above.num_needs == 1:  # the only one that needs it frees more now
-            alone: _Prefix | None = above
-            while alone is not None and alone.candidate < 0:
-                alone = next((below for below in alone.children if below.num_needs), None)
-            self._push_nearest(alone)
+        if above is not None:
+            while above.candidate < 0 and above.num_needs == len(above.needed) == 1:
+                (above,) = above.needed
+            if above.candidate >= 0:  # if it alone needs those chunks now, it takes more room
+                self._push(above)
 
-    def _sort_out(self, key: bytes, prefix: _Prefix) -> None:
-        """Put a chunk among the worthless ones, or take it from there."""
-        is_state = key[-_GROUP_BYTES:] in self._sparse
-        is_needed = prefix.candidate >= 0 if is_state else prefix.num_needs > 0
-        if is_needed or self._chunks[key].ref_cnt:
-            self._worthless.pop(key, None)
-        else:
-            self._worthless.setdefault(key, None)
+    def _lay_off(self, prefix: _Prefix, groups: tuple[bytes, ...]) -> None:
+        """Put chunks among the worthless ones, unless a transfer reads them."""
+        for group in groups:
+            key = prefix.name + group
+            chunk = self._chunks.get(key)
+            if chunk is not None and not chunk.ref_cnt:
+                self._worthless.setdefault(key, None)
 
     def _take(self, key: bytes) -> Any:
-        """Remove a worthless chunk."""
-        del self._worthless[key]
+        self._worthless.pop(key, None)
         prefix = self._prefixes[key[:-_GROUP_BYTES]]
-        prefix.keys.remove(key)
-        prefix.num_states -= key[-_GROUP_BYTES:] in self._sparse
-        self._forget_empty(prefix)
+        prefix.num_chunks -= 1
+        if not prefix.num_chunks:
+            self._forget_empty(prefix)
         return self._chunks.pop(key)
 
     def _forget_empty(self, prefix: _Prefix | None) -> None:
-        while prefix is not None and not (prefix.keys or prefix.num_needs or prefix.children):
+        while prefix and not (prefix.num_chunks or prefix.num_needs or prefix.num_children):
             del self._prefixes[prefix.name]
-            if prefix.parent is not None:
-                prefix.parent.children.discard(prefix)
             prefix = prefix.parent
+            if prefix is not None:
+                prefix.num_children -= 1
 
     def _density(self, prefix: _Prefix) -> float:
         """Return the value of a state per chunk that only it needs."""
@@ -416,37 +399,29 @@ class ValuePolicy:
             num_alone, above = 1, prefix.parent
             while above is not None and above.num_needs <= 1 and above.candidate < 0:
                 num_alone, above = num_alone + 1, above.parent
-        prefix.room = num_alone * self._num_dense + max(1, len(self._sparse))
+        prefix.room = num_alone * max(1, len(self._dense)) + max(1, len(self._sparse))
         return self._tree.order_of(prefix.candidate)[0] / prefix.room
 
     def _push(self, prefix: _Prefix) -> None:
-        """Enter a state into the heap, at its present value."""
-        self._num_entries += 1
-        prefix.entry = self._num_entries
-        heappush(self._heap, (self._density(prefix), prefix.entry, prefix))
-
-    def _push_nearest(self, prefix: _Prefix | None) -> None:
-        """Enter the nearest state at or above a prefix anew: its value has changed."""
-        while prefix is not None and prefix.candidate < 0:
-            prefix = prefix.parent
-        if prefix is not None and prefix.entry:
-            self._push(prefix)
-
-    def _sweep(self) -> None:
-        """Enter all states at their present ages, and drop entries that are no longer valid."""
-        tree = self._tree
-        tree.look_at(np.array([prefix.candidate for prefix in self._kept], np.int64))
-        self._heap = [
-            (tree.order_of(prefix.candidate)[0] / prefix.room, prefix.entry, prefix)
-            for prefix in self._kept
-        ]
-        heapify(self._heap)
+        """Enter a state into the heap at its present value."""
+        self._num_pushed += 1
+        heappush(self._heap, (self._density(prefix), self._num_pushed, prefix))
 
     def _lowest(self, limit: float) -> _Prefix | None:
         """Return the state of the lowest value, if that is below a limit."""
+        num_between = max(_MIN_REQUESTS_PER_SWEEP, len(self._kept) // _SWEPT_PER_REQUEST)
+        if self._num_requests - self._swept_at >= num_between:
+            self._swept_at = self._num_requests  # all states are looked at, at their present ages
+            nodes = np.fromiter(map(attrgetter("candidate"), self._kept), np.int64, len(self._kept))
+            rooms = np.fromiter(map(attrgetter("room"), self._kept), np.int64, len(self._kept))
+            self._tree.look_at(nodes)
+            values = (self._tree.values_of(nodes) / rooms).tolist()
+            self._heap = [*zip(values, range(len(values)), self._kept, strict=True)]
+            self._num_pushed = len(values)
+            heapify(self._heap)
         while self._heap:
             value, number, prefix = self._heap[0]
-            if prefix.entry != number:
+            if prefix.candidate < 0:
                 heappop(self._heap)
                 continue
             now = self._density(prefix)
