@@ -108,7 +108,21 @@ def fragments() -> dict[str, str]:
         "ttft": f"{made_on}\n\n{times((*WAYS[:5], BARE))}",
         "expect": f"{made_on}\n\n{times(WAYS)}\n\n{break_even()}\n\n{chats()}",
         "reference": reference(),
+        "whole_engine": whole_engine(),
     }
+
+
+def whole_engine() -> str:
+    """Return what was skipped by a whole engine and by this package, and how many answers agree."""
+    (path,) = RESULTS.glob("whole-engine-*.json")
+    run = json.loads(path.read_text(encoding="utf-8"))
+    columns = list(run["records"][0])
+    rows = [[f"{cell:,}" if type(cell) is int else cell for cell in record.values()]
+            for record in run["records"]]  # fmt: skip
+    kinds = [f"{name} {version}" for name, version in run["versions"].items()]
+    blocks = f"blocks of {run['block_size_tokens']} tokens"
+    made_on = "; ".join((run["machine"], ", ".join(kinds), blocks, _date({"path": path})))
+    return f"{table(columns, rows)}\n\n({made_on})"
 
 
 def readme_block() -> str:
