@@ -85,7 +85,8 @@ class ModelTree:
                 self.ghosts.remove(used)
                 self.ghosts.append(used)
                 candidate.weight = self.index_of(used)
-        new = len(path) - num_matched
+        # What was evicted is not new, where another prompt left a candidate.
+        new = len(path) - max([num_matched, *map(len, on_path)])
         new_class = 0 if new < 3 else 1 if new < 8 else 2 if new < 30 else 3
         turn_class = turn if turn < 3 else 3 if turn < 6 else 4
         return _Prompt(path, turn, (turn_class, new_class, 0))
