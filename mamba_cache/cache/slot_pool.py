@@ -118,7 +118,7 @@ class SlotPool:
         self.num_blocks = _num_kv_blocks(kv_blocks)
         self.kv_blocks = kv_blocks
         self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
-        self._prefix_policy = _as_prefix_policy(self.policy)
+        self._prefix_policy = self.policy if isinstance(self.policy, PrefixSlotPolicy) else None
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
         self._index = kv_blocks if isinstance(kv_blocks, KVBlockAllocator) else None
@@ -555,28 +555,23 @@ class SlotPool:
         """
         breaches = self._rows.breaches()
         _require(not breaches, f"does not hold: {'; '.join(breaches)}")
-        self._check_ties()
-        cached = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        if self._prefix_policy is not None:
-            self._prefix_policy.check_invariants([*cached, *self.reserved])
-
-    def _check_ties(self) -> None:
         cached = np.flatnonzero(self._slot_to_block >= 0)
         back = self._block_to_slot[self._slot_to_block[cached]]
         _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
         _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
-        blocks = list(self.reserved.values())
-        _require(len(set(blocks)) == len(blocks), "two slots are reserved for one block")
+        blocks = sorted(self.reserved.values())
         _require(
-            self._awaited == set(blocks),
-            "the blocks awaited are not those of reserved slots",
+            sorted(self._awaited) == blocks,
+            "the blocks awaited are not those of reserved slots, one for each",
         )
         held = np.flatnonzero((self._slot_to_block < 0) & (self.pin_counts != 0)).tolist()
         _require(
             held == sorted(self.reserved) and bool((self.pin_counts[held] == 1).all()),
             "slots without a state have other references than one for each that is reserved",
         )
+        if self._prefix_policy is not None:
+            self._prefix_policy.check_invariants([*cached.tolist(), *self.reserved])
 
     # What follows trusts its arguments, and that the guard knows of the change.
 
@@ -640,23 +635,17 @@ class SlotPool:
 
     def _evict(self, victims: Sequence[int], num_wanted: int) -> list[int]:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""
-        slots = self._check_evictable(victims, num_wanted)
+        slots = as_ids("slots", victims, self.max_slots)
+        kept = [slot for slot in slots if self._block_at[slot] < 0 or self.pin_counts.item(slot)]
+        if kept or len(set(slots)) < len(slots) or len(slots) != num_wanted:
+            raise InvalidArgumentError(
+                "slots to evict must be different, cached and not pinned, "
+                f"{num_wanted} of them, got {slots}"
+            )
         self._guard.is_changing = True
         self._unassign(slots)
         self.evicted_slots_total += len(slots)
         return slots
-
-    def _check_evictable(self, slots: Sequence[int], num_wanted: int | None = None) -> list[int]:
-        """Check that slots are different, cached and not pinned, and as many as are wanted."""
-        given = as_ids("slots", slots, self.max_slots)
-        kept = [s for s in given if self._block_at[s] < 0 or self.pin_counts.item(s)]
-        wanted = len(given) if num_wanted is None else num_wanted
-        if kept or len(set(given)) < len(given) or len(given) != wanted:
-            raise InvalidArgumentError(
-                "slots to evict must be different, cached and not pinned, "
-                f"{wanted} of them, got {given}"
-            )
-        return given
 
     def _unassign(self, slots: Sequence[int]) -> None:
         """End the cached slots' ties to their blocks.
@@ -688,10 +677,6 @@ class SlotPool:
         if told or options:
             block_ids, hash_ids, cached = zip(*told, strict=True) if told else ((), (), ())
             self.listeners.put(kind("state", block_ids, hash_ids, slots=cached, **options))
-
-
-def _as_prefix_policy(policy: SlotEvictionPolicy) -> PrefixSlotPolicy | None:
-    return policy if isinstance(policy, PrefixSlotPolicy) else None
 
 
 def check_same_length(**lists: list[int]) -> None:

@@ -62,11 +62,15 @@ def test_a_parent_is_never_evicted_before_its_child(pool):
     assert pool.allocate_memory_blocks(1) == [root]
 
 
-def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool, has_slots):
     """Found by search: nobody could have it, and a request that fitted was told that it did not.
 
     The child's request holds a private duplicate of the parent, so the parent is cached.
     """
+    slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
+    if has_slots:
+        pool.ask_states()
     parent = cache(pool, 1)
     duplicate, child = pool.allocate_memory_blocks(2)
     assert pool.register_kv_block_hashes([duplicate, child], prefix(1, 2)) == [*parent, child]
@@ -80,6 +84,7 @@ def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool):
     assert pool.allocate_memory_blocks(2) == [*newer, *parent]
     assert pool.match_prefix(prefix(1, 2)) == []
     assert pool.block_hashes[child] == -1  # which could not be matched any more
+    slots.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,12 @@ def test_bad_counts_are_refused(pool, bad):
         pool.allocate_memory_blocks(bad)
     with pytest.raises(InvalidArgumentError, match=r"pool_size must be an int in \[2, "):
         KVBlockAllocator(bad)
+
+
+@pytest.mark.parametrize("bad", [0, True, "1", 2**20 + 1])
+def test_bad_numbers_of_references_are_refused(pool, bad):
+    with pytest.raises(InvalidArgumentError, match=r"must be an int in \[1, 1048576\], got"):
+        pool.retain_memory_blocks(pool.allocate_memory_blocks(1), bad)
 
 
 def test_an_unknown_policy_is_refused_and_a_foreign_one_understood():
@@ -175,8 +186,9 @@ def test_nothing_is_registered_below_a_block_that_is_not(pool):
     assert pool.register_kv_block_hashes(blocks, hashes[1:], parent_hash=hashes[0]) == [None] * 2
     mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
     cached = pool.register_kv_block_hashes(blocks[:1], mine)
-    after = BlockHashes([*foreign.digests, *by_id(7).digests])
-    assert pool.register_kv_block_hashes(pool.allocate_memory_blocks(2), after) == [None, None]
+    after = BlockHashes([*by_id(6).digests, *foreign.digests, *by_id(7).digests])
+    first, *others = pool.allocate_memory_blocks(3)
+    assert pool.register_kv_block_hashes([first, *others], after) == [first, None, None]
     assert (cached, pool.find_block(7)) == (blocks[:1], None)
 
 

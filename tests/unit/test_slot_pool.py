@@ -156,7 +156,7 @@ def test_reset_forgets_everything_but_old_leases_and_reservations_stay_old(pool)
         (lambda p: p.pin_counts.__setitem__(4, -1), "no reference count is negative"),
         (lambda p: p.pin_counts.__setitem__(0, 1), "is every slot"),
         (lambda p: p.pin_counts.__setitem__(2, 2), "other references than one"),
-        (lambda p: p.reserved.update({1: 9}), "two slots are reserved for one block"),
+        (lambda p: p.reserved.update({1: 9}), "the blocks awaited are not"),
         (lambda p: p.reserved.update({2: 1}), "the blocks awaited are not"),
     ],
 )
