@@ -187,8 +187,11 @@ def test_states_of_one_call_are_one_event(slots):
     assert told(slots) == [Removed("state", (*slots.cached,), hash_ids, slots=(*given,))]
     save(slots, 6)  # not registered
     slots.invalidate_block(6)
+    [slot] = save(slots, slots.cached[0])
+    told(slots)
     slots.reset()
-    assert told(slots) == [Removed("state", (), (), is_reset=True)]
+    first = (slots.cached[0],), hash_ids[:1]
+    assert told(slots) == [Removed("state", *first, slots=(slot,), is_reset=True)]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -135,6 +135,9 @@ def test_hashes_that_an_embedder_writes_or_drops_are_the_truth():
     allocator.check_invariants()
     allocator._invalidate_blocks_batch([1])
     assert allocator.hash_to_block_id == {100: 0, 8: 2}
+    allocator.register_block_hashes_batch([2], [100])  # which finds the last block
+    assert (allocator.hash_to_block_id, allocator._hash_of) == ({100: 2}, {2: 100})
+    allocator.check_invariants()
 
 
 def test_hash_ids_are_checked_before_anything_is_registered():

@@ -117,6 +117,17 @@ def test_stale_counts_of_an_earlier_forward_are_not_read(allocator, context):
     assert [*allocator.hash_to_block_id.values()] == [17]
 
 
+@pytest.mark.parametrize("row", [0, 3])
+def test_rows_of_other_requests_than_those_that_prefill_are_kept(allocator, context, row):
+    context.batch_dimensions.prefill_req_count = 1  # row 2
+    for each in (row, 2):
+        record(allocator, each, 1024)
+    wrote(context, 0)
+    allocator.commit_intermediate_states()
+    assert allocator._intermediate_counts_cpu.nonzero().flatten().tolist() == [row]
+    assert allocator._eos_cache_block_id_cpu[[row, 2]].tolist() == [5 * row + 3, -1]
+
+
 def test_two_requests_that_end_the_same_block_leave_one_whole_state(allocator, context):
     two_prefills(allocator, context)
     allocator._intermediate_block_ids_cpu[3, 0] = 10

@@ -33,6 +33,13 @@ def sound_books(pool):
     pool.check_invariants()
 
 
+@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (2**31, 1), (1, 2**31)])
+def test_sizes_must_be_counts(sizes):
+    assert make_pool(0, 0).free_count == 0
+    with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
+        make_pool(*sizes)
+
+
 def test_the_kv_blocks_owner_must_say_how_many_there_are():
     with pytest.raises(InvalidArgumentError, match="number of KV blocks must be an int"):
         SlotPool(3, 10)
@@ -175,8 +182,8 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
     save(pool, 0, 1)
     pool.kv_blocks.block_hashes[:2] = 5, 7
     pool.check_uses([], [])
-    pool.kv_blocks.block_hashes[1] = -1
-    with pytest.raises(InvariantError, match=r"blocks \[1\] have states of what they held before"):
+    pool.kv_blocks.block_hashes[0] = -1
+    with pytest.raises(InvariantError, match=r"blocks \[0\] have states of what they held before"):
         pool.check_uses([], [])
 
 
