@@ -12,10 +12,17 @@ import torch
 from mamba_cache._checks import INT64_MAX, as_ids, as_ints, check_int, check_kind
 from mamba_cache._guard import guarded, outside
 from mamba_cache._torch import PAD_SLOT_ID, outside_inference_mode, to_device
-from mamba_cache.cache.placement import CheckpointPlacement, check_placement
+from mamba_cache.cache.placement import (
+    CheckpointPlacement,
+    PlacementFacts,
+    check_placement,
+    checkpoint_offsets,
+    placed_positions,
+)
 from mamba_cache.cache.policies import SlotEvictionPolicy, as_host_array, policy_named
 from mamba_cache.cache.rows import NONE
 from mamba_cache.cache.slot_pool import SlotPool, check_same_length
+from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
@@ -25,12 +32,6 @@ from mamba_cache.errors import (
 )
 from mamba_cache.events import Stored
 from mamba_cache.protocols import SlotContext
-from mamba_cache.slots.megatron_scratch import (
-    MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
-    checkpoint_alignment,
-    num_scratch_rows,
-    plan_checkpoints,
-)
 from mamba_cache.states import (
     RowIndices,
     SlotQuantization,
@@ -41,7 +42,7 @@ from mamba_cache.states import (
     quantize_states,
 )
 
-__all__ = ["MambaSlotAllocator", "check_model"]
+__all__ = ["MambaSlotAllocator", "check_model", "checkpoint_alignment", "num_scratch_rows"]
 
 
 class MambaSlotAllocator(SlotPool):
@@ -519,31 +520,35 @@ class MambaSlotAllocator(SlotPool):
         Raises:
             InvalidArgumentError: There is no such row.
         """
-        last_row = self.context.max_requests - 1
-        current_id = check_int("current_id", current_id, minimum=0, maximum=last_row)
-        plan = plan_checkpoints(
-            self.placement,
-            req,
-            skip_tokens=skip_tokens,
-            prefill_chunk_length=prefill_chunk_length,
-            num_matched_blocks=num_matched_blocks,
-            num_required_blocks=overall_required_blocks,
-            block_ids=self.context.request_to_kv_block_ids[current_id],
-            block_size_tokens=self.context.block_size_tokens,
-            alignment=checkpoint_alignment(self.context),
-            max_offsets=self._num_free_scratch_rows(current_id),
+        context, size = self.context, self.context.block_size_tokens
+        last_row = context.max_requests - 1
+        row = check_int("current_id", current_id, minimum=0, maximum=last_row)
+        num_tokens = len(req.prompt_tokens)
+        start = req.finished_chunk_token_count + skip_tokens
+        facts = PlacementFacts(num_tokens, size, num_matched_blocks, overall_required_blocks)
+        wanted = checkpoint_offsets(
+            placed_positions(self.placement, facts),
+            chunk_start=start,
+            num_tokens=prefill_chunk_length - skip_tokens,
+            alignment=checkpoint_alignment(context),
         )
+        num_skipped = max(len(wanted) - self._num_free_scratch_rows(row), 0)
+        offsets = wanted[num_skipped:]  # the later ones save more
+        table = context.request_to_kv_block_ids[row]
+        block_ids = [int(table[(start + offset) // size - 1]) for offset in offsets]
+        ends_prompt = req.finished_chunk_token_count + prefill_chunk_length >= num_tokens
+        has_eos = ends_prompt and num_tokens > 0 and num_tokens % size == 0
+        eos_block_id = int(table[num_tokens // size - 1]) if has_eos else -1
         self._guard.is_changing = True
-        num_offsets = len(plan.offsets)
-        unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - num_offsets
+        unused = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST - len(offsets)
         # Through numpy: one element of a tensor costs as much as a whole row of an array.
-        self._intermediate_offsets_cpu.numpy()[current_id] = plan.offsets + [0] * unused
-        self._intermediate_block_ids_cpu.numpy()[current_id] = plan.block_ids + [-1] * unused
-        self._intermediate_counts_cpu.numpy()[current_id] = num_offsets
-        self._eos_cache_block_id_cpu.numpy()[current_id] = plan.eos_block_id
-        if num_offsets or plan.eos_block_id >= 0:
+        self._intermediate_offsets_cpu.numpy()[row] = offsets + [0] * unused
+        self._intermediate_block_ids_cpu.numpy()[row] = block_ids + [-1] * unused
+        self._intermediate_counts_cpu.numpy()[row] = len(offsets)
+        self._eos_cache_block_id_cpu.numpy()[row] = eos_block_id
+        if offsets or has_eos:
             self._has_intermediates = True
-        self.skipped_checkpoints_total += plan.num_skipped
+        self.skipped_checkpoints_total += num_skipped
 
     def _num_free_scratch_rows(self, row: int) -> int:
         """Return how many states a request may save: rows of the scratch that others leave."""
@@ -758,6 +763,37 @@ def _check_fits(state: object, wanted: StateTensorSpec) -> None:
     raise InvalidArgumentError(
         f"a layer's state must be a tensor of {wanted.shape} {wanted.dtype}, got {given}"
     )
+
+
+def num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:
+    """Read how many states the forward may write into the scratch in one step.
+
+    Megatron Core before 0.19 does not say, and its forward writes three rows for each of
+    ``max_requests``, whether a state belongs there or not.
+    """
+    rows: int | None = getattr(context, "max_mamba_intermediate_states_per_step", None)
+    if not spec.is_mamba:
+        if rows:
+            raise InvalidArgumentError(
+                "a scratch holds conv and SSM states (StateSpec.mamba) alone: with states of "
+                f"{[tensor.name for tensor in spec.tensors]} "
+                f"max_mamba_intermediate_states_per_step must be 0, got {rows}"
+            )
+        return 0
+    if rows is None:
+        return MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * context.max_requests
+    return rows
+
+
+def checkpoint_alignment(context: SlotContext) -> int:
+    """Read the tokens between positions where states can be saved: by default an SSM chunk's."""
+    chunk: int = getattr(context, "mamba_chunk_size", 1)
+    alignment: int = getattr(context, "ssm_chunk_alignment", chunk)
+    if alignment % chunk:
+        raise InvalidArgumentError(
+            f"ssm_chunk_alignment must be a multiple of mamba_chunk_size ({chunk}), got {alignment}"
+        )
+    return alignment
 
 
 def check_model(context: SlotContext) -> None:

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from slot_rig import make_allocator, make_context
 
 from mamba_cache.cache import EveryNthBlock, LastBlock, MegatronPlacement, PlacementFacts
 from mamba_cache.cache.placement import checkpoint_offsets
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.slots.megatron_scratch import plan_checkpoints
 
 BLOCK = 256
 BLOCK_IDS = [100, 101, 102, 103, 104, 105, 106, 107]
@@ -17,18 +18,23 @@ def facts(prompt, matched=0):
     return PlacementFacts(prompt, BLOCK, matched, -(-prompt // BLOCK))
 
 
-def plan(prompt, *, finished=0, skip=0, length=None, matched=0, placement=None, alignment=128):
-    return plan_checkpoints(
-        MegatronPlacement() if placement is None else placement,
-        SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished),
-        skip_tokens=skip,
-        prefill_chunk_length=prompt - finished if length is None else length,
-        num_matched_blocks=matched,
-        num_required_blocks=-(-prompt // BLOCK),
-        block_ids=BLOCK_IDS,
+def plan(prompt, *, finished=0, skip=0, length=None, matched=0, placement=None):
+    """What slots record for a chunk: offsets, blocks, the EOS block, and what is left out."""
+    context = make_context(
         block_size_tokens=BLOCK,
-        alignment=alignment,
+        mamba_chunk_size=128,
+        max_mamba_intermediate_states_per_step=9,
+        request_to_kv_block_ids=np.array([BLOCK_IDS]),
     )
+    slots = make_allocator(context=context, placement=placement)
+    request = SimpleNamespace(prompt_tokens=range(prompt), finished_chunk_token_count=finished)
+    length = prompt - finished if length is None else length
+    slots.compute_and_store_offsets(request, 0, skip, length, matched, [], -(-prompt // BLOCK))
+    count = int(slots._intermediate_counts_cpu[0])
+    offsets = slots._intermediate_offsets_cpu[0, :count].tolist()
+    block_ids = slots._intermediate_block_ids_cpu[0, :count].tolist()
+    eos_block_id = int(slots._eos_cache_block_id_cpu[0])
+    return offsets, block_ids, eos_block_id, slots.skipped_checkpoints_total
 
 
 def test_megatron_places_three():
@@ -92,20 +98,16 @@ def test_offsets(positions, chunk_start, num_tokens, alignment, expected):
 def test_a_plan_names_the_block_that_each_checkpoint_ends(
     request_, offsets, block_ids, eos_block_id
 ):
-    made = plan(**request_)
-    assert (made.offsets, made.block_ids) == (offsets, block_ids)
-    assert (made.eos_block_id, made.num_skipped) == (eos_block_id, 0)
+    assert plan(**request_) == (offsets, block_ids, eos_block_id, 0)
 
 
 def test_a_position_inside_a_block_is_planned_as_its_beginning():
     """Its state was found as that of the block before."""
     inside = SimpleNamespace(positions=lambda facts: [BLOCK + 128, 2 * BLOCK - 1])
-    made = plan(1100, placement=inside)
-    assert (made.offsets, made.block_ids) == ([BLOCK], [100])
+    assert plan(1100, placement=inside) == ([BLOCK], [100], -1, 0)
 
 
 def test_of_more_than_three_the_last_are_kept_and_the_others_counted():
+    offsets = [5 * BLOCK, 6 * BLOCK, 7 * BLOCK]
     made = plan(8 * BLOCK - 1, placement=EveryNthBlock(1))
-    assert made.offsets == [5 * BLOCK, 6 * BLOCK, 7 * BLOCK]
-    assert made.block_ids == [104, 105, 106]
-    assert made.num_skipped == 4
+    assert made == (offsets, [104, 105, 106], -1, 4)
