@@ -129,8 +129,7 @@ def whole_engine() -> str:
 def readme_block() -> str:
     """Return what the README shows: each family and length."""
     return (
-        f"{times(('plain transformers', 'miss', 'hit'))}\n\n({setting()}; random weights in "
-        "bf16)"
+        f"{times(('plain transformers', 'miss', 'hit'))}\n\n({setting()}; random weights in bf16)"
     )
 
 
