@@ -41,8 +41,8 @@ class CallGuard:
         heal: Callable[[], object] | None = None,
     ) -> None:
         self._owner = ref(owner)
-        self._take_back = None if take_back is None else WeakMethod(take_back)
-        self._heal = None if heal is None else WeakMethod(heal)
+        self._take_back = None if take_back is None else weak_callback(take_back)
+        self._heal = None if heal is None else weak_callback(heal)
         self._lock = RLock()  # a second call of the same thread must be refused, not wait
         self._call, self._thread, self._last_thread = "", 0, 0
         self.is_changing, self.poison = False, ""
@@ -67,8 +67,7 @@ class CallGuard:
         self._call, self._thread, self.is_changing = name, get_ident(), False
         try:
             if self.poison and not renews:
-                heal = None if self._heal is None else self._heal()
-                (heal or self.check)()
+                (self._heal or self.check)()
         except BaseException:
             self.leave()
             raise
@@ -98,10 +97,9 @@ class CallGuard:
         is_poisoned = isinstance(error, PoisonedError) and not hasattr(error, _OUTSIDE)
         if is_poisoned or (self.is_changing and _breaks_off(error)):
             self.poison = self.poison or f"{name} broke off with {error!r}"
-        take_back = None if self._take_back is None else self._take_back()
-        if take_back is not None and not is_nested:
+        if self._take_back is not None and not is_nested:
             with suppress(Exception), self.ending():  # the error that is raised already counts
-                take_back()
+                self._take_back()
 
     @contextmanager
     def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> Iterator[None]:

@@ -38,7 +38,12 @@ _SCORE_BITS = 31
 
 @runtime_checkable
 class SlotEvictionPolicy(Protocol):
-    """Orders evictable slots; is called when a state is stored in a slot, or used by a hit."""
+    """Orders evictable slots; is called when a state is stored in a slot, or used by a hit.
+
+    A subclass inherits hooks that do nothing.
+    """
+
+    __slots__ = ()
 
     def choose(
         self,
@@ -69,15 +74,15 @@ class SlotEvictionPolicy(Protocol):
                 the prefix's start, to this one: what a hit on this one saves that a hit on that one
                 would not. 1 where that is unknown.
         """
-        ...
+        return
 
     def on_consumed(self, slots: Sequence[int]) -> None:
         """Record that the states in the slots were used by a hit."""
-        ...
+        return
 
     def reset(self, max_slots: int) -> None:
         """Forget everything, before first use and whenever the pool of that size is emptied."""
-        ...
+        return
 
 
 class PromptFacts(NamedTuple):
@@ -201,7 +206,7 @@ class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
         ...
 
 
-class LruSlotPolicy:
+class LruSlotPolicy(SlotEvictionPolicy):
     """The slot of the least recently used block goes first; of equal ones, the lower slot."""
 
     __slots__ = ()
@@ -215,15 +220,6 @@ class LruSlotPolicy:
     ) -> list[int]:
         """Return the slots whose blocks have the lowest ``block_timestamps``."""
         return _lowest(num_slots, slots, as_host_array(kv_blocks.block_timestamps).take(blocks))
-
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Ignore it: what the KV blocks' owner knows decides."""
-
-    def on_consumed(self, slots: Sequence[int]) -> None:
-        """Ignore it: what the KV blocks' owner knows decides."""
-
-    def reset(self, max_slots: int) -> None:
-        """Do nothing: there is nothing to forget."""
 
 
 class RefZeroSlotPolicy(LruSlotPolicy):
