@@ -1,4 +1,4 @@
-"""The batcher: requests of one model run together, each step over all that can take part."""
+"""The batcher: requests of one model, computed together step by step."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from mamba_cache.integrations.transformers.tensors import ints_to_device
 __all__ = ["BatchStats", "Batcher", "BatcherSettings"]
 
 _LONGEST = 2**17
-"""Tokens of a sequence, for models that do not say: block tables are as wide."""
+"""Maximum tokens of a sequence if the model sets none; block tables have that width."""
 
 _MOST_OFFERS = 1024
-"""Blocks and states that wait to be copied to the tiers below."""
+"""Maximum number of blocks and states that wait for a copy to the tiers below."""
 
 _MAX_WAIT_STEPS = 64
 """Steps in which a request may wait for a prefix that another one computes."""
 
 _USES = 2
-"""Of a rectangle's shape, after which it is captured."""
+"""A rectangle's shape is captured at this use."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -67,20 +67,20 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherSettings:
-    """What a batcher may use."""
+    """The limits of a batcher."""
 
     max_requests: int  # requests that run at once
     chunk_tokens: int  # tokens of prompts in one step
     # Where states inside a prompt are saved, beside its last complete block.
     placement: CheckpointPlacement
     saves_answers: bool  # keep what is computed while decoding
-    fewest_tokens: int  # what a chunk of a prompt must have at least
-    is_eager: str = ""  # why no CUDA graphs are to be used, if so
+    fewest_tokens: int  # minimum of a chunk of a prompt
+    is_eager: str = ""  # the reason for using no CUDA graphs, if any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """What batches computed so far; ``stats()`` has what the cache did.
+    """Counts of batches; ``stats()`` has those of the cache.
 
     Attributes:
         generate_calls: Calls of ``generate`` that were computed as a batch. The model's own
@@ -136,11 +136,11 @@ class _AtTheEnd:
         self.is_off = False
 
     def positions(self, facts: PlacementFacts) -> list[int]:
-        """Returns the positions; none while it is off."""
+        """Return the positions; none while the placement is off."""
         if self.is_off:
             return []
         size, count = facts.block_size_tokens, facts.prompt_tokens
-        # The same prompt again must compute a token, a longer one need not compute any of it.
+        # A repeated prompt must compute at least one token; a longer prompt resumes at its end.
         ends = count // size * size, (count - 1) // size * size
         return [*self._placement.positions(facts), *ends]
 
@@ -153,12 +153,12 @@ class _Decoding:
     requests: list[BatchRequest] = field(default_factory=list)  # in the same order
     by_row: list[BatchRequest | None] = field(default_factory=list)  # of the batch
     size: int = 0  # rows of the batch
-    is_simple: bool = True  # the likeliest token is taken for all of them
-    places: torch.Tensor | None = None  # of a call of ``generate``: for each row its row here
+    is_simple: bool = True  # all of them are greedy
+    places: torch.Tensor | None = None  # rows of a call of ``generate``, as rows of this batch
 
 
 class Batcher:
-    """Runs requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes.
+    """Run requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes.
 
     Attributes:
         context: The requests' memory, and the cache.
@@ -242,9 +242,9 @@ class Batcher:
         is_eager: str = "",
         wants_logprobs: bool = False,
     ) -> None:
-        """Says how the requests that follow are run: in what the settings have, or in less of it.
+        """Set limits for the requests that follow, at most those of the settings.
 
-        If no CUDA graphs are to be used, ``is_eager`` says why.
+        ``is_eager`` is the reason for using no CUDA graphs, if any.
         """
         own, scheduler = self._settings, self._scheduler
         scheduler.max_chunk_tokens = min(chunk_tokens or own.chunk_tokens, own.chunk_tokens)
@@ -268,10 +268,10 @@ class Batcher:
         first_token: int | None = None,
         tell: Callable[[str, int], None] | None = None,
     ) -> list[BatchRequest]:
-        """Lets a prompt wait for its turn.
+        """Queue a prompt.
 
         ``seed`` is that of the first answer's draws; the seeds of the others follow from it.
-        ``first_token``, if it is known already, is that of each answer.
+        ``first_token``, if given, is the first token of each answer.
         ``tell`` is called with the name of each answer and each token of it.
 
         Returns:
@@ -375,11 +375,11 @@ class Batcher:
     def compute_rows(self) -> torch.Tensor:
         """Run steps until all rows wait for a token; return its logits, [rows, vocabulary].
 
-        Those of a row that is over mean nothing.
+        Logits of finished rows are undefined.
         """
         while True:
             step, _ = self._begin_step()
-            assert step is not None  # ``has_room`` saw to it
+            assert step is not None  # ``has_room`` was checked
             computed, logits = self._compute(step)
             self._runner.fingerprint.confirm()
             requests = [self._scheduler.find(key) for key in step.sampling_ids]
@@ -406,7 +406,7 @@ class Batcher:
         self._commit(step, np.array([chosen[one.key] for one in requests]), {}, computed)
 
     def end_rows(self) -> None:
-        """End the call; what it cached stays findable."""
+        """End the call; its cached prefixes stay findable."""
         for one in self._rows:
             if not one.is_over:
                 self._offer(one)
@@ -421,14 +421,14 @@ class Batcher:
         return len(self._scheduler)
 
     def begin(self) -> None:
-        """Look at where the model's weights lie; call it before the first step of each call."""
+        """Drop graphs if the weights have moved; call it before the first step of each call."""
         fingerprint = self._runner.fingerprint
         self._graphs.begin((fingerprint.key, fingerprint.addresses()))
 
     def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
-        """Captures the decode step for the batches that may come, while nobody runs.
+        """Capture decode steps of up to ``most_requests`` rows; call it while no request runs.
 
-        They have as many requests as may run at once; None: those that wait.
+        None: as many rows as requests wait.
         """
         count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
@@ -438,7 +438,7 @@ class Batcher:
         )
 
     def prepare(self) -> None:
-        """Capture all that may be captured, while nobody runs; nothing of it stays cached."""
+        """Capture all sizes; call it while no request runs. Nothing of it stays cached."""
         self.begin()
         self.warm_up(self._settings.max_requests, shows_progress=True)
         if not self._is_eager and not self._prefill.why_eager:
@@ -468,10 +468,10 @@ class Batcher:
         self._graphs.warm_up_seconds = counted + time.perf_counter() - began
 
     def step(self) -> list[BatchRequest]:
-        """Compute one step for all that can take part.
+        """Compute one step of all requests that can run.
 
-        A fault of the model takes the step back. All requests that run are preempted, keep their
-        tokens and resume. A request whose steps fail twice in a row ends with the fault.
+        If the model raises, the step is taken back: running requests are preempted, keep their
+        tokens and resume. A request whose steps fail twice in a row ends with the exception.
 
         Returns:
             The requests that are over with it.
@@ -485,7 +485,7 @@ class Batcher:
         try:
             computed, logits = self._compute(step)
             tokens, firsts = self._choose(step, logits, computed)
-            # By now all is enqueued: the comparison of the weights was done beside it.
+            # All work is enqueued now, so waiting for the comparison of the weights costs nothing.
             self._runner.fingerprint.confirm()
         except (ModelChangedError, PoisonedError):
             raise
@@ -542,20 +542,20 @@ class Batcher:
         return self.context.match(prepared).skip_tokens
 
     def _close_ranks(self) -> None:
-        """Moves requests to lower rows, if a smaller batch does for those that are left then."""
+        """Move requests to lower rows if a smaller batch then holds all that are left."""
         decoding, left = self._decoding, len(self._scheduler)
         if len(decoding.requests) == left or self._size_for(left) >= decoding.size:
             return
         size = self._size_for(left)
         rows = [(row, one) for row, one in enumerate(decoding.by_row) if one and not one.is_over]
-        if len(rows) != left:  # some have only begun: the next step tells their rows
+        if len(rows) != left:  # new requests get their rows in the next step
             return
         for row, request in rows:
             if row >= size:
                 old, key = request.key, self._num_requests
                 try:
                     self.context.fork(old, [key])
-                except CapacityError:  # it takes a KV block for a moment
+                except CapacityError:  # a fork takes a KV block for a moment
                     return
                 self.context.finish(old)
                 own = replace(request.prepared.request, request_id=key)
@@ -563,10 +563,10 @@ class Batcher:
                 self._scheduler.rename(old, request)
                 self._num_requests += 1
                 self.counts["moves"] += 1
-                self._store.counters["forks"] -= 1  # it is none of an answer
+                self._store.counters["forks"] -= 1  # not a fork of an answer
 
     def _compute_decodes(self, step: Step) -> torch.Tensor | None:
-        """Computes the decoding requests; returns logits by row of the live states."""
+        """Compute the decoding requests; return logits by row of the live states."""
         rows = step.decode_rows
         if not len(rows):
             return None
@@ -586,7 +586,7 @@ class Batcher:
 
     @contextmanager
     def _kept(self, rows: Sequence[int]) -> Iterator[None]:
-        """Leave the live states in rows as they are, whatever the body makes of them."""
+        """Restore the live states of ``rows`` after the body."""
         live, at = self.context.live_states.tensors, ints_to_device(rows, self.context.device)
         kept = {name: tensor.index_select(1, at) for name, tensor in live.items()}
         yield
@@ -618,7 +618,7 @@ class Batcher:
     def _choose(
         self, step: Step, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
     ) -> tuple[npt.NDArray[np.int64], dict[Hashable, int]]:
-        """Chooses the step's tokens, and brings them to the host: all that waits for the device.
+        """Choose the step's tokens and copy them to the host; this waits for the device.
 
         Returns:
             A token for each request that samples, in the step's order; and by name those of prompts
@@ -722,7 +722,7 @@ class Batcher:
                 self.end(request)
                 over.append(request)
         tiers = self._store.tiers
-        # A copy is waited for, so it comes when nobody else does, or when much has gathered.
+        # Spilling blocks this thread: do it when idle, or when much waits.
         if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MOST_OFFERS):
             tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
@@ -741,7 +741,7 @@ class Batcher:
         self._store.offer(chain, self._runner.fingerprint.key)
 
     def _take(self, request: BatchRequest, token: int) -> bool:
-        """Makes a token part of an answer; says whether it is the last one."""
+        """Append a token to an answer; return whether it is the last one."""
         answer, settings = request.answer, request.settings
         if request.error is not None:
             return True
@@ -754,7 +754,7 @@ class Batcher:
                 request.tell(token)
             if token in settings.eos_token_ids or settings.ends(request.prompt, answer):
                 return True
-        except Exception as error:  # of this request's streamer or settings: the others go on
+        except Exception as error:  # from this request's streamer or settings; other requests go on
             request.refuse(error)
             return True
         if len(answer) < request.max_tokens:
@@ -767,13 +767,13 @@ class Batcher:
         return True
 
     def end(self, request: BatchRequest) -> None:
-        """Ends a request between two steps; what it cached stays findable."""
+        """End a request between two steps; its cached prefixes stay findable."""
         if self._scheduler.knows(request):
             self._scheduler.remove(request.key)
         request.end()
 
     def try_out(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Computes sequences as requests whose last token is decoded, and forgets them.
+        """Compute sequences as requests whose last token is decoded, and forget them.
 
         Of at least two tokens each; returns [vocabulary] logits after the last one of each.
         """
@@ -789,7 +789,7 @@ class Batcher:
     def _unseen(
         self, prompts: Sequence[Sequence[int]], saves_states: bool = False
     ) -> Iterator[None]:
-        """Add requests that nobody asked for, and forget them and what they cached at the end."""
+        """Add requests for the length of the body, and remove what they cached."""
         blocks, before = self.context.kv_block_allocator, self._store.counters.copy()
         salt, self._placement.is_off = os.urandom(16), not saves_states
         verifier, self._store.verifier = self._store.verifier, None
@@ -814,7 +814,7 @@ class Batcher:
             self.counts.update(counts | Counter(captures=captures))
 
     def stats(self) -> BatchStats:
-        """Return what was done so far."""
+        """Return the counts so far."""
         graphs, counts = self._graphs, cast("dict[str, Any]", dict(self.counts))
         return BatchStats(
             **counts,
@@ -827,7 +827,7 @@ class Batcher:
         )
 
     def drop(self) -> None:
-        """Ends all requests, and a step in flight; what is cached stays."""
+        """End all requests and a step in flight; cached prefixes stay."""
         self._attention.put_back()
         self._prefill.put_back()
         self._clear()
@@ -865,6 +865,6 @@ def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def _longest(runner: ModelRunner, num_tokens: int) -> int:
-    """Returns how long a sequence may be: what the model says, if the KV blocks hold that."""
+    """Return the maximum length of a sequence: the model's, if the KV blocks hold it."""
     longest = getattr(runner.config, "max_position_embeddings", None)
     return min(num_tokens, longest if isinstance(longest, int) and longest > 0 else _LONGEST)

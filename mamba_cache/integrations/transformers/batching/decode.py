@@ -29,15 +29,14 @@ def padded_sizes(max_requests: int) -> tuple[int, ...]:
 
 
 class DecodeStep:
-    """Computes one token of each decoding request, as one batch over the live states.
+    """Compute one token of each decoding request, as one batch over the live states.
 
-    A row of the batch is a row of the live states, which the model's layers read and write in
-    place: of n rows, the first n. Rows of nobody, and those of requests that do not decode, are
-    computed with the others: their keys and values go to the dummy block, and what becomes of
-    their live states the caller must not care for.
+    Row i of the batch is row i of the live states, which layers read and write in place. Rows
+    without a decoding request are computed too: their keys and values go to the dummy block, and
+    their live states change.
 
-    All it reads lies at addresses that never change, and nothing of it waits for the device, so
-    that it can be captured in a CUDA graph.
+    All tensors that it reads have fixed addresses, and nothing waits for the device, so it can be
+    captured in a CUDA graph.
     """
 
     @outside_inference_mode
@@ -65,7 +64,7 @@ class DecodeStep:
     def compute(self, num_rows: int) -> torch.Tensor:
         """Compute the step whose metadata are on the device, for the rows below ``num_rows``.
 
-        Returns [num_rows, vocabulary] logits; those of rows that do not decode mean nothing.
+        Returns [num_rows, vocabulary] logits, undefined for rows that do not decode.
         """
         metadata = self._metadata
         places, tokens, positions, slots = self._kernels.sort_by_row(

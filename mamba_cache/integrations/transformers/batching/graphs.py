@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps and small rectangles, in one memory pool, and why there are none."""
+"""CUDA graphs of decode steps and rectangles, in one memory pool."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["GRAPH_DEVICES", "StepGraphs"]
 GRAPH_DEVICES = frozenset({"cuda"})
 
 _WARM_UPS = 2
-"""The first run compiles kernels and may time them; the second one runs as all later ones do."""
+"""The first run compiles and tunes kernels; the second one runs as all later ones."""
 
-_NO_CALL = "where the model's weights lie is not known before a call"
+_NO_CALL = "no call has been made yet"
 
 _MAX_MOVES = 2
-"""Calls in a row that find the weights elsewhere, after which nothing is captured any more."""
+"""After so many calls in a row with moved weights nothing is captured."""
 
 
 @dataclass(slots=True)
@@ -35,25 +35,24 @@ class _Graph:
 
 @dataclass(slots=True)
 class StepGraphs:
-    """Steps that are replayed from CUDA graphs, where there are some.
+    """Captured steps, and eager computation of all others.
 
-    A step is named by what its code depends on beside tensors: decode steps by an int, the rows of
-    the batch; others by their shapes. It is computed by a function that reads and writes memory at
-    the same addresses each time. All graphs have one memory pool, so a replay may overwrite the
-    logits of another.
+    The key of a decode step is its number of rows; the key of a rectangle is its shape. Steps read
+    and write memory at fixed addresses. All graphs share one memory pool, so a replay may overwrite
+    the logits of another.
     """
 
     device: torch.device  # where steps run
     counts: Counter[str]  # counts "captures", and "replays" and "eager_steps" of decode steps
     warm_up_seconds: float = 0.0  # time of all captures, with the runs before them
     num_bytes: int = 0  # memory that they took
-    eager_reason: str = ""  # why the last decode step that was not replayed was not
+    eager_reason: str = ""  # reason of the last eager decode step
     _graphs: dict[Hashable, _Graph] = field(default_factory=dict)
-    _used: set[Hashable] = field(default_factory=set)  # steps that ran eagerly since the last move
+    _used: set[Hashable] = field(default_factory=set)  # keys that ran eagerly since the last move
     _made_for: Hashable = None
-    _moves: int = 0  # calls in a row for which the weights were elsewhere
-    _reason: str = _NO_CALL  # why none is captured in this call
-    _refusals: dict[str, str] = field(default_factory=dict)  # why none ever is, by kind of step
+    _moves: int = 0  # calls in a row with moved weights
+    _reason: str = _NO_CALL  # reason for capturing nothing in this call
+    _refusals: dict[str, str] = field(default_factory=dict)  # of kinds that cannot be captured
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -69,8 +68,7 @@ class StepGraphs:
         """Drop graphs that are no longer right; call it before each call's first step.
 
         Args:
-            made_for: What the graphs depend on beside the step: where the model's weights lie, and
-                its settings.
+            made_for: The addresses of the weights and the key of the settings.
         """
         is_moved = self._made_for is not None and made_for != self._made_for
         self._moves = self._moves + 1 if is_moved else 0
@@ -103,7 +101,7 @@ class StepGraphs:
         Args:
             sizes: Rows of the batches that are to come.
             compute: Computes a step of so many rows and returns its logits.
-            quiet: Makes ``compute`` touch nothing that anybody needs.
+            quiet: Marks all rows idle, so that ``compute`` changes no request.
             shows_progress: Show a progress bar.
         """
         missing = [size for size in sorted(sizes, reverse=True) if size not in self._graphs]
@@ -157,11 +155,11 @@ class StepGraphs:
         return True
 
     def _refuse(self, kind: str, error: BaseException) -> None:  # pragma: no cover
-        """Note why steps of a kind cannot be captured. Nothing of those that were may stay."""
+        """Note why steps of a kind cannot be captured, and drop those that were."""
         torch.cuda.synchronize(self.device)
         for key in [key for key in self._graphs if _kind_of(key) == kind]:
             del self._graphs[key]
-        while error.__context__ is not None:  # the end of a capture that failed fails as well
+        while error.__context__ is not None:  # ending a failed capture fails as well
             error = error.__context__
         self._refusals[kind] = f"the model's {kind} step cannot be captured: {error!r}"
 
@@ -171,9 +169,9 @@ class StepGraphs:
         """Compute a step.
 
         Args:
-            key: What it is called.
-            compute: Computes it, and reads tensors that are there for as long as its graph is.
-            is_eager: Why no graph is to be used, if so.
+            key: Its rows or its shape.
+            compute: Computes it from tensors that live as long as the graph.
+            is_eager: The reason for using no graph, if any.
 
         Returns:
             Its logits, which the next step may overwrite.
@@ -198,7 +196,7 @@ class StepGraphs:
         return found.logits  # pragma: no cover
 
     def forget(self) -> None:
-        """Drop all graphs and what is known of them, as when the model has become another one."""
+        """Drop all graphs and counts: the model was replaced."""
         self._drop()
         self._made_for, self._moves, self._reason = None, 0, _NO_CALL
         self.warm_up_seconds, self.eager_reason = 0.0, ""

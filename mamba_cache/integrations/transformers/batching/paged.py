@@ -1,4 +1,4 @@
-"""The attention function that reads KV blocks, and how a model comes to call it."""
+"""Paged attention for models of transformers: the function, and its registration."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from mamba_cache.states import kernels_for
 __all__ = ["PAGED", "PagedAttention", "register_attention"]
 
 PAGED = "mamba_cache_paged"
-"""What the attention function is called in transformers' registries."""
+"""The name of the attention function in transformers' registries."""
 
 _KERNELS = "mamba_cache.integrations.transformers.batching.kernels"
 _UNSERVED = ("softcap", "sliding_window", "s_aux", "position_bias", "block_sequence_ids")
 _FIELD = "_attn_implementation_internal"
 
 _current = threading.local()
-"""The thread's ``attention``: other threads may use the model meanwhile, as it was."""
+"""The thread's ``attention``; in other threads the model attends as usual."""
 
 _originals: dict[int, str] = {}
-"""What configurations whose attention is replaced said before, by identity."""
+"""The usual attention of configurations that are replaced, by identity."""
 
 
 def register_attention() -> None:
-    """Make the attention function known to transformers.
+    """Register the attention function with transformers.
 
-    It changes nothing for models that do not ask for it. It is done before a model's settings are
-    first read, to which the registries belong.
+    Other models are not affected. Call it before a model's settings are read for the first time:
+    the registries are part of them.
     """
     attention, masks = _registries()
     if PAGED not in attention:
@@ -62,7 +62,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to KV blocks; for another thread, do what the model did before."""
+    """Attend to KV blocks; in other threads, call the usual function."""
     attention: PagedAttention | None = getattr(_current, "attention", None)
     if attention is not None:
         return attention.attend(query, options), None
@@ -81,7 +81,7 @@ def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _make_mask(**arguments: Any) -> Any:
-    """Make no mask: how far each row looks back its length says."""
+    """Make no mask: the length of each row limits its attention."""
     if getattr(_current, "attention", None) is not None:
         return None
     name = _originals.get(id(arguments.get("config")), "eager")
@@ -128,7 +128,7 @@ class PagedAttention:
         tables: torch.Tensor,
         starts: torch.Tensor | None = None,
     ) -> Iterator[None]:
-        """Have the model's attention go to the KV blocks, in this thread, while the body runs.
+        """Have the model attend to KV blocks, in this thread, while the body runs.
 
         Args:
             slots: [rows * n] int64 where the keys and values of each row's n tokens go, in tokens
@@ -157,7 +157,7 @@ class PagedAttention:
                 )
 
     def put_back(self) -> None:
-        """Undo what a step that broke off has replaced."""
+        """Undo the replacements of a step that did not end."""
         put_back(self)
 
     def update(

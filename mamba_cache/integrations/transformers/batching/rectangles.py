@@ -36,7 +36,7 @@ from mamba_cache.states import kernels_for
 __all__ = ["GRAPH_SIZES", "ComputedChunks", "PrefillStep", "RectangleShape", "split_rows"]
 
 _FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
-"""By device, in tokens computed: what a forward costs at least, and what it costs beside its own.
+"""By device, in tokens computed: the least cost of a forward, and its cost beside its tokens.
 
 On a GPU launches alone take as long as some 2,000 tokens (H200, eager: 43 ms for Nemotron-H-8B's
 shape, 93 ms for a Granite-4-like one); on a CPU a forward costs little more than its tokens.
@@ -74,21 +74,21 @@ class ComputedChunks:
 
     requests: tuple[ScheduledRequest, ...]  # the chunks, in the order of the rows
     logits: torch.Tensor  # [rows, vocabulary] after the last token of each
-    num_padded: int  # tokens of padding that were computed beside the chunks
+    num_padded: int  # tokens of padding
 
 
 @dataclass(frozen=True, slots=True)
 class RectangleShape:
-    """All of a rectangle that no tensor holds."""
+    """The part of a rectangle that CUDA graphs fix; all else is in tensors."""
 
     num_rows: int
     num_tokens: int  # of each row, padding included
     # Tokens of each call of a scan, padding included: before the first checkpoint of each row,
     # between that and its next one, and so on; one more than there are checkpoints in a row.
     widths: tuple[int, ...]
-    # Rows differ in their lengths or checkpoints; if not, the calls' tokens are just those.
+    # Whether rows differ in their lengths or checkpoints.
     is_ragged: bool
-    # No row has a state before, and the model is given none: nothing is put before its inputs.
+    # Whether all rows begin at position 0: the model is given no states.
     is_fresh: bool = False
 
     @property
@@ -113,7 +113,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Rooms:
-    """Where a rectangle's states at checkpoints go, and where its rows are cut and end."""
+    """The slots of a rectangle's checkpoints, and where its rows are cut and end."""
 
     # Of each checkpoint, [rows] int64: rows whose states are saved, and slots. Several rows may
     # save the same state to the same slot.
@@ -125,12 +125,12 @@ class _Rooms:
 
 
 class PrefillStep:
-    """Computes the chunks of a step in rectangles [rows, longest].
+    """Compute the chunks of a step in rectangles [rows, longest].
 
-    A rectangle reads what it needs of the step's metadata, by a few numbers for each row. It goes
-    on from copies of its rows' live states, puts those at their ends back, and writes keys, values
-    and checkpoints where they belong. Padding is computed and changes nothing: scans are given
-    zeros, windows are taken at each row's own end, keys and values go to the dummy block.
+    A few numbers per row tell a rectangle where its metadata is. It starts from copies of its rows'
+    live states, writes the final states back, and writes keys, values and checkpoints to their
+    blocks and slots. Padding is neutral: scans are given zeros, windows are taken at each row's own
+    end, and its keys and values go to the dummy block.
 
     Where a model's states are not what functions return, and ``capture`` is None, the rows of a
     rectangle have one length.
@@ -154,10 +154,10 @@ class PrefillStep:
         self._filler = filler
         self._attention = attention
         self._graphs = graphs
-        self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of those that may be captured
-        self._launch_bound_tokens = 0  # of the longest row whose launches took as long as the GPU
-        self._launch_seconds = math.inf  # the least that a short forward took to launch
-        self._timed: list[tuple[int, Any, Any]] = []  # tokens of long forwards, and their events
+        self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of captured shapes
+        self._launch_bound_tokens = 0  # of the longest launch-bound row
+        self._launch_seconds = math.inf  # minimum launch time of short forwards
+        self._timed: list[tuple[int, Any, Any]] = []  # tokens and events of long forwards
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
@@ -204,7 +204,7 @@ class PrefillStep:
 
     def _run(self, shape: RectangleShape, rows: list[list[int]]) -> torch.Tensor:
         """Compute a rectangle that may be captured; rows that are missing repeat the first one."""
-        # They write what that one writes, to the same places.
+        # Repeated rows write the same values to the same places.
         numbers = torch.tensor(rows + rows[:1] * (shape.num_rows - len(rows)), device="cpu")
         given = to_device(numbers, self._context.device)
         inputs = self._room_for(shape, given).copy_(given)
@@ -214,7 +214,7 @@ class PrefillStep:
 
     @outside_inference_mode  # every call writes to it
     def _room_for(self, shape: RectangleShape, like: torch.Tensor) -> torch.Tensor:
-        """Return where the numbers of a captured rectangle's rows always are."""
+        """Return the fixed tensor that a captured shape reads its numbers from."""
         if shape not in self._inputs:
             self._inputs[shape] = torch.empty_like(like)
         return self._inputs[shape]
@@ -254,7 +254,7 @@ class PrefillStep:
         return self._graphs.why_eager("prefill")
 
     def put_back(self) -> None:
-        """Undo what a forward that broke off has replaced."""
+        """Undo the replacements of a forward that did not end."""
         put_back(self)
 
     def _place(self, step: Step) -> list[_Placed]:
@@ -273,7 +273,7 @@ class PrefillStep:
         most_captured: int,
         sizes: Mapping[int, Sequence[int]],
     ) -> Iterator[Sequence[_Placed]]:
-        """Put chunks together so that padding costs less than the forwards it saves.
+        """Group chunks so that padding costs less than the forwards that it saves.
 
         Rectangles of up to ``most_captured`` tokens may be replayed from CUDA graphs.
         """
@@ -299,7 +299,7 @@ class PrefillStep:
         """Return a rectangle's shape, and the numbers of its rows as ``forward`` takes them."""
         lengths = [chunk.request.num_tokens for chunk in group]
         count = max(len(chunk.cuts) for chunk in group)
-        # Calls for which a row has no tokens left are all padding to it.
+        # A row with fewer checkpoints has empty pieces.
         bounds = [
             [0, *chunk.cuts, *[length] * (count + 1 - len(chunk.cuts))]
             for chunk, length in zip(group, lengths, strict=True)
@@ -309,7 +309,7 @@ class PrefillStep:
             for pair in pairwise(zip(*bounds, strict=True))
         )
         size = max(lengths)
-        # A single token takes the model's way of decoding, which is not exact for every model.
+        # One token would take the model's decode path, which is not exact for every model.
         least = self._fewest_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
         is_ragged = not is_alike or size < least
@@ -325,7 +325,7 @@ class PrefillStep:
             for chunk, own in zip(group, bounds, strict=True)
         ]
         for number in range(count):
-            # Rows without this checkpoint write that of another row, once more the same.
+            # Rows without this checkpoint repeat the write of another row.
             owners = [row for row, chunk in enumerate(group) if len(chunk.cuts) > number]
             for row, numbers in enumerate(rows):
                 owner = row if row in owners else owners[0]
@@ -376,7 +376,7 @@ class PrefillStep:
         )
         run.is_kernel = self._has_kernels
         run.num_written = [0]
-        cache = self._make_cache(shape, states)  # by the configuration as it is, unreplaced
+        cache = self._make_cache(shape, states)  # before the configuration is replaced
         with ExitStack() as during:
             during.enter_context(
                 self._attention.during(
@@ -396,7 +396,7 @@ class PrefillStep:
                 during.enter_context(self._needing(last, shape.num_tokens))
             ids, needed = metadata["token_ids"][at], 0 if last else 1
             logits = self._runner.forward_rows(ids, positions, cache, logits_to_keep=needed)
-        # A model that makes its logits otherwise than by its head makes all of them.
+        # A model that does not call its head computes the logits of all tokens.
         logits = logits[last] if last and logits.shape[1] > 1 else logits[:, -1]
         has_all = run.num_written == [self._num_states]
         if shape.is_ragged and not has_all:
@@ -458,7 +458,7 @@ class PrefillStep:
             _current.last_tokens = None
 
     def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
-        """Bring what layers replaced, where they could have written to it, into ``states``."""
+        """Copy states that layers replaced, instead of writing to them, into ``states``."""
         left = read_layers(cache, self._layout.layout.layers, 1)
         for view, now in zip(self._layout.views(states), left.states, strict=True):
             if now.data_ptr() != view.data_ptr():
@@ -484,7 +484,7 @@ def _fit(
     if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
         return None
     rows, tokens = size
-    # A row is cut where it likes: before its first checkpoint may be all of it.
+    # The first piece of a row can be all of it.
     widths = [min(max(64, 1 << (width - 1).bit_length()), tokens) for width in shape.widths]
     return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
 
@@ -543,7 +543,7 @@ def _keep_windows(
     index, kept = state_index(args[1:], options), layer.conv_states
     window = kept[index] if isinstance(kept, dict) else kept
     width, size = window.shape[-1], run.num_tokens
-    # What is not the whole of a rectangle's inputs has no row's end in it.
+    # Other shapes are not the inputs of the whole rectangle.
     num_columns = max(size, width) if rooms.is_fresh else width + size
     if full.shape[0] == run.num_rows and full.shape[-1] == num_columns:
         for (owners, to), end in zip(rooms.saved, rooms.ends, strict=True):
@@ -577,7 +577,7 @@ def _keep_states(
     room = slots[state_index(args[1:], options)]
     if pieces is not None and len(pieces) == len(rooms.saved):
         for (owners, to), state in zip(rooms.saved, pieces, strict=True):
-            # A single row is its own owner; to find it would copy the state once more.
+            # One row is its own owner; index_select would copy it once more.
             kept = state if len(state) == 1 else state.index_select(0, owners)
             room.index_copy_(0, to, kept.to(room.dtype))
         run.num_written[0] += 1
@@ -585,7 +585,7 @@ def _keep_states(
 
 
 def _at_last_tokens(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make the model's head one that takes the tokens that the thread needs, if it says so."""
+    """Have the model's head compute only the tokens that the thread needs, if set."""
 
     @wraps(forward)
     def at_last_tokens(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
