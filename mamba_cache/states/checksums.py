@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,9 @@ from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.kernels import checksum_torch
-from mamba_cache.states.kernels.checksum_plan import (
-    num_entry_chunks,
-    plan_checksums,
-    plan_entries,
-)
+from mamba_cache.states.kernels.checksum_torch import CHUNK_BYTES, plan_checksums
 
-__all__ = ["EntryChecksums", "TensorChecksums", "bytes_of"]
+__all__ = ["CHUNK_BYTES", "EntryChecksums", "TensorChecksums", "bytes_of"]
 
 _KERNELS = "mamba_cache.states.kernels.checksum"
 
@@ -37,7 +32,11 @@ class TensorChecksums:
         if len(devices) != 1:
             raise InvalidArgumentError(f"tensors must be on one device, got {devices}")
         self.device = tensors[0].device  # where the tensors are
-        self._measure = _measure_for(backend, self.device)
+        try:
+            kernels = kernels_for(backend, self.device, kernels=_KERNELS, twins=checksum_torch)
+        except MissingExtraError:  # slower, and the same sums
+            kernels = checksum_torch
+        self._kernel = kernels.checksum
         # A tensor with gaps between its elements is copied together before each measurement.
         self._gapped = [
             (tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
@@ -46,10 +45,10 @@ class TensorChecksums:
         ]
         copies = iter(self._gapped)
         parts = [bytes_of(next(copies)[1] if _span(t) is None else t) for t in tensors]
-        self._plan = plan_checksums(parts)
-        number = self._plan.num_chunks
-        self._expected = torch.zeros(number, dtype=torch.int64, device=self.device)
-        self._sums = torch.zeros(number, dtype=torch.int64, device=self.device)
+        self._plan = plan_checksums([part[None] for part in parts], heads_first=True)
+        assert self._plan.sums is not None
+        self._sums = self._plan.sums  # as expected
+        self._entry = torch.tensor([[0, self._sums.data_ptr()]], device=self.device)
         self._changed = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._verdict = self._changed
         self._done: Any = None
@@ -62,47 +61,47 @@ class TensorChecksums:
     @property
     def num_bytes(self) -> int:
         """Bytes that a whole measurement reads."""
-        return sum(tensor.numel() for tensor in self._plan.tensors)
+        return sum(part.numel() for part in self._plan.parts)
 
     def measure(self) -> list[bytes]:
         """Return the checksum of each tensor now, which are expected from then on. It waits."""
         if self._done is not None:
             self._done.synchronize()
-        self._copy_gapped()
-        self._measure(self._plan, self._expected, self._expected, self._changed, 1, 0)
-        sums, heads = self._expected.cpu(), self._plan.num_heads
-        starts = [*self._plan.rest_starts, self._plan.num_chunks]
+        self._measure(compares=False)
+        sums, plan = self._sums.cpu(), self._plan
+        ends = [*plan.rests[1:], plan.num_chunks]
         return [
-            torch.cat([sums[i : i + 1], sums[starts[i] : starts[i + 1]]]).numpy().tobytes()
-            for i in range(heads)
+            torch.cat([sums[first : first + 1], sums[rest:end]]).numpy().tobytes()
+            for first, rest, end in zip(plan.firsts, plan.rests, ends, strict=True)
         ]
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
         """Begin to compare the tensors with what is expected."""
         if self._done is None:
-            self._compare(stride, phase)
+            self._measure(stride, phase)
             return
         # On a stream of its own: what the caller waits for next need not wait for this as well.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            self._compare(stride, phase)
+            self._measure(stride, phase)
             self._verdict.copy_(self._changed, non_blocking=True)
             self._done.record(self._stream)
 
-    def _compare(self, stride: int, phase: int) -> None:
-        self._copy_gapped()
+    def _measure(self, stride: int = 1, phase: int = 0, *, compares: bool = True) -> None:
+        for tensor, copy in self._gapped:
+            copy.copy_(tensor.detach())
         self._changed.zero_()
-        self._measure(self._plan, self._expected, self._sums, self._changed, stride, phase)
+        heads, chunks = len(self._plan.parts), self._plan.num_chunks
+        others = range(heads + phase, chunks, stride)
+        self._kernel(
+            self._plan, compares, self._entry, self._changed, slice(0, 1), heads, others, chunks
+        )
 
     def is_unchanged(self) -> bool:
         """Say whether all that ``start`` compared was as expected. It waits for that."""
         if self._done is not None:
             self._done.synchronize()
         return not self._verdict.item()
-
-    def _copy_gapped(self) -> None:
-        for tensor, copy in self._gapped:
-            copy.copy_(tensor.detach())
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,16 +129,6 @@ def _span(tensor: torch.Tensor) -> int | None:
     return span if span <= count else None
 
 
-def _measure_for(backend: CopyBackend, device: torch.device) -> Callable[..., None]:
-    twin: Callable[..., None] = checksum_torch.checksum
-    try:
-        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
-    except MissingExtraError:  # slower, and the same sums
-        return twin
-    measure: Callable[..., None] = kernels.checksum
-    return measure
-
-
 class EntryChecksums:
     """Checksums of entries that lie spread over tensors on one device, kept in rows of host memory.
 
@@ -158,34 +147,48 @@ class EntryChecksums:
         backend: CopyBackend = "auto",
     ) -> None:
         device = tensors[0].device
-        self._plan = plan_entries(tensors, sums_start)
+        bytes_of_places = [tensor.unsqueeze(-1).view(torch.uint8).flatten(2) for tensor in tensors]
+        parts = [layer for tensor in bytes_of_places for layer in tensor]
+        self._plan = plan_checksums(parts, sums_start=sums_start)
         self._programs = programs or _num_multiprocessors(device)
-        kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
-        self._measure: Callable[..., None] = partial(kernels.entry_checksums, self._plan)
-        self._fetch: Callable[..., None] = partial(kernels.fetch_checksums, self._plan)
-        self.num_sums = num_entry_chunks(tensors)  # of one entry
+        self._kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
+        self.num_sums = self._plan.num_chunks  # of one entry
 
     @staticmethod
     def count(tensors: Sequence[torch.Tensor]) -> int:
         """Return how many checksums an entry of such tensors has."""
-        return num_entry_chunks(tensors)
+        sizes = [(len(x), math.prod(x.shape[2:]) * x.element_size()) for x in tensors]
+        return sum(layers * -(-size // CHUNK_BYTES) for layers, size in sizes)
 
     def write(self, entries: torch.Tensor, which: slice, chunks: slice) -> None:
         """Write the checksums of a part of some entries to their rows."""
-        self._measure(False, entries, entries, which, chunks, self._programs)
+        self._measure(False, entries, entries, which, chunks)
 
     def fetch(self, entries: torch.Tensor, sums: torch.Tensor, which: slice) -> None:
         """Copy the checksums of entries from their rows, all at once.
 
         ``compare`` reads them one at a time, and would wait for the link at each.
         """
-        self._fetch(entries, sums, which)
+        self._kernels.fetch_checksums(self._plan, entries, sums, which)
 
     def compare(
         self, entries: torch.Tensor, changed: torch.Tensor, which: slice, chunks: slice
     ) -> None:
         """Compare a part of some entries with their checksums."""
-        self._measure(True, entries, changed, which, chunks, self._programs)
+        self._measure(True, entries, changed, which, chunks)
+
+    def _measure(
+        self,
+        compares: bool,
+        entries: torch.Tensor,
+        changed: torch.Tensor,
+        which: slice,
+        chunks: slice,
+    ) -> None:
+        others = range(chunks.start, chunks.stop)
+        self._kernels.checksum(
+            self._plan, compares, entries, changed, which, 0, others, self._programs
+        )
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -17,8 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from mamba_cache._torch import outside_inference_mode
-from mamba_cache.states.checksums import EntryChecksums
-from mamba_cache.states.kernels.checksum_plan import CHUNK_BYTES
+from mamba_cache.states.checksums import CHUNK_BYTES, EntryChecksums
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.memory import Pinner, RowMemory
 from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket

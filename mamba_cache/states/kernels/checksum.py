@@ -1,4 +1,4 @@
-"""Checksums of many tensors, and of entries where they lie: each as one Triton kernel."""
+"""Checksums of tensors, and of entries where they lie, as one Triton kernel."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -10,17 +10,16 @@ import triton
 import triton.language as tl
 
 from mamba_cache.states.kernels._launch import Launcher
-from mamba_cache.states.kernels.checksum_plan import (
+from mamba_cache.states.kernels.checksum_torch import (
     LANES,
     MULTIPLIER,
     ROUND_BYTES,
     SEED,
     UNROLLED_ROUNDS,
     ChecksumPlan,
-    EntryPlan,
 )
 
-__all__ = ["NUM_WARPS", "checksum", "entry_checksums", "fetch_checksums"]
+__all__ = ["NUM_WARPS", "checksum", "fetch_checksums"]
 
 NUM_WARPS = 4  # two 16-byte loads a thread and round, as in the copy of states
 _LANES = tl.constexpr(LANES)
@@ -88,69 +87,20 @@ def _chunk_sum(address, num_bytes, is_wide):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_heads", "stride", "phase"]
-)
-def _checksum_kernel(  # type: ignore[no-untyped-def]
-    chunks, expected, sums, changed, num_heads, stride, phase
-) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    if index >= num_heads:
-        index = num_heads + phase + (index - num_heads) * stride
-    chunk = chunks + index * 3
-    total = _chunk_sum(tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2))
-    tl.store(sums + index, total)
-    if total != tl.load(expected + index):
-        tl.store(changed, 1)
-
-
-_launch = Launcher(_checksum_kernel)
-
-
-def checksum(
-    plan: ChecksumPlan,
-    expected: torch.Tensor,
-    sums: torch.Tensor,
-    changed: torch.Tensor,
-    stride: int,
-    phase: int,
-) -> None:
-    """Measure chunks, and tell whether any is another than expected. It does not wait.
-
-    Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
-    about 2**-64. Which word stands where matters, and where the tensor lies does not.
-    """
-    _launch(
-        plan.chunks.get_device(),
-        None,
-        (plan.num_programs(stride, phase), 1, 1),
-        plan.chunks,
-        expected,
-        sums,
-        changed,
-        plan.num_heads,
-        stride,
-        phase,
-        num_warps=NUM_WARPS,
-    )
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "first_entry",
-        "num_entries",
-        "first_chunk",
-        "num_chunks",
-        "sums_start",
-        "num_programs",
+        "first_entry", "num_work", "num_heads", "first_chunk", "stride", "num_chunks",
+        "sums_start", "num_programs",
     ]
-)
-def _entries_kernel(  # type: ignore[no-untyped-def]
+)  # fmt: skip
+def _checksum_kernel(  # type: ignore[no-untyped-def]
     chunks,
     entries,
     changed,
     first_entry,
-    num_entries,
+    num_work,
+    num_heads,
     first_chunk,
+    stride,
     num_chunks,
     sums_start,
     num_programs,
@@ -158,40 +108,48 @@ def _entries_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     # Each program walks through all chunks by steps: as many run as are launched, whatever there
     # is to do, so that the rest of the GPU is the forward's.
-    for work in range(tl.program_id(0), num_entries * num_chunks, num_programs):
+    for work in range(tl.program_id(0), num_work, num_programs):
         entry = entries + (first_entry + work // num_chunks).to(tl.int64) * 2
-        number = (first_chunk + work % num_chunks).to(tl.int64)
+        number = (work % num_chunks).to(tl.int64)
+        if number >= num_heads:
+            number = first_chunk + (number - num_heads) * stride
         chunk = chunks + number * 4
         row = tl.load(entry + 1)
         address = tl.load(chunk) + tl.load(entry) * tl.load(chunk + 1)
         num_bytes, is_wide = tl.load(chunk + 2), tl.load(chunk + 3)
         where = (row + sums_start + 8 * number).to(tl.pointer_type(tl.int64))
         if COMPARES:
-            expected = tl.load(where)  # across the link, while the bytes are read
+            expected = tl.load(where)  # perhaps across the link, while the bytes are read
             if _chunk_sum(address, num_bytes, is_wide) != expected:
                 tl.store(changed + first_entry + work // num_chunks, 1)
         else:
             tl.store(where, _chunk_sum(address, num_bytes, is_wide))
 
 
-_launch_entries = Launcher(_entries_kernel)
+_launch = Launcher(_checksum_kernel)
 
 
-def entry_checksums(
-    plan: EntryPlan,
+def checksum(
+    plan: ChecksumPlan,
     compares: bool,
     entries: torch.Tensor,
     changed: torch.Tensor,
     which: slice,
-    chunks: slice,
+    num_heads: int,
+    others: range,
     programs: int,
 ) -> None:
-    """Write checksums of entries to their rows, or compare with those there. It does not wait."""
-    num_entries, num_chunks = which.stop - which.start, chunks.stop - chunks.start
-    programs = min(programs, num_entries * num_chunks)
-    if not programs:
+    """Write checksums of entries to their rows, or compare with those there. It does not wait.
+
+    Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
+    about 2**-64. Which word stands where matters, and where the tensor lies does not.
+    """
+    num_chunks = num_heads + len(others)
+    num_work = (which.stop - which.start) * num_chunks
+    if not num_work:
         return
-    _launch_entries(
+    programs = min(programs, num_work)
+    _launch(
         entries.get_device(),
         compares,
         (programs, 1, 1),
@@ -199,8 +157,10 @@ def entry_checksums(
         entries,
         changed,
         which.start,
-        num_entries,
-        chunks.start,
+        num_work,
+        num_heads,
+        others.start,
+        others.step,
         num_chunks,
         plan.sums_start,
         programs,
@@ -225,7 +185,7 @@ _launch_fetch = Launcher(_fetch_kernel)
 
 
 def fetch_checksums(
-    plan: EntryPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
+    plan: ChecksumPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
 ) -> None:
     """Copy checksums of entries from their rows. It does not wait."""
     num_entries, num_sums = sums.shape

@@ -1,60 +1,160 @@
-"""Checksums of tensors and entries in PyTorch: what the kernels of ``checksum`` must equal."""
+"""Checksums of tensors and entries: where they read, and the kernel of ``checksum`` in PyTorch."""
 
 from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mamba_cache.states.kernels.checksum_plan import (
-    CHUNK_BYTES,
-    LANES,
-    MULTIPLIER,
-    ROUND_BYTES,
-    SEED,
-    UNROLLED_ROUNDS,
-    ChecksumPlan,
-    EntryPlan,
-)
+from mamba_cache._torch import to_device
 
-__all__ = ["checksum", "entry_checksums", "fetch_checksums"]
+__all__ = [
+    "CHUNK_BYTES",
+    "LANES",
+    "MULTIPLIER",
+    "ROUND_BYTES",
+    "SEED",
+    "UNROLLED_ROUNDS",
+    "ChecksumPlan",
+    "checksum",
+    "fetch_checksums",
+    "plan_checksums",
+]
 
+LANES = 512
+"""Words of 8 bytes that one round reads. Each lane mixes its words in order into 64 bits."""
+
+UNROLLED_ROUNDS = 4
+"""Rounds come in groups of so many, so that their loads are in flight together."""
+
+ROUND_BYTES = 8 * LANES
+CHUNK_BYTES = 16 * ROUND_BYTES
+
+SEED = 0x1E3779B97F4A7C15
+"""Lane i begins with (i + 1) times this."""
+
+MULTIPLIER = 0x2545F4914F6CDD1D
+"""Odd, so that multiplying by it modulo 2**64 loses nothing."""
+
+_WIDE_BYTES = 16
 _CHUNKS_AT_ONCE = 64
 """What one operation reads and writes should fit into a core's cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChecksumPlan:
+    """Where the chunks of an entry lie: one place of each of its parts.
+
+    A chunk is ``CHUNK_BYTES`` of one part counted from its start, or what is left at its end. The
+    table holds addresses, so the plan keeps the parts alive.
+    """
+
+    parts: tuple[torch.Tensor, ...]  # [places, bytes] uint8 each, all on one device
+    chunks: torch.Tensor  # [chunks, 4] int64: address, distance of places, bytes, is wide
+    firsts: tuple[int, ...]  # the number of each part's first chunk,
+    rests: tuple[int, ...]  # and of its second one, which the others follow
+    sums_start: int  # where the checksums begin in an entry's row
+    sums: torch.Tensor | None  # the only row, where it is no host memory
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of an entry."""
+        return self.chunks.shape[0]
+
+
+def plan_checksums(
+    parts: Sequence[torch.Tensor], *, sums_start: int = 0, heads_first: bool = False
+) -> ChecksumPlan:
+    """Plan checksums of parts, whose chunks follow each other part by part.
+
+    With ``heads_first`` the first chunks of all parts come before all others, and the plan has one
+    row, on the device.
+    """
+    device = parts[0].device if parts else torch.device("cpu")
+    tables = [np.empty((0, 4), dtype=np.int64)]
+    for part in parts:
+        starts = np.arange(0, part.shape[1], CHUNK_BYTES, dtype=np.int64)
+        table = np.empty((len(starts), 4), dtype=np.int64)
+        table[:, 0] = part.data_ptr() + starts
+        table[:, 1] = part.stride(0) if len(part) > 1 else 0
+        table[:, 2] = np.minimum(part.shape[1] - starts, CHUNK_BYTES)
+        table[:, 3] = (table[:, :3] % _WIDE_BYTES == 0).all(axis=1)
+        tables.append(table)
+    if heads_first:
+        tables = [table[:1] for table in tables] + [table[1:] for table in tables]
+    bounds = np.cumsum([len(table) for table in tables])
+    firsts = tuple(bounds[: len(parts)].tolist())
+    rests = tuple(bounds[len(parts) + 1 : -1].tolist() if heads_first else [n + 1 for n in firsts])
+    chunks = to_device(torch.from_numpy(np.concatenate(tables)), device)
+    sums = torch.zeros(len(chunks), dtype=torch.int64, device=device) if heads_first else None
+    return ChecksumPlan(tuple(parts), chunks, firsts, rests, sums_start, sums)
+
+
 def checksum(  # noqa: PLR0917 - the kernel's signature
     plan: ChecksumPlan,
-    expected: torch.Tensor,
-    sums: torch.Tensor,
+    compares: bool,
+    entries: torch.Tensor,
     changed: torch.Tensor,
-    stride: int,
-    phase: int,
+    which: slice,
+    num_heads: int,
+    others: range,
+    programs: int,
 ) -> None:
-    """Measure chunks, and tell whether any is another than expected. It does not wait."""
+    """Write checksums of entries to their rows, or compare with those there.
+
+    Of each of ``entries[which]`` (its place in the parts, and the address of its row) the chunks
+    are the first ``num_heads`` and ``others``. ``programs`` is without meaning here.
+    """
+    for entry in range(which.start, which.stop):
+        place, row = entries[entry].tolist()
+        numbers, found = _measure(plan, place, num_heads, others)
+        sums = plan.sums
+        if sums is None:
+            found = found.cpu()
+            sums = _memory(row + plan.sums_start, 8 * plan.num_chunks).view(torch.int64)
+        if compares:
+            changed[entry] |= (sums[numbers] != found).any()
+        else:
+            sums[numbers] = found
+
+
+def _measure(
+    plan: ChecksumPlan, place: int, num_heads: int, others: range
+) -> tuple[list[int], torch.Tensor]:
+    """Return the numbers of the chunks of one entry, and their checksums."""
+    numbers: list[int] = []
+    sums = [torch.empty(0, dtype=torch.int64, device=plan.chunks.device)]
     ends: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for head, (tensor, rest) in enumerate(zip(plan.tensors, plan.rest_starts, strict=True)):
-        num_full, size = tensor.numel() // CHUNK_BYTES, tensor.numel()
-        first = 1 + (phase + plan.num_heads - rest) % stride
-        if num_full:
-            full = _as_words(tensor[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
-            sums[head : head + 1] = _sums_of(full[:1])
-            if first < num_full:
-                sums[rest + first - 1 : rest + num_full - 1 : stride] = _sums_of(
-                    full[first::stride]
-                )
-        is_measured = num_full == 0 or (num_full - first) % stride == 0
-        if size % CHUNK_BYTES and is_measured:
-            end = tensor[num_full * CHUNK_BYTES :]
-            num_rounds = -(-end.numel() // (UNROLLED_ROUNDS * ROUND_BYTES)) * UNROLLED_ROUNDS
-            ends[num_rounds].append((rest + num_full - 1 if num_full else head, end))
+    for part, first, rest in zip(plan.parts, plan.firsts, plan.rests, strict=True):
+        content = part[place]
+        num_full, size = divmod(content.numel(), CHUNK_BYTES)
+        start = -(-max(rest - others.start, 0) // others.step)
+        end = -(-max(rest + num_full - 1 + bool(size) - others.start, 0) // others.step)
+        later = others[start:end]
+        has_first = first < num_heads or first in others
+        if size and (later and later[-1] - rest == num_full - 1 if num_full else has_first):
+            last = later[-1] if num_full else first
+            later, has_first = (later[:-1], has_first) if num_full else (later, False)
+            num_rounds = -(-size // (UNROLLED_ROUNDS * ROUND_BYTES)) * UNROLLED_ROUNDS
+            ends[num_rounds].append((last, content[num_full * CHUNK_BYTES :]))
+        if has_first or later:
+            full = _as_words(content[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
+        if has_first:
+            numbers.append(first)
+            sums.append(_sums_of(full[:1]))
+        if later:
+            numbers += later
+            sums.append(_sums_of(full[1 + later[0] - rest : 2 + later[-1] - rest : others.step]))
     for num_rounds, items in ends.items():
-        for first in range(0, len(items), _CHUNKS_AT_ONCE):
-            _measure_ends(items[first : first + _CHUNKS_AT_ONCE], num_rounds, sums)
-    for part in (slice(plan.num_heads), slice(plan.num_heads + phase, None, stride)):
-        changed |= (sums[part] != expected[part]).any()
+        for begin in range(0, len(items), _CHUNKS_AT_ONCE):
+            some = items[begin : begin + _CHUNKS_AT_ONCE]
+            numbers += [number for number, _ in some]
+            sums.append(_sums_of_ends([content for _, content in some], num_rounds))
+    return numbers, torch.cat(sums)
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,24 +164,17 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int64)
 
 
-def _measure_ends(
-    items: list[tuple[int, torch.Tensor]], num_rounds: int, sums: torch.Tensor
-) -> None:
+def _sums_of_ends(ends: Sequence[torch.Tensor], num_rounds: int) -> torch.Tensor:
     """Measure chunks that are not full, filled up with zeros."""
-    filled = sums.new_zeros((len(items), num_rounds * ROUND_BYTES), dtype=torch.uint8)
-    for row, (_, end) in enumerate(items):
-        filled[row, : end.numel()] = end
-    totals = _sums_of(filled.view(torch.int64).view(len(items), num_rounds, LANES))
-    for row, (index, _) in enumerate(items):
-        sums[index] = totals[row]
+    filled = ends[0].new_zeros((len(ends), num_rounds * ROUND_BYTES))
+    for row, end in zip(filled, ends, strict=True):
+        row[: end.numel()] = end
+    return _sums_of(filled.view(torch.int64).view(len(ends), num_rounds, LANES))
 
 
 def _sums_of(words: torch.Tensor) -> torch.Tensor:
     """Measure chunks, [chunks, rounds, LANES] int64."""
-    parts = torch.split(words, _CHUNKS_AT_ONCE)
-    return (
-        torch.cat([_sums_of_few(part) for part in parts]) if len(parts) > 1 else _sums_of_few(words)
-    )
+    return torch.cat([_sums_of_few(part) for part in torch.split(words, _CHUNKS_AT_ONCE)])
 
 
 def _sums_of_few(words: torch.Tensor) -> torch.Tensor:
@@ -106,32 +199,8 @@ def _xor_shifted(lanes: torch.Tensor, bits: int, high: torch.Tensor) -> None:
     lanes ^= high
 
 
-def entry_checksums(  # noqa: PLR0917 - the kernel's signature
-    plan: EntryPlan,
-    compares: bool,
-    entries: torch.Tensor,
-    changed: torch.Tensor,
-    which: slice,
-    chunks: slice,
-    programs: int,
-) -> None:
-    """Write checksums of entries to their rows, or compare with those there.
-
-    ``programs`` is without meaning here.
-    """
-    for entry in range(which.start, which.stop):
-        place, row = entries[entry].tolist()
-        layers = [layer for tensor in plan.tensors for layer in tensor[:, place]]
-        found = torch.cat([_sums_of_layer(layer) for layer in layers]).cpu()
-        sums = _memory(row + plan.sums_start, 8 * len(found)).view(torch.int64)
-        if compares:
-            changed[entry] |= int((sums[chunks] != found[chunks]).any())
-        else:
-            sums[chunks] = found[chunks]
-
-
 def fetch_checksums(
-    plan: EntryPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
+    plan: ChecksumPlan, entries: torch.Tensor, sums: torch.Tensor, which: slice
 ) -> None:
     """Copy checksums of entries from their rows."""
     for found, (_, row) in zip(sums, entries[which].tolist(), strict=True):
@@ -142,16 +211,3 @@ def _memory(address: int, num_bytes: int) -> torch.Tensor:
     """Return host memory, [num_bytes] uint8."""
     content = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.from_numpy(np.ctypeslib.as_array(content))
-
-
-def _sums_of_layer(layer: torch.Tensor) -> torch.Tensor:
-    """Return the checksum of each chunk of [bytes] uint8."""
-    num_full, size = divmod(layer.numel(), CHUNK_BYTES)
-    sums = torch.empty(num_full + bool(size), dtype=torch.int64, device=layer.device)
-    if num_full:
-        full = _as_words(layer[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
-        sums[:num_full] = _sums_of(full)
-    if size:
-        num_rounds = -(-size // (UNROLLED_ROUNDS * ROUND_BYTES)) * UNROLLED_ROUNDS
-        _measure_ends([(num_full, layer[num_full * CHUNK_BYTES :])], num_rounds, sums)
-    return sums
