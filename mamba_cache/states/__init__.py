@@ -1,19 +1,19 @@
 """States: what they are made of, the tensors that hold them, and how they are moved."""
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
-from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
 from mamba_cache.states.copier import RowIndices, StateCopier
 from mamba_cache.states.extraction import (
     CHECKPOINT_FIELDS,
     extract_checkpoint_states,
     plan_extraction,
 )
+from mamba_cache.states.kernels import CopyBackend, kernels_for, uses_triton
 from mamba_cache.states.kernels.quantize_torch import dequantize_states, quantize_states
 from mamba_cache.states.pool import StatePool, as_device
-from mamba_cache.states.quantization import SlotQuantization
 from mamba_cache.states.spec import (
     KVCacheSpec,
     LayerKind,
+    SlotQuantization,
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,

@@ -10,8 +10,7 @@ import torch
 
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.states._backend import CopyBackend, kernels_for
-from mamba_cache.states.kernels import checksum_torch
+from mamba_cache.states.kernels import CopyBackend, checksum_torch, kernels_for
 from mamba_cache.states.kernels.checksum_torch import CHUNK_BYTES, plan_checksums
 
 __all__ = ["CHUNK_BYTES", "EntryChecksums", "TensorChecksums", "bytes_of"]

@@ -10,9 +10,14 @@ import torch
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states._backend import CopyBackend, kernels_for, uses_triton
-from mamba_cache.states.kernels import copy_torch, quantize_torch
-from mamba_cache.states.kernels.plan import RowCopy, plan_copy
+from mamba_cache.states.kernels import (
+    CopyBackend,
+    copy_torch,
+    kernels_for,
+    quantize_torch,
+    uses_triton,
+)
+from mamba_cache.states.kernels.copy_torch import RowCopy, plan_copy
 
 __all__ = [
     "RowIndices",
@@ -23,7 +28,7 @@ __all__ = [
 
 _COPY = "mamba_cache.states.kernels.copy"
 _QUANTIZE = "mamba_cache.states.kernels.quantize"
-_QUANTIZED_DIMS = 5
+_QUANTIZED_DIMS = 3
 
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 """[n] row indices: a sequence of ints, a numpy array, or a tensor."""
@@ -103,28 +108,26 @@ class StateCopier:
                 be captured, or, on the host, a row is out of range, a destination is listed twice,
                 or a row of the same tensors is both read and written. Nothing was copied.
         """
-        if _is_on_host(source_rows) and _is_on_host(destination_rows):
-            self._copy_host_rows(source_rows, destination_rows)
-            return
-        sources = _check_device_rows("source_rows", source_rows, self._device)
-        destinations = _check_device_rows("destination_rows", destination_rows, self._device)
-        if sources.shape != destinations.shape:
-            raise InvalidArgumentError(
-                f"source_rows and destination_rows must be equally many, "
-                f"got {len(sources)} and {len(destinations)}"
+        are_lists = _is_on_host(source_rows) and _is_on_host(destination_rows)
+        if are_lists:
+            sources = _as_list("source_rows", source_rows, _LEAST_SOURCE, self._num_source_rows)
+            destinations = _as_list(
+                "destination_rows", destination_rows, PAD_SLOT_ID, self._num_destination_rows
             )
-        self._launch(sources, destinations, sources.shape[0])
-
-    def _copy_host_rows(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
-        sources = _as_list("source_rows", source_rows, _LEAST_SOURCE, self._num_source_rows)
-        destinations = _as_list(
-            "destination_rows", destination_rows, PAD_SLOT_ID, self._num_destination_rows
-        )
+        else:
+            sources = _check_device_rows("source_rows", source_rows, self._device)
+            destinations = _check_device_rows("destination_rows", destination_rows, self._device)
         if len(sources) != len(destinations):
             raise InvalidArgumentError(
                 f"source_rows and destination_rows must be equally many, "
                 f"got {len(sources)} and {len(destinations)}"
             )
+        if are_lists:
+            self._copy_lists(sources, destinations)
+        else:
+            self._launch(sources, destinations, len(sources))
+
+    def _copy_lists(self, sources: list[int], destinations: list[int]) -> None:
         if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
             pairs = zip(sources, destinations, strict=True)
             real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
@@ -141,11 +144,10 @@ class StateCopier:
                 f"in one set of tensors a row cannot be both read and written, got {sorted(both)}"
             )
         if self._ring is None:
-            if self._takes_lists:
-                self._launch(sources, destinations, len(sources))
-            else:  # the kernels, interpreted
-                rows = torch.tensor([sources, destinations], dtype=torch.int64, device="cpu")
-                self._launch(rows[0], rows[1], len(sources))
+            rows: Any = sources, destinations
+            if not self._takes_lists:  # the kernels, interpreted
+                rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            self._launch(rows[0], rows[1], len(sources))
             return
         if torch.cuda.is_current_stream_capturing():
             raise InvalidArgumentError(
@@ -200,7 +202,7 @@ def _is_on_host(rows: RowIndices) -> bool:
     return not isinstance(rows, torch.Tensor) or rows.device.type == "cpu"
 
 
-def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> torch.Tensor:
+def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> Any:
     """Check what can be checked of rows on a device without waiting for it."""
     if not isinstance(rows, torch.Tensor) or rows.device != device:
         given = rows.device if isinstance(rows, torch.Tensor) else "the host"
@@ -211,7 +213,7 @@ def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> tor
     is_int = rows.dtype in (torch.int32, torch.int64)
     if not is_int or rows.dim() != 1 or not rows.is_contiguous():
         raise InvalidArgumentError(
-            f"{name} must be contiguous, 1-D, and int32 or int64, got shape {tuple(rows.shape)}, "
+            f"{name} must be contiguous, 1-D and int32 or int64, got shape {tuple(rows.shape)}, "
             f"strides {rows.stride()}, {rows.dtype}"
         )
     return rows
@@ -219,30 +221,27 @@ def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> tor
 
 def _as_list(name: str, rows: RowIndices, least: int, num_rows: int) -> list[int]:
     """Read rows on the host, each in [least, num_rows)."""
-    is_plain = isinstance(rows, list) and set(map(type, rows)) == {int}
-    given: list[int] = rows if is_plain else _from_array(name, rows)  # type: ignore[assignment]
+    if isinstance(rows, list) and set(map(type, rows)) == {int}:
+        given: list[int] = rows
+    else:
+        try:
+            array = np.asarray(rows)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{name} must be 1-D int32 or int64, got {rows!r}"
+            ) from error
+        is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
+        if array.ndim != 1 or (array.size and not is_int):
+            raise InvalidArgumentError(
+                f"{name} must be 1-D int32 or int64, got shape {array.shape}, {array.dtype}"
+            )
+        given = array.tolist()
     if given and (min(given) < least or max(given) >= num_rows):
         outside = [row for row in given if not least <= row < num_rows]
         raise InvalidArgumentError(
             f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, got {outside}"
         )
     return given
-
-
-def _from_array(name: str, rows: RowIndices) -> list[int]:
-    try:
-        array = np.asarray(rows)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"{name} must be 1-D and int32 or int64, got {rows!r}"
-        ) from error
-    is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
-    if array.ndim != 1 or (array.size and not is_int):
-        raise InvalidArgumentError(
-            f"{name} must be 1-D and int32 or int64, got shape {array.shape}, {array.dtype}"
-        )
-    as_list: list[int] = array.tolist()
-    return as_list
 
 
 _Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
@@ -253,13 +252,11 @@ _Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
 
 
 def _launch_of(
-    unchanged: _Pairs,
-    quantized: Sequence[_Quantized],
-    device: torch.device,
-    backend: CopyBackend,
+    unchanged: _Pairs, quantized: Sequence[_Quantized], device: torch.device, backend: CopyBackend
 ) -> RowCopy:
     """Return what copies rows of checked tensors."""
-    plan = plan_copy(*_sides(unchanged), device=device)
+    sources, destinations = zip(*unchanged, strict=True) if unchanged else ((), ())
+    plan = plan_copy(sources, destinations, device=device)
     if not quantized:
         kernels = kernels_for(backend, device, kernels=_COPY, twins=copy_torch)
         launch: RowCopy = kernels.copy_states(plan)
@@ -278,24 +275,20 @@ def _launch_of(
     return launches[0] if len(launches) == 1 else copy
 
 
-def _sides(pairs: _Pairs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [source for source, _ in pairs], [destination for _, destination in pairs]
-
-
 def _match(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
 ) -> tuple[_Pairs, list[_Quantized]]:
     """Check tensors, and pair those that are copied as they are and those that are quantised."""
-    check_are_tensors("sources", sources)
-    check_are_tensors("destinations", destinations)
+    _check_side("sources", sources)
+    _check_side("destinations", destinations)
     read, written = list(sources), list(destinations)
     unchanged: _Pairs = []
     quantized: list[_Quantized] = []
     while read and written:
         source, destination = read.pop(0), written.pop(0)
-        if _is_quantized(source, destination) and written:
+        if source.is_floating_point() and destination.dtype == torch.int8 and written:
             quantized.append((source, destination, written.pop(0), True))
-        elif _is_quantized(destination, source) and read:
+        elif destination.is_floating_point() and source.dtype == torch.int8 and read:
             quantized.append((destination, source, read.pop(0), False))
         else:
             unchanged.append((source, destination))
@@ -304,8 +297,6 @@ def _match(
             f"give at least one source, and as many destinations, "
             f"got {len(sources)} and {len(destinations)}"
         )
-    _check_side("sources", sources)
-    _check_side("destinations", destinations)
     check_devices(*sources, *destinations)
     for source, destination in unchanged:
         if _kind(source) != _kind(destination):
@@ -313,24 +304,15 @@ def _match(
                 f"paired tensors must agree in dtype, layers and inner shape, "
                 f"got {_kind(source)} and {_kind(destination)}"
             )
-    for states, codes, scales, _ in quantized:
-        _check_quantized(states, codes, scales)
+    for *tensors, _ in quantized:
+        (_, layers, inner), codes, scales = kinds = [_kind(tensor) for tensor in tensors]
+        fits = len(inner) == _QUANTIZED_DIMS and codes[1:] == (layers, inner)
+        if not fits or scales != (torch.float32, layers, (inner[0], inner[2])):
+            raise InvalidArgumentError(
+                "quantised states must have inner axes [heads, head_dim, state_dim], codes the "
+                f"same, and scales [heads, state_dim] in float32, got {kinds}"
+            )
     return unchanged, quantized
-
-
-def _is_quantized(states: torch.Tensor, codes: torch.Tensor) -> bool:
-    return states.is_floating_point() and codes.dtype == torch.int8
-
-
-def _check_quantized(states: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    _, layers, inner = _kind(states)
-    fits = states.dim() == _QUANTIZED_DIMS and _kind(codes)[1:] == (layers, inner)
-    if not fits or _kind(scales) != (torch.float32, layers, (inner[0], inner[2])):
-        raise InvalidArgumentError(
-            "quantised states must have inner axes [heads, head_dim, state_dim], codes the same, "
-            "and scales [heads, state_dim] in float32, got "
-            f"{[_kind(tensor) for tensor in (states, codes, scales)]}"
-        )
 
 
 def check_are_tensors(name: str, tensors: Any) -> None:
@@ -342,8 +324,13 @@ def check_are_tensors(name: str, tensors: Any) -> None:
 
 def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check that tensors hold parts of the same states, laid out so that they can be copied."""
+    check_are_tensors(side, tensors)
     for tensor in tensors:
-        _check_layout(side, tensor)
+        if tensor.dim() < 2 or (tensor.numel() and not tensor[0, 0].is_contiguous()):
+            raise InvalidArgumentError(
+                f"{side} must be [num_layers, rows, *inner] with contiguous inner axes, "
+                f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
     if len({tensor.shape[1] for tensor in tensors}) > 1:
         rows = [tensor.shape[1] for tensor in tensors]
         raise InvalidArgumentError(f"all {side} must have equally many rows, got {rows}")
@@ -355,14 +342,6 @@ def check_devices(*tensors: torch.Tensor) -> None:
     if len(devices) > 1:
         names = sorted(map(str, devices))
         raise InvalidArgumentError(f"all tensors must be on one device, got {names}")
-
-
-def _check_layout(side: str, tensor: torch.Tensor) -> None:
-    if tensor.dim() < 2 or (tensor.numel() and not tensor[0, 0].is_contiguous()):
-        raise InvalidArgumentError(
-            f"{side} must be [num_layers, rows, *inner] with contiguous inner axes, "
-            f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, int, tuple[int, ...]]:

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states._backend import CopyBackend, kernels_for
 from mamba_cache.states.copier import check_are_tensors, check_devices
-from mamba_cache.states.kernels import extract_torch
+from mamba_cache.states.kernels import CopyBackend, extract_torch, kernels_for
 
 __all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
 
@@ -117,111 +116,80 @@ def plan_extraction(
     """Return what does what ``extract_checkpoint_states`` says, of states that are checked.
 
     So a layer of several tensors can have all of them checked before the first is written. It takes
-    and raises the same; the fields, those of ``CHECKPOINT_FIELDS`` in that order, are not checked:
-    a context makes them itself.
+    the same; the fields, those of ``CHECKPOINT_FIELDS`` in that order, are not checked: a context
+    makes them itself.
+
+    Raises:
+        InvalidArgumentError: As in ``extract_checkpoint_states``.
     """
-    given = (slot_conv, slot_ssm, live_conv, chunk_states, conv_input, slot_scales)
-    tensors = [tensor for tensor in given if tensor is not None]
+    window, state = (slot_conv, live_conv, conv_input), (slot_ssm, chunk_states)
+    tensors = [tensor for tensor in (*window, *state, slot_scales) if tensor is not None]
     check_are_tensors("states", tensors)
     check_devices(*tensors)
-    _check_whole(slot_conv, slot_ssm, live_conv, chunk_states, conv_input)
-    device = tensors[0].device
-    conv = live = inputs = ssm = states = None
+    absent = [sum(tensor is None for tensor in part) for part in (window, state)]
+    if absent not in ([0, 0], [3, 0], [0, 2]):
+        raise InvalidArgumentError(
+            "give slot_conv, live_conv and conv_input together, or none of them, and slot_ssm and "
+            "chunk_states likewise, but not none at all"
+        )
+    conv = live = inputs = ssm = states = scales = None
     if slot_conv is not None and live_conv is not None and conv_input is not None:
         if slot_conv.dim() == live_conv.dim() == 2:
             slot_conv, live_conv = slot_conv.unsqueeze(-1), live_conv.unsqueeze(-1)
-        _check_conv(slot_conv, live_conv, conv_input)
-        _check_layouts(slot_conv, live_conv)
+        dtype, shape = slot_conv.dtype, slot_conv.shape[1:]
+        if len(shape) != 2:
+            raise InvalidArgumentError(
+                f"slot_conv must be [slots, conv_dim, W], got {[*slot_conv.shape]}"
+            )
+        _check_rows("slot_conv", slot_conv, dtype, shape)
+        _check_rows("live_conv", live_conv, dtype, shape)
+        _check_rows("conv_input", conv_input, dtype, shape[:1], any_strides=True)
         conv, live, inputs = map(_as_bits, (slot_conv, live_conv, conv_input))
-    kernels = kernels_for(backend, device, kernels=_KERNELS, twins=extract_torch)
-    scales = None
     if slot_ssm is not None and chunk_states is not None:
-        _check_layouts(slot_ssm, chunk_states)
+        num_slots = (slot_ssm if slot_conv is None else slot_conv).shape[:1]
+        dtype, shape = chunk_states.dtype, chunk_states.shape[1:]
+        _check_rows("chunk_states", chunk_states, dtype, shape)
         if slot_scales is None:
-            _check_ssm(slot_ssm, slot_conv, chunk_states, chunk_states.dtype)
+            _check_rows("slot_ssm", slot_ssm, dtype, shape, num_slots)
             ssm, states = map(_as_bits, (slot_ssm, chunk_states))
         else:
-            _check_ssm(slot_ssm, slot_conv, chunk_states, torch.int8)
-            _check_scales(slot_scales, slot_ssm)
+            if len(shape) != 3:
+                raise InvalidArgumentError(
+                    "states in quantised slots must be [heads, head_dim, state_dim], got "
+                    f"{[*shape]}"
+                )
+            of_scales = shape[:1] + shape[2:]
+            _check_rows("slot_ssm", slot_ssm, torch.int8, shape, num_slots)
+            _check_rows("slot_scales", slot_scales, torch.float32, of_scales, num_slots)
             ssm, states, scales = slot_ssm, chunk_states, slot_scales
-    tensors_given = (conv, ssm, scales, live, states, inputs)
-    return partial(kernels.extract_states, *tensors_given, *fields)
+    device = tensors[0].device
+    kernels = kernels_for(backend, device, kernels=_KERNELS, twins=extract_torch)
+    return partial(kernels.extract_states, conv, ssm, scales, live, states, inputs, *fields)
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def _check_whole(
-    slot_conv: torch.Tensor | None,
-    slot_ssm: torch.Tensor | None,
-    live_conv: torch.Tensor | None,
-    chunk_states: torch.Tensor | None,
-    conv_input: torch.Tensor | None,
+def _check_rows(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    num_rows: torch.Size | None = None,
+    *,
+    any_strides: bool = False,
 ) -> None:
-    no_window, no_state = slot_conv is None, slot_ssm is None
-    is_whole = (
-        (live_conv is None) is (conv_input is None) is no_window
-        and (chunk_states is None) is no_state
-        and not (no_window and no_state)
-    )
-    if not is_whole:
+    """Check rows of a tensor against what its slots or its chunks are."""
+    fits = tensor.dim() > 0 and tensor.dtype == dtype and tensor.shape[1:] == shape
+    # In every layer of every step: most are contiguous altogether, which costs less to see.
+    fits &= any_strides or tensor.is_contiguous() or tensor[0].is_contiguous()
+    if not fits or (num_rows is not None and tensor.shape[:1] != num_rows):
+        rows = "rows" if num_rows is None else num_rows[0]
         raise InvalidArgumentError(
-            "give slot_conv, live_conv and conv_input together, or none of them, and slot_ssm and "
-            "chunk_states likewise, but not none at all"
+            f"{name} must be [{rows}, {', '.join(map(str, shape))}] of {dtype} with contiguous "
+            f"inner axes, got {[*tensor.shape]} of {tensor.dtype}, strides {tensor.stride()}"
         )
-
-
-def _check_conv(slot_conv: torch.Tensor, live_conv: torch.Tensor, conv_input: torch.Tensor) -> None:
-    conv = [(t.dtype, tuple(t.shape[1:])) for t in (slot_conv, live_conv)]
-    inputs = (conv_input.dtype, tuple(conv_input.shape[1:]))
-    if slot_conv.dim() != 3 or conv[0] != conv[1] or inputs != (conv[0][0], conv[0][1][:1]):
-        raise InvalidArgumentError(
-            f"slot_conv, live_conv and conv_input must share dtype, conv_dim and width, "
-            f"got {conv[0]}, {conv[1]} and {inputs}"
-        )
-
-
-def _check_ssm(
-    slot_ssm: torch.Tensor,
-    slot_conv: torch.Tensor | None,
-    chunk_states: torch.Tensor,
-    slot_dtype: torch.dtype,
-) -> None:
-    wanted = (slot_dtype, tuple(chunk_states.shape[1:]))
-    given = (slot_ssm.dtype, tuple(slot_ssm.shape[1:]))
-    num_slots = slot_ssm.shape[:1] if slot_conv is None else slot_conv.shape[:1]
-    if given != wanted or slot_ssm.shape[:1] != num_slots:
-        raise InvalidArgumentError(
-            f"slot_ssm and chunk_states must share dtype (int8 if quantised) and shape, and "
-            f"slot_ssm must have as many slots as slot_conv, got {given} where {wanted} must be, "
-            f"{[*slot_ssm.shape[:1]]} and {[*num_slots]} slots"
-        )
-
-
-def _check_scales(slot_scales: torch.Tensor, slot_ssm: torch.Tensor) -> None:
-    if slot_ssm.dim() != 4:
-        raise InvalidArgumentError(
-            "states in quantised slots must be [heads, head_dim, state_dim], got "
-            f"{tuple(slot_ssm.shape[1:])}"
-        )
-    slots, heads, _, state_dim = slot_ssm.shape
-    wanted, given = (slots, heads, state_dim), tuple(slot_scales.shape)
-    if given != wanted or slot_scales.dtype != torch.float32:
-        raise InvalidArgumentError(
-            f"slot_scales must be {wanted} float32, got {given} {slot_scales.dtype}"
-        )
-    _check_layouts(slot_scales)
-
-
-def _check_layouts(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        # In every layer of every step: most are contiguous altogether, which costs less to see.
-        if not tensor.is_contiguous() and not tensor[0].is_contiguous():
-            raise InvalidArgumentError(
-                f"slots, live_conv and chunk_states must have contiguous inner axes, "
-                f"got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
 
 
 def _check_fields(fields: tuple[torch.Tensor, ...], device: torch.device) -> None:

@@ -143,7 +143,7 @@ def test_rows_on_both_host_and_device_are_refused(pools):
 )
 def test_bad_rows_on_the_device(pools, shape, step, dtype):
     rows = torch.zeros(shape, dtype=dtype, device="cuda")[::step]
-    with pytest.raises(InvalidArgumentError, match="contiguous, 1-D, and int32 or int64"):
+    with pytest.raises(InvalidArgumentError, match="contiguous, 1-D and int32 or int64"):
         StateCopier(*pools).copy(rows, rows)
 
 

@@ -123,8 +123,8 @@ def handed_over(metadata, **changes):
         ("chunk_states", lambda _: {"recurrent": torch.tensor(0)}, "must be tensors"),
         ("chunk_states", lambda given: {"recurrent": given["recurrent"][1:]}, "layer gdn 0 handed"),
         ("window_inputs", lambda given: {"conv": given["conv"][1:]}, "layer gdn 0 handed"),
-        ("window_inputs", lambda given: {"conv": given["conv"][:, 1:]}, "must share dtype"),
-        ("chunk_states", lambda given: {"recurrent": given["recurrent"].double()}, "must share"),
+        ("window_inputs", lambda given: {"conv": given["conv"][:, 1:]}, "conv_input must be"),
+        ("chunk_states", lambda given: {"recurrent": given["recurrent"].double()}, "slot_ssm must"),
         ("metadata", lambda _: None, "must be Step.metadata"),
     ],
 )

@@ -59,8 +59,7 @@ def test_kernel_equals_its_twin(sizes, offsets, stride, data, device):
     if data.draw(st.booleans()):
         plan.sums[data.draw(st.integers(0, plan.num_chunks - 1))] += 1
     results = [
-        measured(module.checksum, plan, stride, phase)
-        for module in (checksum, checksum_torch)
+        measured(module.checksum, plan, stride, phase) for module in (checksum, checksum_torch)
     ]
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]

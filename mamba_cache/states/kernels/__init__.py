@@ -1,6 +1,65 @@
-"""Kernels that move states, each beside its PyTorch twin of the same signature.
+"""Kernels that move states, each beside its PyTorch twin, and the choice between the two.
 
-The kernels need Triton, so nothing is imported here.
+The kernels need Triton, so none is imported here.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+
+__all__ = ["CopyBackend", "kernels_for", "uses_triton"]
+
+CopyBackend = Literal["auto", "torch", "triton"]
+"""What carries out the copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
+
+
+def uses_triton(backend: CopyBackend, device: torch.device) -> bool:
+    """Say whether ``backend`` means Triton for tensors on ``device``.
+
+    Raises:
+        InvalidArgumentError: The backend is unknown, or not for the device.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    if device.type == "cuda":
+        return backend != "torch"
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InvalidArgumentError(
+            f"backend 'triton' needs tensors on a CUDA device, got {device} "
+            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
+        )
+    return backend == "triton"
+
+
+def kernels_for(
+    backend: CopyBackend, device: torch.device, *, kernels: str, twins: ModuleType
+) -> Any:
+    """Return the module whose functions work on ``device``.
+
+    Args:
+        backend: Which is wanted.
+        device: Where the tensors are.
+        kernels: The module of Triton kernels and their launchers, imported if it is chosen: it
+            needs Triton.
+        twins: The module of their twins, which has functions of the same names.
+
+    Raises:
+        InvalidArgumentError: The backend is unknown, or not for the device.
+        MissingExtraError: The kernels are asked for and Triton is not installed.
+    """
+    if not uses_triton(backend, device):
+        return twins
+    try:
+        return import_module(kernels)
+    except ImportError as error:
+        raise MissingExtraError(
+            "the kernels need triton, which is not installed: pip install triton (Linux only), or "
+            "use tensors on the CPU or backend='torch'"
+        ) from error

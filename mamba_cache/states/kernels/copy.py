@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from mamba_cache._torch import ZERO_SOURCE
-from mamba_cache.states.kernels._launch import Launcher
-from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
-from mamba_cache.states.kernels.plan import TILE_WORDS, WIDE_BYTES, CopyPlan, RowCopy
+from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program
+from mamba_cache.states.kernels.copy_torch import TILE_WORDS, WIDE_BYTES, CopyPlan, RowCopy
 
 __all__ = ["WORDS", "copy_states", "copy_tile"]
 

@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_cache.states.kernels._launch import Launcher, layout_of
-from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
-from mamba_cache.states.kernels.plan import WIDE_BYTES
+from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program, layout_of
+from mamba_cache.states.kernels.copy_torch import WIDE_BYTES
 from mamba_cache.states.kernels.quantize import (
     STORE_OPTIONS,
     STORED_CODES,

@@ -17,18 +17,15 @@ import triton
 import triton.language as tl
 
 from mamba_cache._torch import ZERO_SOURCE
-from mamba_cache.states.kernels._launch import Launcher, layout_of
-from mamba_cache.states.kernels._padding import end_of_real, entries_per_program
+from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program, layout_of
 from mamba_cache.states.kernels.copy import WORDS, copy_tile
-from mamba_cache.states.kernels.plan import (
+from mamba_cache.states.kernels.copy_torch import WIDE_BYTES, CopyPlan, RowCopy
+from mamba_cache.states.kernels.quantize_torch import (
     INFINITY_BITS,
     LARGEST_CODE,
     LEAST_MAGNITUDE_BITS,
     MAGNITUDE_MASK,
     ONE_OVER_LARGEST_CODE,
-    WIDE_BYTES,
-    CopyPlan,
-    RowCopy,
 )
 
 __all__ = [

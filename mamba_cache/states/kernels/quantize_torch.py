@@ -7,17 +7,35 @@ from typing import Any
 import torch
 
 from mamba_cache.states.kernels import copy_torch
-from mamba_cache.states.kernels.plan import (
-    INFINITY_BITS,
-    LARGEST_CODE,
-    LEAST_MAGNITUDE_BITS,
-    MAGNITUDE_MASK,
-    ONE_OVER_LARGEST_CODE,
-    CopyPlan,
-    RowCopy,
-)
+from mamba_cache.states.kernels.copy_torch import CopyPlan, RowCopy
 
-__all__ = ["copy_quantized", "dequantize_states", "quantize_states"]
+__all__ = [
+    "INFINITY_BITS",
+    "LARGEST_CODE",
+    "LEAST_MAGNITUDE_BITS",
+    "MAGNITUDE_MASK",
+    "ONE_OVER_LARGEST_CODE",
+    "copy_quantized",
+    "dequantize_states",
+    "quantize_states",
+]
+
+LARGEST_CODE = 127.0
+"""The code of a column's largest magnitude; -128 is not used, so that codes are symmetric."""
+
+ONE_OVER_LARGEST_CODE = 1 / LARGEST_CODE
+"""Scales are multiplied by it, in float32: a division takes ten times as long."""
+
+# Magnitudes are compared as the bits of float32, where NaN is above infinity: one integer maximum
+# finds the largest of a column and whether all are finite.
+MAGNITUDE_MASK = 0x7FFFFFFF
+"""All bits of a float32 but its sign."""
+
+INFINITY_BITS = 0x7F800000
+"""An infinite float32; the magnitudes of NaNs are above it."""
+
+LEAST_MAGNITUDE_BITS = (127 - 100) << 23
+"""2**-100, for which columns that stay below are taken: scales, and one over them, stay normal."""
 
 
 def copy_quantized(
