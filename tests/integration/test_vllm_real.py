@@ -17,8 +17,8 @@ from drawn_traces import draw_scan
 from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, patched, save_model, serve, serve_drafts
 
 from mamba_cache.integrations import vllm as ours
-from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
-from mamba_cache.integrations.vllm.kernels import plain, run_plan
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext, copies
+from mamba_cache.integrations.vllm.copies import run_plan
 
 # Of vLLM's own code, and what it brings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_vllms_own_copies(saved, monkeypatch):
     assert all(own.cached[request] > 0 for request in HITS)
 
     # The control: without copies the same steps say other things.
-    monkeypatch.setattr(plain, "copy_listed", lambda *_: None)
+    monkeypatch.setattr(copies, "copy_listed", lambda *_: None)
     with patched(), Engine(folder, name, **TIGHT) as engine:
         wrong = serve(engine, with_preemptions=False)
     assert any(wrong.tokens[request] != own.tokens[request] for request in wrong.tokens)
@@ -92,7 +92,7 @@ def test_drafts_with_prefix_caching_where_there_is_no_triton(drafting):
 
 def test_drafts_without_copies_say_other_things(drafting, monkeypatch):
     make, uncached = drafting
-    monkeypatch.setattr(plain, "copy_listed", lambda *_: None)
+    monkeypatch.setattr(copies, "copy_listed", lambda *_: None)
     with patched(), make() as engine:
         assert serve_drafts(engine).tokens != uncached.tokens
 

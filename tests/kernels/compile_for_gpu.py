@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mamba_cache.integrations.transformers.batching.kernels import decode_inputs, paged_attention
-from mamba_cache.integrations.vllm.kernels import align_columns
+from mamba_cache.integrations.vllm import align_kernels
 from mamba_cache.states.kernels import checksum, copy, extract, quantize
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -100,7 +100,7 @@ def extraction(window, state):
 def align(kernel, *absent, **constants):
     types = {"facts": "*i64", "pointers": "*i64"}
     types |= dict.fromkeys(("num_reqs", "num_groups", "row_stride", "entry_ints"), "i32")
-    options = {"other": "*i32", "num_warps": align_columns._NUM_WARPS}
+    options = {"other": "*i32", "num_warps": align_kernels._NUM_WARPS}
     return accesses(build(kernel, types, constants | dict.fromkeys(absent), **options))
 
 
@@ -108,7 +108,7 @@ def align_plans():
     few = {"BLOCK_SIZE": 512, "BY_SLOT": True, "ROWS": 64}
     many = {"BLOCK_SIZE": 512, "BY_SLOT": False, "ROWS": 1024}
     resident = "query_start_loc", "num_computed", "num_accepted"
-    precopy, postcopy = align_columns._precopy_kernel, align_columns._postcopy_kernel
+    precopy, postcopy = align_kernels._precopy_kernel, align_kernels._postcopy_kernel
     return [
         align(precopy, **few),
         align(precopy, "idx_mapping", *resident, **many),
@@ -180,7 +180,7 @@ if __name__ == "__main__":
             extraction(window=True, state=False),
             extraction(window=False, state=True),
         ],
-        "align copies": [align(align_columns._copy_kernel, WORD=w) for w in (tl.int8, tl.int64)],
+        "align copies": [align(align_kernels._copy_kernel, WORD=w) for w in (tl.int8, tl.int64)],
         "align plans": align_plans(),
         "attention": [attention(*heads) for heads in HEADS],
         "attention of chunks": [attention_of_chunks(*heads) for heads in HEADS],

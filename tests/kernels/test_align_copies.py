@@ -9,8 +9,7 @@ import torch
 from align_states import Group, Model, States
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
-from mamba_cache.integrations.vllm.kernels import align_columns
+from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext, align_kernels
 from mamba_cache.states import PAD_SLOT_ID
 
 # Some tiles of 4 KiB and a part of one; the second kind takes narrow words.
@@ -131,7 +130,7 @@ def test_blocks_of_the_running_columns_are_looked_up(device, seed):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_programs_that_share_a_state_copy_every_tile_once(parts, device, seed, monkeypatch):
-    monkeypatch.setattr(align_columns, "_max_parts", lambda *_: parts)
+    monkeypatch.setattr(align_kernels, "_max_parts", lambda *_: parts)
     setup = Setup(device, "triton", seed, ODD, WIDE)
     setup.precopy((2, 3, 0), (1, 0, 2))
     setup.expect(0, 2, 3, 0)
@@ -200,7 +199,7 @@ def test_rows_and_slots_out_of_range_are_refused(seed):
     setup.context.table.block_tables = [table[:2] for table in whole]
     with pytest.raises(InvalidArgumentError, match="row 2 has 0 columns"):
         setup.precopy(*[(1, 2, 0)] * 3)
-    with pytest.raises(InvalidArgumentError, match="holds 4 copies, got 5"):
+    with pytest.raises(InvalidArgumentError, match="copies of 4 requests, got 5"):
         setup.precopy((1, 2, 0), rows=[0] * (ROWS + 1))
     one = setup.ints(1)
     with pytest.raises(InvalidArgumentError, match="row 0 has 10 columns"):

@@ -8,8 +8,7 @@ import torch
 
 from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.integrations.vllm import kernels as vllm_kernels
-from mamba_cache.integrations.vllm.kernels import align_columns, plain
+from mamba_cache.integrations.vllm import align_kernels, copies
 from mamba_cache.states import kernels_for, uses_triton
 from mamba_cache.states.kernels import (
     checksum,
@@ -29,7 +28,7 @@ PAIRS = [
     (quantize, quantize_torch),
     (checksum, checksum_torch),
     (decode, decode_numpy),
-    (align_columns, plain),
+    (align_kernels, copies),
 ]
 
 
@@ -60,7 +59,7 @@ def test_without_triton_only_the_twins_are_there(monkeypatch):
 
 
 def test_the_vllm_adapters_twin_is_for_the_cpu_alone():
-    assert vllm_kernels.kernels_for("torch", CPU) is plain
-    assert vllm_kernels.kernels_for("auto", GPU) is align_columns
+    assert copies.kernels_for("torch", CPU) is copies
+    assert copies.kernels_for("auto", GPU) is align_kernels
     with pytest.raises(InvalidArgumentError, match="decides on the CPU"):
-        vllm_kernels.kernels_for("torch", GPU)
+        copies.kernels_for("torch", GPU)

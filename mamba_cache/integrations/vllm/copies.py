@@ -1,21 +1,28 @@
-"""The plan of a step's copies, and ``StateTable``: where states and block tables lie, and the list.
+"""Copies of states: a plan lists them, on the host or on the device, and an executor copies.
 
-The kernels plan the same way on the GPU; tests hold them to these functions.
+``plan_precopy``, ``plan_postcopy`` and ``copy_listed`` are the twins of the Triton kernels in
+``align_kernels``. They read the inputs of decisions on the host.
 """
+
+# The launchers of the kernels take the same arguments in the same order.
+# ruff: noqa: PLR0917
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from mamba_cache import states
 from mamba_cache._checks import INT32_MAX
 from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.mamba_spec import StateMemory
+from mamba_cache.states import CopyBackend
 
 __all__ = [
     "BLOCKS_PER_GROUP",
@@ -23,26 +30,36 @@ __all__ = [
     "IntArray",
     "Moves",
     "StateTable",
+    "copy_listed",
+    "kernels_for",
     "plan_alignment",
     "plan_migration",
+    "plan_postcopy",
+    "plan_precopy",
+    "run_plan",
     "running_columns",
     "whole_tables",
 ]
 
 IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
+FACTS = ("base_address", "block_stride", "block_bytes", "token_bytes", "conv_width", "group")
+"""What a row of ``StateTable.facts`` tells of a state: its address in block 0, the bytes from block
+to block, of a block, and of one token in one row, the tokens of a conv window (0 for a temporal
+state), and the Mamba group."""
+
+BLOCKS_PER_GROUP = 3
+"""Block ids of one copy: the conv source, the temporal source and the destination."""
+
+_KERNELS = "mamba_cache.integrations.vllm.align_kernels"
+_MAX_WORD_BYTES = 8
+
 
 class Moves(NamedTuple):
-    """Copies of states between columns of the requests' block tables, one for each row that moves.
+    """Copies of states between columns of block tables, one for each row that moves.
 
     The temporal state is read from column ``source + bias``. The conv window is read from the
-    source column and shifted left by ``bias`` tokens.
-
-    Attributes:
-        rows: Rows of the batch.
-        sources: Running columns that are copied.
-        destinations: Columns that are written.
-        biases: Drafts accepted beyond the first token.
+    source column and shifted left by ``bias`` tokens, the drafts accepted beyond the first token.
     """
 
     rows: IntArray
@@ -88,22 +105,8 @@ def plan_alignment(
     return Moves(rows, columns[rows], destinations, (aligned - num_running)[rows])
 
 
-FACTS = ("base_address", "block_stride", "block_bytes", "token_bytes", "conv_width", "group")
-"""What a row of ``StateTable.facts`` tells of a state: its address in block 0, the bytes from block
-to block, of a block, and of one token in one row, the tokens of a conv window (0 for a temporal
-state), and the Mamba group."""
-
-BLOCKS_PER_GROUP = 3
-"""Block ids of one copy: the conv source, the temporal source and the destination."""
-
-_MAX_WORD_BYTES = 8
-
-
 class StateTable:
-    """Where every state of a model lies, the block tables, and the list of copies.
-
-    A plan, made on the host or on the device, fills ``copies``. One kernel carries the list out for
-    all states.
+    """Where every state of a model and its block tables lie, and the list of copies.
 
     Args:
         num_groups: Mamba groups.
@@ -114,8 +117,6 @@ class StateTable:
         copies: [1 + max_num_reqs, 1 + BLOCKS_PER_GROUP * num_groups] int32. Entry 0 begins with the
             number of copies; the entries after it have the bias of a copy, then its blocks by
             group.
-        num_groups: Mamba groups.
-        block_size: Tokens of one column.
         facts: [num_states, len(FACTS)] int64 on the device.
         memories: The states.
         num_blocks: By group: the blocks that every state has; no limit without a state.
@@ -132,6 +133,7 @@ class StateTable:
         self.copies = copies.view(-1, 1 + BLOCKS_PER_GROUP * num_groups)
         self.num_groups = num_groups
         self.block_size = block_size
+        self.device = copies.device
         self.facts = torch.zeros((0, len(FACTS)), dtype=torch.int64, device=copies.device)
         self.memories: Sequence[StateMemory] = ()
         self.num_blocks = [INT32_MAX] * num_groups
@@ -146,11 +148,6 @@ class StateTable:
     def num_ints(max_num_reqs: int, num_groups: int) -> int:
         """Return the ints of a list of ``max_num_reqs`` copies."""
         return (1 + max_num_reqs) * (1 + BLOCKS_PER_GROUP * num_groups)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the states live."""
-        return self.copies.device
 
     def bind_states(self, memories: Sequence[StateMemory]) -> None:
         """Learn where the states lie, without waiting for the device."""
@@ -171,13 +168,7 @@ class StateTable:
         self.memories = memories
 
     def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
-        """Take the block tables to be used from now on, without waiting for the device.
-
-        They are [rows, columns] int32 of each Mamba group, and must keep their storage.
-
-        Raises:
-            InvalidArgumentError: As ``whole_tables``. Nothing was changed.
-        """
+        """Take the block tables to be used from now on; they must keep their storage."""
         whole = whole_tables(block_tables, self.num_groups, self.device)
         addresses = [table.data_ptr() for table in whole]
         if addresses != [table.data_ptr() for table in self.block_tables]:
@@ -192,14 +183,16 @@ class StateTable:
         blocks_of: Callable[[int, int], Sequence[int]],
         name_of: Callable[[int], str],
     ) -> list[int]:
-        """Return the list of copies of some moves, as the ints that ``copies`` begins with.
+        """Check moves, and return their list as the ints that ``copies`` begins with.
 
         ``blocks_of`` returns the block of each column, of a row and group, and ``name_of`` what an
         error calls a row.
-
-        Raises:
-            InvalidArgumentError: A column or block is out of range.
         """
+        if len(moves.rows) >= len(self.copies):
+            raise InvalidArgumentError(
+                f"the list holds the copies of {len(self.copies) - 1} requests, "
+                f"got {len(moves.rows)}"
+            )
         listed = [len(moves.rows)] + [0] * (self.copies.shape[1] - 1)
         for row, source, destination, bias in zip(*(a.tolist() for a in moves), strict=True):
             listed.append(bias)
@@ -227,16 +220,13 @@ def whole_tables(
     """Check block tables, and return them with all rows that their storage holds.
 
     An engine may show the first rows of a larger table.
-
-    Raises:
-        InvalidArgumentError: Their number, dtype, layout or device does not fit, or their rows lie
-            at different distances.
     """
     if len(block_tables) != num_groups:
         raise InvalidArgumentError(
             f"a block table is required for each of {num_groups} Mamba groups, "
             f"got {len(block_tables)}"
         )
+    whole = []
     for table in block_tables:
         fits = table.dim() == 2 and table.dtype == torch.int32 and table.device == device
         if not fits or (table.shape[1] > 1 and table.stride(1) != 1):
@@ -245,17 +235,148 @@ def whole_tables(
                 f"got shape {tuple(table.shape)}, strides {table.stride()}, {table.dtype} on "
                 f"{table.device}"
             )
+        num_columns, stride = table.shape[1], table.stride(0)
+        if num_columns and stride:
+            room = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+            num_rows = (room - num_columns) // stride + 1
+            table = table.as_strided((num_rows, num_columns), table.stride())  # noqa: PLW2901
+        whole.append(table)
     strides = {table.stride(0) for table in block_tables}
     if len(strides) > 1:
         raise InvalidArgumentError(
             f"all block tables must have one row stride, got {sorted(strides)}"
         )
-    return [_all_rows(table) for table in block_tables]
+    return whole
 
 
-def _all_rows(table: torch.Tensor) -> torch.Tensor:
-    num_columns, stride = table.shape[1], table.stride(0)
-    if not num_columns or not stride:
-        return table
-    room = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
-    return table.as_strided(((room - num_columns) // stride + 1, num_columns), table.stride())
+def kernels_for(backend: CopyBackend, device: torch.device) -> Any:
+    """Return what plans and copies for tensors on ``device``: this module or the kernels."""
+    if backend == "torch" and device.type == "cuda":
+        raise InvalidArgumentError(
+            f"backend 'torch' decides on the CPU and needs tensors there, got {device}"
+        )
+    twins = sys.modules[__name__]
+    return states.kernels_for(backend, device, kernels=_KERNELS, twins=twins)
+
+
+def run_plan(
+    plan: str,
+    backend: CopyBackend,
+    table: StateTable,
+    num_reqs: int,
+    idx_mapping: torch.Tensor | None,
+    *inputs: torch.Tensor | None,
+) -> None:
+    """List copies on the device by the plan of that name, and carry the list out."""
+    max_num_reqs = len(table.copies) - 1
+    # No slot comes twice, so never more rows move than there are slots.
+    if idx_mapping is None and num_reqs > max_num_reqs:
+        raise InvalidArgumentError(f"num_reqs must be at most {max_num_reqs}, got {num_reqs}")
+    kernels = kernels_for(backend, table.device)
+    getattr(kernels, plan)(table, num_reqs, idx_mapping, *inputs)
+    kernels.copy_listed(table, num_reqs)
+
+
+def plan_precopy(
+    table: StateTable,
+    num_reqs: int,
+    idx_mapping: torch.Tensor | None,
+    state_idx: torch.Tensor,
+    source_columns: torch.Tensor,
+    token_bias: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_computed: torch.Tensor | None,
+    num_accepted: torch.Tensor | None,
+) -> None:
+    """Move states to the columns that a step will read, as ``plan_migration`` decides.
+
+    With the last three inputs the columns are still those of the last step: they and the accepted
+    counts are brought up to the step. All but ``query_start_loc`` are by slot.
+    """
+    rows, slots = _rows(num_reqs, idx_mapping)
+    columns = state_idx.numpy()
+    if query_start_loc is None or num_computed is None or num_accepted is None:
+        biases = token_bias.numpy()[slots]
+        moves = plan_migration(source_columns.numpy()[slots], columns[slots], biases + 1)
+        _list(table, moves, rows, slots)
+        return
+    previous, accepted = columns[slots], num_accepted.numpy()
+    num_tokens = num_computed.numpy()[slots] + np.diff(query_start_loc.numpy())[rows]
+    current = running_columns(num_tokens, table.block_size)
+    biases = np.maximum(accepted[slots] - 1, 0)
+    moves = plan_migration(previous, current, biases + 1)
+    _list(table, moves, rows, slots)
+    columns[slots] = current
+    source_columns.numpy()[slots] = previous
+    token_bias.numpy()[slots] = biases
+    accepted[slots[moves.rows]] = 1
+
+
+def plan_postcopy(
+    table: StateTable,
+    num_reqs: int,
+    idx_mapping: torch.Tensor | None,
+    num_accepted: torch.Tensor,
+    num_accepted_out: torch.Tensor,
+    state_idx: torch.Tensor,
+    num_computed: torch.Tensor,
+    num_scheduled: torch.Tensor | None,
+    num_drafts: torch.Tensor | None,
+    num_sampled: torch.Tensor | None,
+) -> None:
+    """Save states at boundaries that were crossed, as ``plan_alignment`` decides.
+
+    Without scheduled tokens and drafts, ``num_computed`` is that after the step. Sampled tokens, by
+    row of the batch, take the place of the accepted ones.
+    """
+    rows, slots = _rows(num_reqs, idx_mapping)
+    accepted = num_accepted.numpy()[slots]
+    if num_sampled is not None:
+        accepted = np.maximum(num_sampled.numpy()[rows], 1)
+    num_running = num_computed.numpy()[slots]
+    if num_scheduled is None or num_drafts is None:
+        num_running = num_running - accepted + 1
+    else:
+        num_running = num_running + num_scheduled.numpy()[slots] - num_drafts.numpy()[slots]
+    columns = state_idx.numpy()[slots]
+    moves = plan_alignment(num_running, accepted, columns, table.block_size)
+    _list(table, moves, rows, slots)
+    out = num_accepted_out.numpy()
+    out[slots] = accepted
+    out[slots[moves.staying_rows]] = 1
+
+
+def copy_listed(table: StateTable, max_copies: int) -> None:
+    """Carry out the list of copies, which has at most ``max_copies``."""
+    count = int(table.copies[0, 0])
+    for bias, *blocks in table.copies[1 : count + 1].tolist():
+        for memory in table.memories:
+            shift, first = memory.shift(bias), memory.group * BLOCKS_PER_GROUP
+            source = blocks[first + (memory.conv_width == 0)]
+            destination = blocks[first + 2]
+            if min(source, destination) >= 0 and (shift or source != destination):
+                kept = memory.blocks[source, :, shift:].clone()
+                memory.blocks[destination, :, : memory.blocks.shape[2] - shift] = kept
+
+
+def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> tuple[IntArray, IntArray]:
+    """Return the rows of the batch that are not skipped, and the slot of each."""
+    if idx_mapping is None:
+        return np.arange(num_reqs), np.arange(num_reqs)
+    slots = idx_mapping[:num_reqs].numpy()
+    (rows,) = (slots >= 0).nonzero()
+    return rows, slots[rows]
+
+
+def _list(table: StateTable, moves: Moves, rows: IntArray, slots: IntArray) -> None:
+    """List the moves of requests, which are numbered as ``rows`` and ``slots`` are."""
+    places = slots if table.is_by_slot else rows
+
+    def blocks_of(index: int, group: int) -> list[int]:
+        blocks = table.block_tables[group]
+        place = int(places[index])
+        found: list[int] = blocks[place].tolist() if place < len(blocks) else []
+        return found
+
+    listed = table.list_copies(moves, blocks_of, lambda index: f"row {places[index]}")
+    table.copies.view(-1)[: len(listed)] = torch.tensor(listed, dtype=torch.int32)

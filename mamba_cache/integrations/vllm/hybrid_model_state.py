@@ -14,8 +14,7 @@ import torch
 
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.copies import StateTable
-from mamba_cache.integrations.vllm.kernels import kernels_for, run_plan
+from mamba_cache.integrations.vllm.copies import StateTable, kernels_for, run_plan
 from mamba_cache.integrations.vllm.mamba_spec import (
     CopyFuncs,
     describe_states,
@@ -108,7 +107,15 @@ class MambaHybridModelState:
         self.num_accepted_tokens_gpu = self._accepted[:-1]
         self._is_aligned = vllm_config.cache_config.mamba_cache_mode == "align"
         if self._is_aligned:
-            self._block_size = _column_tokens(vllm_config, kv_cache_config)
+            block_size = getattr(vllm_config.cache_config, "mamba_block_size", None)
+            if kv_cache_config is not None:
+                block_size = shared_schedule(kv_cache_config)[1].block_size
+            if not isinstance(block_size, int):
+                raise InvalidArgumentError(
+                    "in 'align' mode kv_cache_config or cache_config.mamba_block_size must give "
+                    f"the tokens of a Mamba column, got {block_size!r}"
+                )
+            self._block_size = block_size
             self._mamba_state_idx_gpu = self._filled(self.max_num_reqs, 0)
             self._mamba_src_col_gpu = self._filled(self.max_num_reqs, -1)
             self._mamba_src_off_gpu = self._filled(self.max_num_reqs, 0)
@@ -178,19 +185,10 @@ class MambaHybridModelState:
         elif not self._table.is_by_slot:
             group_ids, _ = shared_schedule(kv_cache_config)
             self._table.bind_block_tables([block_tables[group_id] for group_id in group_ids])
-        run_plan(
-            "plan_precopy",
-            self._backend,
-            self._table,
-            input_batch.num_reqs,
-            input_batch.idx_mapping,
-            self._mamba_state_idx_gpu,
-            self._mamba_src_col_gpu,
-            self._mamba_src_off_gpu,
-            input_batch.query_start_loc,
-            num_computed_tokens,
-            self.num_accepted_tokens_gpu,
-        )
+        columns = self._mamba_state_idx_gpu, self._mamba_src_col_gpu, self._mamba_src_off_gpu
+        batch = input_batch.num_reqs, input_batch.idx_mapping
+        inputs = input_batch.query_start_loc, num_computed_tokens, self.num_accepted_tokens_gpu
+        run_plan("plan_precopy", self._backend, self._table, *batch, *columns, *inputs)
 
     def prepare_attn(
         self,
@@ -215,6 +213,9 @@ class MambaHybridModelState:
         num_reqs: int = getattr(input_batch, f"num_reqs{suffix}")
         is_prefilling = torch.zeros(num_reqs, dtype=torch.bool, device="cpu")
         is_prefilling[: input_batch.num_reqs] = torch.from_numpy(input_batch.is_prefilling_np)
+        accepted = self._filled(num_reqs, 1)
+        slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
+        accepted[: input_batch.num_reqs] = torch.where(slots >= 0, self._accepted[slots], 1)
         max_seq_len = self._config.model_config.max_model_len
         if not for_capture:
             max_seq_len = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())
@@ -224,7 +225,7 @@ class MambaHybridModelState:
             max_query_len=int(input_batch.num_scheduled_tokens.max()),
             max_seq_len=max_seq_len,
             is_prefilling=is_prefilling,
-            num_accepted_tokens=self._accepted_by_row(input_batch, num_reqs),
+            num_accepted_tokens=accepted,
             num_decode_draft_tokens_cpu=self._drafts_by_row(input_batch, num_reqs),
         )
 
@@ -252,20 +253,10 @@ class MambaHybridModelState:
         if isinstance(num_sampled, int):
             num_sampled = torch.full_like(idx_mapping, num_sampled)
         if self._is_aligned and self._table and num_computed_tokens is not None:
-            run_plan(
-                "plan_postcopy",
-                self._backend,
-                self._table,
-                len(idx_mapping),
-                idx_mapping,
-                self.num_accepted_tokens_gpu,
-                self.num_accepted_tokens_gpu,
-                self._mamba_state_idx_gpu,
-                num_computed_tokens,
-                None,
-                None,
-                num_sampled,
-            )
+            accepted, columns = self.num_accepted_tokens_gpu, self._mamba_state_idx_gpu
+            inputs = accepted, accepted, columns, num_computed_tokens, None, None, num_sampled
+            batch = len(idx_mapping), idx_mapping
+            run_plan("plan_postcopy", self._backend, self._table, *batch, *inputs)
         else:
             self._accepted[idx_mapping.long()] = num_sampled.clamp(min=1).int()
 
@@ -286,16 +277,14 @@ class MambaHybridModelState:
         num_ints = StateTable.num_ints(self.max_num_reqs, len(group_ids))
         table = StateTable(len(group_ids), spec.block_size, self._filled(num_ints, 0))
         layers = self._config.compilation_config.static_forward_context
-        copy_funcs = _copy_funcs(self._model, kv_cache_config)
+        by_kind = getattr(self._model, "get_mamba_state_copy_funcs", None)
+        if by_kind is None:
+            copy_funcs: CopyFuncs = self._model.get_mamba_state_copy_func()
+        else:
+            copy_funcs = by_kind({spec.mamba_type for spec in get_mamba_groups(kv_cache_config)})
         table.bind_states(describe_states(kv_cache_config, group_ids, layers, copy_funcs))
         table.bind_block_tables([table_of(group_id) for group_id in group_ids])
         return table
-
-    def _accepted_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor:
-        by_row = self._filled(num_reqs, 1)
-        slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
-        by_row[: input_batch.num_reqs] = torch.where(slots >= 0, self._accepted[slots], 1)
-        return by_row
 
     def _drafts_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor | None:
         if not self._config.num_speculative_tokens:
@@ -307,25 +296,3 @@ class MambaHybridModelState:
             verifies = (drafts > 0) & (input_batch.num_scheduled_tokens == drafts + 1)
             by_row[: input_batch.num_reqs] = np.where(verifies, drafts, _NO_DRAFTS)
         return torch.from_numpy(by_row)
-
-
-def _copy_funcs(model: Any, kv_cache_config: KVCacheConfig) -> CopyFuncs:
-    """Ask a model for its copy functions, by kind of layer where it has more than one."""
-    by_kind = getattr(model, "get_mamba_state_copy_funcs", None)
-    if by_kind is None:
-        funcs: CopyFuncs = model.get_mamba_state_copy_func()
-    else:
-        funcs = by_kind({spec.mamba_type for spec in get_mamba_groups(kv_cache_config)})
-    return funcs
-
-
-def _column_tokens(config: Any, kv_cache_config: KVCacheConfig | None) -> int:
-    if kv_cache_config is not None:
-        return shared_schedule(kv_cache_config)[1].block_size
-    block_size = getattr(config.cache_config, "mamba_block_size", None)
-    if not isinstance(block_size, int):
-        raise InvalidArgumentError(
-            "in 'align' mode kv_cache_config or cache_config.mamba_block_size must give the tokens "
-            f"of a Mamba column, got {block_size!r}"
-        )
-    return block_size

@@ -19,12 +19,13 @@ from mamba_cache.integrations.vllm.copies import (
     IntArray,
     Moves,
     StateTable,
+    kernels_for,
     plan_alignment,
     plan_migration,
+    run_plan,
     running_columns,
     whole_tables,
 )
-from mamba_cache.integrations.vllm.kernels import kernels_for, run_plan
 from mamba_cache.integrations.vllm.mamba_spec import (
     CopyFuncs,
     MambaSpec,
@@ -141,7 +142,8 @@ class MambaCopyBuffers:
     def list_copies(
         self,
         moves: Moves,
-        requests: Sequence[tuple[str, RequestState]],
+        req_ids: Sequence[str],
+        requests: Mapping[str, RequestState],
         kv_cache_config: KVCacheConfig,
         forward_context: Mapping[str, Any],
         copy_funcs: CopyFuncs,
@@ -154,11 +156,6 @@ class MambaCopyBuffers:
         """
         if not len(moves.rows):
             return []
-        room = len(self.table.copies) - 1
-        if len(moves.rows) > room:
-            raise InvalidArgumentError(
-                f"the copy buffers hold the copies of {room} requests, got {len(moves.rows)}"
-            )
         groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in self.mamba_group_ids]
         layers = [forward_context[name] for group in groups for name in group.layer_names]
         tensors = [state for layer in layers for state in layer.kv_cache]
@@ -169,8 +166,8 @@ class MambaCopyBuffers:
             self._found = found
         return self.table.list_copies(
             moves,
-            lambda row, group: requests[row][1].block_ids[self.mamba_group_ids[group]],
-            lambda row: f"request {requests[row][0]!r}",
+            lambda row, group: requests[req_ids[row]].block_ids[self.mamba_group_ids[group]],
+            lambda row: f"request {req_ids[row]!r}",
         )
 
     def run(self, listed: Sequence[int]) -> None:
@@ -181,11 +178,7 @@ class MambaCopyBuffers:
 
 
 def _stage(buffer: HostDeviceBuffer, values: Sequence[int] | IntArray) -> None:
-    """Bring values to the device, without waiting for it.
-
-    Raises:
-        InvalidArgumentError: The buffer is too small. Nothing was written.
-    """
+    """Bring values to the device, without waiting for it."""
     if len(values) > len(buffer.np):
         raise InvalidArgumentError(f"the buffer holds {len(buffer.np)} entries, got {len(values)}")
     wait = getattr(buffer, "wait", None)  # An engine's own buffer may have none.
@@ -345,18 +338,9 @@ class MambaSpecDecodeGPUContext:
             InvalidArgumentError: There are too many requests, or without a GPU a column or block is
                 out of range. Nothing was changed.
         """
-        self._run(
-            "plan_postcopy",
-            num_reqs,
-            None,
-            num_accepted_tokens_gpu,
-            self.num_accepted_tokens_out,
-            mamba_state_idx_gpu,
-            num_computed_tokens_gpu,
-            num_scheduled_tokens_gpu,
-            num_draft_tokens_gpu,
-            None,
-        )
+        rows = num_computed_tokens_gpu, num_scheduled_tokens_gpu, num_draft_tokens_gpu
+        counts = num_accepted_tokens_gpu, self.num_accepted_tokens_out
+        self._run("plan_postcopy", num_reqs, None, *counts, mamba_state_idx_gpu, *rows, None)
 
     def run_fused_postprocess_align(
         self,
@@ -454,9 +438,9 @@ def stage_postprocess_inputs_to_gpu(
             was written.
         InvalidArgumentError: The buffers are too small. Nothing was written.
     """
-    scheduled = scheduler_output.num_scheduled_tokens
-    _check_known(req_ids[:num_reqs], mamba_state_idx, scheduled, requests)
-    stage_mamba_state_idx_to_gpu(mamba_state_idx, req_ids, num_reqs, ctx.mamba_state_idx_buf)
+    columns = _columns_of(req_ids[:num_reqs], mamba_state_idx)
+    _check_known(req_ids[:num_reqs], scheduler_output.num_scheduled_tokens, requests)
+    _stage(ctx.mamba_state_idx_buf, columns)
     buffers = ctx.num_scheduled_tokens_buf, ctx.num_computed_tokens_buf, ctx.num_draft_tokens_buf
     stage_postprocess_metadata_to_gpu(scheduler_output, req_ids, num_reqs, requests, *buffers)
 
@@ -473,9 +457,7 @@ def stage_mamba_state_idx_to_gpu(
         UnknownRequestError: A request has no running column. Nothing was written.
         InvalidArgumentError: The buffer is too small. Nothing was written.
     """
-    staged = req_ids[:num_reqs]
-    _check_known(staged, mamba_state_idx)
-    _stage(gpu_buf, [mamba_state_idx[req_id] for req_id in staged])
+    _stage(gpu_buf, _columns_of(req_ids[:num_reqs], mamba_state_idx))
 
 
 def stage_postprocess_metadata_to_gpu(
@@ -496,29 +478,26 @@ def stage_postprocess_metadata_to_gpu(
     staged = req_ids[:num_reqs]
     scheduled = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    _check_known(staged, staged, scheduled, requests)
+    _check_known(staged, scheduled, requests)
     _stage(num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
     _stage(num_computed_tokens_buf, [requests[req_id].num_computed_tokens for req_id in staged])
     _stage(num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
 
 
-def _check_known(
-    req_ids: Sequence[str], mamba_state_idx: Container[str], *others: Container[str]
-) -> None:
-    """Check that all requests of a batch have a running column, and are in the others too.
+def _check_known(req_ids: Sequence[str], *known: Container[str]) -> None:
+    unknown = [req_id for req_id in req_ids if any(req_id not in each for each in known)]
+    if unknown:
+        raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
 
-    Raises:
-        UnknownRequestError: One is missing.
-    """
+
+def _columns_of(req_ids: Sequence[str], mamba_state_idx: Mapping[str, int]) -> list[int]:
     missing = [req_id for req_id in req_ids if req_id not in mamba_state_idx]
     if missing:
         raise UnknownRequestError(
             f"mamba_state_idx must have every request of the batch, but has none of {missing}: "
             "preprocess_mamba comes first"
         )
-    unknown = [req_id for req_id in req_ids if any(req_id not in known for known in others)]
-    if unknown:
-        raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
+    return [mamba_state_idx[req_id] for req_id in req_ids]
 
 
 def cleanup_mamba_state_idx(
@@ -563,24 +542,32 @@ def preprocess_mamba(
             "preprocess_mamba requires cache_config.enable_prefix_caching, got "
             f"{cache_config.enable_prefix_caching!r}"
         )
-    ids = input_batch.req_ids
-    batch = [requests[req_id] for req_id in ids]
-    block_size, counts = copy_bufs.mamba_spec.block_size, input_batch.num_accepted_tokens_cpu
+    ids, counts = input_batch.req_ids, input_batch.num_accepted_tokens_cpu
+    block_size = copy_bufs.mamba_spec.block_size
+    states = kv_cache_config, forward_context, mamba_state_copy_funcs
     columns = dict(mamba_state_idx)
     cleanup_mamba_state_idx(scheduler_output, columns)
-    num_computed = _int_array([request.num_computed_tokens for request in batch])
+    num_computed = _int_array([requests[req_id].num_computed_tokens for req_id in ids])
     num_scheduled = _int_array([scheduler_output.num_scheduled_tokens[req_id] for req_id in ids])
     started = running_columns(num_computed, block_size).tolist()
-    previous = [columns.get(req_id, column) for req_id, column in zip(ids, started, strict=True)]
     current = running_columns(num_computed + num_scheduled, block_size)
-    moves = plan_migration(_int_array(previous), current, _int_array(counts[: len(ids)]))
-    states = kv_cache_config, forward_context, mamba_state_copy_funcs
+    previous = _int_array([*map(columns.get, ids, started)])
+    moves = plan_migration(previous, current, _int_array(counts[: len(ids)]))
     copies: list[int] = []
     if align_ctx is None:
-        copies = copy_bufs.list_copies(moves, list(zip(ids, batch, strict=True)), *states)
+        copies = copy_bufs.list_copies(moves, ids, requests, *states)
     elif len(moves.rows):
         _bind(align_ctx, input_batch, len(ids), *states)
-        _copy_on_device(align_ctx, current, moves)
+        sources, biases = np.full_like(current, PAD_SLOT_ID), np.zeros_like(current)
+        sources[moves.rows], biases[moves.rows] = moves.sources, moves.biases
+        staged = (
+            align_ctx.mamba_state_idx_buf,
+            align_ctx.precopy_src_col_buf,
+            align_ctx.precopy_token_bias_buf,
+        )
+        for buffer, values in zip(staged, (current, sources, biases), strict=True):
+            _stage(buffer, values)
+        align_ctx.run_fused_precopy(len(ids), *(buffer.gpu for buffer in staged))
     columns.update(zip(ids, current.tolist(), strict=True))
     mamba_state_idx.clear()
     mamba_state_idx.update(columns)
@@ -629,22 +616,18 @@ def postprocess_mamba(
             "in 'align' mode postprocess_mamba requires forward_context, mamba_state_copy_funcs "
             "and copy_bufs"
         )
-    ids = input_batch.req_ids
-    _check_known(ids, mamba_state_idx)
-    batch, counts = [requests[req_id] for req_id in ids], input_batch.num_accepted_tokens_cpu
+    ids, counts = input_batch.req_ids, input_batch.num_accepted_tokens_cpu
+    columns = _int_array(_columns_of(ids, mamba_state_idx))
     scheduled = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    num_running = _int_array(
-        [
-            request.num_computed_tokens + scheduled[req_id] - len(drafts.get(req_id, ()))
-            for req_id, request in zip(ids, batch, strict=True)
-        ]
-    )
-    columns = _int_array([mamba_state_idx[req_id] for req_id in ids])
-    accepted = _int_array(counts[: len(ids)])
-    moves = plan_alignment(num_running, accepted, columns, copy_bufs.mamba_spec.block_size)
+    num_running = [
+        requests[req_id].num_computed_tokens + scheduled[req_id] - len(drafts.get(req_id, ()))
+        for req_id in ids
+    ]
+    accepted, block_size = _int_array(counts[: len(ids)]), copy_bufs.mamba_spec.block_size
+    moves = plan_alignment(_int_array(num_running), accepted, columns, block_size)
     states = kv_cache_config, forward_context, mamba_state_copy_funcs
-    copies = copy_bufs.list_copies(moves, list(zip(ids, batch, strict=True)), *states)
+    copies = copy_bufs.list_copies(moves, ids, requests, *states)
     for row in moves.staying_rows.tolist():
         counts[row] = 1
     copy_bufs.run(copies)
@@ -714,14 +697,14 @@ def postprocess_mamba_align_gpu(
         return
     states = kv_cache_config, forward_context, mamba_state_copy_funcs
     _bind(context, input_batch, num_reqs, *states)
-    context.run_fused_postprocess(
-        num_reqs,
-        num_accepted_tokens_gpu,
-        context.mamba_state_idx_buf.gpu,
-        context.num_scheduled_tokens_buf.gpu,
-        context.num_computed_tokens_buf.gpu,
-        context.num_draft_tokens_buf.gpu,
+    staged = (
+        context.mamba_state_idx_buf,
+        context.num_scheduled_tokens_buf,
+        context.num_computed_tokens_buf,
+        context.num_draft_tokens_buf,
     )
+    inputs = [buffer.gpu for buffer in staged]
+    context.run_fused_postprocess(num_reqs, num_accepted_tokens_gpu, *inputs)
     num_accepted_tokens_cpu_tensor[:num_reqs].copy_(
         context.num_accepted_tokens_out[:num_reqs], non_blocking=True
     )
@@ -743,21 +726,6 @@ def _bind(
         ]
         states = kv_cache_config, forward_context, copy_funcs
         context.initialize_from_forward_context(*states, tables)
-
-
-def _copy_on_device(context: MambaSpecDecodeGPUContext, columns: IntArray, moves: Moves) -> None:
-    """Send the columns of a batch to the device, and copy there."""
-    sources, biases = np.full_like(columns, PAD_SLOT_ID), np.zeros_like(columns)
-    sources[moves.rows], biases[moves.rows] = moves.sources, moves.biases
-    _stage(context.mamba_state_idx_buf, columns)
-    _stage(context.precopy_src_col_buf, sources)
-    _stage(context.precopy_token_bias_buf, biases)
-    context.run_fused_precopy(
-        len(columns),
-        context.mamba_state_idx_buf.gpu,
-        context.precopy_src_col_buf.gpu,
-        context.precopy_token_bias_buf.gpu,
-    )
 
 
 def _int_array(values: Any) -> IntArray:

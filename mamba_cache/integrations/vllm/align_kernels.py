@@ -263,12 +263,12 @@ def _copy_kernel(facts, copies, entry_ints, WORD: tl.constexpr) -> None:  # type
 
 
 def plan_precopy(table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
-    """List copies; the inputs are those of the twin in ``plain``."""
+    """List copies; the inputs are those of the twin in ``copies``."""
     _plan(_precopy_kernel, table, num_reqs, inputs)
 
 
 def plan_postcopy(table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
-    """List copies; the inputs are those of the twin in ``plain``."""
+    """List copies; the inputs are those of the twin in ``copies``."""
     _plan(_postcopy_kernel, table, num_reqs, inputs)
 
 
