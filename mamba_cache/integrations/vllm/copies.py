@@ -250,7 +250,12 @@ def whole_tables(
 
 
 def kernels_for(backend: CopyBackend, device: torch.device) -> Any:
-    """Return what plans and copies for tensors on ``device``: this module or the kernels."""
+    """Return what plans and copies for tensors on ``device``: this module or the kernels.
+
+    Raises:
+        InvalidArgumentError: The backend is unknown, or not for the device.
+        MissingExtraError: The kernels are asked for and Triton is not installed.
+    """
     if backend == "torch" and device.type == "cuda":
         raise InvalidArgumentError(
             f"backend 'torch' decides on the CPU and needs tensors there, got {device}"
