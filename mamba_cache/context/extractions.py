@@ -12,7 +12,6 @@ from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepMetadata
-from mamba_cache.states import CHECKPOINT_FIELDS
 
 __all__ = ["CapturedExtractions", "StepExtractions"]
 
@@ -80,15 +79,11 @@ class StepExtractions:
         Those of the step in flight, none if it has none; in a capture all that there can be.
         """
         if self.captured is not None:
-            return self._fields_of(None)
+            return self._buffers.checkpoint_fields(None)
         if not self._fields and self._metadata is not None and self._metadata.num_checkpoints:
             # Once a step: in each layer the slices would cost more than all checks together.
-            self._fields = self._fields_of(self._metadata.num_checkpoints)
+            self._fields = self._buffers.checkpoint_fields(self._metadata.num_checkpoints)
         return self._fields
-
-    def _fields_of(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
-        fields = self._buffers.checkpoint_fields(num_checkpoints)
-        return tuple(fields[name] for name in CHECKPOINT_FIELDS)
 
     @property
     def missing_layers(self) -> list[int | str]:
@@ -103,28 +98,28 @@ class StepExtractions:
         metadata: StepMetadata,
     ) -> None:
         """Check the tensors of a layer against the step that asks for them."""
-        for states in chunk_states:
-            self._check_lengths(layer, metadata, len(states), metadata.num_prefill_tokens)
-        for inputs in window_inputs:
-            self._check_lengths(layer, metadata, metadata.num_chunks, len(inputs))
-
-    def _check_lengths(
-        self, layer: int, metadata: StepMetadata, num_chunks: int, num_tokens: int
-    ) -> None:
         needed = metadata.num_chunks, metadata.num_prefill_tokens
-        if (num_chunks, num_tokens) != needed:
-            raise InvalidArgumentError(
-                f"layer {self._labels[layer]} handed over {num_chunks} chunk_states and "
-                f"{num_tokens} tokens of conv_input, but the step has {needed[0]} chunks and "
-                f"{needed[1]} prefill tokens: hand over just these, without those of decoding "
-                "requests and without padding"
-            )
+        given = [(len(states), needed[1]) for states in chunk_states]
+        for lengths in given + [(needed[0], len(inputs)) for inputs in window_inputs]:
+            if lengths != needed:
+                raise InvalidArgumentError(
+                    f"layer {self._labels[layer]} handed over {lengths[0]} chunk_states and "
+                    f"{lengths[1]} tokens of conv_input, but the step has {needed[0]} chunks and "
+                    f"{needed[1]} prefill tokens: hand over just these, without those of decoding "
+                    "requests and without padding"
+                )
 
     def are_asked_for(self, metadata: StepMetadata) -> bool:
         """Say whether the step in flight has checkpoints inside its chunks."""
-        if metadata is not self._metadata:
-            self._refuse(metadata)
-        return metadata.num_checkpoints > 0
+        if metadata is self._metadata:
+            return metadata.num_checkpoints > 0
+        if self._metadata is None:
+            raise StepOrderError(_NO_STEP)
+        another = " of another step" if isinstance(metadata, StepMetadata) else ""
+        raise InvalidArgumentError(
+            "metadata must be Step.metadata of the step in flight, "
+            f"got {type(metadata).__name__}{another}"
+        )
 
     def record(
         self,
@@ -173,16 +168,6 @@ class StepExtractions:
                     f"{needed[1]} prefill tokens: capture with tensors for the longest step"
                 )
         self._missing.difference_update(captured.lengths)
-
-    def _refuse(self, metadata: object) -> None:
-        if self._metadata is None:
-            raise StepOrderError(_NO_STEP)
-        raise InvalidArgumentError(
-            f"metadata must be Step.metadata of the step in flight, got {type(metadata).__name__} "
-            "of another step"
-            if isinstance(metadata, StepMetadata)
-            else f"metadata must be Step.metadata, got {type(metadata).__name__}"
-        )
 
 
 def _are_lengths(lengths: object) -> bool:

@@ -15,8 +15,8 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import Checkpoint, Chunk
 from mamba_cache.context.step import DecodeWork
-from mamba_cache.metadata import StepMetadata
-from mamba_cache.metadata.chunks import cut_into_chunks
+from mamba_cache.metadata import StepMetadata, cut_into_chunks
+from mamba_cache.states import CHECKPOINT_FIELDS
 
 __all__ = ["StepBuffers"]
 
@@ -30,19 +30,17 @@ _PER_REQUEST = (
     "restore_sources", "restore_rows",
     "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
 )  # fmt: skip
-_PADDING_PER_TOKEN = {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID}
-_PADDING_PER_REQUEST = {
-    "num_computed_tokens": 0,
-    "seq_lens": 0,
-    "request_rows": PAD_SLOT_ID,
-    "state_rows": PAD_SLOT_ID,
-}
-_PER_CHECKPOINT = (
-    "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts",
-    "checkpoint_rows", "checkpoint_slots",
-)  # fmt: skip
+_PADDINGS = (
+    ("token_ids", {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID}),
+    (
+        "request_rows",
+        {"request_rows": -1, "num_computed_tokens": 0, "seq_lens": 0, "state_rows": PAD_SLOT_ID},
+    ),
+)
+"""Of tensors by tokens and by requests: one that says how long all are, and what pads each."""
+
 _SIDE_BY_SIDE = {
-    "checkpoints": _PER_CHECKPOINT,
+    "checkpoints": CHECKPOINT_FIELDS,
     "restores": ("restore_sources", "restore_rows"),
     "boundaries": ("boundary_rows", "boundary_slots"),
     "boundaries_by_request": ("boundary_entries", "boundary_positions"),
@@ -72,7 +70,7 @@ class StepBuffers:
             layout.add(name, (config.max_tokens,), torch.int64)
         counts = (
             dict.fromkeys(_PER_REQUEST, requests)
-            | dict.fromkeys(_PER_CHECKPOINT, config.checkpoints_per_step)
+            | dict.fromkeys(CHECKPOINT_FIELDS, config.checkpoints_per_step)
             | {
                 "query_start_loc": requests + 1,
                 "cu_chunk_seqlens": chunks + 1,
@@ -102,9 +100,9 @@ class StepBuffers:
         """The tensors of every step's metadata, by name: what a CUDA graph may read."""
         return self._tensors
 
-    def checkpoint_fields(self, num_checkpoints: int | None) -> dict[str, torch.Tensor]:
-        """Return the tensors of the first checkpoints inside prefill chunks by name; None: all."""
-        return {name: self._tensors[name][:num_checkpoints] for name in _PER_CHECKPOINT}
+    def checkpoint_fields(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
+        """Return the fields of the first checkpoints inside prefill chunks; None: of all."""
+        return tuple([self._tensors[name][:num_checkpoints] for name in CHECKPOINT_FIELDS])
 
     def entries(self, name: str) -> list[Any]:
         """Return the "restores" or the "boundaries" of the last step, from and to; [] for none.
@@ -147,7 +145,7 @@ class StepBuffers:
             max_seq_len = max(max_seq_len, longest)
         num_tokens, num_chunks = num_decode_tokens + bounds[-1], 0
         num_checkpoints = sum([len(chunk.inside) for chunk in chunks])
-        if num_prefills or host.has_chunks:
+        if num_prefills or host.used["chunk_seq_idx"]:
             num_chunks = self._fill_chunks(host, chunks, bounds, num_checkpoints)
         host.pad(num_tokens, num_decodes + num_prefills)
         self._fill_copies(host, chunks, saved, num_decodes)
@@ -273,10 +271,6 @@ class StepBuffers:
         host.pad_after("cu_chunk_seqlens", num_chunks + 1, bounds[-1], pads_all=True)
         host.pad_after("chunk_seq_idx", num_chunks, -1)
         host.pad_after("last_chunk_indices", len(pieces), -1)
-        host.has_chunks = bool(pieces)
-        if not num_checkpoints and not host.has_checkpoints:
-            return num_chunks
-        host.has_checkpoints = bool(num_checkpoints)
         written = []
         for index, piece in enumerate(pieces):
             first, row = bounds[index], piece.row * self._live_rows
@@ -300,13 +294,13 @@ class StepBuffers:
             for chunk in chunks
             if chunk.is_first
         ]
-        if restores or host.has_restores:
+        if restores or host.used["restores"]:
             host.fill("restores", restores)
         entries = [*saved]
         for index, chunk in enumerate(chunks, num_decodes):
             if chunk.boundary is not None:
                 entries.append((index, chunk.boundary))
-        if entries or host.has_boundaries:
+        if entries or host.used["boundaries"]:
             rows, by_request = arrays["request_rows"], arrays["boundaries_by_request"]
             host.fill(
                 "boundaries", [(rows.item(i) * self._live_rows, each.slot) for i, each in entries]
@@ -314,7 +308,6 @@ class StepBuffers:
             by_request.fill(-1)
             for number, (index, each) in enumerate(entries):
                 by_request[index] = number, each.position
-        host.has_restores, host.has_boundaries = bool(restores), bool(entries)
         self._counts = {"restores": len(restores), "boundaries": len(entries)}
 
 
@@ -377,13 +370,11 @@ class _HostSide:
         """Hold zeros, and no padding."""
         for array in self.arrays.values():
             array.fill(0)
-        self._used = {name: len(array) for name, array in self.arrays.items()}
+        self.used = {name: len(array) for name, array in self.arrays.items()}  # not padding
         self.rows: _IntArray | None = None
         self._size = -1, -1
-        self.table_stamps = np.full(self._used["block_tables"], -1, dtype=np.int64)
-        # Of decodes: tokens of each, if all have equally many.
-        self.width = -1
-        self.has_chunks = self.has_checkpoints = self.has_restores = self.has_boundaries = True
+        self.table_stamps = np.full(self.used["block_tables"], -1, dtype=np.int64)
+        self.width = -1  # of decodes: tokens of each, if all have equally many
 
     def fill(self, name: str, entries: Sequence[tuple[int, ...]]) -> None:
         """Write the entries of tensors that are written together, and padding behind them."""
@@ -395,26 +386,18 @@ class _HostSide:
     def pad_after(self, name: str, count: int, padding: int, *, pads_all: bool = False) -> None:
         """Write padding over what was there before."""
         array = self.arrays[name]
-        used = len(array) if pads_all else self._used[name]
-        is_less = used > count
-        if is_less:
+        used = len(array) if pads_all else self.used[name]
+        if used > count:
             array[count:used] = padding
-        self._used[name] = count
+        self.used[name] = count
 
     def pad(self, num_tokens: int, num_requests: int) -> None:
         """Write padding over what the last step had beyond this one."""
-        used = self._used["token_ids"]
-        is_less = used > num_tokens
-        if is_less:
-            for name, padding in _PADDING_PER_TOKEN.items():
-                self.arrays[name][num_tokens:used] = padding
-        self._used["token_ids"] = num_tokens
-        used = self._used["request_rows"]
-        is_less = used > num_requests
-        if is_less:
-            for name, padding in _PADDING_PER_REQUEST.items():
-                self.arrays[name][num_requests:used] = padding
-        self._used["request_rows"] = num_requests
+        for (first, paddings), count in zip(_PADDINGS, (num_tokens, num_requests), strict=True):
+            used, self.used[first] = self.used[first], count
+            if used > count:
+                for name, padding in paddings.items():
+                    self.arrays[name][count:used] = padding
         if self._size != (num_tokens, num_requests):
             self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
             self._size = num_tokens, num_requests

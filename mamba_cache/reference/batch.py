@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mamba_cache.metadata.step import StepMetadata
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference.conv import place_windows
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.ssd import ChunkLayout

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.metadata.step import StepMetadata
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference.attention import AttentionLayer
 from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.mamba import Mamba2Layer

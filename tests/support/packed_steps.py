@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mamba_cache.metadata.step import PAD_SLOT_ID, StepMetadata
+from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference import HybridModelConfig
-from mamba_cache.states import StatePool, extract_checkpoint_states
+from mamba_cache.states import PAD_SLOT_ID, StatePool, extract_checkpoint_states
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",

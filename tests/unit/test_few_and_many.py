@@ -93,7 +93,7 @@ def test_chunks(monkeypatch, rng, count):
     starts = np.concatenate(([0], np.cumsum(lengths)))
     found = []
     for few in COUNTS:
-        monkeypatch.setattr("mamba_cache.metadata.chunks._FEW", few)
+        monkeypatch.setattr("mamba_cache.metadata._FEW", few)
         found.append(compute_chunk_metadata(starts, computed, 4))
     for one_by_one, at_once in zip(*found, strict=True):
         assert one_by_one.dtype == at_once.dtype == np.int32

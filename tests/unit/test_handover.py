@@ -24,7 +24,7 @@ from fingerprints import fingerprint
 from mamba_cache import CapturedExtractions, Request
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
-from mamba_cache.states import extract_checkpoint_states
+from mamba_cache.states import CHECKPOINT_FIELDS, extract_checkpoint_states
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
@@ -199,7 +199,9 @@ def test_metadata_of_another_step_are_refused(context):
     for foreign, what in ((old, "of another step"), (dataclasses.replace(metadata), "of another")):
         with pytest.raises(InvalidArgumentError, match=f"got StepMetadata {what}"):
             context.extract_checkpoint_states(0, *tensors_for(metadata), foreign)
-    with pytest.raises(InvalidArgumentError, match=r"must be Step.metadata, got NoneType$"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"must be Step.metadata of the step in flight, got NoneType$"
+    ):
         context.extract_checkpoint_states(0, *tensors_for(metadata), None)
 
 
@@ -223,7 +225,7 @@ def captured_step(context, *, forgets=(), longest=64):
 
     def replay(metadata):
         slots = context.slot_allocator
-        fields = context.step_buffers.checkpoint_fields(None)
+        fields = {name: context.step_buffers.tensors[name] for name in CHECKPOINT_FIELDS}
         chunks, tokens = metadata.num_chunks, metadata.num_prefill_tokens
         states[:, :chunks].normal_()
         inputs[:, :tokens].normal_()

@@ -11,7 +11,7 @@ import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache._torch import to_device
-from mamba_cache.metadata.chunks import compute_chunk_metadata
+from mamba_cache.metadata import compute_chunk_metadata
 
 __all__ = [
     "CommonAttentionMetadata",
