@@ -206,8 +206,17 @@ def replace_a_method(model):
     return lambda: delattr(layer, "forward")
 
 
+def replace_an_attention_layer(model):
+    """By code that a batch cannot compute: it keeps no keys and values."""
+    mixer = next(one.mixer for one in model.model.layers if hasattr(one.mixer, "q_proj"))
+    mixer.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    return lambda: delattr(mixer, "forward")
+
+
 @pytest.mark.filterwarnings("ignore:nothing is reused or cached")
-@pytest.mark.parametrize("change", [change_setting, hook_a_layer, replace_a_method])
+@pytest.mark.parametrize(
+    "change", [change_setting, hook_a_layer, replace_a_method, replace_an_attention_layer]
+)
 def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, prompt):
     """A call begins with the settings of the one before, and drops what it computed with them."""
     model = make_model("nemotron_h", seed=3)

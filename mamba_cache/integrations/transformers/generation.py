@@ -18,7 +18,6 @@ from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChang
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
-from mamba_cache.integrations.transformers.fingerprint import SettingsChangedError
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -214,8 +213,10 @@ class Generation:
             try:
                 if (output := self._compute_batch(forward, prompts)) is not None:
                     return output
-            except SettingsChangedError:  # nothing of that batch is kept
-                self._drop_batch()
+            except Exception:
+                if fingerprint.is_current():
+                    raise
+                self._drop_batch()  # other settings, under which it may have failed by that alone
         fingerprint.begin(**options, has_looked=True)
         if prompts is None or fingerprint.foreign is not None:
             self.bypass = fingerprint.foreign[0] if fingerprint.foreign else "hidden tokens"
