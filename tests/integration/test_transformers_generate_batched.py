@@ -226,9 +226,7 @@ def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, 
     assert cache.stats().hits == 2
     undo = change(model)
     assert_equal(model, cache, prompt)
-    assert (
-        cache.stats().hits == 2
-    )  # nothing is cached under these settings, or nothing is looked up
+    assert cache.stats().hits == 2  # other settings, or a call that bypasses the cache
     undo()
     cache.check_invariants()
     assert not cache._batcher.context.statuses()

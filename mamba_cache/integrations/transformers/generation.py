@@ -146,7 +146,7 @@ class Generation:
         if is_first:
             if self._streamer is not None:
                 self._streamer.tell_first(input_ids[:, -1])
-            if not self._is_batched:
+            if not self._is_batched and self._rows:  # none of a call that bypasses the cache
                 self._publish_prompts()
         if self._is_batched:
             assert self._batcher is not None
