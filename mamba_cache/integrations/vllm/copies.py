@@ -153,10 +153,9 @@ class StateTable:
         """Learn where the states lie, without waiting for the device."""
         facts = np.zeros((len(memories), len(FACTS)), dtype=np.int64)
         for row, m in zip(facts, memories, strict=True):
-            row[:] = (
-                m.blocks.data_ptr(), m.blocks.stride(0), m.block_bytes, m.token_bytes,
-                m.conv_width, m.group,
-            )  # fmt: skip
+            size, token_size = math.prod(m.blocks.shape[1:]), m.blocks.shape[3]
+            row[:4] = m.blocks.data_ptr(), m.blocks.stride(0), size, token_size
+            row[4:] = m.conv_width, m.group
         self.facts = to_device(torch.from_numpy(facts), self.device)
         for group in range(self.num_groups):
             self.num_blocks[group] = min(
@@ -356,7 +355,7 @@ def copy_listed(table: StateTable, max_copies: int) -> None:
     count = int(table.copies[0, 0])
     for bias, *blocks in table.copies[1 : count + 1].tolist():
         for memory in table.memories:
-            shift, first = memory.shift(bias), memory.group * BLOCKS_PER_GROUP
+            shift, first = bias * bool(memory.conv_width), memory.group * BLOCKS_PER_GROUP
             source = blocks[first + (memory.conv_width == 0)]
             destination = blocks[first + 2]
             if min(source, destination) >= 0 and (shift or source != destination):

@@ -144,12 +144,9 @@ class Mamba2AttentionMetadataBuilder:
         """
         batch = common_attn_metadata
         starts = batch.query_start_loc_cpu.numpy()
-        computed = _computed_on_host(batch)
-        lengths = np.diff(starts)
+        computed, lengths = _computed_on_host(batch), np.diff(starts)
         num_decodes = self._num_decodes(batch, computed, lengths)
-        num_prefills = batch.num_reqs - num_decodes
-        num_decode_tokens = int(starts[num_decodes])
-        last, first, read = self._columns(computed, lengths)
+        num_prefills, num_decode_tokens = batch.num_reqs - num_decodes, int(starts[num_decodes])
         metadata = Mamba2AttentionMetadata(
             num_prefills=num_prefills,
             num_prefill_tokens=int(starts[-1]) - num_decode_tokens,
@@ -160,15 +157,33 @@ class Mamba2AttentionMetadataBuilder:
             query_start_loc_p=None,
             num_computed_tokens_p=None,
             state_indices_tensor=self._state_indices(batch),
-            block_idx_last_scheduled_token=last,
+            block_idx_last_scheduled_token=None,
             block_idx_first_scheduled_token_p=None,
-            block_idx_last_computed_token=read,
+            block_idx_last_computed_token=None,
             chunk_size=self.chunk_size,
         )
+        if self.kv_cache_spec.mamba_cache_mode == "all":
+            block_size = self.kv_cache_spec.block_size
+            last = np.maximum(-(-(computed + lengths) // block_size) - 1, 0)
+            read = np.maximum(-(-computed // block_size) - 1, 0)
+            metadata.block_idx_last_scheduled_token = self._to_device(last)
+            metadata.block_idx_last_computed_token = self._to_device(read)
+            if num_prefills:
+                first = self._to_device(computed[num_decodes:] // block_size)
+                metadata.block_idx_first_scheduled_token_p = first
         if num_prefills:
-            if first is not None:
-                metadata.block_idx_first_scheduled_token_p = first[num_decodes:]
-            self._add_prefills(metadata, batch, computed[num_decodes:])
+            computed = computed[num_decodes:]
+            cu_chunk_seqlen, seq_idx, last_chunk_indices = compute_chunk_metadata(
+                starts[num_decodes:] - num_decode_tokens, computed, self.chunk_size
+            )
+            starts_p = batch.query_start_loc[-num_prefills - 1 :] - num_decode_tokens
+            metadata.query_start_loc_p = starts_p.to(self.device, torch.int32, non_blocking=True)
+            metadata.num_computed_tokens_p = self._to_device(computed)
+            metadata.has_initial_states_p = metadata.num_computed_tokens_p > 0
+            metadata.prep_initial_states = bool((computed > 0).any())
+            metadata.cu_chunk_seqlen_p = self._to_device(cu_chunk_seqlen)
+            metadata.seq_idx_p = self._to_device(seq_idx)
+            metadata.last_chunk_indices_p = self._to_device(last_chunk_indices)
         return metadata
 
     def _compute_chunk_metadata(
@@ -189,37 +204,6 @@ class Mamba2AttentionMetadataBuilder:
             self.chunk_size,
         )
         return cu_chunk_seqlen.tolist(), seq_idx.tolist(), last_chunk_indices.tolist()
-
-    def _add_prefills(
-        self,
-        metadata: Mamba2AttentionMetadata,
-        batch: CommonAttentionMetadata,
-        computed: _IntArray,
-    ) -> None:
-        num_prefills, num_decode_tokens = metadata.num_prefills, metadata.num_decode_tokens
-        starts = batch.query_start_loc[-num_prefills - 1 :] - num_decode_tokens
-        starts_cpu = batch.query_start_loc_cpu[-num_prefills - 1 :] - num_decode_tokens
-        cu_chunk_seqlen, seq_idx, last_chunk_indices = compute_chunk_metadata(
-            starts_cpu.numpy(), computed, self.chunk_size
-        )
-        metadata.query_start_loc_p = starts.to(self.device, torch.int32, non_blocking=True)
-        metadata.num_computed_tokens_p = self._to_device(computed)
-        metadata.has_initial_states_p = metadata.num_computed_tokens_p > 0
-        metadata.prep_initial_states = bool((computed > 0).any())
-        metadata.cu_chunk_seqlen_p = self._to_device(cu_chunk_seqlen)
-        metadata.seq_idx_p = self._to_device(seq_idx)
-        metadata.last_chunk_indices_p = self._to_device(last_chunk_indices)
-
-    def _columns(
-        self, computed: _IntArray, lengths: _IntArray
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the last column written, the first, and the one read, of each request."""
-        if self.kv_cache_spec.mamba_cache_mode != "all":
-            return None, None, None
-        block_size = self.kv_cache_spec.block_size
-        last = np.maximum(-(-(computed + lengths) // block_size) - 1, 0)
-        read = np.maximum(-(-computed // block_size) - 1, 0)
-        return tuple(map(self._to_device, (last, computed // block_size, read)))  # type: ignore[return-value]
 
     def _state_indices(self, batch: CommonAttentionMetadata) -> torch.Tensor:
         table, spec = batch.block_table_tensor, self.kv_cache_spec

@@ -173,20 +173,6 @@ class StateMemory:
     conv_width: int
     group: int
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in one row."""
-        return self.blocks.shape[3]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block's state, without what may lie between blocks."""
-        return math.prod(self.blocks.shape[1:])
-
-    def shift(self, bias: int) -> int:
-        """Return by how many tokens a move by ``bias`` drafts shifts the state."""
-        return bias if self.conv_width else 0
-
 
 def get_conv_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
@@ -234,8 +220,15 @@ def describe_states(
     for group, group_id in enumerate(group_ids):
         kv_cache_group = kv_cache_config.kv_cache_groups[group_id]
         for name in kv_cache_group.layer_names:
-            states = forward_context[name].kv_cache
-            funcs = _funcs_of(copy_funcs, _spec_of_layer(kv_cache_group, name))
+            states, funcs = forward_context[name].kv_cache, copy_funcs
+            if isinstance(funcs, Mapping):
+                kind = _spec_of_layer(kv_cache_group, name).mamba_type
+                if kind not in funcs:
+                    raise InvalidArgumentError(
+                        f"copy functions of layers of the kind {kind} are required, "
+                        f"got those of {list(funcs)}"
+                    )
+                funcs = funcs[kind]
             if len(states) < len(funcs):
                 raise InvalidArgumentError(
                     f"a layer must have a state for each of {len(funcs)} copy functions, "
@@ -243,17 +236,6 @@ def describe_states(
                 )
             memories += [_describe(*pair, group) for pair in zip(states, funcs, strict=False)]
     return memories
-
-
-def _funcs_of(copy_funcs: CopyFuncs, spec: Any) -> Sequence[Callable[..., Any]]:
-    if not isinstance(copy_funcs, Mapping):
-        return copy_funcs
-    if spec.mamba_type not in copy_funcs:
-        raise InvalidArgumentError(
-            f"copy functions of layers of the kind {spec.mamba_type} are required, "
-            f"got those of {list(copy_funcs)}"
-        )
-    return copy_funcs[spec.mamba_type]
 
 
 def _read(
@@ -264,7 +246,7 @@ def _read(
     bias: int,
 ) -> MambaCopySpec:
     memory = _describe(state, copy_func, 0)
-    shift = memory.shift(bias)
+    shift = bias if memory.conv_width else 0
     rows = memory.blocks[block_ids[column + bias - shift], :, shift:]
     if rows.is_contiguous():
         return MambaCopySpec(rows.data_ptr(), rows.numel() // state.element_size())
