@@ -50,6 +50,9 @@ class Stored:
         parent_digest: Digest of that block; None also if it is unknown.
         tokens: [num_blocks * block_size_tokens] int32 array, the blocks' tokens in order. None if
             they were not given.
+        extra_keys: What else the hash of each block is made of, as vLLM lists it: the adapter,
+            pairs (key, offset in the block) of multimodal inputs, and in a first block the salt.
+            None for a block, or for all, without any.
         block_size_tokens: Tokens of each block; None if ``tokens`` is.
     """
 
@@ -61,6 +64,7 @@ class Stored:
     parent_hash: int | None = None
     parent_digest: bytes | None = None
     tokens: Any = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
     block_size_tokens: int | None = None
 
 

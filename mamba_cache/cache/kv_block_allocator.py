@@ -54,6 +54,7 @@ class _Registration(NamedTuple):
     digests: Sequence[bytes]
     parent_hash: int | None
     tokens: npt.NDArray[np.int32] | None
+    extra_keys: Sequence[tuple[Any, ...] | None] | None = None
 
 
 class KVBlockAllocator:
@@ -276,6 +277,7 @@ class KVBlockAllocator:
         *,
         parent_hash: int | None = None,
         tokens: Any = None,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[int | None]:
         """Make consecutive blocks of one sequence findable by their hashes.
 
@@ -287,6 +289,7 @@ class KVBlockAllocator:
             parent_hash: Hash id of the block before the first one; None at a sequence's start.
             tokens: What the blocks hold, equally many in each, for listeners; of any kind that
                 ``compute_block_hashes`` takes. Not needed unless ``listeners.wants(Stored)``.
+            extra_keys: What ``Stored.extra_keys`` says of each block.
 
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
@@ -304,6 +307,7 @@ class KVBlockAllocator:
         blocks = as_rows(ids)
         self._rows.without_references(ids, blocks)
         plan = _plan_registration(ids, block_hashes, parent_hash, tokens)
+        plan = plan._replace(extra_keys=extra_keys)
         own = values_at(self._hash_at, self._hashes, blocks)
         are_new = _check_carried_hashes(ids, own, plan.hash_ids)
         parent = self.dummy_block_id
@@ -460,7 +464,7 @@ class KVBlockAllocator:
         if tokens is not None:
             size = len(tokens) // len(plan.block_ids)
             tokens = tokens.reshape(-1, size)[list(new)].ravel()
-        is_first = parent == self.dummy_block_id
+        is_first, extra = parent == self.dummy_block_id, plan.extra_keys
         self.listeners.put(
             Stored(
                 "block",
@@ -470,6 +474,7 @@ class KVBlockAllocator:
                 parent_hash=None if is_first else self._hash_at[parent],
                 parent_digest=None if is_first else self._digests[parent],
                 tokens=tokens,
+                extra_keys=None if extra is None else tuple(extra[index] for index in new),
                 block_size_tokens=size,
             )
         )

@@ -67,8 +67,8 @@ class Request:
         will_continue: Whether a longer prompt that begins with this one will follow, as after a
             tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
         source: Who says so: hints of each source are trusted as far as they came true.
-        tells_tokens: Whether listeners get its tokens. None: if they say all that
-            its hashes are made of, so that it has no salt, adapter or multimodal keys.
+        tells_tokens: Whether listeners get its tokens. None: they do, with its salt, adapter and
+            multimodal keys; True: without the adapter, which is none but the cache's own key.
 
     Raises:
         InvalidArgumentError: ``multimodal_keys``, ``checkpoint_positions``, ``will_continue``,
@@ -458,14 +458,21 @@ class ActiveRequest:
         assert self.admission is not None, f"{self.request_id!r} is not newly admitted"
         return self.admission
 
-    @property
-    def is_told_by_tokens(self) -> bool:
-        """Whether listeners get its tokens: they say all that its block hashes are made of."""
+    def extra_keys(
+        self, first: int, end: int, block_size: int
+    ) -> tuple[tuple[Any, ...] | None, ...] | None:
+        """Return what else than tokens the hashes of blocks are made of, for listeners."""
         request = self.request
-        if request.tells_tokens is not None:
-            return request.tells_tokens
-        keys = request.cache_salt, request.lora_id
-        return keys == (None, None) and not request.multimodal_keys
+        lora_id = None if request.tells_tokens else request.lora_id
+        if request.cache_salt is None and lora_id is None and not request.multimodal_keys:
+            return None
+        keys: list[list[Any]] = [[] if lora_id is None else [lora_id] for _ in range(first, end)]
+        for position, key in request.multimodal_keys:
+            if first <= position // block_size < end:
+                keys[position // block_size - first].append((key, position % block_size))
+        if first == 0 and request.cache_salt is not None:
+            keys[0].append(request.cache_salt)
+        return tuple(tuple(each) or None for each in keys)
 
     def tokens(self, start: int, end: int) -> TokenArray:
         """Return known tokens from ``start`` to ``end``, int32."""

@@ -782,14 +782,16 @@ class StepRunner:
         if first >= end:
             return []
         parent_hash = hashes[first - 1] if first else None
-        blocks, tokens = self._blocks_between(active, first, end), None
-        if self._kv_blocks.listeners.wants(Stored) and active.is_told_by_tokens:
+        blocks, tokens, extra = self._blocks_between(active, first, end), None, None
+        if self._kv_blocks.listeners.wants(Stored) and active.request.tells_tokens is not False:
             tokens = active.tokens(first * self._block_size, end * self._block_size)
+            extra = active.extra_keys(first, end, self._block_size)
         holders = self._kv_blocks.register_kv_block_hashes(
             blocks,
             hashes[first:end],
             parent_hash=parent_hash,
             tokens=tokens,
+            extra_keys=extra,
         )
         active.num_published = end
         if self._tiering is not None:

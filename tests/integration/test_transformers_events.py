@@ -95,7 +95,7 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     cache.close()
 
 
-def test_salted_prompts_and_those_of_other_settings_are_not_told(generator):
+def test_salts_are_told_and_prompts_of_other_settings_are_not(generator):
     model = make_model("granite 4")
     cache = make_cache(model)
     with by_hand("resident", block_size=BLOCK) as publisher:
@@ -103,11 +103,13 @@ def test_salted_prompts_and_those_of_other_settings_are_not_told(generator):
         ids = text(generator, 3 * BLOCK)
         cache.generate(ids, cache_salt="a", **GREEDY)
         publisher._step()
-        assert publisher.stats().told_blocks == 0
+        salted = publisher.stats().told_blocks
+        assert salted >= 3
+        assert publisher._view.snapshot()[0]["extra_keys"][:2] == [("a",), None]
         cached(cache, ids)
         publisher._step()
         told = publisher.stats().told_blocks
-        assert told >= 3
+        assert told >= salted + 3
         model.config.attention_multiplier = 0.5  # other prefixes for the same tokens
         cached(cache, ids)
         publisher._step()

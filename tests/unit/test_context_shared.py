@@ -94,8 +94,9 @@ def test_observers_are_told_what_a_request_says(tells):
     context.listeners.add(told.append, Stored)
     request = {"lora_id": "a", "tells_tokens": tells}
     generate(context, PROMPT, 1, **request)
-    has_tokens = [event.tokens is not None for event in told if event.kind == "block"]
-    assert has_tokens == [bool(tells)]
+    [event] = [event for event in told if event.kind == "block"]
+    assert (event.tokens is not None) == (tells is not False)
+    assert event.extra_keys == ((("a",),) * len(event.block_ids) if tells is None else None)
 
 
 class Listening(AdaptiveSlotPolicy):

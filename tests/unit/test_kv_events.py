@@ -44,13 +44,13 @@ def wait_until(holds):
 
 
 def test_a_batch_is_encoded_as_vllms_own_classes_encode_it():
-    stored = stored_event(0, [0x0102030405060708], None, [1, 2, 3, 4], 4)
+    stored = stored_event(0, [0x0102030405060708], None, [1, 2, 3, 4])
     removed = {**removed_event(1, [7]), "medium": "CPU"}
     assert encode_batch(1.5, [stored, removed, CLEARED], 0) == GOLDEN
 
 
 def test_the_largest_hashes_and_a_rank_are_encoded():
-    stored = stored_event(1, [2**64 - 1], 2**63 - 1, [2**31 - 1], 1)
+    stored = stored_event(1, [2**64 - 1], 2**63 - 1, [2**31 - 1])
     _, [event], rank = msgspec.msgpack.decode(encode_batch(0.0, [stored], 3))
     assert (event["block_hashes"], event["parent_block_hash"]) == ([2**64 - 1], 2**63 - 1)
     assert (event["kv_cache_spec_kind"], event["group_idx"], rank) == ("mamba", 1, 3)
@@ -174,20 +174,44 @@ def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{"cache_salt": "a"}, {"cache_salt": ""}, {"lora_id": 0}, {"multimodal_keys": [(0, "cat")]}],
+    ("keys", "extra"),
+    [
+        ({"cache_salt": "a"}, [["a"], None, None]),
+        ({"cache_salt": ""}, [[""], None, None]),
+        ({"lora_id": 0}, [[0], [0], [0]]),
+        (
+            {"multimodal_keys": [(BLOCK + 3, "cat")], "lora_id": "x"},
+            [["x"], ["x", ["cat", 3]], ["x"]],
+        ),
+    ],
 )
-def test_what_tokens_alone_do_not_name_is_not_told(keys):
+def test_what_tokens_alone_do_not_name_is_told_beside_them_as_vllm_does(keys, extra):
+    engine = make_engine()
+    with by_hand("resident", block_size=BLOCK) as publisher, Subscriber(publisher) as subscriber:
+        observe(engine.context, publisher)
+        catch_up(publisher, subscriber)
+        seen = []
+        subscriber.known.apply = seen.append
+        engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
+        list(engine.stream())
+        catch_up(publisher, subscriber)
+        [told] = [event for event in seen if event.get("group_idx") == 0]
+        assert told["extra_keys"] == extra
+        engine.generate([[1] * 3 * BLOCK], SamplingParams(max_new_tokens=2))
+        catch_up(publisher, subscriber)
+        hashes = [event["block_hashes"] for event in seen if event.get("group_idx") == 0]
+        assert len({*map(tuple, hashes)}) == 2
+        assert publisher.stats().told_blocks == 6
+
+
+def test_tokens_that_a_request_keeps_to_itself_are_not_told():
     engine = make_engine()
     with by_hand("resident", block_size=BLOCK) as publisher:
         observe(engine.context, publisher)
-        engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), **keys)
+        engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), tells_tokens=False)
         list(engine.stream())
         publisher._step()
         assert (publisher.stats().told_blocks, publisher.stats().untold_blocks) == (0, 3)
-        engine.generate([[1] * 3 * BLOCK], SamplingParams(max_new_tokens=2))
-        publisher._step()
-        assert publisher.stats().told_blocks == 3
 
 
 def test_a_reset_is_told_as_one_event():

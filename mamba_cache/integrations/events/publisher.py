@@ -62,7 +62,7 @@ class PublisherStats:
         told_blocks: KV blocks that subscribers know of now.
         told_states: States that they know of.
         untold_blocks: Registered blocks of which nobody is told because their tokens are not known:
-            those of requests with a salt, an adapter or multimodal keys.
+            those of requests with ``tells_tokens=False``, or under other settings of a model.
         waiting_events: Events of the cache that were not looked at yet.
     """
 
@@ -360,6 +360,8 @@ def encode_batch(timestamp: float, events: Iterable[KVEvent], rank: int) -> byte
     """Encode a batch: what one message carries, beside its topic and number."""
     encoded = []
     for event in events:
+        if not any(event.get("extra_keys") or ()):  # vLLM leaves out what is None
+            event = {key: event[key] for key in event if key != "extra_keys"}  # noqa: PLW2901
         encoded.append(msgspec.Raw(_encode(event)))
         time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
     batch: bytes = _encode([timestamp, encoded, rank])

@@ -13,6 +13,8 @@ __all__ = ["CLEARED", "EventMode", "EventView", "KVEvent", "removed_event", "sto
 EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
 
+ExtraKeys: TypeAlias = "tuple[Any, ...] | None"
+
 KVEvent: TypeAlias = "dict[str, Any]"
 """An event as vLLM's own classes encode it."""
 
@@ -28,7 +30,11 @@ _TOKEN_BYTES = 4
 
 
 def stored_event(
-    group: int, hashes: Sequence[int], parent: int | None, token_ids: list[int], block_size: int
+    group: int,
+    hashes: Sequence[int],
+    parent: int | None,
+    token_ids: list[int],
+    extra_keys: list[ExtraKeys] | None = None,
 ) -> KVEvent:
     """Return that consecutive blocks of one sequence are held, each the parent of the next."""
     return {
@@ -36,12 +42,13 @@ def stored_event(
         "block_hashes": hashes,
         "parent_block_hash": parent,
         "token_ids": token_ids,
-        "block_size": block_size,
+        "block_size": len(token_ids) // len(hashes),
         "lora_id": None,
         "medium": _MEDIUM,
         "lora_name": None,
         "group_idx": group,
         "kv_cache_spec_kind": _GROUP_KINDS[group],
+        "extra_keys": extra_keys,
     }
 
 
@@ -58,11 +65,14 @@ def removed_event(group: int, hashes: Sequence[int]) -> KVEvent:
 class _Block:
     """A KV block that is registered."""
 
-    __slots__ = ("hash", "is_told", "parent", "parent_hash", "tokens", "uses")
+    __slots__ = ("extra_keys", "hash", "is_told", "parent", "parent_hash", "tokens", "uses")
 
-    def __init__(self, parent: int | None, tokens: bytes | None, uses: int) -> None:
+    def __init__(
+        self, parent: int | None, tokens: bytes | None, extra_keys: ExtraKeys, uses: int
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
+        self.extra_keys = extra_keys
         self.uses = uses
         self.is_told = False
         self.hash = 0
@@ -73,7 +83,8 @@ class _Block:
         assert self.tokens, "nobody is told of a block without tokens"
         self.parent_hash = None if parent is None else parent.hash
         before = b"" if parent is None else parent.hash.to_bytes(8, "little")
-        digest = hashlib.blake2b(before + self.tokens, digest_size=8).digest()
+        after = b"" if self.extra_keys is None else repr(self.extra_keys).encode()
+        digest = hashlib.blake2b(before + self.tokens + after, digest_size=8).digest()
         self.hash = int.from_bytes(digest, "little")
         self.is_told = True
 
@@ -136,15 +147,18 @@ class EventView:
             self.num_untold += len(event.hash_ids)
         for index, hash_id in enumerate(event.hash_ids):
             tokens = data and data[index * size : (index + 1) * size]
-            self._store_block(hash_id, parent, tokens)
+            extra_keys = event.extra_keys and event.extra_keys[index]
+            self._store_block(hash_id, parent, tokens, extra_keys)
             parent = hash_id
 
-    def _store_block(self, hash_id: int, parent: int | None, tokens: bytes | None) -> None:
+    def _store_block(
+        self, hash_id: int, parent: int | None, tokens: bytes | None, extra_keys: ExtraKeys
+    ) -> None:
         self._remove_block(hash_id)
         uses = self._uses_of_all + (hash_id in self._states)
         for child in self._children.get(hash_id, ()):
             uses += self._blocks[child].uses > 0
-        block = self._blocks[hash_id] = _Block(parent, tokens, uses)
+        block = self._blocks[hash_id] = _Block(parent, tokens, extra_keys, uses)
         self._children.setdefault(parent, {})[hash_id] = None
         if uses:
             self._add_use(parent)
@@ -262,7 +276,7 @@ class EventView:
         event, last = self._stored(0, block), events[-1] if events else CLEARED
         follows = last["type"] == "BlockStored" and last["block_hashes"][-1] == block.parent_hash
         if follows and last["group_idx"] == 0:
-            for name in ("block_hashes", "token_ids"):
+            for name in ("block_hashes", "token_ids", "extra_keys"):
                 last[name] += event[name]
         else:
             events.append(event)
@@ -279,4 +293,4 @@ class EventView:
     def _stored(self, group: int, block: _Block) -> KVEvent:
         assert block.tokens, "nobody is told of a block without tokens"
         tokens = memoryview(block.tokens).cast("i").tolist()
-        return stored_event(group, [block.hash], block.parent_hash, tokens, self.block_size_tokens)
+        return stored_event(group, [block.hash], block.parent_hash, tokens, [block.extra_keys])

@@ -62,6 +62,12 @@ class SoughtPrompt:
     cache_salt: ExtraKey  # the salt of the chain
     is_told: bool  # whether listeners get the tokens of what is brought from lower tiers
 
+    def extra_keys(self, first: int, end: int) -> list[tuple[Any, ...] | None] | None:
+        """Return what listeners are told of blocks beside their tokens."""
+        if self.cache_salt is None:
+            return None
+        return [None if number else (self.cache_salt,) for number in range(first, end)]
+
 
 class PrefixStore:
     """Blocks and slots, their books and their tensors; settings are those of ``PrefixCache``.
@@ -244,7 +250,7 @@ class PrefixStore:
         key = self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=self.hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        is_told = self.is_told(cache_salt, lora_id)
+        is_told = self.is_told(lora_id)
         prompt = SoughtPrompt(chain, tokens, min_computed, cache_salt, is_told)
         return SequenceRecord(self, prompt, self.find(prompt), lora_id)
 
@@ -271,9 +277,9 @@ class PrefixStore:
         """Return what stands in block hashes for the key that a sequence is computed under."""
         return lora_id if self.tiers is None else self.tiers.key_for(lora_id)
 
-    def is_told(self, cache_salt: ExtraKey, lora_id: ExtraKey) -> bool:
-        """Return whether listeners get the tokens of sequences of a salt and a key."""
-        if not self.kv_blocks.listeners.wants(Stored) or cache_salt is not None:
+    def is_told(self, lora_id: ExtraKey) -> bool:
+        """Return whether listeners get the tokens of sequences of a key."""
+        if not self.kv_blocks.listeners.wants(Stored):
             return False
         # Listeners know prefixes by their tokens alone, so it must be one key's.
         self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
@@ -348,7 +354,6 @@ class SequenceRecord:
     ) -> None:
         self._store = store
         self._sought = sought
-        self._is_told = sought.is_told
         self._lora_id = lora_id
         self._chain = sought.chain
         self._tokens = sought.tokens
@@ -533,7 +538,8 @@ class SequenceRecord:
             blocks,
             hashes[first : first + len(blocks)],
             parent_hash=hashes[first - 1] if first else None,
-            tokens=self._tokens[first * size : end] if self._is_told else None,
+            tokens=self._tokens[first * size : end] if self._sought.is_told else None,
+            extra_keys=self._sought.extra_keys(first, first + len(blocks)),
         )
         for index, holder in enumerate(holders, first):
             if holder is not None:

@@ -289,6 +289,7 @@ class PrefixTiers:
                 hashes[first:depth],
                 parent_hash=hashes[first - 1] if first else None,
                 tokens=prompt.tokens[first * size : depth * size] if prompt.is_told else None,
+                extra_keys=prompt.extra_keys(first, depth),
             )
             if None in holders:
                 return False

@@ -292,7 +292,7 @@ class Batcher:
             checkpoint_positions=checkpoints,
             will_continue=will_continue,
             source=source,
-            tells_tokens=self._store.is_told(cache_salt, key),
+            tells_tokens=self._store.is_told(key),
         )
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
