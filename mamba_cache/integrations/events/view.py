@@ -13,7 +13,7 @@ __all__ = ["CLEARED", "EventMode", "EventView", "KVEvent", "removed_event", "sto
 EventMode = Literal["resident", "reachable"]
 """Which KV blocks are announced: all, or those before a state that is held."""
 
-ExtraKeys: TypeAlias = "tuple[Any, ...] | None"
+_ExtraKeys: TypeAlias = "tuple[Any, ...] | None"
 
 KVEvent: TypeAlias = "dict[str, Any]"
 """An event as vLLM's own classes encode it."""
@@ -34,7 +34,7 @@ def stored_event(
     hashes: Sequence[int],
     parent: int | None,
     token_ids: list[int],
-    extra_keys: list[ExtraKeys] | None = None,
+    extra_keys: list[_ExtraKeys] | None = None,
 ) -> KVEvent:
     """Return that consecutive blocks of one sequence are held, each the parent of the next."""
     return {
@@ -68,7 +68,7 @@ class _Block:
     __slots__ = ("extra_keys", "hash", "is_told", "parent", "parent_hash", "tokens", "uses")
 
     def __init__(
-        self, parent: int | None, tokens: bytes | None, extra_keys: ExtraKeys, uses: int
+        self, parent: int | None, tokens: bytes | None, extra_keys: _ExtraKeys, uses: int
     ) -> None:
         self.parent = parent
         self.tokens = tokens
@@ -152,7 +152,7 @@ class EventView:
             parent = hash_id
 
     def _store_block(
-        self, hash_id: int, parent: int | None, tokens: bytes | None, extra_keys: ExtraKeys
+        self, hash_id: int, parent: int | None, tokens: bytes | None, extra_keys: _ExtraKeys
     ) -> None:
         self._remove_block(hash_id)
         uses = self._uses_of_all + (hash_id in self._states)
