@@ -175,7 +175,9 @@ class BlockHasher:
     def __init__(self, algorithm: HashAlgorithm = "blake2b", secret: bytes | None = None) -> None:
         check_choice("algorithm", algorithm, get_args(HashAlgorithm))
         secret = check_secret("secret", secret)
-        self._key = _as_key(_PROCESS_SECRET if secret is None else secret)
+        self._key = _PROCESS_SECRET if secret is None else secret
+        if len(self._key) > hashlib.blake2b.MAX_KEY_SIZE:
+            self._key = hashlib.blake2b(self._key, person=_KEY).digest()
         self.algorithm: HashAlgorithm = algorithm
         self.digest_size_bytes = 32 if algorithm == "sha256" else 16
         self.digest = _digest_function(algorithm, self._key)
@@ -213,16 +215,9 @@ def hash_id_of(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") & _ID_MASK or 1
 
 
-def _as_key(secret: bytes) -> bytes:
-    """Return a secret as a key of BLAKE2b, which has at most 64 bytes."""
-    if len(secret) <= hashlib.blake2b.MAX_KEY_SIZE:
-        return secret
-    return hashlib.blake2b(secret, person=_KEY).digest()
-
-
 def _digest_function(algorithm: HashAlgorithm, key: bytes) -> Callable[[bytes], bytes]:
     if algorithm == "sha256":
-        return _sha256
+        return lambda data: hashlib.sha256(data).digest()
     if algorithm == "xxh3_128":
         xxh3: Callable[[bytes], bytes] = xxhash.xxh3_128_digest
         return xxh3
@@ -236,10 +231,6 @@ def _digest_function(algorithm: HashAlgorithm, key: bytes) -> Callable[[bytes], 
         return block.digest()
 
     return digest
-
-
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 def encode_keys(*values: ExtraKey) -> bytes:
@@ -344,20 +335,17 @@ class BlockHashChain:
             InvalidArgumentError: There are not so many complete blocks.
         """
         chain: BlockHashChain = object.__new__(BlockHashChain)
-        chain._hasher, chain._parent, chain._root = self._hasher, self._parent, self._root
+        chain._hasher, chain._root = self._hasher, self._root
         chain._all_keys, chain._block_bytes = self._all_keys, self._block_bytes
         chain._split = self._split
-        if num_blocks is None:
-            chain._keys = list(self._keys)
-            chain._digests, chain._ids = list(self._digests), list(self._ids)
-            chain._tail = bytearray(self._tail)
-            return chain
-        end = check_int("num_blocks", num_blocks, minimum=0, maximum=len(self._digests))
+        end = len(self._digests)
+        if num_blocks is not None:
+            end = check_int("num_blocks", num_blocks, minimum=0, maximum=end)
         chain._parent = self.parent_digest(end)
         # Keys of a block are forgotten when it is hashed.
         chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
         chain._digests, chain._ids = self._digests[:end], self._ids[:end]
-        chain._tail = bytearray()
+        chain._tail = bytearray(self._tail if num_blocks is None else b"")
         return chain
 
     def parent_digest(self, index: int) -> bytes:
@@ -458,8 +446,13 @@ def _keys_by_block(
 ) -> list[tuple[int, list[tuple[int, str | bytes]]]]:
     """Group keys as (block, [(offset, key)]), the first block last so that it can be popped."""
     groups: dict[int, list[tuple[int, str | bytes]]] = {}
-    for given, key in _as_pairs(keys):
-        position = check_int("the position of a multimodal key", given, minimum=0)
+    for pair in as_items("multimodal_keys", keys, "(position, key) pairs"):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InvalidArgumentError(
+                f"multimodal_keys must be (position, key) pairs, got {pair!r}"
+            )
+        position, key = pair
+        position = check_int("the position of a multimodal key", position, minimum=0)
         if not isinstance(key, (str, bytes)):
             raise InvalidArgumentError(
                 f"a multimodal key must be a str or bytes, got {key!r} at position {position}"
@@ -470,16 +463,6 @@ def _keys_by_block(
         # str and bytes do not compare, and the order in which keys were given must not matter.
         group.sort(key=lambda item: (item[0], isinstance(item[1], str), item[1]))
     return sorted(groups.items(), reverse=True)
-
-
-def _as_pairs(keys: Any) -> list[tuple[Any, Any]]:
-    pairs = as_items("multimodal_keys", keys, "(position, key) pairs")
-    for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InvalidArgumentError(
-                f"multimodal_keys must be (position, key) pairs, got {pair!r}"
-            )
-    return pairs
 
 
 def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
