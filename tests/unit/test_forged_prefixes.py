@@ -1,6 +1,7 @@
 """A client that knows another client's prompt cannot have it answered from its own state."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,7 @@ def test_a_store_and_ranks_do_not_draw_a_secret(tmp_path):
     with pytest.raises(InvalidArgumentError, match="hash_secret must be given to share entries"):
         open_context(store=MemoryStore(), hash_secret=None)
     config = open_config(disk_cache_path=str(tmp_path / "x"), disk_cache_gb=0.01, hash_secret=None)
+    ranks = SimpleNamespace(largest=lambda values: values)
     with pytest.raises(InvalidArgumentError, match="hash_secret must be given to ranks"):
-        make_context(config, model=MODEL, identity=IDENTITY, agreement=object())
+        make_context(config, model=MODEL, identity=IDENTITY, agreement=ranks)
     assert not (tmp_path / "x").exists()
