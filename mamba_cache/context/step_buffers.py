@@ -393,14 +393,15 @@ class _HostSide:
 
     def pad(self, num_tokens: int, num_requests: int) -> None:
         """Write padding over what the last step had beyond this one."""
-        for (first, paddings), count in zip(_PADDINGS, (num_tokens, num_requests), strict=True):
+        if self._size == (num_tokens, num_requests):
+            return
+        self._size = num_tokens, num_requests
+        for (first, paddings), count in zip(_PADDINGS, self._size, strict=True):
             used, self.used[first] = self.used[first], count
             if used > count:
                 for name, padding in paddings.items():
                     self.arrays[name][count:used] = padding
-        if self._size != (num_tokens, num_requests):
-            self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
-            self._size = num_tokens, num_requests
+        self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""

@@ -3,11 +3,9 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import (
     PAD_SLOT_ID,
     ZERO_SOURCE,
@@ -182,74 +180,3 @@ def test_extraction_stores_what_a_copy_would(generator, device, backend, dtype):
     fields = {f"checkpoint_{name}": c for name, c in zip(names, columns, strict=True)}
     extract_checkpoint_states(**layer, **fields, backend=backend)
     assert_same_bits(slots, expected)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda live, slots: (live, [slots[0], slots[1].float(), slots[2]]),
-        lambda live, slots: (live, [slots[0], slots[1], slots[2][..., :3].contiguous()]),
-        lambda live, slots: (live, [slots[0][:, :2], *slots[1:]]),
-        lambda live, slots: ([live[0], live[1].int()], slots),
-        lambda live, slots: ([live[0], live[1].flatten(3)], slots),
-        lambda live, slots: (live[:1], slots),
-        lambda live, slots: (live, slots[:1]),
-        lambda live, slots: (live, slots[:2]),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(generator, device, wrong):
-    live, slots = wrong(*map(tensors, make_pools(generator, device)))
-    with pytest.raises(InvalidArgumentError, match=r"must|as many"):
-        StateCopier(live, slots)
-    with pytest.raises(InvalidArgumentError, match=r"must|as many"):
-        StateCopier(slots, live)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("slot_ssm", lambda t: t.float()),
-        ("slot_scales", lambda t: t.double()),
-        ("slot_scales", lambda t: t[:, :2].contiguous()),
-        ("slot_scales", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)),
-    ],
-)
-def test_extraction_refuses_slots_that_do_not_fit(generator, device, name, change):
-    live, slots = make_pools(generator, device)
-    layer = {
-        "slot_conv": slots["conv"][0], "slot_ssm": slots["ssm"][0],
-        "slot_scales": slots["ssm_scales"][0], "live_conv": live["conv"][0],
-        "chunk_states": live["ssm"][0],
-        "conv_input": torch.randn(9, 6, generator=generator).bfloat16().to(device),
-    }  # fmt: skip
-    layer[name] = change(layer[name])
-    names = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
-    entry = torch.zeros(1, dtype=torch.int32, device=device)
-    fields = {f"checkpoint_{field}": entry for field in names}
-    with pytest.raises(InvalidArgumentError, match="must"):
-        extract_checkpoint_states(**layer, **fields)
-
-
-@pytest.mark.parametrize("names", ["ssm", (), ("ssm", "ssm"), ("ssm", 3), np.arange(2)])
-def test_tensors_are_different_names(names):
-    with pytest.raises(InvalidArgumentError, match="tensors must be"):
-        SlotQuantization(names)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        StateSpec.mamba(2, (6, 4), (3, 5), torch.bfloat16, torch.float32),
-        StateSpec.mamba(2, (6, 4), (3, 5, 7), torch.bfloat16, torch.int32),
-    ],
-)
-def test_states_of_another_kind_are_refused(spec):
-    with pytest.raises(InvalidArgumentError, match="quantised slots need"):
-        INT8.slot_spec(spec)
-
-
-def test_bytes_of_a_slot():
-    """Half of bf16's and a quarter of fp32's SSM bytes, and a scale for each column."""
-    spec = StateSpec.mamba(2, (6, 4), (3, 64, 128), torch.bfloat16, torch.float32)
-    conv, codes, scales = 2 * 6 * 4 * 2, 2 * 3 * 64 * 128, 2 * 3 * 128 * 4
-    assert INT8.slot_spec(spec).bytes_per_slot == conv + codes + scales

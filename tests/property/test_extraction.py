@@ -3,6 +3,8 @@
 The kernel runs in Triton's interpreter, or on the GPU if there is one.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -33,13 +35,14 @@ def layers(draw):
     width = draw(st.integers(1, 5))
     state = draw(st.sampled_from([(), (1,), (7, 3), (2, 3, 5), (4, 16, 33), (2, 1, 3, 2)]))
     conv_dtype, ssm_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
-    num_slots, num_rows, num_chunks = (draw(st.integers(1, 6)) for _ in range(3))
+    num_slots, num_rows, num_chunks = (draw(st.integers(0, 6)) for _ in range(3))
+    num_tokens = draw(st.sampled_from([0, NUM_TOKENS, NUM_TOKENS]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
     def random(shape, dtype):
-        room = (*shape[:-1], shape[-1] * dtype.itemsize)
-        bits = torch.from_numpy(rng.integers(0, 256, room, np.uint8))
-        return bits.view(dtype).to(DEVICE)
+        size = math.prod(shape)
+        bits = torch.from_numpy(rng.integers(0, 256, (size + 1) * dtype.itemsize, np.uint8))
+        return bits.view(dtype)[:size].view(shape).to(DEVICE)
 
     def pitched(shape, dtype):
         step = draw(st.integers(1, 2))
@@ -47,7 +50,7 @@ def layers(draw):
 
     # A token shift keeps one input, and may do so without an axis for it.
     window = draw(st.sampled_from([(conv_dim, width), (conv_dim, width), (conv_dim,)]))
-    inputs = random((NUM_TOKENS, conv_dim + draw(st.integers(0, 3))), conv_dtype)[:, -conv_dim:]
+    inputs = random((num_tokens, conv_dim + draw(st.integers(0, 3))), conv_dtype)[:, -conv_dim:]
     layer = {
         "slot_conv": pitched((num_slots, *window), conv_dtype),
         "slot_ssm": pitched((num_slots, *state), ssm_dtype),
@@ -65,7 +68,10 @@ def checkpoints(draw, layer):
     """(chunk, conv end, sequence start, row, slot) of each entry, padding among them."""
     sizes = {name: 1 if tensor is None else len(tensor) for name, tensor in layer.items()}
     num_slots = max(sizes["slot_conv"], sizes["slot_ssm"])
-    slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=6))
+    # Where there is nothing to read or to write, all entries are padding.
+    slots = []
+    if all(sizes.values()):
+        slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=6))
     entries = []
     for slot in slots:
         start = draw(st.integers(0, NUM_TOKENS - 1))

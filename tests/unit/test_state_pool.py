@@ -28,10 +28,6 @@ def test_tensors_have_a_row_for_each_state():
     }
     assert (pool.num_rows, pool.spec, pool.device) == (6, SPEC, torch.device("cpu"))
     assert all(tensor.count_nonzero() == 0 for tensor in pool.tensors.values())
-
-
-def test_bytes_of_a_row_are_the_specs():
-    pool = StatePool(SPEC, 6, device="cpu")
     assert sum(t.nbytes for t in pool.tensors.values()) == 6 * SPEC.bytes_per_slot
 
 

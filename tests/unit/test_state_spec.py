@@ -12,6 +12,7 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.states import (
     KVCacheSpec,
     LayerKind,
+    SlotQuantization,
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,
@@ -151,6 +152,12 @@ def test_tensors_of_a_kind_have_equally_many_layers():
         StateSpec((*MAMBA.tensors, odd)).kinds  # noqa: B018 - it is what raises
 
 
+def test_bytes_of_a_quantised_slot():
+    """Half of bf16's and a quarter of fp32's SSM bytes, and a scale for each column."""
+    conv, codes, scales = 3 * 10 * 4 * 2, 3 * 2 * 5 * 7, 3 * 2 * 7 * 4
+    assert SlotQuantization().slot_spec(MAMBA).bytes_per_slot == conv + codes + scales
+
+
 F32 = torch.float32
 X = [("x", (2,), F32)]
 CONV = StateTensorSpec("conv", 1, (2,), F32)
@@ -183,6 +190,12 @@ REFUSED = [
     (StateSpec.of, (), "kinds of different names"),
     (StateSpec.of, (GDN, GDN), "kinds of different names"),
     (StateSpec.of, (GDN, MAMBA), "must be LayerKinds"),
+    *[(SlotQuantization, (names,), "tensors must be") for names in ("ssm", (), ("ssm", "ssm"))],
+    *[(SlotQuantization, (names,), "tensors must be") for names in (("ssm", 3), np.arange(2))],
+    *[
+        (SlotQuantization().slot_spec, (StateSpec.mamba(2, (6, 4), *ssm),), "quantised slots need")
+        for ssm in (((3, 5), F32, F32), ((3, 5, 7), F32, torch.int32))
+    ],
     (KVCacheSpec, (-1, 1, 1, F32), "must be"),
     (KVCacheSpec, (1, 0, 1, F32), "must be"),
     (KVCacheSpec, (1, 1, 0, F32), "must be"),

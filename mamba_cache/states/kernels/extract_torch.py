@@ -31,7 +31,7 @@ def extract_states(
     scratch memory and serves the CPU and as a reference.
     """
     # Nothing to read or nowhere to write: all entries must be padding.
-    given = (slots, slot_conv, slot_ssm, conv_input, chunk_states)
+    given = (slots, slot_conv, slot_ssm, live_conv, conv_input, chunk_states)
     if not all(len(tensor) for tensor in given if tensor is not None):
         return
     # Padded entries repeat the first real one, so that a slot is only ever written with its state.
