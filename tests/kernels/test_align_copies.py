@@ -178,8 +178,6 @@ def test_offsets_past_int32(device, backend):
 @pytest.mark.parametrize(
     ("moves", "message"),
     [
-        ([(2, 10, 0)], "row 0 has 10 columns"),
-        ([(2, -1, 0)], "row 0 has 10 columns"),
         ([(8, 1, 2)], "row 0 has 10 columns"),
         ([(4, 3, 0)], "row 0 has block 4000"),
         ([(1, 2, 0)] * (ROWS + 1), f"at most {ROWS}, got {ROWS + 1}"),

@@ -139,14 +139,6 @@ def test_more_copies_than_the_buffers_hold(worker):
         worker.preprocess(scheduled({"a": 1}))
 
 
-def test_padded_columns_are_skipped(worker):
-    worker.requests["a"].block_ids = [[], [1, -1]]
-    worker.batch("a", [1], a=B)
-    worker.preprocess(scheduled({"a": 1}))
-    assert worker.state_idx == {"a": 1}
-    assert worker.is_untouched()
-
-
 def test_states_that_moved_in_memory_are_found_again(worker, rng):
     worker.batch("a", [1], a=B)
     worker.preprocess(scheduled({"a": 1}))

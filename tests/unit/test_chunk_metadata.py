@@ -17,11 +17,6 @@ INT32_MAX = 2**31 - 1
 @pytest.mark.parametrize(
     ("starts", "computed", "chunk_size", "cut"),
     [
-        # 3 tokens are behind it: one more ends the chunk, then 4, then the rest.
-        ([0, 7], [3], 4, ([0, 1, 5, 7], [0, 0, 0], [2])),
-        ([0, 2], [1], 8, ([0, 2], [0], [0])),
-        ([0, 3, 9], [0, 0], 4, ([0, 3, 7, 9], [0, 1, 1], [0, 2])),
-        ([0, 0, 5, 5], [2, 0, 9], 4, ([0, 4, 5], [1, 1], [-1, 1, -1])),
         ([0], [], 4, ([0], [], [])),
         ([0, INT32_MAX], [0], INT32_MAX, ([0, INT32_MAX], [0], [0])),
         ([0, 9], [INT32_MAX - 2], INT32_MAX, ([0, 2, 9], [0, 0], [1])),
@@ -33,16 +28,6 @@ def test_sequences_are_cut_from_their_own_starts(starts, computed, chunk_size, c
     assert tuple(part.tolist() for part in parts) == cut
     assert {part.dtype.name for part in parts} == {"int32"}
     assert [array.tolist() for array in given] == [starts, computed]
-
-
-@pytest.mark.parametrize(
-    ("starts", "cut"),
-    [([0, 3, 3, 10], ([0, 3, 4, 8, 10], [0, -1, 3], [0, 2, 2, 2])), ([0], ([0], [], []))],
-)
-def test_varlen_cuts_at_packed_positions(starts, cut):
-    parts = compute_varlen_chunk_metadata(torch.tensor(starts), 4)
-    assert tuple(part.tolist() for part in parts) == cut
-    assert {(part.dtype, part.device.type) for part in parts} == {(torch.int32, "cpu")}
 
 
 @pytest.mark.parametrize(

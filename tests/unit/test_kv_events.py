@@ -16,7 +16,6 @@ from engine_rig import BLOCK, SamplingParams, make_engine  # noqa: E402
 from events_rig import GOLDEN, PAUSE, Books, Subscriber, by_hand, catch_up, observe  # noqa: E402
 from work import lines_executed  # noqa: E402
 
-from mamba_cache.cache import BlockHasher  # noqa: E402
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
 from mamba_cache.events import Removed, Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
@@ -214,21 +213,6 @@ def test_tokens_that_a_request_keeps_to_itself_are_not_told():
         assert (publisher.stats().told_blocks, publisher.stats().untold_blocks) == (0, 3)
 
 
-def test_a_reset_is_told_as_one_event():
-    books = Books()
-    with by_hand() as publisher, Subscriber(publisher) as subscriber:
-        observe(books, publisher)
-        books.run([1] * 16, [4])
-        catch_up(publisher, subscriber)
-        assert len(subscriber.known.groups[0]) == 4
-        books.slot_allocator.reset()
-        books.kv_block_allocator.reset()
-        events = publisher.stats().events
-        catch_up(publisher, subscriber)
-        assert subscriber.known.groups == {0: {}, 1: {}}
-        assert publisher.stats().events == events + 1
-
-
 # What a cache pays.
 
 
@@ -394,18 +378,3 @@ def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
         publisher._step()
         assert publisher.stats().snapshots == 1
         assert not publisher._owes_snapshot
-
-
-def test_one_prefix_has_one_hash_in_all_replicas_whatever_their_secrets():
-    told = []
-    for secret in (b"one", b"two"):
-        books = Books()
-        books.hasher = BlockHasher(secret=secret)
-        with by_hand() as publisher, Subscriber(publisher) as subscriber:
-            observe(books, publisher)
-            books.run([1] * 16 + [2] * 16, [8])
-            catch_up(publisher, subscriber)
-            told.append(subscriber.known.groups)
-        assert len(books.blocks) == 8
-    assert told[0] == told[1]
-    assert len(told[0][0]) == 8

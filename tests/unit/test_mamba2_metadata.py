@@ -117,18 +117,6 @@ def mixed_batch(rng):
     return make_batch([13, 0, 2 * COLUMN, 3 * COLUMN + 2], [1, 5, COLUMN, 2 * COLUMN], rng)
 
 
-def test_a_builder_knows_its_layers():
-    builder = make_builder(mode="align")
-    assert builder.layer_names == ["mamba.0"]
-    assert builder.kv_cache_spec.mamba_cache_mode == "align"
-    assert (builder.device, builder.chunk_size) == (torch.device("cpu"), CHUNK)
-
-
-def test_starts_of_any_width_become_int32(mixed_batch):
-    mixed_batch.query_start_loc = mixed_batch.query_start_loc.long()
-    assert make_builder().build(0, mixed_batch).query_start_loc_p.dtype == torch.int32
-
-
 def test_tensors_lie_where_the_kernels_read(mixed_batch):
     """On the device that holds no data, which no copy to the host survives."""
     mixed_batch.block_table_tensor = mixed_batch.block_table_tensor.to("meta")
@@ -142,7 +130,9 @@ def test_tensors_lie_where_the_kernels_read(mixed_batch):
 
 
 def test_columns_in_all_mode(mixed_batch):
+    mixed_batch.query_start_loc = mixed_batch.query_start_loc.long()
     metadata = make_builder(mode="all").build(0, mixed_batch)
+    assert metadata.query_start_loc_p.dtype == torch.int32
     assert torch.equal(metadata.state_indices_tensor, mixed_batch.block_table_tensor)
     assert metadata.block_idx_last_computed_token.tolist() == [2, 0, 1, 3]
     assert metadata.block_idx_first_scheduled_token_p.tolist() == [0, 2, 3]
@@ -159,15 +149,6 @@ def test_running_columns_in_align_mode(mixed_batch, num_drafts):
     wanted = torch.stack(wanted)
     assert torch.equal(metadata.state_indices_tensor, wanted if num_drafts else wanted[:, 0])
     assert metadata.block_idx_last_scheduled_token is None
-
-
-@pytest.mark.parametrize("column", [1, 2, 3])
-def test_the_running_column_holds_the_last_token(rng, column):
-    lengths = np.array([1, 2, 3, 7])
-    batch = make_batch(lengths - 1, [1] * 4, rng)
-    found = make_builder(mode="align", column=column).build(0, batch).state_indices_tensor
-    running = (lengths - 1) // column
-    assert found.tolist() == batch.block_table_tensor[range(4), running].tolist()
 
 
 def test_computed_tokens_may_be_given_by_lengths(mixed_batch):
