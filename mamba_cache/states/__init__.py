@@ -17,7 +17,6 @@ from mamba_cache.states.spec import (
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,
-    scratch_slots,
     slots_in_budget,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "kernels_for",
     "plan_extraction",
     "quantize_states",
-    "scratch_slots",
     "slots_in_budget",
     "uses_triton",
 ]

@@ -57,11 +57,6 @@ class TensorChecksums:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a whole measurement reads."""
-        return sum(part.numel() for part in self._plan.parts)
-
     def measure(self) -> list[bytes]:
         """Return the checksum of each tensor now, which are expected from then on. It waits."""
         if self._done is not None:

@@ -10,7 +10,6 @@ import torch
 
 from mamba_cache._checks import as_items, check_int, check_names
 from mamba_cache._torch import outside_inference_mode
-from mamba_cache.config import MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "StateSpec",
     "StateTensorSpec",
     "blocks_in_budget",
-    "scratch_slots",
     "slots_in_budget",
 ]
 
@@ -339,44 +337,17 @@ class KVCacheSpec:
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
-def scratch_slots(max_tokens: int, block_size_tokens: int, max_requests: int) -> int:
-    """Count the checkpoints that one step can write, where an embedder collects them in a scratch.
-
-    Args:
-        max_tokens: Tokens computed in one step.
-        block_size_tokens: Tokens of one block.
-        max_requests: Requests that run at once; each has at most three checkpoints in a step.
-
-    Raises:
-        InvalidArgumentError: An argument is not a positive int.
-    """
-    max_tokens = check_int("max_tokens", max_tokens, minimum=1)
-    block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
-    max_requests = check_int("max_requests", max_requests, minimum=1)
-    return min(
-        -(-max_tokens // block_size_tokens), MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * max_requests
-    )
-
-
-def slots_in_budget(budget_gb: float, spec: StateSpec, *, scratch_slots: int = 0) -> int:
-    """Count the slots that a budget holds beside the scratch.
-
-    Args:
-        budget_gb: Budget in GiB (2**30 bytes).
-        spec: What one slot holds.
-        scratch_slots: States of scratch that the same budget pays for.
+def slots_in_budget(budget_gb: float, spec: StateSpec) -> int:
+    """Count the slots that a budget of ``budget_gb`` GiB (2**30 bytes) holds.
 
     Returns:
         At least 1, or 0 if the spec has no layers, because then there is nothing to save.
 
     Raises:
-        BudgetError: The budget holds no slot beside the scratch.
-        InvalidArgumentError: The budget is no finite number >= 0, or ``scratch_slots`` is negative.
+        BudgetError: The budget holds no slot.
+        InvalidArgumentError: The budget is no finite number >= 0.
     """
-    scratch_slots = check_int("scratch_slots", scratch_slots, minimum=0)
-    needed_for = f"1 slot and {scratch_slots} states of scratch" if scratch_slots else "1 slot"
-    num_states = _units_in_budget(budget_gb, spec.bytes_per_slot, scratch_slots + 1, needed_for)
-    return max(num_states - scratch_slots, 0)
+    return _units_in_budget(budget_gb, spec.bytes_per_slot, "slot")
 
 
 def blocks_in_budget(budget_gb: float, kv_spec: KVCacheSpec, block_size_tokens: int) -> int:
@@ -390,21 +361,19 @@ def blocks_in_budget(budget_gb: float, kv_spec: KVCacheSpec, block_size_tokens: 
         InvalidArgumentError: The budget is no finite number >= 0, or the block size is not a
             positive int.
     """
-    block_bytes = kv_spec.bytes_per_block(block_size_tokens)
-    return _units_in_budget(budget_gb, block_bytes, 1, "1 KV block")
+    return _units_in_budget(budget_gb, kv_spec.bytes_per_block(block_size_tokens), "KV block")
 
 
-def _units_in_budget(budget_gb: float, unit_bytes: int, least: int, needed_for: str) -> int:
-    """Count units of ``unit_bytes``; raises if there are fewer than ``least``."""
+def _units_in_budget(budget_gb: float, unit_bytes: int, unit: str) -> int:
     if not 0 <= budget_gb < math.inf:
         raise InvalidArgumentError(f"a budget must be a finite number >= 0, got {budget_gb!r}")
     if not unit_bytes:
         return 0
     num_units = int(budget_gb * _GIB) // unit_bytes
-    if num_units < least:
+    if not num_units:
         raise BudgetError(
             f"a budget of {budget_gb} GiB is too small: it must be at least "
-            f"{least * unit_bytes / _GIB} GiB to hold {needed_for} of {unit_bytes} bytes each"
+            f"{unit_bytes / _GIB} GiB to hold 1 {unit} of {unit_bytes} bytes"
         )
     return num_units
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from mamba_cache.states import (
     StateSpec,
     StateTensorSpec,
     blocks_in_budget,
-    scratch_slots,
     slots_in_budget,
 )
 
@@ -63,20 +61,14 @@ def test_budget_holds_whole_slots_only():
     assert slots_in_budget(gib(8 * MAMBA_BYTES - 1), MAMBA) == 7
 
 
-def test_scratch_is_paid_from_the_same_budget():
-    assert slots_in_budget(gib(7 * MAMBA_BYTES), MAMBA, scratch_slots=4) == 3
-
-
-@pytest.mark.parametrize("scratch", [0, 4])
-def test_budget_below_one_slot_names_what_it_must_be(scratch):
-    least_bytes = (scratch + 1) * MAMBA_BYTES
-    budget = gib(least_bytes - 1)
+def test_budget_below_one_slot_names_what_it_must_be():
+    budget = gib(MAMBA_BYTES - 1)
     with pytest.raises(BudgetError, match="1 slot") as raised:
-        slots_in_budget(budget, MAMBA, scratch_slots=scratch)
+        slots_in_budget(budget, MAMBA)
     assert f"{budget} GiB is too small" in str(raised.value)
     assert f"{MAMBA_BYTES} bytes" in str(raised.value)
     least = float(re.search(r"at least (\S+) GiB", str(raised.value))[1])
-    assert slots_in_budget(least, MAMBA, scratch_slots=scratch) == 1
+    assert slots_in_budget(least, MAMBA) == 1
 
 
 def test_budget_of_blocks():
@@ -88,18 +80,8 @@ def test_budget_of_blocks():
 
 def test_without_layers_there_is_nothing_to_budget_for():
     no_mamba = StateSpec.mamba(0, (10, 4), (2, 5, 7), torch.bfloat16, torch.float32)
-    assert slots_in_budget(1.0, no_mamba, scratch_slots=3) == 0
+    assert slots_in_budget(1.0, no_mamba) == 0
     assert blocks_in_budget(1.0, KVCacheSpec(0, 3, 8, torch.bfloat16), 16) == 0
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "block_size_tokens", "max_requests", "expected"),
-    [(1024, 256, 64, 4), (1025, 256, 64, 5), (8192, 256, 2, 6), (1, 256, 1, 1)],
-)
-def test_scratch_is_bounded_by_tokens_and_by_requests(
-    max_tokens, block_size_tokens, max_requests, expected
-):
-    assert scratch_slots(max_tokens, block_size_tokens, max_requests) == expected
 
 
 def test_numpy_ints_are_kept_as_plain_ints():
@@ -205,11 +187,6 @@ REFUSED = [
     (KV.allocate, (1, -16, "cpu"), "block_size_tokens"),
     *[(slots_in_budget, (bad, MAMBA), "finite") for bad in (-1.0, math.inf, math.nan)],
     *[(blocks_in_budget, (bad, KV, 16), "finite") for bad in (-1.0, math.inf, math.nan)],
-    (partial(slots_in_budget, scratch_slots=-1), (1.0, MAMBA), "scratch_slots"),
-    (scratch_slots, (0, 256, 1), "must be an int >= 1"),
-    (scratch_slots, (1, 0, 1), "must be an int >= 1"),
-    (scratch_slots, (1, 256, 0), "must be an int >= 1"),
-    (scratch_slots, (1, 256, True), "must be an int >= 1"),
 ]
 
 
