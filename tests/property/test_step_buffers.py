@@ -227,6 +227,7 @@ class Sent(step_buffers._HostSide):
         super().__init__(layout, torch.zeros_like(device_buffer))
 
     def send(self, num_bytes):
+        self.num_sent = num_bytes
         self.device_buffer[:num_bytes] = self._buffer[:num_bytes]
 
 
@@ -249,7 +250,13 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed,
         # A group that goes on is the same array.
         ids = tuple(piece.row for piece in decodes)
         group = groups.setdefault(ids, group_of(decodes))
-        assert_equals_loops(fill(buffers, table, drawn, group), drawn, tables)
+        host = next(buffers._host_buffers)
+        buffers._host_buffers = itertools.chain([host], buffers._host_buffers)
+        metadata = fill(buffers, table, drawn, group)
+        assert_equals_loops(metadata, drawn, tables)
+        # Of the block tables, which come last, only the rows in use are sent.
+        first = metadata.block_tables.storage_offset() * 4
+        assert host.num_sent == first + metadata.num_requests * MAX_BLOCKS * 4
         changed = rng.integers(MAX_REQUESTS)
         tables[changed] += 1
         table.table_stamps[changed] = table.table_stamps.max() + 1

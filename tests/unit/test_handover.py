@@ -82,16 +82,6 @@ def test_a_layer_that_forgets_publishes_no_state(context, layers):
     assert context.stats().unwritten_states == 3
 
 
-def test_what_other_steps_wrote_stays_published(context):
-    first = generate(context, PROMPT[: 2 * BLOCK + 1], 1)
-    assert first[2].skip_tokens == 0
-    add(context, "b", PROMPT)
-    with pytest.warns(UnwrittenStateWarning):
-        forgetful_step(context, [0])
-    assert saved_prefix_lengths(context, PROMPT) == [1, 2]
-    context.check_invariants()
-
-
 def test_a_state_at_a_chunks_end_needs_no_layer(context):
     """It is the live state, which is cleared or restored before the step."""
     add(context, "a", PROMPT[: 2 * BLOCK])

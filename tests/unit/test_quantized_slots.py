@@ -34,24 +34,6 @@ def test_the_configurations_tensors_are_the_slots_own():
     assert quantized_context().slot_allocator.quantization == SlotQuantization(("ssm",))
 
 
-def test_what_is_restored_is_what_quantising_the_saved_state_gives():
-    exact, context = make_context(), quantized_context()
-    for one in (exact, context):
-        generate(one, PROMPT, 1)
-    saved = {
-        block: exact.slot_allocator.ssm_states[:, exact.slot_allocator.get_slot(block)]
-        for block in exact.slot_allocator.slot_to_block.tolist()
-        if block >= 0
-    }
-    assert saved
-    slots = context.slot_allocator
-    for block, state in saved.items():
-        codes, scales = quantize_states(state)
-        slot = slots.get_slot(block)
-        assert torch.equal(slots.ssm_states[:, slot], codes)
-        assert torch.equal(slots.ssm_scales[:, slot], scales)
-
-
 def test_a_budget_holds_more_slots():
     spec = MODEL_CONFIG.state_spec(torch.float64)
     quantized = SlotQuantization().slot_spec(spec)

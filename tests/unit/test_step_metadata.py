@@ -11,7 +11,6 @@ import step_plans
 import torch
 from step_plans import decode_work, make_table, part
 
-from mamba_cache.context import step_buffers
 from mamba_cache.context.requests import Checkpoint
 from mamba_cache.states import ZERO_SOURCE
 
@@ -19,7 +18,6 @@ MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 4, 24, 4
 BLOCK, CHUNK, LIVE_ROWS, DECODE_TOKENS = 4, 2, 3, 2
 MAX_CHUNKS = MAX_TOKENS // CHUNK + 2 * MAX_REQUESTS  # each may begin and end inside a chunk
 TABLES = np.arange(100, 100 + MAX_REQUESTS * MAX_BLOCKS, dtype=np.int32).reshape(MAX_REQUESTS, -1)
-POISON = 77
 
 # A decode with a draft, one without, a prefill behind a shared block, and another.
 DECODES = [part(3, 9, [11, 12]), part(1, 5, [13])]
@@ -69,10 +67,6 @@ def fill(buffers, decodes=(), prefills=(), saved=(), block=BLOCK):
     return buffers.fill(decode_work(decodes, buffers._table, block), prefills, saved)
 
 
-def padded(values, room, padding):
-    return values + [padding] * (room - len(values))
-
-
 @pytest.mark.parametrize("step", [(DECODES, PREFILLS, SAVED), ()], ids=["full", "empty"])
 def test_tensors_are_as_long_as_a_step_may_be(step):
     """Kernels of a captured graph read all of them, whatever the step has."""
@@ -104,34 +98,6 @@ def test_where_a_key_goes_is_exact_in_64_bits(is_prefill):
     buffers = make_buffers(tables, block_size_tokens=block_size)
     metadata = fill(buffers, *step, block=block_size)
     assert metadata.kv_slot_mapping[0].item() == block * block_size + 6
-
-
-class StagedBuffer(step_buffers._HostSide):
-    """A host side of its own, as on a GPU, whose copies are done at once."""
-
-    def __init__(self, layout, device_buffer):
-        self.device_buffer = device_buffer
-        super().__init__(layout, torch.full_like(device_buffer, POISON))
-
-    def send(self, num_bytes):
-        self.num_sent = num_bytes
-        self.device_buffer[:num_bytes] = self._buffer[:num_bytes]
-
-
-@pytest.mark.parametrize("num_prefills", [0, 2])
-@pytest.mark.parametrize("num_decodes", [0, 1, 2])
-def test_block_tables_are_sent_as_far_as_the_batch_goes(monkeypatch, num_decodes, num_prefills):
-    monkeypatch.setattr(step_buffers, "_HostSide", StagedBuffer)
-    buffers = make_buffers()
-    metadata = fill(buffers, DECODES[:num_decodes], PREFILLS[:num_prefills])
-    rows = [*ROWS[:num_decodes], *ROWS[2 : 2 + num_prefills]]
-    row_bytes = 4 * MAX_BLOCKS
-    before = metadata.block_tables.storage_offset() * 4
-    assert next(buffers._host_buffers).num_sent == before + len(rows) * row_bytes
-    wanted = TABLES[rows].tolist()
-    assert metadata.block_tables.tolist() == padded(wanted, MAX_REQUESTS, [0] * MAX_BLOCKS)
-    wanted = [-1] * (num_decodes + 1) + [11] if num_prefills else []
-    assert metadata.boundary_positions.tolist() == padded(wanted, MAX_REQUESTS, -1)
 
 
 def test_a_table_that_a_prompt_has_taken_the_place_of_is_copied_again():
