@@ -3,7 +3,6 @@
 import random
 from contextlib import ExitStack
 
-import numpy as np
 import pytest
 
 pytest.importorskip("zmq", reason="needs the extra events")
@@ -124,24 +123,3 @@ def test_a_run_of_blocks_is_one_event():
     assert event["type"] == "BlockStored"
     assert len(event["block_hashes"]) == 6
     assert event["token_ids"] == [5] * 6 * BLOCK
-
-
-def _stored(block, hash_id, parent, tokens):
-    return Stored(
-        "block", (block,), (hash_id,), parent_hash=parent, tokens=tokens, block_size_tokens=BLOCK
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_block_waits_for_the_one_before_it(mode):
-    view = EventView(BLOCK, mode)
-    tokens = np.arange(BLOCK, dtype=np.int32)
-    view.apply(_stored(1, 11, 10, tokens))
-    view.apply(Stored("state", (1,), (11,), slots=(0,)))
-    assert view.take_events() == []
-    view.apply(_stored(0, 10, None, tokens))
-    blocks, state = view.take_events()
-    assert (blocks["group_idx"], blocks["parent_block_hash"]) == (0, None)
-    first, second = blocks["block_hashes"]
-    assert (state["group_idx"], state["block_hashes"]) == (1, [second])
-    assert state["parent_block_hash"] == first

@@ -330,11 +330,8 @@ class EventPublisher:
         """Send a subscriber the batches that it lacks, or one with all that is held."""
         if num_frames != _REQUEST_FRAMES or len(request[2]) != 8:
             sizes = [len(frame) for frame in request]
-            _log.warning(
-                "a replay is asked for with 8 bytes, got %s frames, the first ones of %s",
-                f"{num_frames:,}",
-                sizes,
-            )
+            text = "a replay is asked for with 8 bytes, got %s frames, the first ones of %s"
+            _log.warning(text, f"{num_frames:,}", sizes)
             return
         client, _, start = request
         if start < self._log[0][0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mamba_cache.events import Removed, Stored
@@ -62,27 +63,23 @@ def removed_event(group: int, hashes: Sequence[int]) -> KVEvent:
     }
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """A KV block that is registered."""
 
-    __slots__ = ("extra_keys", "hash", "is_told", "parent", "parent_hash", "tokens", "uses")
+    parent: _Block | None
+    tokens: bytes | None
+    extra_keys: _ExtraKeys
+    uses: int = 0  # its state, used children, and in mode "resident" itself
+    is_told: bool = False
+    hash: int = 0
+    parent_hash: int | None = None
 
-    def __init__(
-        self, parent: int | None, tokens: bytes | None, extra_keys: _ExtraKeys, uses: int
-    ) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.extra_keys = extra_keys
-        self.uses = uses
-        self.is_told = False
-        self.hash = 0
-        self.parent_hash: int | None = None
-
-    def tell(self, parent: _Block | None) -> None:
+    def tell(self) -> None:
         """Have subscribers know of it, as they do of its parent."""
         assert self.tokens, "nobody is told of a block without tokens"
-        self.parent_hash = None if parent is None else parent.hash
-        before = b"" if parent is None else parent.hash.to_bytes(8, "little")
+        self.parent_hash = None if self.parent is None else self.parent.hash
+        before = b"" if self.parent_hash is None else self.parent_hash.to_bytes(8, "little")
         after = b"" if self.extra_keys is None else repr(self.extra_keys).encode()
         digest = hashlib.blake2b(before + self.tokens + after, digest_size=8).digest()
         self.hash = int.from_bytes(digest, "little")
@@ -93,19 +90,16 @@ class EventView:
     """The blocks and states that are held, and which of them subscribers are told of.
 
     A block is told of if its parent is, so that every one that is told can be matched; in mode
-    "reachable" only if it, or one after it, has a state. A state is told of if its block is. Each
-    call costs as much as the blocks that it names, those that it makes known or takes back, and
-    their children.
+    "reachable" only if it, or one after it, has a state. A state is told of if its block is. Blocks
+    are registered after their parents, and removed with them. Each call costs as much as the blocks
+    that it names, and those that it makes known or takes back.
     """
 
     def __init__(self, block_size_tokens: int, mode: EventMode) -> None:
-        self.block_size_tokens = block_size_tokens
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
-        self._uses_of_all = 1 if mode == "resident" else 0
-        self._blocks: dict[int, _Block] = {}
+        self._is_resident = mode == "resident"
+        self._blocks: dict[int, _Block] = {}  # parents before children
         self._states: set[int] = set()
-        # Also of parents that are not registered: one that is again finds its children here.
-        self._children: dict[int | None, dict[int, None]] = {}
         self._events: list[KVEvent] = []
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
 
@@ -118,7 +112,9 @@ class EventView:
         elif isinstance(event, Stored):
             self._store_blocks(event)
         elif event.is_reset:
-            self._clear_blocks()
+            self._blocks.clear()
+            self.num_told_blocks = self.num_told_states = self.num_untold = 0
+            self._events = [CLEARED]  # whatever came before is over as well
         else:
             for hash_id in event.hash_ids:
                 self._remove_block(hash_id)
@@ -131,101 +127,74 @@ class EventView:
     def snapshot(self) -> list[KVEvent]:
         """Return all that subscribers are told of, parents before children."""
         events: list[KVEvent] = []
-        pending = list(self._children.get(None, ()))
-        while pending:
-            hash_id = pending.pop()
-            block = self._blocks[hash_id]
+        for hash_id, block in self._blocks.items():
             if block.is_told:
                 self._add_stored(events, hash_id, block)
-                pending += self._children.get(hash_id, ())
         return events
 
     def _store_blocks(self, event: Stored) -> None:
-        size, parent = self._block_bytes, event.parent_hash
+        size, parent = self._block_bytes, self._blocks.get(event.parent_hash or 0)
         data = None if event.tokens is None else event.tokens.tobytes()
-        if data is None:
-            self.num_untold += len(event.hash_ids)
         for index, hash_id in enumerate(event.hash_ids):
             tokens = data and data[index * size : (index + 1) * size]
             extra_keys = event.extra_keys and event.extra_keys[index]
-            self._store_block(hash_id, parent, tokens, extra_keys)
-            parent = hash_id
-
-    def _store_block(
-        self, hash_id: int, parent: int | None, tokens: bytes | None, extra_keys: _ExtraKeys
-    ) -> None:
-        self._remove_block(hash_id)
-        uses = self._uses_of_all + (hash_id in self._states)
-        for child in self._children.get(hash_id, ()):
-            uses += self._blocks[child].uses > 0
-        block = self._blocks[hash_id] = _Block(parent, tokens, extra_keys, uses)
-        self._children.setdefault(parent, {})[hash_id] = None
-        if uses:
-            self._add_use(parent)
-            self._tell_from(hash_id, block)
+            self.num_untold += not tokens
+            parent = self._blocks[hash_id] = _Block(parent, tokens, extra_keys)
+            for _ in range(self._is_resident + (hash_id in self._states)):
+                self._add_use(hash_id, parent)
 
     def _remove_block(self, hash_id: int) -> None:
-        block = self._blocks.get(hash_id)
-        if block is None:
-            return
-        if block.is_told:
-            self._take_back(hash_id)
-        del self._blocks[hash_id]
-        self.num_untold -= block.tokens is None
-        siblings = self._children[block.parent]
-        del siblings[hash_id]
-        if not siblings:
-            del self._children[block.parent]
-        if block.uses:
-            self._drop_use(block.parent)
-
-    def _clear_blocks(self) -> None:
-        self._blocks.clear()
-        self._children.clear()
-        self.num_told_blocks = self.num_told_states = self.num_untold = 0
-        self._events = [CLEARED]  # whatever came before is over as well
+        block = self._blocks.pop(hash_id, None)
+        if block is not None:
+            self.num_untold -= not block.tokens
+            if block.is_told and hash_id in self._states:
+                self._add_removed(1, block)
+                self.num_told_states -= 1
+            block.uses = min(block.uses, 1)
+            self._drop_use(block)
 
     def _store_state(self, hash_id: int) -> None:
         if hash_id in self._states:
             return
         self._states.add(hash_id)
         block = self._blocks.get(hash_id)
-        if block is None:
-            return
-        if block.is_told:
-            self._events.append(self._stored(1, block))
-            self.num_told_states += 1
-        block.uses += 1
-        if block.uses == 1:
-            self._add_use(block.parent)
-            self._tell_from(hash_id, block)
+        if block is not None:
+            if block.is_told:
+                self._events.append(self._stored(1, block))
+                self.num_told_states += 1
+            self._add_use(hash_id, block)
 
     def _remove_state(self, hash_id: int) -> None:
-        if hash_id not in self._states:
-            return
-        block = self._blocks.get(hash_id)
-        if block is not None and block.is_told:
-            self._add_removed(1, block)
-            self.num_told_states -= 1
+        block = self._blocks.get(hash_id) if hash_id in self._states else None
         self._states.discard(hash_id)
         if block is not None:
-            self._drop_use(hash_id)
+            if block.is_told:
+                self._add_removed(1, block)
+                self.num_told_states -= 1
+            self._drop_use(block)
 
-    def _add_use(self, hash_id: int | None) -> None:
+    def _add_use(self, hash_id: int, block: _Block) -> None:
         """Count one more use of a block; the first makes it known, with those before it."""
-        top = None
-        while hash_id is not None and (block := self._blocks.get(hash_id)) is not None:
-            block.uses += 1
-            if block.uses > 1:
+        path: list[_Block] = []
+        above: _Block | None = block
+        while above is not None:
+            above.uses += 1
+            if above.uses > 1:
                 break
-            top = hash_id, block
-            hash_id = block.parent
-        if top is not None:
-            self._tell_from(*top)
+            path.append(above)
+            above = above.parent
+        for below in reversed(path):
+            if not below.tokens or not (below.parent is None or below.parent.is_told):
+                return
+            below.tell()
+            self.num_told_blocks += 1
+            has_state = below is block and hash_id in self._states
+            self.num_told_states += has_state
+            self._add_stored(self._events, hash_id if has_state else 0, below)
 
-    def _drop_use(self, hash_id: int | None) -> None:
+    def _drop_use(self, block: _Block | None) -> None:
         """Count one use of a block less; with the last it is taken back, and those before it."""
-        while hash_id is not None and (block := self._blocks.get(hash_id)) is not None:
+        while block is not None and block.uses:
             block.uses -= 1
             if block.uses:
                 break
@@ -233,43 +202,7 @@ class EventView:
                 block.is_told = False
                 self._add_removed(0, block)
                 self.num_told_blocks -= 1
-            hash_id = block.parent
-
-    def _tell_from(self, hash_id: int, block: _Block) -> None:
-        """Tell of a block, if its parent is told, and of all after it that are worth it."""
-        parent = None
-        if block.parent is not None:
-            parent = self._blocks.get(block.parent)
-            if parent is None or not parent.is_told:
-                return
-        pending = [(hash_id, block, parent)]
-        while pending:
-            hash_id, block, parent = pending.pop()
-            if block.is_told or not block.uses or not block.tokens:
-                continue
-            block.tell(parent)
-            self._add_stored(self._events, hash_id, block)
-            self.num_told_blocks += 1
-            self.num_told_states += hash_id in self._states
-            children = self._children.get(hash_id, ())
-            pending += [(child, self._blocks[child], block) for child in children]
-
-    def _take_back(self, hash_id: int) -> None:
-        """Take back a block and all after it."""
-        order, pending = [], [hash_id]
-        while pending:
-            hash_id = pending.pop()
-            block = self._blocks[hash_id]
-            if block.is_told:
-                block.is_told = False
-                order.append((hash_id, block))
-                pending += self._children.get(hash_id, ())
-        for hash_id, block in reversed(order):
-            if hash_id in self._states:
-                self._add_removed(1, block)
-                self.num_told_states -= 1
-            self._add_removed(0, block)
-        self.num_told_blocks -= len(order)
+            block = block.parent
 
     def _add_stored(self, events: list[KVEvent], hash_id: int, block: _Block) -> None:
         """Add to ``events`` that a block is held, and its state if it has one."""
@@ -291,6 +224,5 @@ class EventView:
             self._events.append(removed_event(group, [block.hash]))
 
     def _stored(self, group: int, block: _Block) -> KVEvent:
-        assert block.tokens, "nobody is told of a block without tokens"
-        tokens = memoryview(block.tokens).cast("i").tolist()
+        tokens = memoryview(block.tokens or b"").cast("i").tolist()
         return stored_event(group, [block.hash], block.parent_hash, tokens, [block.extra_keys])
