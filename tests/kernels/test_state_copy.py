@@ -138,6 +138,7 @@ CODES, SCALES = STATES.to(torch.int8), rows_of(3, (2, 7))
         ([STATES], [CODES[:, :2].contiguous(), SCALES], "equally many rows"),
         ([STATES.int()], [CODES, SCALES], "as many"),
         ([STATES.flatten(3)], [CODES, SCALES], "quantised states must"),
+        ([STATES.flatten(3)], [CODES.flatten(3), SCALES], "quantised states must"),
         ([STATES], [CODES], "agree in dtype"),
     ],
 )
