@@ -91,8 +91,8 @@ class EventView:
 
     A block is told of if its parent is, so that every one that is told can be matched; in mode
     "reachable" only if it, or one after it, has a state. A state is told of if its block is. Blocks
-    are registered after their parents, and removed with them. Each call costs as much as the blocks
-    that it names, and those that it makes known or takes back.
+    are registered after their parents, and removed with them and after their states. A call costs
+    as much as the blocks that it names, and those that it makes known or takes back.
     """
 
     def __init__(self, block_size_tokens: int, mode: EventMode) -> None:
@@ -147,10 +147,6 @@ class EventView:
         block = self._blocks.pop(hash_id, None)
         if block is not None:
             self.num_untold -= not block.tokens
-            if block.is_told and hash_id in self._states:
-                self._add_removed(1, block)
-                self.num_told_states -= 1
-            block.uses = min(block.uses, 1)
             self._drop_use(block)
 
     def _store_state(self, hash_id: int) -> None:
