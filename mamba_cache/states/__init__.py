@@ -7,7 +7,7 @@ from mamba_cache.states.extraction import (
     extract_checkpoint_states,
     plan_extraction,
 )
-from mamba_cache.states.kernels import CopyBackend, kernels_for, uses_triton
+from mamba_cache.states.kernels import CopyBackend, kernels_for
 from mamba_cache.states.kernels.quantize_torch import dequantize_states, quantize_states
 from mamba_cache.states.pool import StatePool, as_device
 from mamba_cache.states.spec import (
@@ -41,5 +41,4 @@ __all__ = [
     "plan_extraction",
     "quantize_states",
     "slots_in_budget",
-    "uses_triton",
 ]

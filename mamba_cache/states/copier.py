@@ -15,7 +15,6 @@ from mamba_cache.states.kernels import (
     copy_torch,
     kernels_for,
     quantize_torch,
-    uses_triton,
 )
 from mamba_cache.states.kernels.copy_torch import RowCopy, plan_copy
 
@@ -80,9 +79,10 @@ class StateCopier:
         self._num_destination_rows = destinations[0].shape[1]
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
-        self._launch = _launch_of(unchanged, quantized, self._device, backend)
-        # The twins of the kernels also take rows on the host as lists.
-        self._takes_lists = not uses_triton(backend, self._device)
+        name, twins = (_QUANTIZE, quantize_torch) if quantized else (_COPY, copy_torch)
+        kernels = kernels_for(backend, self._device, kernels=name, twins=twins)
+        self._takes_lists = kernels is twins  # of rows on the host
+        self._launch = _launch_of(kernels, unchanged, quantized, self._device)
         on_cuda = self._device.type == "cuda"
         capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
         self._ring = _RowRing(capacity, self._device) if on_cuda else None
@@ -252,16 +252,14 @@ _Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
 
 
 def _launch_of(
-    unchanged: _Pairs, quantized: Sequence[_Quantized], device: torch.device, backend: CopyBackend
+    kernels: Any, unchanged: _Pairs, quantized: Sequence[_Quantized], device: torch.device
 ) -> RowCopy:
     """Return what copies rows of checked tensors."""
     sources, destinations = zip(*unchanged, strict=True) if unchanged else ((), ())
     plan = plan_copy(sources, destinations, device=device)
     if not quantized:
-        kernels = kernels_for(backend, device, kernels=_COPY, twins=copy_torch)
         launch: RowCopy = kernels.copy_states(plan)
         return launch
-    kernels = kernels_for(backend, device, kernels=_QUANTIZE, twins=quantize_torch)
     nothing = plan_copy([], [], device=device)
     launches: list[RowCopy] = [
         kernels.copy_quantized(nothing if i else plan, states, codes, scales, is_store=is_store)

@@ -9,7 +9,7 @@ import torch
 from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.integrations.vllm import align_kernels, copies
-from mamba_cache.states import kernels_for, uses_triton
+from mamba_cache.states import kernels_for
 from mamba_cache.states.kernels import (
     checksum,
     checksum_torch,
@@ -43,11 +43,13 @@ def test_kernels_work_on_a_gpu_and_their_twins_elsewhere(kernels, twins):
 
 def test_without_an_interpreter_kernels_need_a_gpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert uses_triton("triton", GPU)
-    with pytest.raises(InvalidArgumentError, match="needs tensors on a CUDA device, got cpu"):
-        uses_triton("triton", CPU)
-    with pytest.raises(InvalidArgumentError, match="must be 'auto', 'torch' or 'triton', got 'x'"):
-        uses_triton("x", CPU)
+    for backend, message in (
+        ("triton", "needs tensors on a CUDA device, got cpu"),
+        ("x", "must be 'auto', 'torch' or 'triton', got 'x'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            kernels_for(backend, CPU, kernels=copy.__name__, twins=copy_torch)
+    assert kernels_for("triton", GPU, kernels=copy.__name__, twins=copy_torch) is copy
 
 
 def test_without_triton_only_the_twins_are_there(monkeypatch):

@@ -14,28 +14,10 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 
-__all__ = ["CopyBackend", "kernels_for", "uses_triton"]
+__all__ = ["CopyBackend", "kernels_for"]
 
 CopyBackend = Literal["auto", "torch", "triton"]
 """What carries out the copies; "auto" is the Triton kernel on CUDA and PyTorch elsewhere."""
-
-
-def uses_triton(backend: CopyBackend, device: torch.device) -> bool:
-    """Say whether ``backend`` means Triton for tensors on ``device``.
-
-    Raises:
-        InvalidArgumentError: The backend is unknown, or not for the device.
-    """
-    if backend not in ("auto", "torch", "triton"):
-        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    if device.type == "cuda":
-        return backend != "torch"
-    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidArgumentError(
-            f"backend 'triton' needs tensors on a CUDA device, got {device} "
-            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
-        )
-    return backend == "triton"
 
 
 def kernels_for(
@@ -54,7 +36,15 @@ def kernels_for(
         InvalidArgumentError: The backend is unknown, or not for the device.
         MissingExtraError: The kernels are asked for and Triton is not installed.
     """
-    if not uses_triton(backend, device):
+    if backend not in ("auto", "torch", "triton"):
+        raise InvalidArgumentError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    is_gpu = device.type == "cuda"
+    if backend == "triton" and not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InvalidArgumentError(
+            f"backend 'triton' needs tensors on a CUDA device, got {device} "
+            "(with TRITON_INTERPRET=1 in the environment Triton interprets kernels on the CPU)"
+        )
+    if backend == "torch" or (backend == "auto" and not is_gpu):
         return twins
     try:
         return import_module(kernels)
