@@ -364,12 +364,6 @@ class _HostSide:
             )
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.arrays = layout.arrays(self._buffer)
-        self.clear()
-
-    def clear(self) -> None:
-        """Hold zeros, and no padding."""
-        for array in self.arrays.values():
-            array.fill(0)
         self.used = {name: len(array) for name, array in self.arrays.items()}  # not padding
         self.rows: _IntArray | None = None
         self._size = -1, -1

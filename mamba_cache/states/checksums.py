@@ -144,7 +144,9 @@ class EntryChecksums:
         bytes_of_places = [tensor.unsqueeze(-1).view(torch.uint8).flatten(2) for tensor in tensors]
         parts = [layer for tensor in bytes_of_places for layer in tensor]
         self._plan = plan_checksums(parts, sums_start=sums_start)
-        self._programs = programs or _num_multiprocessors(device)
+        if programs is None and device.type == "cuda":
+            programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self._programs = programs or 1
         self._kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
         self.num_sums = self._plan.num_chunks  # of one entry
 
@@ -183,10 +185,3 @@ class EntryChecksums:
         self._kernels.checksum(
             self._plan, compares, entries, changed, which, 0, others, self._programs
         )
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    properties = torch.cuda.get_device_properties(device)  # pragma: no cover - tests/gpu run it
-    return int(properties.multi_processor_count)  # pragma: no cover

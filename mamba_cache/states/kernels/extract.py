@@ -9,7 +9,6 @@ Either may be absent. Into quantised slots the states change their dtype on the 
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import torch
 import triton
@@ -157,23 +156,6 @@ def _extract_kernel(  # type: ignore[no-untyped-def]
 _launch = Launcher(_extract_kernel)
 
 
-_Tiles: TypeAlias = tuple[int, tuple[int, int, int, int]]
-"""Tiles of one SSM state; HEAD_DIM, STATE_DIM, ROWS and COLUMNS of each."""
-
-_NO_TILES: _Tiles = (0, (1, 1, 1, 1))
-
-
-def _copied_tiles(states: torch.Tensor) -> _Tiles:
-    size, tile = states.shape[1:].numel(), _COPIED_BYTES // states.element_size()
-    return triton.cdiv(size, tile), (1, size, 1, tile)
-
-
-def _quantized_tiles(states: torch.Tensor) -> _Tiles:
-    heads, head_dim, state_dim = states.shape[1:]
-    rows, columns = stored_tile_sizes(head_dim, state_dim)
-    return heads * triton.cdiv(state_dim, columns), (head_dim, state_dim, rows, columns)
-
-
 def extract_states(
     slot_conv: torch.Tensor | None,
     slot_ssm: torch.Tensor | None,
@@ -193,13 +175,18 @@ def extract_states(
     """
     if not len(slots):
         return
-    num_tiles, tile_sizes = _NO_TILES
+    # Tiles of one state; HEAD_DIM, STATE_DIM, ROWS and COLUMNS of each.
+    num_tiles, tile_sizes = 0, (1, 1, 1, 1)
     widest, options = WIDE_BYTES, _COPY_OPTIONS
-    if slot_scales is not None:
+    if chunk_states is not None and slot_scales is None:
+        size, tile = chunk_states.shape[1:].numel(), _COPIED_BYTES // chunk_states.element_size()
+        num_tiles, tile_sizes = triton.cdiv(size, tile), (1, size, 1, tile)
+    elif chunk_states is not None:
+        heads, head_dim, state_dim = chunk_states.shape[1:]
+        tile_rows, columns = stored_tile_sizes(head_dim, state_dim)
+        num_tiles = heads * triton.cdiv(state_dim, columns)
+        tile_sizes = head_dim, state_dim, tile_rows, columns
         widest, options = STORED_CODES, STORE_OPTIONS
-    if chunk_states is not None:
-        cut = _copied_tiles if slot_scales is None else _quantized_tiles
-        num_tiles, tile_sizes = cut(chunk_states)
     device = slots.get_device()
     entries = entries_per_program(len(slots), on_gpu=device >= 0, captured=_ENTRIES_IN_GRAPH)
     tensors = (slot_conv, slot_ssm, slot_scales, live_conv, chunk_states, conv_input)
