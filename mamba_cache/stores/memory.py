@@ -6,8 +6,13 @@ import threading
 from collections.abc import Sequence
 
 from mamba_cache._checks import check_int
-from mamba_cache.stores.arguments import MAX_BLOB_BYTES, check_blobs, check_keys
-from mamba_cache.stores.protocols import StoreFault, StoreHealth
+from mamba_cache.stores.protocols import (
+    MAX_BLOB_BYTES,
+    StoreFault,
+    StoreHealth,
+    check_blobs,
+    check_keys,
+)
 
 __all__ = ["MemoryStore"]
 

@@ -14,8 +14,13 @@ import numpy as np
 from mamba_cache._checks import check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
-from mamba_cache.stores.arguments import MAX_BLOB_BYTES, check_blobs, check_keys
-from mamba_cache.stores.protocols import StoreFault, StoreHealth
+from mamba_cache.stores.protocols import (
+    MAX_BLOB_BYTES,
+    StoreFault,
+    StoreHealth,
+    check_blobs,
+    check_keys,
+)
 
 __all__ = ["MooncakeStore"]
 

@@ -16,8 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.stores.arguments import MAX_BLOB_BYTES, check_blobs, check_keys
-from mamba_cache.stores.protocols import StoreFault, StoreHealth
+from mamba_cache.stores.protocols import (
+    MAX_BLOB_BYTES,
+    StoreFault,
+    StoreHealth,
+    check_blobs,
+    check_keys,
+)
 
 __all__ = ["ValkeyStore"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -105,7 +104,6 @@ class Pinner:
         self._touching = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-touch")
         self._pinning = ThreadPoolExecutor(_PINNING_THREADS, thread_name_prefix=name)
         self._pinned: dict[int, Any] = {}  # what was pinned, by address; keeps the memory
-        self.seconds: dict[str, list[float]] = {"touch": [], "pin": []}
         threads = self._touching, self._pinning
         self.close = finalize(self, _close, threads, self._pinned, unpin)
 
@@ -113,7 +111,7 @@ class Pinner:
         """Begin to make a slab, [num_bytes] uint8."""
         # Nothing that the threads have refers to this object, which may go while they work.
         return self._pinning.submit(
-            _make_pinned, num_bytes, self._pin, self._pinned, self._touching, self.seconds
+            _make_pinned, num_bytes, self._pin, self._pinned, self._touching
         )
 
 
@@ -122,7 +120,6 @@ def _make_pinned(
     pin: Callable[[int, int], object],
     pinned: dict[int, Any],
     touching: ThreadPoolExecutor,
-    seconds: dict[str, list[float]],
 ) -> torch.Tensor:
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=private)
@@ -131,18 +128,14 @@ def _make_pinned(
     start = -array.ctypes.data % _HUGE_PAGE
     slab = array[start : start + num_bytes]
     parts = [slab[first : first + _TOUCHED_BYTES] for first in range(0, num_bytes, _TOUCHED_BYTES)]
-    seconds["touch"] += touching.map(_touch, parts)
-    begun = time.perf_counter()
+    list(touching.map(_touch, parts))
     pin(slab.ctypes.data, num_bytes)
-    seconds["pin"].append(time.perf_counter() - begun)
     pinned[slab.ctypes.data] = slab
     return torch.from_numpy(slab)
 
 
-def _touch(part: npt.NDArray[np.uint8]) -> float:
-    begun = time.perf_counter()
+def _touch(part: npt.NDArray[np.uint8]) -> None:
     part[::_PAGE] = 0  # numpy lets other threads run meanwhile
-    return time.perf_counter() - begun
 
 
 def _close(

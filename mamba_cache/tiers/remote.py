@@ -132,7 +132,6 @@ class RemoteTier(QueuedTier):
         call_seconds: float = 2.0,
         owns_store: bool = False,
         chunk_bytes: int = _CHUNK_BYTES,
-        verifies: bool = True,
     ) -> None:
         self._asks: deque[_Ask] = deque()
         # So that no request waits until the store has connected.
@@ -154,7 +153,7 @@ class RemoteTier(QueuedTier):
             )
         self.store = store
         self._macs = EntryMacs(secret)
-        self._owns_store, self._verifies = owns_store, verifies
+        self._owns_store = owns_store
         self._work_came = self._load_came
         self._call_began = threading.Condition(self._lock)
         self._faults: Counter[str] = Counter()
@@ -567,17 +566,12 @@ class RemoteTier(QueuedTier):
         """Read a manifest that the store has brought, or not."""
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
-        if not self._verifies:
-            count = len(_chunk_slices(load.expected.payload_bytes, self._chunk_bytes))
-            return self._macs.payload_mac(load.expected.key.identity), [b""] * count
         return _read_manifest(buffer[:answer], load.expected, self._chunk_bytes, self._macs)
 
     def _refusal(self, answer: int | StoreFault, chunk: _Part) -> Refusal | None:
         """Say what is wrong with a chunk."""
         if isinstance(answer, StoreFault):
             return _refusal_of(answer)
-        if not self._verifies:
-            return None
         if answer != len(chunk.payload):
             return Refusal.SHORT if answer < len(chunk.payload) else Refusal.PAYLOAD_BYTES
         found = chunk.payload_mac.part(chunk.number, chunk.payload)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
 
+from remote_rig import believe
 from store_machine import StoreMachine
 from tiers_machine import DiskMachine
 
@@ -178,7 +179,8 @@ def _store_exchanged(machine):
 
 def _store_believed(init):
     def broken(self, store, **options):
-        init(self, store, **{**options, "verifies": False})
+        init(self, store, **options)
+        believe(self)
 
     return broken
 

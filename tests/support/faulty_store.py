@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mamba_cache._checks import check_choice, check_int, check_kind, check_number
-from mamba_cache.stores.arguments import check_blobs, check_keys
-from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth
+from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth, check_blobs, check_keys
 
 __all__ = ["FaultyStore", "Trouble"]
 

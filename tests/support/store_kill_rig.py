@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from disk_rig import SECRET, facts_of
 from faulty_store import FaultyStore, Trouble
+from remote_rig import believe
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.stores import open_store
@@ -129,14 +130,16 @@ def open_tier(url, *, flips=0.0, verifies=True):
     if flips:
         store = FaultyStore(store)
         store.inject("get_many_into", Trouble.FLIP, probability=flips)
-    return RemoteTier(
+    tier = RemoteTier(
         store,
         secret=SECRET,
         write_on_use=1,
         chunk_bytes=CHUNK_BYTES,
         call_seconds=CALL_SECONDS,
-        verifies=verifies,
     )
+    if not verifies:
+        believe(tier)
+    return tier
 
 
 class Differences:

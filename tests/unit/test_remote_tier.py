@@ -9,7 +9,7 @@ import pytest
 from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
 from faulty_store import FaultyStore, Trouble
-from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
+from remote_rig import CHUNK_BYTES, PATIENCE, Bench, believe, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import MemoryStore, StoreFault
@@ -161,7 +161,8 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
 def test_without_verifying_damage_comes_through(bench) -> None:
     """What the digests are for: the same damage, and a tier that believes what it gets."""
     bench.put(1)
-    believing = Bench(store=bench.memory, verifies=False)
+    believing = Bench(store=bench.memory)
+    believe(believing.tier)
     name = str(replace(facts_of(1).key, chunk=2))
     bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
     wrong = believing.load(1)

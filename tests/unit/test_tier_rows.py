@@ -477,7 +477,6 @@ def test_pages_are_touched_before_they_are_pinned(monkeypatch):
     assert len(slab) == 5 * 4096
     assert not np.any(slab.numpy())
     assert resident == [1] * 5
-    assert pinner.seconds.keys() == {"touch", "pin"}
     pinner.close()
 
 
