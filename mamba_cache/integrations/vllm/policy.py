@@ -196,9 +196,10 @@ class ValuePolicy:
 
     def _admit(self, request: _Request, num_needed: int) -> bool:
         """Make room for what a request offers, if its states are worth more than others."""
-        new = {prefix for prefix in request.offered if not self._has(prefix, self._sparse)}
+        offered = {prefix for prefix in request.offered if not self._has(prefix, self._sparse)}
         if request.end is not None and request.end.candidate < 0:
-            new.add(request.end)
+            offered.add(request.end)
+        new = sorted(offered, key=attrgetter("depth"))
         if not new:  # room was made with the states; what an answer adds is worth nothing yet
             return len(self._worthless) >= num_needed
         for prefix in new:
@@ -206,9 +207,8 @@ class ValuePolicy:
                 self._keep(prefix, self._candidate_of(prefix, request))
         num_free = self.cache_capacity - len(self._chunks)
         while new:
-            deepest = max(prefix.depth for prefix in new)
             num_wanted = len(new) * len(self._sparse) - num_free
-            for prefix in request.path[request.num_matched : deepest]:
+            for prefix in request.path[request.num_matched : new[-1].depth]:
                 num_wanted += not prefix.num_chunks
             lowest = min(new, key=self._density)
             if self._demote(max(num_wanted, num_needed), self._density(lowest)):
@@ -240,7 +240,7 @@ class ValuePolicy:
         sparse = tuple(group for group, n in num_seen.items() if 2 * n <= most)
         if sparse == self._sparse and len(num_seen) == len(sparse) + len(self._dense):
             return
-        self._sparse, self._dense = sparse, tuple(num_seen.keys() - {*sparse})
+        self._sparse, self._dense = sparse, tuple(g for g in num_seen if g not in sparse)
         for prefix in [*self._kept]:
             if not self._has(prefix, sparse):
                 self._drop(prefix)
