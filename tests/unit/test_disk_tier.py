@@ -636,33 +636,6 @@ def test_folders_that_go_or_may_not_be_read_are_left_and_in_nobodys_way(
 # Threads.
 
 
-def test_one_flight_for_each_key_and_queues_with_an_end(tmp_path, monkeypatch) -> None:
-    tier = open_tier(tmp_path, max_queued=1, num_readers=1)
-    assert put(tier, 8, KV) is None
-    writes, reads = (Gate(monkeypatch, disks, name) for name in ("_write_entry", "_read_payload"))
-    puts = [Answer() for _ in range(2)]
-    assert tier.put(facts_of(0), payload_of(0), puts[0])
-    writes.wait_for(1)
-    assert not tier.put(facts_of(0), payload_of(0), Answer())
-    assert tier.put(facts_of(1), payload_of(1), puts[1])
-    assert not tier.put(facts_of(2), payload_of(2), Answer())
-    assert has(tier, 0) == [False]
-    loads, facts = [Answer() for _ in range(2)], facts_of(8, KV)
-    assert tier.load(facts, buffer_for(facts), loads[0])
-    reads.wait_for(1)
-    assert tier.load(facts, buffer_for(facts), loads[1])
-    assert not tier.load(facts, buffer_for(facts), Answer())
-    assert tier.num_queued == 4
-    assert not tier.flush(0)
-    writes.open()
-    reads.open()
-    assert tier.flush()
-    assert tier.num_queued == 0
-    assert [each.get() for each in puts + loads] == [None] * 4
-    assert tier.stats().dropped == {"in_flight": 1, "queue_full": 1}
-    tier.close()
-
-
 def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, num_readers=1)
     assert [put(tier, 8, KV), put(tier, 7), put(tier, 6)] == [None] * 3
