@@ -323,7 +323,7 @@ class Tiering:
         load.is_damaged = is_damaged
         if not is_damaged:
             self.host.use(load.leases)
-            self.host.count_restored(len(load.leases))
+            self.host.restored_total += len(load.leases)
         self.planner.record_load(load.ticket.num_bytes, load.ticket.seconds())
         leases, load.leases = load.leases, []
         for index, lease in enumerate(leases):

@@ -359,11 +359,6 @@ class HostTier:
         for kind, entries in self._entries.items():
             entries.pool.use([each for each in leases if each.facts.key.kind is kind])
 
-    @guarded(nests=True, changes=True)
-    def count_restored(self, count: int) -> None:
-        """Count entries that were copied to the GPU and verified there."""
-        self.restored_total += count
-
     def buffer(self, lease: RowLease) -> memoryview:
         """Return the bytes of a row, checksums included, for the lease's holder."""
         return self._entries[lease.facts.key.kind].memory.buffer(lease.row)

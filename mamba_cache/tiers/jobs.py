@@ -86,13 +86,12 @@ class QueuedTier(ABC):
         *,
         write_on_use: int,
         max_queued: int,
-        threads_are_alike: bool = False,
         queues: Sequence[deque[Any]] = (),
     ) -> None:
         self._write_on_use, self._max_queued = write_on_use, max_queued
         self._lock = threading.RLock()
         self._load_came = threading.Condition(self._lock)
-        self._put_came = self._load_came if threads_are_alike else threading.Condition(self._lock)
+        self._put_came = threading.Condition(self._lock)
         self._one_told = threading.Condition(self._lock)
         self._loads: deque[Any] = deque()
         self._puts: dict[EntryKey, PutJob] = {}  # by key: an entry is stored once at a time

@@ -139,7 +139,6 @@ class RemoteTier(QueuedTier):
         super().__init__(
             write_on_use=write_on_use,
             max_queued=max_queued,
-            threads_are_alike=True,
             queues=[self._connecting, self._asks],
         )
         if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
@@ -154,7 +153,7 @@ class RemoteTier(QueuedTier):
         self.store = store
         self._macs = EntryMacs(secret)
         self._owns_store = owns_store
-        self._work_came = self._load_came
+        self._put_came = self._load_came  # its threads are alike
         self._call_began = threading.Condition(self._lock)
         self._faults: Counter[str] = Counter()
         # What the store had, with when that was known, and what in it was bad.
@@ -298,7 +297,7 @@ class RemoteTier(QueuedTier):
     def _work_once(self, worker: _Worker) -> bool:
         """Do some of it; return whether to go on."""
         try:
-            jobs = self._wait(self._work_came, partial(self._take_some, worker))
+            jobs = self._wait(self._load_came, partial(self._take_some, worker))
             if jobs:
                 self._do(worker, jobs)
             return bool(jobs)
@@ -372,12 +371,12 @@ class RemoteTier(QueuedTier):
             self._load_all(worker, [job for job in jobs if isinstance(job, LoadJob)])
             with self._lock:
                 worker.is_loading = False
-                self._work_came.notify()  # one less reads
+                self._load_came.notify()  # one less reads
         else:
             self._put_all(worker, [job for job in jobs if isinstance(job, PutJob)])
             with self._lock:
                 worker.is_writing = False
-                self._work_came.notify()  # one less writes
+                self._load_came.notify()  # one less writes
 
     def _call(
         self, worker: _Worker, call: Callable[[], Sequence[_T]], *, connects: bool = False
@@ -444,7 +443,7 @@ class RemoteTier(QueuedTier):
                 dropped = [] if self._takes_calls else self._take_queued()
                 if self._probes_at is not None and now >= self._probes_at:
                     self._probes_at, self._probe_is_due = None, True
-                    self._work_came.notify_all()
+                    self._load_came.notify_all()
                 # It has never answered, or fails again and again.
                 has_failed = self._counts["opened"] or (self._failures and not self._heard_at)
                 if has_failed and not is_told:
