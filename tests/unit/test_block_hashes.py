@@ -85,6 +85,7 @@ def test_ids_are_positive_and_cut_from_the_digests():
     high = b"\xff" * 8 + b"\x01" * 8
     zero = b"\x00" * 8 + b"\x02" * 8
     assert list(BlockHashes([high, zero])) == [2**63 - 1, 1]
+    assert repr(BlockHashes([zero])) == "BlockHashes([1])"
     assert [BlockHashes([high, zero])[i] for i in (0, 1, -1)] == [2**63 - 1, 1, 1]
     # Of many, too: 0 alone shares an id with another.
     many = [number.to_bytes(16, "little") for number in range(20)]

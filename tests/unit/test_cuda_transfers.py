@@ -195,8 +195,8 @@ class Journal:
         for entries in self.rig.transfers._entries.values():
             measure = entries.checksums._measure
             entries.checksums._measure = lambda *a, m=measure: (self.add("launch", *a), m(*a))
-            fetch = entries.checksums._fetch
-            entries.checksums._fetch = lambda *a, f=fetch: (self.add("fetch", *a), f(*a))
+            fetch = entries.checksums.fetch
+            entries.checksums.fetch = lambda *a, f=fetch: (self.add("fetch", *a), f(*a))
 
     def add(self, *entry):
         self.entries.append(entry)
@@ -239,7 +239,7 @@ def journal(device, monkeypatch):
 def chunks_seen(launches):
     return [
         (entry, chunk)
-        for _, _, _, _, which, chunks, _ in launches
+        for _, _, _, _, which, chunks in launches
         for entry in range(16)[which]
         for chunk in range(99)[chunks]
     ]

@@ -140,6 +140,12 @@ def test_columns_in_all_mode(mixed_batch):
     assert metadata.block_idx_last_scheduled_token.dtype == torch.int32
 
 
+def test_columns_of_decodes_alone_in_all_mode(rng):
+    metadata = make_builder(mode="all").build(0, make_batch([13, 4], [1, 1], rng))
+    assert metadata.block_idx_last_computed_token.tolist() == [2, 0]
+    assert metadata.block_idx_first_scheduled_token_p is None
+
+
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_running_columns_in_align_mode(mixed_batch, num_drafts):
     metadata = make_builder(mode="align", num_drafts=num_drafts).build(0, mixed_batch)

@@ -40,6 +40,11 @@ def test_sizes_must_be_counts(sizes):
         make_pool(*sizes)
 
 
+def test_there_is_a_proposal_for_each_block(pool):
+    with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 1"):
+        pool.reserve_slots([1, 2], [None])
+
+
 def test_the_kv_blocks_owner_must_say_how_many_there_are():
     with pytest.raises(InvalidArgumentError, match="number of KV blocks must be an int"):
         SlotPool(3, 10)

@@ -131,6 +131,8 @@ def _measure(
     ends: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for part, first, rest in zip(plan.parts, plan.firsts, plan.rests, strict=True):
         content = part[place]
+        if not content.numel():  # no chunk: its number is that of the next part's first one
+            continue
         num_full, size = divmod(content.numel(), CHUNK_BYTES)
         start = -(-max(rest - others.start, 0) // others.step)
         end = -(-max(rest + num_full - 1 + bool(size) - others.start, 0) // others.step)
