@@ -288,6 +288,7 @@ class Generation:
                 checkpoints=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
                 will_continue=self._hint.will_continue,
                 source=self._hint.source,
+                is_assumed=True,
             )
             made[prompt.key] = iter(requests)
         batcher.begin_rows([next(made[prompt.key]) for prompt in prompts])

@@ -230,6 +230,7 @@ class Batcher:
         self._num_requests = 0
         self._faulty: list[BatchRequest] = []  # requests whose last step failed
         self._rows: list[BatchRequest] = []  # of a call of ``generate``
+        self._untold: list[Callable[[], None]] = []  # announcements of its prompts
         # The step that waits for their tokens, those that sample, and what it computed of prompts.
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
         self.configure()
@@ -267,12 +268,14 @@ class Batcher:
         source: Hashable = None,
         first_token: int | None = None,
         tell: Callable[[str, int], None] | None = None,
+        is_assumed: bool = False,
     ) -> list[BatchRequest]:
         """Queue a prompt.
 
         ``seed`` is that of the first answer's draws; the seeds of the others follow from it.
         ``first_token``, if given, is the first token of each answer.
         ``tell`` is called with the name of each answer and each token of it.
+        With ``is_assumed`` listeners hear of the prompt once the settings are confirmed.
 
         Returns:
             A request for each of its answers. The first is called as asked, the others have
@@ -316,12 +319,17 @@ class Batcher:
             one.fork_of = made[0]
         self._num_requests += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
-        self._store.tell_admitted(
+        tell_admitted = partial(
+            self._store.tell_admitted,
             prepared.hashes,
             len(prepared.tokens),
             will_continue=will_continue,
             cache_salt=cache_salt,
         )
+        if is_assumed:
+            self._untold.append(tell_admitted)
+        else:
+            tell_admitted()
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
             one.max_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
@@ -382,6 +390,8 @@ class Batcher:
             assert step is not None  # ``has_room`` was checked
             computed, logits = self._compute(step)
             self._runner.fingerprint.confirm()
+            while self._untold:
+                self._untold.pop(0)()
             requests = [self._scheduler.find(key) for key in step.sampling_ids]
             firsts = {one.key: one.first_token for one in self._rows if one.first_token is not None}
             if requests and (logits is not None or not firsts):
@@ -850,7 +860,7 @@ class Batcher:
         self._scheduler.reset()
         self._decoding = _Decoding()
         self._faulty.clear()
-        self._rows, self._open = [], None
+        self._rows, self._untold, self._open = [], [], None
         self._has_listeners = False
 
 
