@@ -136,7 +136,6 @@ def test_a_plan_takes_every_option(call):
         (["replay", TRACE, "--slots", "5,many"], 2, "--slots must be numbers or 'unlimited'"),
         (["replay", TRACE, "--kv-blocks", "5,6"], 2, "--kv-blocks must be a number or 'unlimited'"),
         (["replay", TRACE, "--policy", "lru,LRU"], 2, "policies must be of ['adaptive', "),
-        (["replay", TRACE, "--placement", "all"], 2, "placement must be of ['megatron', "),
         (["replay", TRACE, "--limit", "0"], 2, "limit must be an int >= 1, got 0"),
     ],
 )
@@ -199,8 +198,8 @@ def trace(tmp_path):
 
 
 def test_a_trace_is_replayed_under_every_policy_and_budget(call, trace):
-    code, out, _ = call("replay", trace, "--slots", "4,unlimited", "--policy", "lru,score",
-                        "--placement", "last", "--json")  # fmt: skip
+    arguments = ("--slots", "4,unlimited", "--policy", "lru,score", "--json")
+    code, out, _ = call("replay", trace, *arguments)
     assert code == 0
     found = [(r["policy"], r["slots"], r["skipped_tokens"]) for r in json.loads(out)["records"]]
     assert found == [("lru", 4, 512), ("lru", None, 512), ("score", 4, 512), ("score", None, 512)]
@@ -210,9 +209,9 @@ def test_a_replay_as_a_table_has_the_bound_beside_each_hit_rate(call, trace):
     pytest.importorskip("scipy", reason="needs the extra bound")
     code, out, _ = call("replay", trace, "--slots", "4,unlimited", "--policy", "lru", "--bound")
     assert code == 0
-    assert re.search(r"lru +4 +36\.6% +36\.6% ", out)
+    assert re.search(r"lru +4 +36\.6% +36\.6% +1\n", out)
     assert "unlimited" in out
-    assert "2 requests, 700 prompt tokens each; placement megatron." in out
+    assert "2 requests, 700 prompt tokens each." in out
     assert "bound: an upper limit" in out
 
 
