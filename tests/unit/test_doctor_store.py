@@ -7,7 +7,7 @@ from mamba_cache.cli import doctor
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import MemoryStore, StoreFault
 
-ALL = ["store", "put", "exists", "get", "latency", "remove"]
+ALL = ["store", "put", "exists", "get", "remove"]
 
 
 @pytest.fixture
@@ -30,7 +30,6 @@ def test_a_store_that_works(monkeypatch):
     assert {each.status for each in found.values()} == {"ok"}
     assert "MB/s: 16 chunks" in found["put"].detail
     assert "all bytes as they were put" in found["get"].detail
-    assert "p50" in found["latency"].detail
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_a_store_that_works(monkeypatch):
     [
         ("health", Trouble.FAIL, StoreFault.UNREACHABLE, "store", "injected"),
         ("health", Trouble.FAIL, StoreFault.DENIED, "store", "injected"),
-        ("exists_many", Trouble.FAIL, StoreFault.TIMED_OUT, "exists", "16 timed_out"),
+        ("exists_many", Trouble.FAIL, StoreFault.TIMED_OUT, "exists remove", "16 timed_out"),
         ("put_many", Trouble.FAIL, StoreFault.FULL, "put", "16 full"),
         ("put_many", Trouble.DROP, None, "exists", "16 missing"),
         ("put_many", Trouble.LOSE, None, "exists", "16 missing"),
@@ -55,35 +54,13 @@ def test_a_store_that_works(monkeypatch):
 def test_what_is_wrong_is_named_where_it_is(faulty, call, trouble, fault, failed, said):
     faulty.inject(call, trouble, fault=fault or StoreFault.UNREACHABLE)
     found = check()
-    assert [name for name, each in found.items() if each.status == "failed"] == [failed]
-    assert said in found[failed].detail
-    assert found[failed].advice or call == "remove"
-    if call != "remove" and failed not in ("store", "exists"):
+    names = failed.split()
+    assert [name for name, each in found.items() if each.status == "failed"] == names
+    for name in names:
+        assert said in found[name].detail
+        assert found[name].advice or call == "remove"
+    if call != "remove" and failed in ("put", "get"):
         assert found["remove"].status == "ok"  # nothing is left behind
-
-
-def test_a_store_that_has_every_key(monkeypatch):
-    class Everything(MemoryStore):
-        def exists_many(self, keys):
-            return [None] * len(keys)
-
-    monkeypatch.setattr(doctor, "open_store", lambda url: Everything())
-    found = check()
-    assert found["exists"].status == "failed"
-    assert "keys that nobody put" in found["exists"].detail
-
-
-def test_one_key_that_is_lost_while_it_is_asked_for(faulty, monkeypatch):
-    """The first 33 are the two questions before and after the put, and the first of the many."""
-    asked = []
-    faulty.inject(
-        "exists_many",
-        Trouble.FAIL,
-        fault=StoreFault.MISSING,
-        matches=lambda key: asked.append(key) or len(asked) > 33,
-    )
-    found = check()
-    assert found["latency"].status == "failed"
 
 
 def test_a_lease_is_waited_for(faulty):
@@ -103,8 +80,7 @@ def test_a_store_that_never_answers(faulty, call, monkeypatch):
 
 def test_a_store_that_breaks_its_word_and_raises(faulty):
     faulty.inject("put_many", Trouble.RAISE)
-    with pytest.raises(OSError, match="asked for"):
-        check()
+    assert "asked for" in check()["answer"].detail
 
 
 def test_what_cannot_be_opened(monkeypatch):
