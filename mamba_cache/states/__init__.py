@@ -2,11 +2,7 @@
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states.copier import RowIndices, StateCopier
-from mamba_cache.states.extraction import (
-    CHECKPOINT_FIELDS,
-    extract_checkpoint_states,
-    plan_extraction,
-)
+from mamba_cache.states.extraction import CHECKPOINT_FIELDS, plan_extraction
 from mamba_cache.states.kernels import CopyBackend, kernels_for
 from mamba_cache.states.kernels.quantize_torch import dequantize_states, quantize_states
 from mamba_cache.states.pool import StatePool, as_device
@@ -36,7 +32,6 @@ __all__ = [
     "as_device",
     "blocks_in_budget",
     "dequantize_states",
-    "extract_checkpoint_states",
     "kernels_for",
     "plan_extraction",
     "quantize_states",

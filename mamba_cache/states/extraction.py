@@ -11,7 +11,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.copier import check_are_tensors, check_devices
 from mamba_cache.states.kernels import CopyBackend, extract_torch, kernels_for
 
-__all__ = ["CHECKPOINT_FIELDS", "extract_checkpoint_states", "plan_extraction"]
+__all__ = ["CHECKPOINT_FIELDS", "plan_extraction"]
 
 CHECKPOINT_FIELDS = (
     "checkpoint_chunks",
@@ -27,81 +27,6 @@ _KERNELS = "mamba_cache.states.kernels.extract"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def extract_checkpoint_states(
-    slot_conv: torch.Tensor | None,
-    slot_ssm: torch.Tensor | None,
-    live_conv: torch.Tensor | None,
-    chunk_states: torch.Tensor | None,
-    conv_input: torch.Tensor | None,
-    *,
-    checkpoint_chunks: torch.Tensor,
-    checkpoint_conv_ends: torch.Tensor,
-    checkpoint_seq_starts: torch.Tensor,
-    checkpoint_rows: torch.Tensor,
-    checkpoint_slots: torch.Tensor,
-    slot_scales: torch.Tensor | None = None,
-    backend: CopyBackend = "auto",
-) -> None:
-    """Write one layer's states at the step's checkpoints into ``slot_conv`` and ``slot_ssm``.
-
-    One launch, without scratch memory. Call it before the layer overwrites its live conv state.
-    The checkpoint fields are those of ``StepMetadata``, each [n] int32 or int64, contiguous. An
-    entry of slot ``PAD_SLOT_ID`` writes nothing, but takes time, so slice the fields where their
-    number is known; in a captured CUDA graph padding is cheap. Nothing waits for the device, and
-    rows on it are not checked.
-
-    A layer without a window leaves out ``slot_conv``, ``live_conv`` and ``conv_input`` (None), and
-    one without another state ``slot_ssm`` and ``chunk_states``. With more tensors than one of each
-    call it once for each pair.
-
-    Args:
-        slot_conv: [slots, conv_dim, W], written. Slots at any distance. [slots, conv_dim] for a
-            window of one input, such as a token shift.
-        slot_ssm: [slots, *state], written; [slots, heads, head_dim, state_dim] int8 for quantised
-            slots. Slots at any distance.
-        live_conv: [rows, conv_dim, W], or [rows, conv_dim] likewise. The last W inputs of each
-            request before this step's chunk, newest last. Rows at any distance.
-        chunk_states: [num_chunks, *state]. State at each chunk's end. Chunks at any distance.
-        conv_input: [num_prefill_tokens, conv_dim], any strides. The convolution's inputs, packed.
-        checkpoint_chunks: The chunk at whose end the state is saved.
-        checkpoint_conv_ends: The packed token after the checkpoint.
-        checkpoint_seq_starts: The request's first packed token, before the checkpoint.
-        checkpoint_rows: The request's row in ``live_conv``.
-        checkpoint_slots: The reserved slot, each listed once.
-        slot_scales: For quantised slots: [slots, heads, state_dim] float32, written. Slots at any
-            distance.
-        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
-
-    Raises:
-        InvalidArgumentError: Shapes, dtypes or layouts do not fit, a window or a state is given in
-            part, or the backend is unknown or not for the tensors' device. Without
-            ``slot_scales`` a state is never converted: rounded, it would be another state.
-        MissingExtraError: The kernel is asked for and Triton is not installed.
-    """
-    fields = (
-        checkpoint_chunks,
-        checkpoint_conv_ends,
-        checkpoint_seq_starts,
-        checkpoint_rows,
-        checkpoint_slots,
-    )
-    check_are_tensors("fields", fields)
-    write = plan_extraction(
-        slot_conv,
-        slot_ssm,
-        live_conv,
-        chunk_states,
-        conv_input,
-        fields=fields,
-        slot_scales=slot_scales,
-        backend=backend,
-    )
-    written = slot_ssm if slot_conv is None else slot_conv
-    assert written is not None
-    _check_fields(fields, written.device)
-    write()
-
-
 def plan_extraction(
     slot_conv: torch.Tensor | None,
     slot_ssm: torch.Tensor | None,
@@ -113,14 +38,38 @@ def plan_extraction(
     slot_scales: torch.Tensor | None = None,
     backend: CopyBackend = "auto",
 ) -> Callable[[], None]:
-    """Return what does what ``extract_checkpoint_states`` says, of states that are checked.
+    """Return what writes one layer's states at checkpoints into ``slot_conv`` and ``slot_ssm``.
 
-    So a layer of several tensors can have all of them checked before the first is written. It takes
-    the same; the fields, those of ``CHECKPOINT_FIELDS`` in that order, are not checked: a context
-    makes them itself.
+    So a layer of several tensors has all of them checked before the first is written: plan once for
+    each pair. The call is one launch without scratch memory; call it before the layer overwrites
+    its live conv state. Nothing waits for the device, and rows on it are not checked.
+
+    A layer without a window leaves out ``slot_conv``, ``live_conv`` and ``conv_input`` (None), and
+    one without another state ``slot_ssm`` and ``chunk_states``.
+
+    Args:
+        slot_conv: [slots, conv_dim, W], written. Slots at any distance. [slots, conv_dim] for a
+            window of one input, such as a token shift.
+        slot_ssm: [slots, *state], written; [slots, heads, head_dim, state_dim] int8 for quantised
+            slots. Slots at any distance.
+        live_conv: [rows, conv_dim, W], or [rows, conv_dim] likewise. The last W inputs of each
+            request before this step's chunk, newest last. Rows at any distance.
+        chunk_states: [num_chunks, *state]. State at each chunk's end. Chunks at any distance.
+        conv_input: [num_prefill_tokens, conv_dim], any strides. The convolution's inputs, packed.
+        fields: Those of ``CHECKPOINT_FIELDS``, each [n] int32 or int64, contiguous: the chunk at
+            whose end the state is saved, the packed token after the checkpoint, the request's first
+            packed token, its row in ``live_conv``, and the reserved slot, each listed once. They
+            are not checked. An entry of slot ``PAD_SLOT_ID`` writes nothing, but takes time, so
+            slice the fields where their number is known; in a captured CUDA graph padding is cheap.
+        slot_scales: For quantised slots: [slots, heads, state_dim] float32, written. Slots at any
+            distance.
+        backend: "torch", "triton", or "auto", which is the kernel on CUDA and PyTorch elsewhere.
 
     Raises:
-        InvalidArgumentError: As in ``extract_checkpoint_states``.
+        InvalidArgumentError: Shapes, dtypes or layouts do not fit, a window or a state is given in
+            part, or the backend is unknown or not for the tensors' device. Without
+            ``slot_scales`` a state is never converted: rounded, it would be another state.
+        MissingExtraError: The kernel is asked for and Triton is not installed.
     """
     window, state = (slot_conv, live_conv, conv_input), (slot_ssm, chunk_states)
     tensors = [tensor for tensor in (*window, *state, slot_scales) if tensor is not None]
@@ -190,13 +139,3 @@ def _check_rows(
             f"{name} must be [{rows}, {', '.join(map(str, shape))}] of {dtype} with contiguous "
             f"inner axes, got {[*tensor.shape]} of {tensor.dtype}, strides {tensor.stride()}"
         )
-
-
-def _check_fields(fields: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    for field in fields:
-        fits = field.shape == fields[0].shape and field.dim() == 1 and field.is_contiguous()
-        if not fits or field.dtype not in (torch.int32, torch.int64) or field.device != device:
-            raise InvalidArgumentError(
-                f"checkpoint fields must be contiguous, 1-D, equally long, int32 or int64, and on "
-                f"{device}, got {[(tuple(f.shape), f.dtype, str(f.device)) for f in fields]}"
-            )

@@ -35,7 +35,7 @@ from mamba_cache.states import (
     StatePool,
     StateSpec,
     dequantize_states,
-    extract_checkpoint_states,
+    plan_extraction,
     quantize_states,
 )
 
@@ -221,6 +221,10 @@ class _Pools:
         start = turn % (source.numel() // count) * count
         destination[start : start + count].copy_(source[start : start + count])
 
+    def extract(self) -> None:
+        """Plan and write, as a context does for a layer."""
+        self.plan()()
+
     def check_bits(self) -> None:
         """Compare one copy of this package with the sources."""
         sources, destinations = _random_rows(self.num_rows, 4)
@@ -245,18 +249,14 @@ class _Layer:
         entries = torch.arange(_CHECKPOINTS, dtype=torch.int32, device=_DEVICE)
         zeros = torch.zeros_like(entries)
         self.ends = (entries + 1) * (_TOKENS // _CHECKPOINTS)
-        self.extract = partial(
-            extract_checkpoint_states,
+        self.plan = partial(
+            plan_extraction,
             self.slots["conv"],
             self.slots["ssm"],
             self.live,
             self.states,
             self.inputs,
-            checkpoint_chunks=entries,
-            checkpoint_conv_ends=self.ends,
-            checkpoint_seq_starts=zeros,
-            checkpoint_rows=zeros,
-            checkpoint_slots=self.order,
+            fields=(entries, self.ends, zeros, zeros, self.order),
             slot_scales=self.slots.get("ssm_scales"),
         )
 

@@ -4,16 +4,13 @@ import pytest
 import torch
 from gpu_rig import assert_same_bits, random_bits_, waiting_raises
 
-from mamba_cache.states import extract_checkpoint_states
+from mamba_cache.states import plan_extraction
 
 pytestmark = pytest.mark.gpu
 
-FIELDS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
-
 
 def fields(checkpoints):
-    table = torch.tensor(checkpoints, dtype=torch.int32, device="cuda").T.contiguous()
-    return {f"checkpoint_{name}": column for name, column in zip(FIELDS, table, strict=True)}
+    return tuple(torch.tensor(checkpoints, dtype=torch.int32, device="cuda").T.contiguous())
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -26,10 +23,10 @@ def test_extraction_waits_for_nothing_and_takes_no_memory():
     inputs = random_bits_(empty(40, 9))[:, 3:]
     entries = fields([(3, 20, 8, 2, 4), (-1,) * 5, (1, 10, 8, 6, 0)])
     with waiting_raises():
-        extract_checkpoint_states(*slots, live, states, inputs, **entries)
+        plan_extraction(*slots, live, states, inputs, fields=entries)()
         taken = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        extract_checkpoint_states(*slots, live, states, inputs, **entries)
+        plan_extraction(*slots, live, states, inputs, fields=entries)()
         assert torch.cuda.max_memory_allocated() == taken
     assert_same_bits(slots[0][4], inputs[16:20].T)
     assert_same_bits(slots[0][0], torch.cat([live[6, :, 2:], inputs[8:10].T], dim=1))
@@ -50,14 +47,14 @@ def test_tensors_of_more_than_2_31_elements():
         assert tensor.numel() > 2**31
     last, end = num_states - 1, num_tokens - 1
     untouched = slot_ssm[last - 1].clone(), slot_conv[last - 1].clone()
-    extract_checkpoint_states(
+    plan_extraction(
         slot_conv[:num_states],
         slot_ssm,
         live,
         states,
         inputs,
-        **fields([(last, end, end - 2, num_slots - 1, last), (7, end, 0, 0, 3)]),
-    )
+        fields=fields([(last, end, end - 2, num_slots - 1, last), (7, end, 0, 0, 3)]),
+    )()
     assert_same_bits(slot_ssm[last], states[last])
     assert_same_bits(slot_ssm[3], states[7])
     window = torch.cat([live[-1, :, 2:], inputs[end - 2 : end].T], dim=1)

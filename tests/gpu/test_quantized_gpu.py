@@ -10,13 +10,12 @@ from mamba_cache.states import (
     StateCopier,
     StatePool,
     StateSpec,
-    extract_checkpoint_states,
+    plan_extraction,
     quantize_states,
 )
 
 pytestmark = pytest.mark.gpu
 
-FIELDS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
 INT8 = SlotQuantization()
 LARGE = (64, 64, 128)
 
@@ -39,8 +38,7 @@ def on_device(rows):
 
 
 def fields(checkpoints):
-    table = on_device(checkpoints).T.contiguous()
-    return {f"checkpoint_{name}": column for name, column in zip(FIELDS, table, strict=True)}
+    return tuple(on_device(checkpoints).T.contiguous())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -54,10 +52,10 @@ def test_calls_wait_for_nothing_and_take_no_memory(dtype):
     def call_all():
         store.copy([1, 2], [0, 5])
         restore.copy([0, ZERO_SOURCE], [3, 4])
-        extract_checkpoint_states(
+        plan_extraction(
             slots[0][1], slots[1][1], live[0][1], live[1][0], inputs,
-            **entries, slot_scales=slots[2][1],
-        )  # fmt: skip
+            fields=entries, slot_scales=slots[2][1],
+        )()  # fmt: skip
 
     call_all()
     with waiting_raises():
@@ -105,11 +103,11 @@ def test_extraction_of_more_than_2_31_elements():
     scales = torch.zeros(num_states, LARGE[0], LARGE[2], device="cuda")
     windows = torch.zeros(num_states, 8, 4, dtype=torch.bfloat16, device="cuda")
     inputs = random_bits_(torch.empty(40, 8, dtype=torch.bfloat16, device="cuda"))
-    extract_checkpoint_states(
+    plan_extraction(
         windows, codes, windows[:1].clone(), states, inputs,
-        **fields([(last, 20, 8, 0, last), (7, 30, 8, 0, 3)]),
+        fields=fields([(last, 20, 8, 0, last), (7, 30, 8, 0, 3)]),
         slot_scales=scales,
-    )  # fmt: skip
+    )()  # fmt: skip
     for chunk, slot, end in ((last, last, 20), (7, 3, 30)):
         wanted_codes, wanted_scales = quantize_states(states[chunk])
         assert_same_bits(codes[slot], wanted_codes)

@@ -14,7 +14,7 @@ from mamba_cache.states import (
     StatePool,
     StateSpec,
     dequantize_states,
-    extract_checkpoint_states,
+    plan_extraction,
     quantize_states,
 )
 
@@ -167,8 +167,6 @@ def test_extraction_stores_what_a_copy_would(generator, device, backend, dtype):
         expected["conv"][1, slot] = inputs[-4:].T
         codes, scales = quantize_states(layer["chunk_states"][chunk].cpu())
         expected["ssm"][1, slot], expected["ssm_scales"][1, slot] = codes, scales
-    names = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
-    columns = torch.tensor(entries, device=device).T.contiguous()
-    fields = {f"checkpoint_{name}": c for name, c in zip(names, columns, strict=True)}
-    extract_checkpoint_states(**layer, **fields, backend=backend)
+    fields = tuple(torch.tensor(entries, device=device).T.contiguous())
+    plan_extraction(**layer, fields=fields, backend=backend)()
     assert_same_bits(slots, expected)

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_cache.states import PAD_SLOT_ID, extract_checkpoint_states
+from mamba_cache.states import CHECKPOINT_FIELDS, PAD_SLOT_ID, plan_extraction
 from mamba_cache.states.kernels import extract
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-FIELDS = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
 PADDING = (-1, -1, -1, -1, PAD_SLOT_ID)
 NUM_TOKENS = 30
 WINDOW, STATE = ("slot_conv", "live_conv", "conv_input"), ("slot_ssm", "chunk_states")
@@ -97,11 +96,12 @@ def test_every_bit_of_every_slot(backend, entries_per_program, data, layer, inde
             expected["slot_conv"][slot] = as_bytes(window.reshape(old.shape))
         if slot != PAD_SLOT_ID and layer["slot_ssm"] is not None:
             expected["slot_ssm"][slot] = as_bytes(layer["chunk_states"][chunk])
-    table = torch.tensor(entries, dtype=index_dtype, device=DEVICE).reshape(-1, len(FIELDS))
-    columns = dict(zip(FIELDS, table.T.contiguous(), strict=True))
-    fields = {f"checkpoint_{name}": column for name, column in columns.items()}
+    table = torch.tensor(entries, dtype=index_dtype, device=DEVICE).reshape(
+        -1, len(CHECKPOINT_FIELDS)
+    )
+    fields = tuple(table.T.contiguous())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extract, "entries_per_program", lambda *_, **__: entries_per_program)
-        extract_checkpoint_states(**layer, **fields, backend=backend)
+        plan_extraction(**layer, fields=fields, backend=backend)()
     for name, tensor in layer.items():
         assert torch.equal(as_bytes(tensor), expected[name]), name

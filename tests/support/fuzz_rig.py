@@ -43,7 +43,7 @@ from mamba_cache.states import (
     SlotQuantization,
     StateCopier,
     StatePool,
-    extract_checkpoint_states,
+    plan_extraction,
 )
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -149,19 +149,18 @@ def copier():
 
 
 def extraction(_):
-    ints = {"dtype": torch.int32}
     return {
         "slot_conv": torch.full((4, 3, 2), NAN),
         "slot_ssm": torch.full((4, 2, 2, 5), NAN),
         "live_conv": torch.ones(3, 3, 2),
         "chunk_states": torch.ones(2, 2, 2, 5),
         "conv_input": torch.ones(8, 3),
-        "checkpoint_chunks": torch.tensor([0], **ints),
-        "checkpoint_conv_ends": torch.tensor([4], **ints),
-        "checkpoint_seq_starts": torch.tensor([0], **ints),
-        "checkpoint_rows": torch.tensor([1], **ints),
-        "checkpoint_slots": torch.tensor([2], **ints),
     }
+
+
+def extract(_, **given):
+    fields = torch.tensor([[0], [4], [0], [1], [2]], dtype=torch.int32)
+    plan_extraction(**given, fields=tuple(fields))()
 
 
 def request_of(context, call, **fields):
@@ -333,9 +332,7 @@ TARGETS = {
         lambda it, **given: it.copier.copy(**given),
         lambda _: {"source_rows": [0, 3], "destination_rows": [4, 1]},
     ),
-    "extract": Target(
-        lambda: None, lambda _, **given: extract_checkpoint_states(**given), extraction
-    ),
+    "extract": Target(lambda: None, extract, extraction),
     "chunks": plain(
         compute_varlen_chunk_metadata, query_start_loc=torch.tensor([0, 3, 9]), chunk_size=4
     ),

@@ -7,7 +7,7 @@ import torch
 
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference import HybridModelConfig
-from mamba_cache.states import PAD_SLOT_ID, StatePool, extract_checkpoint_states
+from mamba_cache.states import CHECKPOINT_FIELDS, PAD_SLOT_ID, StatePool, plan_extraction
 
 CONFIG = HybridModelConfig(
     layer_pattern="M*M-",
@@ -66,18 +66,14 @@ class PlainCaches:
             tensor.fill_(torch.nan)
 
     def extract_checkpoint_states(self, layer, chunk_states, conv_input, metadata):
-        extract_checkpoint_states(
+        plan_extraction(
             self.slots["conv"][layer],
             self.slots["ssm"][layer],
             self.live_states["conv"][layer],
             chunk_states,
             conv_input,
-            checkpoint_chunks=metadata.checkpoint_chunks,
-            checkpoint_conv_ends=metadata.checkpoint_conv_ends,
-            checkpoint_seq_starts=metadata.checkpoint_seq_starts,
-            checkpoint_rows=metadata.checkpoint_rows,
-            checkpoint_slots=metadata.checkpoint_slots,
-        )
+            fields=tuple(getattr(metadata, name) for name in CHECKPOINT_FIELDS),
+        )()
 
 
 def chunk_lengths(num_computed, num_tokens, chunk_size):

@@ -24,7 +24,7 @@ from fingerprints import fingerprint
 from mamba_cache import CapturedExtractions, Request
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
-from mamba_cache.states import CHECKPOINT_FIELDS, extract_checkpoint_states
+from mamba_cache.states import CHECKPOINT_FIELDS, plan_extraction
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
@@ -215,15 +215,15 @@ def captured_step(context, *, forgets=(), longest=64):
 
     def replay(metadata):
         slots = context.slot_allocator
-        fields = {name: context.step_buffers.tensors[name] for name in CHECKPOINT_FIELDS}
+        fields = tuple(context.step_buffers.tensors[name] for name in CHECKPOINT_FIELDS)
         chunks, tokens = metadata.num_chunks, metadata.num_prefill_tokens
         states[:, :chunks].normal_()
         inputs[:, :tokens].normal_()
         for layer in layers:
-            extract_checkpoint_states(
+            plan_extraction(
                 slots.conv_states[layer], slots.ssm_states[layer], context.mamba_conv_states[layer],
-                states[layer], inputs[layer], **fields,
-            )  # fmt: skip
+                states[layer], inputs[layer], fields=fields,
+            )()  # fmt: skip
         return states
 
     return captured, replay

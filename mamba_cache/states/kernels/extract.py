@@ -169,7 +169,7 @@ def extract_states(
     rows: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write checked tensors as ``extract_checkpoint_states`` describes.
+    """Write checked tensors as ``plan_extraction`` describes.
 
     Slots without ``slot_scales`` are not quantised.
     """

@@ -25,7 +25,7 @@ def extract_states(
     rows: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write checked tensors as ``extract_checkpoint_states`` describes.
+    """Write checked tensors as ``plan_extraction`` describes.
 
     Slots without ``slot_scales`` are not quantised. It gathers before it scatters, so it needs
     scratch memory and serves the CPU and as a reference.
