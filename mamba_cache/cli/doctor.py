@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from queue import Empty, SimpleQueue
@@ -200,68 +200,54 @@ def _store_checks(store: BlobStore) -> Iterator[Check]:
     yield Check("store", "ok", health.detail)
     prefix = f"mamba-cache-doctor/{uuid.uuid4().hex}"
     keys = [f"{prefix}/{number}" for number in range(_STORE_CHUNKS)]
-    for check in _exchange(store, keys):
-        yield check
-        if check.status == "failed":
-            break
-    yield _remove(store, keys)
-
-
-def _exchange(store: BlobStore, keys: list[str]) -> Iterator[Check]:
-    rng = np.random.default_rng()
-    written = rng.integers(0, 256, (_STORE_CHUNKS, _STORE_CHUNK_BYTES), np.uint8)
+    shape = _STORE_CHUNKS, _STORE_CHUNK_BYTES
+    written = np.random.default_rng().integers(0, 256, shape, np.uint8)
     read = np.zeros_like(written)
     for memory in (written, read):
         store.register(memory.data)
-
-    def speed(start: float) -> str:
-        rate = written.nbytes / (time.perf_counter() - start) / 1e6
-        size = _STORE_CHUNK_BYTES / 2**20
-        return f"{rate:,.0f} MB/s: {_STORE_CHUNKS} chunks of {size:.0f} MiB in one call"
-
-    start = time.perf_counter()
-    faults = store.put_many(keys, [chunk.data for chunk in written])
-    put = Check("put", "ok", speed(start))
-    yield _failed(store, "put", "chunks are answered", faults) if any(faults) else put
-
-    faults = store.exists_many(keys)
-    if any(faults):
-        yield _failed(store, "exists", "chunks that it said are stored are", faults)
-    yield Check("exists", "ok", f"all {_STORE_CHUNKS} chunks can be found")
-
-    start = time.perf_counter()
-    sizes = store.get_many_into(keys, [chunk.data for chunk in read])
-    got = Check("get", "ok", f"{speed(start)}, all bytes as they were put")
-    faults = [size for size in sizes if isinstance(size, StoreFault)]
-    if faults:
-        yield _failed(store, "get", "chunks are answered", faults)
-    wrong = (read != written).any(axis=1) | (np.array(sizes) != _STORE_CHUNK_BYTES)
-    if wrong.any():
-        advice = "do not use it: entries are verified, so that they would only miss"
-        detail = f"{wrong.sum()} of {_STORE_CHUNKS} chunks are not what was put"
-        yield Check("get", "failed", detail, advice)
-    yield got
+    calls: dict[str, Callable[[], Sequence[int | StoreFault | None]]] = {
+        "put": lambda: store.put_many(keys, [chunk.data for chunk in written]),
+        "exists": lambda: store.exists_many(keys),
+        "get": lambda: store.get_many_into(keys, [chunk.data for chunk in read]),
+    }
+    for name, call in calls.items():
+        start = time.perf_counter()
+        answers = call()
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        if any(isinstance(answer, StoreFault) for answer in answers):
+            yield _failed(store, name, answers)
+            break
+        if name == "get" and not np.array_equal(read, written):
+            detail = "the chunks are not what was put"
+            advice = "do not use it: entries are verified, so that they would only miss"
+            yield Check(name, "failed", detail, advice)
+            break
+        chunks = f"{_STORE_CHUNKS} chunks of {_STORE_CHUNK_BYTES / 2**20:.0f} MiB"
+        yield Check(name, "ok", f"{chunks} in {milliseconds:,.1f} ms")
+    yield _remove(store, keys)
 
 
 def _remove(store: BlobStore, keys: list[str]) -> Check:
-    faults = store.remove(keys)
+    answers = store.remove(keys)
     for _ in range(_LEASE_WAITS):
-        if StoreFault.LEASED not in faults:
+        if StoreFault.LEASED not in answers:
             break
         time.sleep(_LEASE_WAIT_SECONDS)
-        faults = store.remove(keys)
-    if any(faults):
-        return _failed(store, "remove", "chunks are answered", faults)
+        answers = store.remove(keys)
+    if any(answers):
+        return _failed(store, "remove", answers)
     left = store.exists_many(keys)
-    if any(fault is not StoreFault.MISSING for fault in left):
-        return _failed(store, "remove", "chunks that it said are removed are said", left)
+    if any(answer is not StoreFault.MISSING for answer in left):
+        return _failed(store, "remove", left)
     return Check("remove", "ok", "what was removed is not found")
 
 
-def _failed(store: BlobStore, name: str, what: str, faults: Sequence[StoreFault | None]) -> Check:
+def _failed(store: BlobStore, name: str, answers: Sequence[int | StoreFault | None]) -> Check:
     """Say how many chunks fared how, and what helps against the first fault."""
-    counts = Counter("there" if fault is None else fault.value for fault in faults)
-    said = ", ".join(f"{count} {value}" for value, count in counts.most_common())
-    found = [fault for fault in faults if fault is not None]
-    advice = _STORE_ADVICE.get(found[0], "") if found else ""
-    return Check(name, "failed", f"{what} {said}; {store.health().detail}", advice)
+    faults = [answer for answer in answers if isinstance(answer, StoreFault)]
+    counts = Counter(fault.value for fault in faults)
+    if len(faults) < len(answers):
+        counts["there"] = len(answers) - len(faults)
+    said = ", ".join(f"{count} {value}" for value, count in counts.items())
+    advice = _STORE_ADVICE.get(faults[0], "") if faults else ""
+    return Check(name, "failed", f"of the chunks {said}; {store.health().detail}", advice)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.cache import MegatronPlacement, PlacementFacts
 from mamba_cache.cli.output import print_json, print_table, size_text
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
@@ -329,23 +329,14 @@ def _show(made: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
 def _mean_checkpoints(prompt: int, output: int, block: int, matched_blocks: int) -> float:
     """Return how many states a prompt and its answer save, on average over a block of lengths.
 
-    A prompt that just fills its last block saves one more than all others, so the mean length
-    alone would not tell.
+    Those of ``MegatronPlacement``, and the one that is kept of those that decoding saves.
     """
-    first = max(prompt - block // 2, 1)
-    lengths = range(first, first + block)
-    return sum(_count_checkpoints(each, output, block, matched_blocks) for each in lengths) / block
-
-
-def _count_checkpoints(prompt: int, output: int, block: int, matched_blocks: int) -> int:
-    facts = PlacementFacts(
-        prompt_tokens=prompt,
-        block_size_tokens=block,
-        num_matched_blocks=matched_blocks,
-        num_required_blocks=-(-prompt // block),
+    lengths = max(prompt - block // 2, 1) + np.arange(block)
+    complete, penultimate = lengths // block, (lengths - 1) // block
+    saved = (
+        complete > matched_blocks,
+        (penultimate > matched_blocks) & (penultimate < complete),
+        # The last token of an answer is not computed.
+        (lengths + output - 1) // block > complete,
     )
-    positions = set(MegatronPlacement().positions(facts))
-    in_prompt = sum(matched_blocks * block < p <= prompt for p in positions)
-    # The last token of an answer is not computed; of the states that decoding saves, one is kept.
-    crosses_a_boundary = (prompt + output - 1) // block > prompt // block
-    return in_prompt + crosses_a_boundary
+    return float(sum(each.mean() for each in saved))
