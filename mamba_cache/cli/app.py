@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import SUPPRESS, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from mamba_cache._version import __version__
-from mamba_cache.cli.output import describe_command
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -68,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="version", version=f"mamba-cache {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     parsers = {
-        name: commands.add_parser(name, help=line, allow_abbrev=False, argument_default=SUPPRESS)
+        name: commands.add_parser(name, help=line, allow_abbrev=False)
         for name, (_, line) in COMMANDS.items()
     }
     # Only the command that is named is imported: most need torch, which takes seconds.
@@ -76,19 +75,22 @@ def run(arguments: Sequence[str]) -> int:
     if name is not None:
         module = import_module(f"mamba_cache.cli.{COMMANDS[name][0]}")
         command = getattr(module, name)
-        describe_command(parsers[name], command, module.OPTIONS)
-    given, others = parser.parse_known_args(arguments)
-    options = vars(given)
-    own = parsers[options.pop("command")]
-    if others and name != "serve":
+        parsers[name].description = command.__doc__
+        module.add_options(parsers[name])
+        if name != "serve":
+            parsers[name].add_argument(
+                "--json", action="store_true", help="print one JSON object, no table"
+            )
+    options, others = parser.parse_known_args(arguments)
+    own = parsers[options.command]
+    if others and options.command != "serve":
         own.error(f"unrecognized arguments: {' '.join(others)}")
-    if others:
-        # The value of an option of the server would be taken for the model.
-        if arguments.index(others[0]) < arguments.index(options["model"]):
-            own.error(f"MODEL comes before all options that are passed on, got {others[0]} first")
-        options["others"] = others
+    # The value of an option of the server would be taken for the model.
+    if others and arguments.index(others[0]) < arguments.index(options.model):
+        own.error(f"MODEL comes before all options that are passed on, got {others[0]} first")
+    options.others = others
     try:
-        code: int = command(**options)
+        code: int = command(options)
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
         return _exit_code(error)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from mamba_cache.cli.output import print_json, print_table, size_text
 from mamba_cache.errors import TierInUseError
 from mamba_cache.tiers.directory import folders, remove_folder
 
-__all__ = ["OPTIONS", "du", "rm"]
+__all__ = ["add_options", "du", "rm"]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "path": {
-        "metavar": "PATH",
-        "type": Path,
-        "help": "the disk cache's path (`disk_cache_path`)",
-    }
-}
-"""Of both commands."""
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of both commands."""
+    parser.add_argument(
+        "path", metavar="PATH", type=Path, help="the disk cache's path (`disk_cache_path`)"
+    )
 
 
-def du(path: Path, as_json: bool = False) -> int:
+def du(options: Namespace) -> int:
     """Show what a disk cache takes: one folder for each model, weights, rank and settings."""
     found = [
         {
@@ -34,10 +31,10 @@ def du(path: Path, as_json: bool = False) -> int:
             "opened": datetime.fromtimestamp(folder.used_at, timezone.utc).isoformat(),
             "in_use": folder.is_in_use,
         }
-        for folder in folders(path)
+        for folder in folders(options.path)
     ]
     total = sum(each["bytes"] for each in found)
-    if as_json:
+    if options.json:
         print_json({"bytes": total, "folders": found})
         return 0
     print_table(
@@ -58,10 +55,10 @@ def du(path: Path, as_json: bool = False) -> int:
     return 0
 
 
-def rm(path: Path, as_json: bool = False) -> int:
+def rm(options: Namespace) -> int:
     """Delete a disk cache. Folders that a process uses stay, and the exit code is 1."""
     deleted, kept, freed = [], [], 0
-    for folder in folders(path):
+    for folder in folders(options.path):
         try:
             remove_folder(folder)
         except TierInUseError:
@@ -69,7 +66,7 @@ def rm(path: Path, as_json: bool = False) -> int:
             continue
         deleted.append(folder.path.name)
         freed += folder.num_bytes
-    if as_json:
+    if options.json:
         print_json({"bytes": freed, "deleted": deleted, "in_use": kept})
     else:
         in_use = f"; {len(kept)} are in use and stay" if kept else ""

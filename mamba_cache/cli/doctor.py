@@ -7,12 +7,13 @@ import platform
 import threading
 import time
 import uuid
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,21 +26,13 @@ from mamba_cache.errors import MissingExtraError
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
 from mamba_cache.stores import BlobStore, StoreFault, open_store
 
-__all__ = ["OPTIONS", "Check", "check_hits", "check_machine", "check_store", "doctor"]
+__all__ = ["Check", "add_options", "check_hits", "check_machine", "check_store", "doctor"]
 
 _EXTRAS = {
     "transformers": ("transformers", "prefix caching for transformers models"),
     "prometheus_client": ("metrics", "metrics"),
 }
 """Packages, the extra that brings each, and its purpose."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--store": {
-        "metavar": "URL",
-        "help": "check this store and nothing else: put, find, get, compare and remove 64 MB, "
-        "e.g. valkey://127.0.0.1:6379 or mooncake://127.0.0.1:50051",
-    }
-}
 
 _BLOCK = 128
 _HIT_PROMPTS = 4
@@ -74,15 +67,25 @@ class Check:
     advice: str = ""
 
 
-def doctor(store: str | None = None, as_json: bool = False) -> int:
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="check this store and nothing else: put, find, get, compare and remove 64 MB, "
+        "e.g. valkey://127.0.0.1:6379 or mooncake://127.0.0.1:50051",
+    )
+
+
+def doctor(options: Namespace) -> int:
     """Check versions, extras, the GPU, and that a hit equals a miss.
 
     A GPU is not needed. What is absent is shown with what to do about it; only what is wrong makes
     the exit code 1.
     """
-    checks = list(check_machine() if store is None else check_store(store))
+    checks = list(check_machine() if options.store is None else check_store(options.store))
     counts = Counter(check.status for check in checks)
-    if as_json:
+    if options.json:
         print_json({"passed": not counts["failed"], "checks": [asdict(one) for one in checks]})
     else:
         rows: list[tuple[str, str, str]] = []

@@ -1,39 +1,12 @@
-"""Output of commands, tables for people and JSON for machines; and the options of a command."""
+"""Output of commands: tables for people and JSON for machines."""
 
 from __future__ import annotations
 
-import inspect
 import json
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["describe_command", "print_json", "print_table", "size_text"]
-
-_JSON = {"dest": "as_json", "action": "store_true", "help": "print one JSON object, no table"}
-
-
-def describe_command(
-    parser: ArgumentParser,
-    command: Callable[..., int],
-    options: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Add a command's options; its docstring describes it, and its signature has the defaults.
-
-    Args:
-        parser: The command's own.
-        command: Takes the options by name and returns the exit code.
-        options: The arguments of ``add_argument`` for each.
-    """
-    parser.description, parameters = command.__doc__, inspect.signature(command).parameters
-    if "as_json" in parameters:
-        options = {**options, "--json": _JSON}
-    for name, settings in options.items():
-        action = parser.add_argument(name, **settings)
-        default = parameters[action.dest].default
-        if isinstance(default, (str, int, float)) and not isinstance(default, bool):
-            action.type = action.type or type(default)
-            action.help = f"{action.help} (default: {default})"
+__all__ = ["print_json", "print_table", "size_text"]
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

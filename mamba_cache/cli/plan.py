@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
 from mamba_cache.states import SlotQuantization
 
-__all__ = ["OPTIONS", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
+__all__ = ["add_options", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
 
 _GIB = 2**30
 _MAX_GIB = 10**6
@@ -36,80 +37,76 @@ _SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 _BLOCKS_PER_PREFIX = 8
 """Blocks that a shared prefix should have at least: one may be lost at its end."""
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {
-        "metavar": "MODEL",
-        "help": "a Hugging Face config.json or its folder; the hub id of a model in this machine's "
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command."""
+    option = parser.add_argument
+    option(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face config.json or its folder; the hub id of a model in this machine's "
         f"cache of the hub; or one of {', '.join(BUILT_IN)}. Nothing is downloaded",
-    },
-    "--memory": {
-        "metavar": "GIB",
-        "type": float,
-        "help": "GPU memory, GiB of 2**30 bytes (default: this machine's GPU)",
-    },
-    "--weights": {
-        "metavar": "GIB",
-        "type": float,
-        "help": "the model's weights in GiB (default: the files beside the config.json, or else "
+    )
+    option(
+        "--memory",
+        metavar="GIB",
+        type=float,
+        help="GPU memory, GiB of 2**30 bytes (default: this machine's GPU)",
+    )
+    option(
+        "--weights",
+        metavar="GIB",
+        type=float,
+        help="the model's weights in GiB (default: the files beside the config.json, or else "
         "all parameters in the configuration's dtype)",
-    },
-    "--reserve": {"metavar": "X", "help": "share of the memory for activations and all else"},
-    "--prompt": {"metavar": "N", "help": "tokens of a prompt, on average"},
-    "--output": {"metavar": "N", "help": "tokens of an answer, on average"},
-    "--concurrency": {"metavar": "N", "help": "requests that run at once"},
-    "--shared": {"metavar": "N", "help": "tokens that all prompts begin with"},
-    "--block-size": {
-        "metavar": "N",
-        "type": int,
-        "help": "tokens of a block (default: suggested)",
-    },
-    "--int8": {"action": "store_true", "help": "keep saved states in 8 bits"},
-    "--trace": {
-        "metavar": "FILE",
-        "help": "requests to replay (as for `replay`): divides the memory as they hit the most",
-    },
-    "--limit": {"metavar": "N", "help": "requests of the trace to replay"},
-}
+    )
+    option(
+        "--reserve",
+        metavar="X",
+        type=float,
+        default=0.1,
+        help="share of the memory for activations and all else (default: %(default)s)",
+    )
+    for name, default, what in (
+        ("--prompt", 4096, "tokens of a prompt, on average"),
+        ("--output", 512, "tokens of an answer, on average"),
+        ("--concurrency", 32, "requests that run at once"),
+        ("--shared", 0, "tokens that all prompts begin with"),
+        ("--limit", 4000, "requests of the trace to replay"),
+    ):
+        option(name, metavar="N", type=int, default=default, help=f"{what} (default: {default})")
+    option("--block-size", metavar="N", type=int, help="tokens of a block (default: suggested)")
+    option("--int8", action="store_true", help="keep saved states in 8 bits")
+    option(
+        "--trace",
+        metavar="FILE",
+        help="requests to replay (as for `replay`): divides the memory as they hit the most",
+    )
 
 
-def plan(
-    model: str,
-    *,
-    memory: float | None = None,
-    weights: float | None = None,
-    reserve: float = 0.1,
-    prompt: int = 4096,
-    output: int = 512,
-    concurrency: int = 32,
-    shared: int = 0,
-    block_size: int | None = None,
-    int8: bool = False,
-    trace: str | None = None,
-    limit: int = 4000,
-    as_json: bool = False,
-) -> int:
+def plan(options: Namespace) -> int:
     """Suggest budgets: how many slots and KV blocks, and how large a block.
 
     Nothing is allocated and no GPU is needed.
     """
-    shape = load_shape(model)
+    shape = load_shape(options.model)
     made = make_plan(
         shape,
-        _memory(shape, memory, weights, reserve),
-        prompt=prompt,
-        output=output,
-        concurrency=concurrency,
-        shared=shared,
-        block_size=block_size,
-        int8=int8,
+        _memory(shape, options.memory, options.weights, options.reserve),
+        prompt=options.prompt,
+        output=options.output,
+        concurrency=options.concurrency,
+        shared=options.shared,
+        block_size=options.block_size,
+        int8=options.int8,
     )
     counts = dict(made["config"])
-    if trace is not None:
-        made["trace"] = split = split_by_trace(made, trace, limit)
+    if options.trace is not None:
+        made["trace"] = split = split_by_trace(made, options.trace, options.limit)
         # The dummy block comes on top of what the trace was replayed with.
         del made["config"]["num_kv_blocks"], made["config"]["max_slots"]
         made["config"] |= {"cache_gb": split["cache_gb"], "state_share": split["best_share"]}
-    if as_json:
+    if options.json:
         print_json(made)
     else:
         _show(made, counts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,55 +21,64 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.reference.no_model import NoModel
 
-__all__ = ["OPTIONS", "replay", "run_replay"]
+__all__ = ["add_options", "replay", "run_replay"]
 
 _FIRST_TOKEN: Final = SamplingParams(max_new_tokens=1)
 _MAX_TOKENS: Final = 8192
 _UNLIMITED: Final = "unlimited"
 _PROGRESS_SECONDS: Final = 20.0
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trace": {"metavar": "TRACE", "help": "a file of JSON lines, or .gz"},
-    "--slots": {"metavar": "N,...", "help": "budgets of slots: numbers, or unlimited"},
-    "--kv-blocks": {"metavar": "N", "help": "budget of KV blocks: a number, or unlimited"},
-    "--policy": {"metavar": "NAME,...", "help": "eviction"},
-    "--limit": {"metavar": "N", "type": int, "help": "requests to replay (default: all)"},
-    "--block-size": {
-        "metavar": "N",
-        "type": int,
-        "help": "tokens of a hash (default: the trace's, else 512)",
-    },
-    "--bound": {
-        "action": "store_true",
-        "help": "add the most that any cache could skip; needs scipy",
-    },
-}
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command."""
+    option = parser.add_argument
+    option("trace", metavar="TRACE", help="a file of JSON lines, or .gz")
+    option(
+        "--slots",
+        metavar="N,...",
+        default="50,200,unlimited",
+        help="budgets of slots: numbers, or unlimited (default: %(default)s)",
+    )
+    option(
+        "--kv-blocks",
+        metavar="N",
+        default=_UNLIMITED,
+        help="budget of KV blocks: a number, or unlimited (default: %(default)s)",
+    )
+    option(
+        "--policy",
+        metavar="NAME,...",
+        default=",".join(SLOT_POLICIES),
+        help="eviction (default: %(default)s)",
+    )
+    option("--limit", metavar="N", type=int, help="requests to replay (default: all)")
+    option(
+        "--block-size",
+        metavar="N",
+        type=int,
+        help="tokens of a hash (default: the trace's, else 512)",
+    )
+    option(
+        "--bound",
+        action="store_true",
+        help="add the most that any cache could skip; needs scipy",
+    )
 
 
-def replay(
-    trace: str,
-    *,
-    slots: str = "50,200,unlimited",
-    kv_blocks: str = _UNLIMITED,
-    policy: str = ",".join(SLOT_POLICIES),
-    limit: int | None = None,
-    block_size: int | None = None,
-    bound: bool = False,
-    as_json: bool = False,
-) -> int:
+def replay(options: Namespace) -> int:
     """Replay a trace of requests: what it hits with each policy and number of slots.
 
     No model runs and no GPU is needed.
     """
-    [blocks] = _budgets("--kv-blocks", kv_blocks, most=1)
+    [blocks] = _budgets("--kv-blocks", options.kv_blocks, most=1)
     result = run_replay(
-        read_trace(trace, limit, block_size=block_size),
-        slots=_budgets("--slots", slots),
+        read_trace(options.trace, options.limit, block_size=options.block_size),
+        slots=_budgets("--slots", options.slots),
         kv_blocks=blocks,
-        policies=policy.split(","),
-        bound=bound,
+        policies=options.policy.split(","),
+        bound=options.bound,
     )
-    if as_json:
+    if options.json:
         print_json(result)
     else:
         _show(result)

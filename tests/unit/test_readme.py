@@ -1,16 +1,16 @@
 """What the README shows works when it is pasted."""
 
 import importlib
-import inspect
 import re
 import runpy
+from argparse import ArgumentParser
 
 import pytest
 import torch
 from sources import ROOT
 
 from mamba_cache import DynamicInferenceContext, Request
-from mamba_cache.cli.serve import serve as serve_command
+from mamba_cache.cli.serve import add_options
 from mamba_cache.reference import HybridModel
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,10 +70,10 @@ def test_the_lines_for_scripts_run() -> None:
 
 def test_commands_have_the_options_that_are_shown() -> None:
     [serve] = re.findall(r"^mamba-cache serve (.*)$", README, flags=re.MULTILINE)
-    known = set(inspect.signature(serve_command).parameters)
-    options = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", serve)}
-    assert options
-    assert options <= known
+    parser = ArgumentParser()
+    add_options(parser)
+    given = parser.parse_args(serve.split())
+    assert (given.mamba_cache_gb, given.kv_cache_gb) == (4, 8)
 
 
 def test_commands_name_files_that_exist() -> None:
