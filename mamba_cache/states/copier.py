@@ -10,13 +10,8 @@ import torch
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states.kernels import (
-    CopyBackend,
-    copy_torch,
-    kernels_for,
-    quantize_torch,
-)
-from mamba_cache.states.kernels.copy_torch import RowCopy, plan_copy
+from mamba_cache.states.kernels import CopyBackend, copy_torch, kernels_for
+from mamba_cache.states.kernels.copy_torch import Quantized, RowCopy, plan_copy
 
 __all__ = [
     "RowIndices",
@@ -25,8 +20,7 @@ __all__ = [
     "check_devices",
 ]
 
-_COPY = "mamba_cache.states.kernels.copy"
-_QUANTIZE = "mamba_cache.states.kernels.quantize"
+_KERNELS = "mamba_cache.states.kernels.copy"
 _QUANTIZED_DIMS = 3
 
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
@@ -79,9 +73,8 @@ class StateCopier:
         self._num_destination_rows = destinations[0].shape[1]
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
-        name, twins = (_QUANTIZE, quantize_torch) if quantized else (_COPY, copy_torch)
-        kernels = kernels_for(backend, self._device, kernels=name, twins=twins)
-        self._takes_lists = kernels is twins  # of rows on the host
+        kernels = kernels_for(backend, self._device, kernels=_KERNELS, twins=copy_torch)
+        self._takes_lists = kernels is copy_torch  # of rows on the host
         self._launch = _launch_of(kernels, unchanged, quantized, self._device)
         on_cuda = self._device.type == "cuda"
         capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
@@ -247,23 +240,13 @@ def _as_list(name: str, rows: RowIndices, least: int, num_rows: int) -> list[int
 _Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
 
 
-_Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
-"""States, their codes and scales, and whether the states are stored so, or restored from them."""
-
-
 def _launch_of(
-    kernels: Any, unchanged: _Pairs, quantized: Sequence[_Quantized], device: torch.device
+    kernels: Any, unchanged: _Pairs, quantized: Sequence[Quantized], device: torch.device
 ) -> RowCopy:
     """Return what copies rows of checked tensors."""
-    sources, destinations = zip(*unchanged, strict=True) if unchanged else ((), ())
-    plan = plan_copy(sources, destinations, device=device)
-    if not quantized:
-        launch: RowCopy = kernels.copy_states(plan)
-        return launch
-    nothing = plan_copy([], [], device=device)
     launches: list[RowCopy] = [
-        kernels.copy_quantized(nothing if i else plan, states, codes, scales, is_store=is_store)
-        for i, (states, codes, scales, is_store) in enumerate(quantized)
+        kernels.copy_states(plan_copy([] if i else unchanged, device=device), each)
+        for i, each in enumerate(quantized or [None])
     ]
 
     def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
@@ -275,13 +258,13 @@ def _launch_of(
 
 def _match(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
-) -> tuple[_Pairs, list[_Quantized]]:
+) -> tuple[_Pairs, list[Quantized]]:
     """Check tensors, and pair those that are copied as they are and those that are quantised."""
     _check_side("sources", sources)
     _check_side("destinations", destinations)
     read, written = list(sources), list(destinations)
     unchanged: _Pairs = []
-    quantized: list[_Quantized] = []
+    quantized: list[Quantized] = []
     while read and written:
         source, destination = read.pop(0), written.pop(0)
         if source.is_floating_point() and destination.dtype == torch.int8 and written:

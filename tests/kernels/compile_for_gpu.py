@@ -53,22 +53,24 @@ def codes(alignment):
         "source_rows": "*i32", "destination_rows": "*i32",
     }  # fmt: skip
     constants = {
-        "IS_STORE": True, "HEAD_DIM": 64, "STATE_DIM": 128,
+        "NUM_STATE_TILES": 1024, "TILES_PER_LAYER": 512, "IS_STORE": True,
+        "HEAD_DIM": 64, "STATE_DIM": 128,
         "ROWS": rows, "COLUMNS": columns, "CODES_ALIGNMENT": alignment,
         "NARROW_WORD": tl.int64, "TILES_PER_CHUNK": 16, "PAIRS": 1,
     }  # fmt: skip
     # As Triton sees aligned tensors; what is said of codes is left to the kernel.
     aligned = ("chunks", "states", "scales", "states_layer_stride", "states_row_stride")
     options = quantize.STORE_OPTIONS
-    kernel = quantize._quantized_copy_kernel
-    return stores(build(kernel, types, constants, aligned=aligned, **options))
+    return stores(build(copy._copy_kernel, types, constants, aligned=aligned, **options))
 
 
 def copies(narrow, pairs):
-    types = {"chunks": "*i64", "num_pairs": "i32", "num_wide": "i32"}
+    types = {"chunks": "*i64", "source_rows": "*i32", "destination_rows": "*i32"}
     constants = {"NARROW_WORD": narrow, "TILES_PER_CHUNK": 16, "PAIRS": pairs}
-    options = {"other": "*i32", "num_warps": copy._NUM_WARPS}
-    return stores(build(copy._copy_kernel, types, constants, **options))
+    constants |= dict.fromkeys(("states", "codes", "scales"))
+    constants |= {"NUM_STATE_TILES": 0, "IS_STORE": False, "CODES_ALIGNMENT": 1}
+    constants |= dict.fromkeys(("TILES_PER_LAYER", "HEAD_DIM", "STATE_DIM", "ROWS", "COLUMNS"), 1)
+    return stores(build(copy._copy_kernel, types, constants, **copy._COPY_OPTIONS))
 
 
 def checksums(compares):

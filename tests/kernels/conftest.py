@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mamba_cache.states.kernels import copy, extract, quantize
+from mamba_cache.states.kernels import copy, extract
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     take several programs.
     """
     if request.param == "triton as captured":
-        for kernels in (copy, extract, quantize):
+        for kernels in (copy, extract):
             monkeypatch.setattr(kernels, "entries_per_program", lambda *_, **__: 2)
         return "triton"
     return request.param

@@ -17,15 +17,12 @@ from mamba_cache.states.kernels import (
     copy_torch,
     extract,
     extract_torch,
-    quantize,
-    quantize_torch,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PAIRS = [
     (copy, copy_torch),
     (extract, extract_torch),
-    (quantize, quantize_torch),
     (checksum, checksum_torch),
     (decode, decode_numpy),
     (align_kernels, copies),

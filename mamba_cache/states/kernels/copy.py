@@ -1,11 +1,15 @@
-"""The batched state copy as one Triton kernel: all pairs, layers and tensors in one launch."""
+"""The batched state copy as one Triton kernel: all pairs, layers and tensors in one launch.
+
+Tiles of states that are quantised change their dtype on the way; all else is copied as it is.
+"""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, N803, PLR0917
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from typing import Any
 
 import torch
 import triton
@@ -13,9 +17,25 @@ import triton.language as tl
 
 from mamba_cache._torch import ZERO_SOURCE
 from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program
-from mamba_cache.states.kernels.copy_torch import TILE_WORDS, WIDE_BYTES, CopyPlan, RowCopy
+from mamba_cache.states.kernels.copy_torch import (
+    TILE_WORDS,
+    WIDE_BYTES,
+    CopyPlan,
+    Quantized,
+    RowCopy,
+)
+from mamba_cache.states.kernels.quantize import (
+    RESTORE_OPTIONS,
+    RESTORED_CODES,
+    STORE_OPTIONS,
+    STORED_CODES,
+    dequantize_tile,
+    quantize_tile,
+    restored_tile_sizes,
+    stored_tile_sizes,
+)
 
-__all__ = ["WORDS", "copy_states", "copy_tile"]
+__all__ = ["WORDS", "copy_states"]
 
 # 128 threads with two 16-byte loads each, 4 KiB a program, measured on one NVIDIA H200 against a
 # flat copy of as many bytes (24 layers, conv [10240, 4] bf16 and SSM [128, 64, 128]; time ratio):
@@ -27,11 +47,11 @@ __all__ = ["WORDS", "copy_states", "copy_tile"]
 #   persistent, 4 KiB      1.06  1.06  1.07            1.08  1.06  1.08
 # The hardware starts programs in order, so small ones keep what is in flight close together in
 # memory; docs/how-to/kernels.md has the rest of the search.
-_NUM_WARPS = 4
+_COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 _PAIRS_IN_GRAPH = 64
-
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Types of words by their bytes."""
+
 
 _TILE_WORDS = tl.constexpr(TILE_WORDS)
 _WIDE_BYTES = tl.constexpr(WIDE_BYTES)
@@ -39,7 +59,7 @@ _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def copy_tile(  # type: ignore[no-untyped-def]
+def _copy_tile(  # type: ignore[no-untyped-def]
     chunk, tile, source_row, destination_row, WORD: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> None:
     """Copy a tile of one chunk of ``CopyPlan.chunks``, or clear it."""
@@ -59,23 +79,25 @@ def copy_tile(  # type: ignore[no-untyped-def]
 
 
 # Rows come at any address and in any number: one compiled kernel must do for all of them. The
-# table of chunks is always aligned.
+# table of chunks is always aligned, and codes are as is said.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["source_rows", "destination_rows", "num_pairs", "num_wide"]
-)
+    do_not_specialize=[
+        "source_rows", "destination_rows", "num_pairs", "num_wide",
+        "codes", "codes_layer_stride", "codes_row_stride",
+    ]
+)  # fmt: skip
 def _copy_kernel(  # type: ignore[no-untyped-def]
-    chunks,
-    source_rows,
-    destination_rows,
-    num_pairs,
-    num_wide,
-    NARROW_WORD: tl.constexpr,
-    TILES_PER_CHUNK: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
-    index = tl.program_id(0) // TILES_PER_CHUNK
-    tile = tl.program_id(0) % TILES_PER_CHUNK
-    chunk = chunks + index * 5
+    chunks, states, codes, scales, source_rows, destination_rows, num_pairs, num_wide,
+    states_layer_stride, states_row_stride, codes_layer_stride, codes_row_stride,
+    scales_layer_stride, scales_row_stride,
+    NUM_STATE_TILES: tl.constexpr, TILES_PER_LAYER: tl.constexpr, IS_STORE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CODES_ALIGNMENT: tl.constexpr,
+    NARROW_WORD: tl.constexpr, TILES_PER_CHUNK: tl.constexpr, PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
+    program = tl.program_id(0)
+    index = (program - NUM_STATE_TILES) // TILES_PER_CHUNK
+    chunk, chunk_tile = chunks + index * 5, (program - NUM_STATE_TILES) % TILES_PER_CHUNK
     first = tl.program_id(1) * PAIRS
     end = first + 1
     if PAIRS > 1:
@@ -84,40 +106,78 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
         source_row = tl.load(source_rows + pair).to(tl.int64)
         destination_row = tl.load(destination_rows + pair).to(tl.int64)
         is_real = (destination_row >= 0) & ((source_row >= 0) | (source_row == _ZERO_SOURCE))
-        if is_real & (index < num_wide):
-            copy_tile(chunk, tile, source_row, destination_row, tl.int64, _WIDE_BYTES)
+        if is_real & (program < NUM_STATE_TILES):
+            if states is not None:
+                layer = (program // TILES_PER_LAYER).to(tl.int64)
+                tile = program % TILES_PER_LAYER
+                row, slot = destination_row, source_row
+                if IS_STORE:
+                    row, slot = source_row, destination_row
+                state = states + layer * states_layer_stride + row * states_row_stride
+                code = codes + layer * codes_layer_stride + slot * codes_row_stride
+                code = tl.multiple_of(code, CODES_ALIGNMENT)
+                scale = scales + layer * scales_layer_stride + slot * scales_row_stride
+                if IS_STORE:
+                    quantize_tile(
+                        state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
+                    )
+                else:
+                    dequantize_tile(
+                        state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
+                    )
         elif is_real:
-            alignment: tl.constexpr = NARROW_WORD.primitive_bitwidth // 8
-            copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
+            if index < num_wide:
+                _copy_tile(chunk, chunk_tile, source_row, destination_row, tl.int64, _WIDE_BYTES)
+            else:
+                width: tl.constexpr = NARROW_WORD.primitive_bitwidth // 8
+                _copy_tile(chunk, chunk_tile, source_row, destination_row, NARROW_WORD, width)
 
 
-_launch = Launcher(_copy_kernel)
-
-
-def copy_states(plan: CopyPlan) -> RowCopy:
+def copy_states(plan: CopyPlan, quantized: Quantized | None = None) -> RowCopy:
     """Return a copy of whole rows, all layers of all tensors, as in ``StateCopier.copy``."""
-    return partial(_copy, plan)
+    tensors: tuple[torch.Tensor | None, ...] = (None,) * 3
+    num_state_tiles, strides = 0, [0] * 6
+    quantizing: tuple[int, ...] = (1, False, 1, 1, 1, 1, 1)
+    options = _COPY_OPTIONS
+    if quantized is not None:
+        states, codes, scales, is_store = quantized
+        tensors = (states, codes, scales)
+        num_layers, _, heads, head_dim, state_dim = states.shape
+        tile_sizes = stored_tile_sizes if is_store else restored_tile_sizes
+        rows, columns = tile_sizes(head_dim, state_dim)
+        tiles_per_head = triton.cdiv(head_dim, rows) * triton.cdiv(state_dim, columns)
+        tiles_per_layer = heads * tiles_per_head
+        num_state_tiles = num_layers * tiles_per_layer
+        strides = [*states.stride()[:2], *codes.stride()[:2], *scales.stride()[:2]]
+        widest = STORED_CODES if is_store else RESTORED_CODES
+        alignment = math.gcd(widest, codes.data_ptr(), *codes.stride()[:2])
+        quantizing = (tiles_per_layer, is_store, head_dim, state_dim, rows, columns, alignment)
+        options = STORE_OPTIONS if is_store else RESTORE_OPTIONS
+    num_programs = num_state_tiles + plan.num_tiles
+    words = (WORDS[plan.narrow_bytes], plan.tiles_per_chunk)
+    launch = Launcher(_copy_kernel)
 
+    def copy(source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int) -> None:
+        if not num_programs or not num_pairs:
+            return
+        device = source_rows.get_device()
+        pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
+        launch(
+            device,
+            (source_rows.dtype, destination_rows.dtype, pairs),
+            (num_programs, -(-num_pairs // pairs), 1),
+            plan.chunks,
+            *tensors,
+            source_rows,
+            destination_rows,
+            num_pairs,
+            plan.num_wide,
+            *strides,
+            num_state_tiles,
+            *quantizing,
+            *words,
+            pairs,
+            **options,
+        )
 
-def _copy(
-    plan: CopyPlan, source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int
-) -> None:
-    if not plan.num_tiles or not num_pairs:
-        return
-    device = source_rows.get_device()
-    pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
-    constants = (plan.narrow_bytes, plan.tiles_per_chunk, pairs)
-    _launch(
-        device,
-        (source_rows.dtype, destination_rows.dtype, constants),
-        (plan.num_tiles, -(-num_pairs // pairs), 1),
-        plan.chunks,
-        source_rows,
-        destination_rows,
-        num_pairs,
-        plan.num_wide,
-        WORDS[plan.narrow_bytes],
-        plan.tiles_per_chunk,
-        pairs,
-        num_warps=_NUM_WARPS,
-    )
+    return copy

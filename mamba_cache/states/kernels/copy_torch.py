@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from mamba_cache._torch import ZERO_SOURCE, to_device
+from mamba_cache.states.kernels.quantize_torch import dequantize_states, quantize_states
 
 __all__ = [
     "TILE_WORDS",
     "WIDE_BYTES",
     "CopyPlan",
+    "Quantized",
     "RowCopy",
     "copy_states",
     "plan_copy",
-    "real_pairs",
 ]
 
 RowCopy: TypeAlias = Callable[[Any, Any, int], None]
@@ -29,6 +29,9 @@ RowCopy: TypeAlias = Callable[[Any, Any, int], None]
 Rows are [at least n] int32 or int64, contiguous, on the device of what is copied. The kernels'
 twins also take lists of n ints, none of which is to be skipped.
 """
+
+Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
+"""States, their codes and scales, and whether the states are stored so, or restored from them."""
 
 TILE_WORDS = 512
 """Words that one program of the kernel moves at a time. A power of two."""
@@ -64,15 +67,12 @@ _Segment: TypeAlias = tuple[int, int, int, int, int]
 
 
 def plan_copy(
-    sources: Sequence[torch.Tensor],
-    destinations: Sequence[torch.Tensor],
-    *,
-    device: torch.device,
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], *, device: torch.device
 ) -> CopyPlan:
-    """Plan copies from rows of ``sources`` to rows of ``destinations``, paired in order."""
+    """Plan copies from rows of the first of each pair of tensors to rows of the second."""
     pairs = [
         (_as_bytes(source), _as_bytes(destination))
-        for source, destination in zip(sources, destinations, strict=True)
+        for source, destination in tensors
         if destination.numel()
     ]
     segments = [segment for pair in pairs for segment in _segments(*pair)]
@@ -133,29 +133,37 @@ def _chunks(segments: Sequence[_Segment], word_bytes: int, tiles_per_chunk: int)
     return np.concatenate(tables)
 
 
-def copy_states(plan: CopyPlan) -> RowCopy:
+def copy_states(plan: CopyPlan, quantized: Quantized | None = None) -> RowCopy:
     """Return what copies whole rows, all layers of all tensors, as ``StateCopier.copy`` describes.
 
     It waits for the device if the rows are on one, so it serves the CPU and as a reference.
     """
-    pairs: list[tuple[Any, Any]] = list(zip(plan.sources, plan.destinations, strict=True))
+    tensors: list[tuple[Any, Any]] = list(zip(plan.sources, plan.destinations, strict=True))
     if plan.chunks.device.type == "cpu":  # the same bytes through numpy, whose calls cost a fourth
-        pairs = [(source.numpy(), destination.numpy()) for source, destination in pairs]
-    return partial(_copy, pairs)
+        tensors = [(source.numpy(), destination.numpy()) for source, destination in tensors]
+
+    def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
+        for source_row, destination_row in _real_pairs(source_rows, destination_rows, num_pairs):
+            for source, destination in tensors:
+                destination[:, destination_row] = source[:, source_row] if source_row >= 0 else 0
+            if quantized is not None:
+                _copy_quantized(quantized, source_row, destination_row)
+
+    return copy
 
 
-def _copy(
-    pairs: Sequence[tuple[Any, Any]],
-    source_rows: torch.Tensor | list[int],
-    destination_rows: torch.Tensor | list[int],
-    num_pairs: int,
-) -> None:
-    for source_row, destination_row in real_pairs(source_rows, destination_rows, num_pairs):
-        for source, destination in pairs:
-            destination[:, destination_row] = source[:, source_row] if source_row >= 0 else 0
+def _copy_quantized(quantized: Quantized, source: int, target: int) -> None:
+    states, codes, scales, is_store = quantized
+    if is_store:
+        given = torch.zeros_like(codes[:, target]) if source < 0 else states[:, source]
+        codes[:, target], scales[:, target] = quantize_states(given)
+    elif source < 0:
+        states[:, target] = 0
+    else:
+        states[:, target] = dequantize_states(codes[:, source], scales[:, source], states.dtype)
 
 
-def real_pairs(source_rows: Any, destination_rows: Any, num_pairs: int) -> list[tuple[int, int]]:
+def _real_pairs(source_rows: Any, destination_rows: Any, num_pairs: int) -> list[tuple[int, int]]:
     """Return the pairs of rows that are not to be skipped; it waits for rows on a device."""
     if isinstance(source_rows, list):  # and so are the others
         return list(zip(source_rows, destination_rows, strict=True))

@@ -1,25 +1,15 @@
-"""Copies between live states and int8 slots, in either direction, as one Triton kernel.
-
-A launch moves all pairs, layers and tensors: tiles of SSM states change their dtype on the way, all
-else is copied as it is.
-"""
+"""Tiles of states that change their dtype on the way to an int8 slot, or back, in Triton."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from mamba_cache._torch import ZERO_SOURCE
-from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program, layout_of
-from mamba_cache.states.kernels.copy import WORDS, copy_tile
-from mamba_cache.states.kernels.copy_torch import WIDE_BYTES, CopyPlan, RowCopy
 from mamba_cache.states.kernels.quantize_torch import (
     INFINITY_BITS,
     LARGEST_CODE,
@@ -29,10 +19,13 @@ from mamba_cache.states.kernels.quantize_torch import (
 )
 
 __all__ = [
+    "RESTORED_CODES",
+    "RESTORE_OPTIONS",
     "STORED_CODES",
     "STORE_OPTIONS",
-    "copy_quantized",
+    "dequantize_tile",
     "quantize_tile",
+    "restored_tile_sizes",
     "stored_tile_sizes",
 ]
 
@@ -49,20 +42,20 @@ __all__ = [
 _STORED_ELEMENTS = 2048
 _RESTORED_ELEMENTS = 4096
 _MAX_RESTORED_COLUMNS = 128
-_RESTORED_CODES = 16
 
 STORED_CODES = 8
 """Codes that a thread writes at a time, where they are aligned for it."""
+
+RESTORED_CODES = 16
+"""Codes that a thread reads at a time."""
 
 # The twin rounds after every operation.
 STORE_OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 """How to compile a kernel that quantises."""
 
-_RESTORE_OPTIONS: dict[str, Any] = {"num_warps": 2, "enable_fp_fusion": False}
-_PAIRS_IN_GRAPH = 64
+RESTORE_OPTIONS: dict[str, Any] = {"num_warps": 2, "enable_fp_fusion": False}
+"""How to compile a kernel that restores."""
 
-_WIDE_BYTES = tl.constexpr(WIDE_BYTES)
-_ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 _ONE_OVER_LARGEST_CODE = tl.constexpr(ONE_OVER_LARGEST_CODE)
 _MAGNITUDE_MASK = tl.constexpr(MAGNITUDE_MASK)
@@ -114,7 +107,7 @@ def quantize_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dequantize_tile(  # type: ignore[no-untyped-def]
+def dequantize_tile(  # type: ignore[no-untyped-def]
     states, codes, scales, source_row, tile,
     HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -128,126 +121,14 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     tl.store(states + places, values.to(states.dtype.element_ty), mask=mask)
 
 
-# Rows come at any address and in any number, as in the plain copy.
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=[
-        "source_rows", "destination_rows", "num_pairs", "num_wide",
-        "codes", "codes_layer_stride", "codes_row_stride",
-    ]
-)  # fmt: skip
-def _quantized_copy_kernel(  # type: ignore[no-untyped-def]
-    chunks, states, codes, scales, source_rows, destination_rows, num_pairs,
-    num_wide, num_state_tiles, tiles_per_layer,
-    states_layer_stride, states_row_stride, codes_layer_stride, codes_row_stride,
-    scales_layer_stride, scales_row_stride,
-    IS_STORE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CODES_ALIGNMENT: tl.constexpr,
-    NARROW_WORD: tl.constexpr, TILES_PER_CHUNK: tl.constexpr, PAIRS: tl.constexpr,
-) -> None:  # fmt: skip
-    program = tl.program_id(0)
-    first = tl.program_id(1) * PAIRS
-    end = first + 1
-    if PAIRS > 1:
-        end = end_of_real(destination_rows, first, num_pairs, PAIRS)
-    for pair in range(first, end):
-        source_row = tl.load(source_rows + pair).to(tl.int64)
-        destination_row = tl.load(destination_rows + pair).to(tl.int64)
-        is_real = (destination_row >= 0) & ((source_row >= 0) | (source_row == _ZERO_SOURCE))
-        if is_real & (program < num_state_tiles):
-            layer = (program // tiles_per_layer).to(tl.int64)
-            tile = program % tiles_per_layer
-            row, slot = destination_row, source_row
-            if IS_STORE:
-                row, slot = source_row, destination_row
-            state = states + layer * states_layer_stride + row * states_row_stride
-            code = codes + layer * codes_layer_stride + slot * codes_row_stride
-            code = tl.multiple_of(code, CODES_ALIGNMENT)
-            scale = scales + layer * scales_layer_stride + slot * scales_row_stride
-            if IS_STORE:
-                quantize_tile(
-                    state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
-                )
-            else:
-                _dequantize_tile(
-                    state, code, scale, source_row, tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS
-                )
-        elif is_real:
-            index = (program - num_state_tiles) // TILES_PER_CHUNK
-            chunk, tile = chunks + index * 5, (program - num_state_tiles) % TILES_PER_CHUNK
-            if index < num_wide:
-                copy_tile(chunk, tile, source_row, destination_row, tl.int64, _WIDE_BYTES)
-            else:
-                alignment: tl.constexpr = NARROW_WORD.primitive_bitwidth // 8
-                copy_tile(chunk, tile, source_row, destination_row, NARROW_WORD, alignment)
-
-
-_launch = Launcher(_quantized_copy_kernel)
-
-
 def stored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
     """Return rows and columns of tiles that are quantised: a scale needs whole columns."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
     return rows, min(columns, max(1, _STORED_ELEMENTS // rows))
 
 
-def _restored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
+def restored_tile_sizes(head_dim: int, state_dim: int) -> tuple[int, int]:
     """Return the same of tiles that are restored, which need no whole columns, only long rows."""
     rows, columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(state_dim)
     columns = min(columns, _MAX_RESTORED_COLUMNS)
     return min(rows, _RESTORED_ELEMENTS // columns), columns
-
-
-def copy_quantized(
-    unchanged: CopyPlan,
-    states: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    is_store: bool,
-) -> RowCopy:
-    """Return what stores live states in slots, or restores them."""
-    num_layers, _, heads, head_dim, state_dim = states.shape
-    tile_sizes = stored_tile_sizes if is_store else _restored_tile_sizes
-    rows, columns = tile_sizes(head_dim, state_dim)
-    tiles_per_head = triton.cdiv(head_dim, rows) * triton.cdiv(state_dim, columns)
-    num_state_tiles = num_layers * heads * tiles_per_head
-    num_programs = num_state_tiles + unchanged.num_tiles
-    tensors = (states, codes, scales)
-    strides = (stride for tensor in tensors for stride in tensor.stride()[:2])
-    sizes = (unchanged.num_wide, num_state_tiles, heads * tiles_per_head, *strides)
-    widest = STORED_CODES if is_store else _RESTORED_CODES
-    constants = (
-        is_store,
-        head_dim,
-        state_dim,
-        rows,
-        columns,
-        math.gcd(widest, codes.data_ptr(), *codes.stride()[:2]),
-        WORDS[unchanged.narrow_bytes],
-        unchanged.tiles_per_chunk,
-    )
-    key = (layout_of(*tensors), *sizes, *constants)
-    options = STORE_OPTIONS if is_store else _RESTORE_OPTIONS
-
-    def copy(source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int) -> None:
-        if not num_programs or not num_pairs:
-            return
-        device = source_rows.get_device()
-        pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
-        _launch(
-            device,
-            (key, source_rows.dtype, destination_rows.dtype, pairs),
-            (num_programs, -(-num_pairs // pairs), 1),
-            unchanged.chunks,
-            *tensors,
-            source_rows,
-            destination_rows,
-            num_pairs,
-            *sizes,
-            *constants,
-            pairs,
-            **options,
-        )
-
-    return copy

@@ -1,13 +1,8 @@
-"""Quantised state copies in PyTorch: what the kernel of ``quantize`` must equal, bit for bit."""
+"""Quantised states in PyTorch: what the tiles of ``quantize`` must equal, bit for bit."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-
-from mamba_cache.states.kernels import copy_torch
-from mamba_cache.states.kernels.copy_torch import CopyPlan, RowCopy
 
 __all__ = [
     "INFINITY_BITS",
@@ -15,7 +10,6 @@ __all__ = [
     "LEAST_MAGNITUDE_BITS",
     "MAGNITUDE_MASK",
     "ONE_OVER_LARGEST_CODE",
-    "copy_quantized",
     "dequantize_states",
     "quantize_states",
 ]
@@ -36,36 +30,6 @@ INFINITY_BITS = 0x7F800000
 
 LEAST_MAGNITUDE_BITS = (127 - 100) << 23
 """2**-100, for which columns that stay below are taken: scales, and one over them, stay normal."""
-
-
-def copy_quantized(
-    unchanged: CopyPlan,
-    states: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    is_store: bool,
-) -> RowCopy:
-    """Return what the launcher of the kernel returns, for lists of rows, too.
-
-    It waits for the device if the rows are on one, so it serves the CPU and as a reference.
-    """
-    copy_unchanged = copy_torch.copy_states(unchanged)
-
-    def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
-        copy_unchanged(source_rows, destination_rows, num_pairs)
-        for source, target in copy_torch.real_pairs(source_rows, destination_rows, num_pairs):
-            if is_store:
-                cleared = source < 0
-                given = torch.zeros_like(codes[:, target]) if cleared else states[:, source]
-                codes[:, target], scales[:, target] = quantize_states(given)
-            elif source < 0:
-                states[:, target] = 0
-            else:
-                given = dequantize_states(codes[:, source], scales[:, source], states.dtype)
-                states[:, target] = given
-
-    return copy
 
 
 def quantize_states(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
