@@ -32,10 +32,9 @@ from mamba_cache import CacheConfig, DynamicInferenceContext, Request, RequestSt
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.attention import AttentionLayer, attend, write_kv
 from mamba_cache.reference.batch import PackedBatch
-from mamba_cache.reference.conv import causal_conv1d, causal_conv1d_step
-from mamba_cache.reference.mamba import Mamba2Layer
+from mamba_cache.reference.mamba import Mamba2Layer, causal_conv1d, causal_conv1d_step
+from mamba_cache.reference.model_config import rms_norm
 from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan, ssd_step
-from mamba_cache.reference.weights import rms_norm
 
 REFERENCE = "reference (PyTorch)"
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
@@ -468,7 +467,7 @@ class KernelMamba:
         gated = torch.cat(outputs).flatten(1) * F.silu(gate)
         grouped = torch.unflatten(gated, 1, (config.num_groups, -1))
         weight = weights.norm_weight.view(config.num_groups, -1)
-        return F.linear(rms_norm(grouped, weight, config.norm_eps).flatten(1), weights.out_proj)
+        return F.linear(rms_norm(grouped, weight).flatten(1), weights.out_proj)
 
     def decode(
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, context: DynamicInferenceContext

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.reference.batch import PackedBatch
-from mamba_cache.reference.model_config import HybridModelConfig
+from mamba_cache.reference.model_config import HybridModelConfig, WeightMaker
 from mamba_cache.reference.ssd import ChunkLayout
-from mamba_cache.reference.weights import WeightMaker
 
 __all__ = ["AttentionLayer", "attend", "write_kv"]
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from mamba_cache.metadata import StepMetadata
-from mamba_cache.reference.conv import place_windows
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.ssd import ChunkLayout
 
-__all__ = ["PackedBatch"]
+__all__ = ["PackedBatch", "place_windows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +76,28 @@ class PackedBatch:
     def join_decodes(self, rectangle: Tensor) -> Tensor:
         """Undo ``split_decodes``: return [num_decode_tokens, ...]."""
         return rectangle.flatten(0, 1)[self.decode_places]
+
+
+def place_windows(
+    query_start_loc: Tensor, num_tokens: int, conv_kernel: int
+) -> tuple[Tensor, Tensor]:
+    """Return where the inputs of every output lie: the same for all layers of a step.
+
+    Indices count rows of the *extended* input, all windows followed by all packed tokens. The first
+    tensor, [K, num_tokens], has the input that tap k of each output reads; the second one,
+    [num_sequences, K - 1], the last inputs of each sequence. Both are int64.
+    """
+    device, width = query_start_loc.device, conv_kernel - 1
+    starts, ends = query_start_loc[:-1], query_start_loc[1:].contiguous()
+    num_sequences = len(starts)
+
+    def row(sequence: Tensor, token: Tensor) -> Tensor:
+        offset = token - starts[sequence]
+        in_window = (sequence + 1) * width + offset
+        return torch.where(offset < 0, in_window, num_sequences * width + token)
+
+    tokens = torch.arange(num_tokens, device=device)
+    back = torch.arange(width, -1, -1, device=device)
+    taps = row(torch.searchsorted(ends, tokens, right=True), tokens - back[:, None])
+    sequences = torch.arange(num_sequences, device=device)
+    return taps, row(sequences[:, None], ends[:, None] - back[:-1])

@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from operator import eq
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -17,18 +18,24 @@ from mamba_cache._checks import check_hashable, check_int, check_kind, check_num
 from mamba_cache._guard import CallGuard, guarded, weak_callback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import (
+    Admission,
     DynamicInferenceContext,
     HitToVerify,
     PrefixContent,
     Request,
+    ScheduledRequest,
     Step,
 )
-from mamba_cache.context.scheduler import Scheduler
-from mamba_cache.errors import InvalidArgumentError, MambaCacheError, StepOrderError
+from mamba_cache.context.scheduler import QueuedRequest, Scheduler
+from mamba_cache.errors import (
+    CapacityError,
+    InvalidArgumentError,
+    MambaCacheError,
+    StepOrderError,
+)
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference.drafting import Drafter, NgramDrafter
-from mamba_cache.reference.requests import EngineRequest
-from mamba_cache.reference.results import Completion, DecodingStats, TokenEvent
+from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
 from mamba_cache.reference.sampling import SamplingParams, sample, verify
 
 __all__ = ["Engine", "LanguageModel", "compute_prefix"]
@@ -65,6 +72,112 @@ class LanguageModel(Protocol):
             Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
             requests and of each prefill's last token, in batch order.
         """
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _EngineRequest(QueuedRequest):
+    """What the engine keeps of a request beside what the context knows of it."""
+
+    sampling: SamplingParams
+    submitted_at: float  # seconds of ``time.perf_counter``
+    drafter: Drafter | None
+    num_told: int = 0  # tokens of its answer that events were made of
+    prefill_tokens: int = 0  # computed before decoding, those computed twice included
+    decoding: DecodingStats = field(default_factory=DecodingStats)
+    admission: Admission | None = None  # what was cached when it first ran
+    first_token_at: float | None = None  # likewise seconds
+    _tokens: list[int] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.prepared.tokens)
+
+    def note_admission(self, admission: Admission) -> None:
+        """Note what was cached when it first ran: that is what is reported."""
+        if not self.prefill_tokens and not self.num_told:  # a fork has tokens without any prefill
+            self.admission = admission
+
+    def propose_drafts(
+        self, output: Sequence[int], max_drafts: int, max_sequence_length: int
+    ) -> list[int]:
+        """Guess its next tokens, no more of them than it can still generate."""
+        useful = min(
+            max_drafts,
+            self.sampling.max_new_tokens - len(output) - 1,
+            max_sequence_length - self.prompt_tokens - len(output),
+        )
+        if self.drafter is None or useful <= 0:
+            return []
+        # Prompt and answer in one list, which grows: to join them anew takes time in each step.
+        tokens: list[int] = self._tokens or self.prepared.tokens.tolist()
+        self._tokens = tokens
+        tokens += output[len(tokens) - self.prompt_tokens :]
+        return list(self.drafter.propose(tokens, useful)[:useful])
+
+    def note_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
+        """Note its part of a committed step and the tokens that it brought; return what is new."""
+        if scheduled.is_prefill:
+            self.prefill_tokens += scheduled.num_tokens
+            return DecodingStats()
+        brought = DecodingStats(
+            steps=1,
+            tokens=len(tokens),
+            drafted_tokens=len(scheduled.drafts),
+            accepted_tokens=sum(map(eq, tokens, scheduled.drafts)),
+        )
+        self.decoding += brought
+        return brought
+
+    def take_events(
+        self, output: Callable[[int], Sequence[int]], max_sequence_length: int
+    ) -> list[TokenEvent]:
+        """Return the events since the last ones; ``output`` returns tokens from a number on."""
+        events, tokens, now = [], output(self.num_told), time.perf_counter()
+        if tokens and self.first_token_at is None:
+            self.first_token_at = now
+        done = None
+        for number, token in enumerate(tokens, self.num_told + 1):
+            reason = self._finish_reason(token, number, max_sequence_length)
+            done = None if reason is None else self._complete(reason, output(0)[:number], now)
+            events.append(TokenEvent(self.key, token, number == 1, done))
+            if done is not None:
+                break
+        if self.error is not None and done is None:
+            done = self._complete(FinishReason.FAILED, output(0), now)
+            events.append(TokenEvent(self.key, None, False, done))
+        self.num_told += len(tokens)
+        return events
+
+    def _finish_reason(
+        self, token: int, number: int, max_sequence_length: int
+    ) -> FinishReason | None:
+        if token in self.sampling.stop_tokens:
+            return FinishReason.STOP
+        # Its last token cannot be computed.
+        too_long = self.prompt_tokens + number > max_sequence_length
+        if too_long or number == self.sampling.max_new_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _complete(self, reason: FinishReason, output: Sequence[int], now: float) -> Completion:
+        admission, first = self.admission, self.first_token_at
+        is_fork = admission is None and bool(output)
+        return Completion(
+            request_id=self.key,
+            tokens=tuple(output),
+            finish_reason=reason,
+            error=cast("CapacityError | None", self.error),
+            ttft_seconds=None if first is None else first - self.submitted_at,
+            total_seconds=now - self.submitted_at,
+            prompt_tokens=self.prompt_tokens,
+            kv_matched_blocks=admission.kv_matched_blocks if admission else 0,
+            state_matched_blocks=admission.state_matched_blocks if admission else 0,
+            skipped_tokens=admission.skip_tokens if admission else self.prompt_tokens * is_fork,
+            computed_tokens=self.prefill_tokens,
+            decoding=self.decoding,
+            miss_reason=admission.miss_reason if admission else None,
+        )
 
 
 class Engine:
@@ -133,7 +246,7 @@ class Engine:
         )
         self._model = model
         self._make_drafter = drafter if config.num_speculative_tokens else None
-        self._scheduler: Scheduler[EngineRequest] = Scheduler(
+        self._scheduler: Scheduler[_EngineRequest] = Scheduler(
             self.context,
             max_wait_steps=check_int("max_wait_steps", max_wait_steps, minimum=0),
             prefetch_seconds=check_number("prefetch_seconds", prefetch_seconds, maximum=1e9),
@@ -198,7 +311,7 @@ class Engine:
         prepared, config = self.context.prepare(request), self.context.config
         reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
         made = [
-            EngineRequest(
+            _EngineRequest(
                 prepared=replace(prepared, request=replace(request, request_id=its_id)),
                 sampling=replace(sampling, seed=sampling.seed + index),
                 submitted_at=submitted_at,
@@ -323,7 +436,7 @@ class Engine:
             self._is_behind = False
 
     @guarded()
-    def _add(self, requests: Sequence[EngineRequest]) -> None:
+    def _add(self, requests: Sequence[_EngineRequest]) -> None:
         for request in requests:
             if request.key in self._scheduler:
                 raise InvalidArgumentError(f"request id {request.key!r} is in use")
@@ -346,7 +459,7 @@ class Engine:
             requests = [] if step is None else self._run(step)
             self._collect([*requests, *self._scheduler.failed])
 
-    def _propose_drafts(self, decoding: list[EngineRequest]) -> dict[Hashable, list[int]]:
+    def _propose_drafts(self, decoding: list[_EngineRequest]) -> dict[Hashable, list[int]]:
         """Collect drafts for the step, the oldest request's first, while its buffers last."""
         config = self.context.config
         # Chunks are scheduled only into what is left if every request brings all drafts that it
@@ -362,7 +475,7 @@ class Engine:
             room -= len(proposed)
         return drafts
 
-    def _run(self, step: Step) -> list[EngineRequest]:
+    def _run(self, step: Step) -> list[_EngineRequest]:
         """Compute and commit a step; return its requests."""
         logits = self._model.forward(step.metadata, self.context).cpu()
         logits = logits[:, : self.context.config.vocab_size]  # a model may pad its vocabulary
@@ -391,12 +504,11 @@ class Engine:
                 tokens[request_id] = verify(its_rows, scheduled.drafts, sampling, num_generated)
         return tokens
 
-    def _collect(self, requests: Iterable[EngineRequest]) -> None:
+    def _collect(self, requests: Iterable[_EngineRequest]) -> None:
         """Make events of what was generated since the last ones; forget requests that ended."""
-        now, longest = time.perf_counter(), self.context.config.max_sequence_length
+        longest = self.context.config.max_sequence_length
         for request in list(requests):
-            events = request.events(partial(self._scheduler.output, request), now, longest)
-            request.note_events(events, now)
+            events = request.take_events(partial(self._scheduler.output, request), longest)
             self._events.extend(events)
             if events and events[-1].finished:
                 self._scheduler.remove(request.key)
@@ -407,7 +519,7 @@ class Engine:
         self._scheduler.recover()
 
 
-def _sample_first(logits: torch.Tensor, fork: EngineRequest) -> int:
+def _sample_first(logits: torch.Tensor, fork: _EngineRequest) -> int:
     return sample(logits, fork.sampling, 0)
 
 

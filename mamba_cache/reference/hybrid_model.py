@@ -17,9 +17,13 @@ from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference.attention import AttentionLayer
 from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.mamba import Mamba2Layer
-from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
-from mamba_cache.reference.weights import WeightMaker, rms_norm
-from mamba_cache.states import KVCacheSpec, as_device
+from mamba_cache.reference.model_config import (
+    HybridModelConfig,
+    WeightMaker,
+    rms_norm,
+    state_dtype_of,
+)
+from mamba_cache.states import as_device
 
 __all__ = ["HybridModel"]
 
@@ -45,7 +49,6 @@ class HybridModel:
         dtype: Of weights, keys, values and conv states. SSM states have at least float32.
         device: Where it runs.
         seed: Of the weights: the same for every dtype and device.
-        weights: What makes them. Default: they are drawn.
 
     Raises:
         InvalidArgumentError: ``dtype`` is not a floating-point type.
@@ -58,15 +61,13 @@ class HybridModel:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        weights: WeightMaker | None = None,
     ) -> None:
         if not dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype must be a floating-point type, got {dtype}")
         self.config = config = config or HybridModelConfig()
         self.dtype = dtype
         self.device = as_device(device)
-        if weights is None:
-            weights = WeightMaker(seed, dtype, self.device)
+        weights = WeightMaker(seed, dtype, self.device)
         self.embedding = weights.normal(config.vocab_size, config.hidden_size)
         self.head = weights.linear(config.vocab_size, config.hidden_size)
         self.norm_weight = torch.ones_like(self.embedding[0])
@@ -96,12 +97,12 @@ class HybridModel:
         batch = PackedBatch.build(metadata, self.config)
         hidden = self.embedding[metadata.token_ids[: metadata.num_tokens]]
         for layer in self.layers:
-            normed = rms_norm(hidden, self.norm_weight, self.config.norm_eps)
+            normed = rms_norm(hidden, self.norm_weight)
             hidden = hidden + layer(normed, batch, caches)
         ends = metadata.query_start_loc[metadata.num_decodes + 1 : metadata.num_requests + 1]
         decoded = hidden[: metadata.num_decode_tokens]
         final = torch.cat([decoded, hidden[ends.long() - 1]])
-        final = rms_norm(final, self.norm_weight, self.config.norm_eps)
+        final = rms_norm(final, self.norm_weight)
         return F.linear(final, self.head).to(state_dtype_of(self.dtype))
 
     def _check(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> None:
@@ -117,21 +118,16 @@ class HybridModel:
             raise InvalidArgumentError(
                 f"live_states must be made for {spec}, got {caches.live_states.spec}"
             )
-        _check_kv_cache(caches.kv_cache, self.config.kv_spec(self.dtype))
+        kv_spec, kv_cache = self.config.kv_spec(self.dtype), caches.kv_cache
+        wanted = (kv_spec.dtype, kv_spec.num_layers, 2, kv_spec.num_kv_heads, kv_spec.head_dim)
+        found = kv_cache if kv_cache is None else (kv_cache.dtype, *_sizes_of(kv_cache))
+        if found != wanted and not (found is None and not kv_spec.num_layers):
+            raise InvalidArgumentError(f"kv_cache must be made for {kv_spec}, got {found}")
 
 
-def _check_kv_cache(kv_cache: Tensor | None, spec: KVCacheSpec) -> None:
-    if kv_cache is None:
-        if spec.num_layers:
-            raise InvalidArgumentError(f"kv_cache must be made for {spec}, got None")
-        return
-    shape = (spec.num_layers, 2, *kv_cache.shape[2:4], spec.num_kv_heads, spec.head_dim)
-    if tuple(kv_cache.shape) != shape or kv_cache.dtype != spec.dtype:
-        raise InvalidArgumentError(
-            f"kv_cache must be {spec.dtype} of shape [{spec.num_layers}, 2, blocks, "
-            f"block_size_tokens, {spec.num_kv_heads}, {spec.head_dim}], got "
-            f"{kv_cache.dtype} of shape {list(kv_cache.shape)}"
-        )
+def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
+    """Return the sizes of a KV cache but those of its blocks."""
+    return tuple(kv_cache.shape[:2] + kv_cache.shape[4:])
 
 
 def _make_layer(

@@ -2,12 +2,21 @@
 
 Source: Dao and Gu, 2024 (arXiv:2405.21060), section 7 and figure 6: one projection makes the
 gate z, the convolution's input (x, B, C) and dt; the scan's output is gated, normalised and
-projected back.
+projected back. The convolution is causal and depthwise:
+
+    out[t] = bias + sum over k < K of weight[:, k] * input[t - (K - 1) + k]
+
+The inputs before a sequence's first packed token are its *window*: the last K - 1 inputs before
+this step.
+
+The sum runs tap by tap, in the same order for a chunk and for a single token, so that the result
+has the same bits however a sequence is cut.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -15,12 +24,15 @@ from torch import Tensor
 
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.reference.batch import PackedBatch
-from mamba_cache.reference.conv import causal_conv1d, causal_conv1d_step
-from mamba_cache.reference.model_config import HybridModelConfig, state_dtype_of
+from mamba_cache.reference.model_config import (
+    HybridModelConfig,
+    WeightMaker,
+    rms_norm,
+    state_dtype_of,
+)
 from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan, ssd_step
-from mamba_cache.reference.weights import WeightMaker, rms_norm
 
-__all__ = ["Mamba2Layer"]
+__all__ = ["Mamba2Layer", "causal_conv1d", "causal_conv1d_step"]
 
 
 class Mamba2Layer:
@@ -70,7 +82,7 @@ class Mamba2Layer:
         gated = torch.cat(outputs) * F.silu(gate)
         grouped = torch.unflatten(gated, 1, (config.num_groups, -1))
         weight = self.norm_weight.view(config.num_groups, -1)
-        return F.linear(rms_norm(grouped, weight, config.norm_eps).flatten(1), self.out_proj)
+        return F.linear(rms_norm(grouped, weight).flatten(1), self.out_proj)
 
     def _decode(
         self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
@@ -121,3 +133,35 @@ class Mamba2Layer:
             b=torch.unflatten(b, 1, by_group),
             c=torch.unflatten(c, 1, by_group),
         )
+
+
+def causal_conv1d(
+    inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor, places: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Convolve packed sequences, each after its own window.
+
+    ``inputs`` is [num_tokens, conv_dim], ``weight`` [conv_dim, K] with the token's own tap last,
+    ``windows`` [num_sequences, conv_dim, K - 1] with the newest input last, and ``places`` is what
+    ``place_windows`` returned. Outputs have at least float32; the windows after the last tokens
+    are returned beside them.
+    """
+    extended = torch.cat([windows.transpose(1, 2).flatten(0, 1), inputs])
+    taps, final_windows = places
+    outputs = _sum_taps((extended[rows] for rows in taps), weight, bias)
+    return outputs, extended[final_windows].transpose(1, 2)
+
+
+def causal_conv1d_step(
+    inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Convolve one token of each sequence; ``inputs`` is [num_sequences, conv_dim]."""
+    extended = torch.cat([windows, inputs[:, :, None]], dim=2)
+    return _sum_taps(extended.unbind(2), weight, bias), extended[:, :, 1:]
+
+
+def _sum_taps(taps: Iterable[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
+    dtype = state_dtype_of(weight.dtype)
+    total = bias.to(dtype)
+    for tap, scale in zip(taps, weight.to(dtype).unbind(1), strict=True):
+        total = total + tap * scale
+    return total

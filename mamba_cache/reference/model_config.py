@@ -1,16 +1,20 @@
-"""The shape of the reference hybrid model."""
+"""The shape of the reference hybrid model, its random weights, and the norm of its layers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
 from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec
 
-__all__ = ["HybridModelConfig", "state_dtype_of"]
+__all__ = ["HybridModelConfig", "WeightMaker", "rms_norm", "state_dtype_of"]
+
+_NORM_EPS = 1e-5
 
 
 def state_dtype_of(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +45,6 @@ class HybridModelConfig:
         ssm_chunk_size: Tokens of one chunk of the SSM scan.
         mlp_size: Width of an MLP's hidden layer.
         vocab_size: Token ids; 256 for bytes.
-        norm_eps: Added to the mean square in every RMSNorm.
 
     Raises:
         InvalidArgumentError: A size is out of range, or two do not fit each other.
@@ -60,7 +63,6 @@ class HybridModelConfig:
     ssm_chunk_size: int = 64
     mlp_size: int = 128
     vocab_size: int = 256
-    norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
         is_text = isinstance(self.layer_pattern, str)
@@ -73,8 +75,6 @@ class HybridModelConfig:
                 self._check_size(field.name)
         self._check_multiple("num_attention_heads", "num_kv_heads")
         self._check_multiple("mamba_num_heads", "num_groups")
-        if not 0 < self.norm_eps < float("inf"):
-            raise InvalidArgumentError(f"norm_eps must be finite and > 0, got {self.norm_eps!r}")
 
     @property
     def mamba_inner_size(self) -> int:
@@ -111,3 +111,36 @@ class HybridModelConfig:
         value, unit = getattr(self, name), getattr(self, of)
         if value % unit:
             raise InvalidArgumentError(f"{name} must be a multiple of {of} ({unit}), got {value}")
+
+
+class WeightMaker:
+    """The maker of a model's weights, the same for a seed whatever the dtype and the device."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def linear(self, num_outputs: int, num_inputs: int) -> Tensor:
+        """Draw [num_outputs, num_inputs] that keeps the scale of its input."""
+        return self.normal(num_outputs, num_inputs, scale=1 / math.sqrt(num_inputs))
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Draw normal weights of standard deviation ``scale``."""
+        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
+        return (drawn * scale).to(self.device, self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """Draw uniform float64 numbers, for the caller to transform and then to narrow."""
+        drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
+        return (low + (high - low) * drawn).to(self.device)
+
+
+def rms_norm(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Scale the last axis to a root mean square of 1, then by ``weight``; sums in float32 or more.
+
+    The result has the dtype of ``weight``.
+    """
+    wide = inputs.to(state_dtype_of(inputs.dtype))
+    scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + _NORM_EPS)
+    return scaled.to(weight.dtype) * weight

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ from models import FAMILIES, make_model
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PrefetchState, Request
 from mamba_cache.integrations.transformers import PrefixCache
-from mamba_cache.reference import HybridModel, HybridModelConfig
-from mamba_cache.reference.weights import WeightMaker
+from mamba_cache.reference import HybridModel, HybridModelConfig, hybrid_model
+from mamba_cache.reference.model_config import WeightMaker
 from mamba_cache.states import KVCacheSpec, StatePool, StateSpec
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
 from mamba_cache.tiers.cuda import CudaTransfers, cuda_rectangles, pinner_for
@@ -456,8 +457,8 @@ def _measure_steps(copies: _Copies, step: _Step) -> Iterator[Measurement]:
 class _OneForAll(WeightMaker):
     """Gives the same weights to all layers of one shape: no time depends on them."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(0, dtype, device)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._made: dict[tuple[int, ...], torch.Tensor] = {}
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -568,8 +569,8 @@ def _measure_first_tokens(
     progress("first tokens after a prefix of 4,096 tokens")
     with ExitStack() as stack:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        weights = _OneForAll(dtype, device)
-        model = HybridModel(shape.model, dtype=dtype, device=device, weights=weights)
+        with mock.patch.object(hybrid_model, "WeightMaker", _OneForAll):
+            model = HybridModel(shape.model, dtype=dtype, device=device)
         if "first" in only:
             firsts = _FirstTokens(model, None)
             stack.callback(firsts.close)

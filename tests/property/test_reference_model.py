@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from packed_steps import CONFIG, PlainCaches, Sequence, Work, chunk_lengths, run_step, ssd_naive
 
 from mamba_cache.reference import HybridModel
-from mamba_cache.reference.conv import causal_conv1d, causal_conv1d_step, place_windows
+from mamba_cache.reference.batch import place_windows
+from mamba_cache.reference.mamba import causal_conv1d, causal_conv1d_step
 from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_step
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -61,10 +61,9 @@ def bits(tensor):
 
 def logits_by_the_formulas(model, tokens):
     """Logits of every position, each layer written out once more over the whole sequence."""
-    config = model.config
 
     def norm(x):
-        return F.rms_norm(x, x.shape[-1:], eps=config.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], eps=1e-5)
 
     hidden = model.embedding[tokens]
     for layer in model.layers:
@@ -105,7 +104,7 @@ def _mamba_by_the_formulas(layer, x):
     y, _ = ssd_naive(inputs, zero)
     y = (y + layer.d[None, :, None] * inputs.x).reshape(num_tokens, inner)
     gated = (y * gate / (1 + torch.exp(-gate))).reshape(num_tokens, config.num_groups, -1)
-    gated = F.rms_norm(gated, gated.shape[-1:], eps=config.norm_eps).reshape(num_tokens, inner)
+    gated = F.rms_norm(gated, gated.shape[-1:], eps=1e-5).reshape(num_tokens, inner)
     return gated @ layer.out_proj.T
 
 
@@ -273,7 +272,7 @@ def test_forward_refuses_foreign_caches_and_empty_steps(generator):
     for kv_cache in (caches.kv_cache.float(), caches.kv_cache[..., 1:], caches.kv_cache[0]):
         foreign = make_caches()
         foreign.kv_cache = kv_cache
-        with pytest.raises(InvalidArgumentError, match=r"kv_cache must be torch\.float64"):
+        with pytest.raises(InvalidArgumentError, match="kv_cache must be made for"):
             model.forward(metadata, foreign)
     foreign.kv_cache = None
     with pytest.raises(InvalidArgumentError, match="kv_cache must be made for KVCacheSpec"):
@@ -319,8 +318,6 @@ def test_ssm_state_is_kept_in_the_dtype_of_the_scan():
         ({"conv_kernel": 1}, "conv_kernel must be an int in .2, .*, got 1"),
         ({"num_kv_heads": 3}, "must be a multiple of num_kv_heads \\(3\\), got 4"),
         ({"num_groups": 3}, "mamba_num_heads must be a multiple of num_groups \\(3\\), got 4"),
-        ({"norm_eps": 0.0}, "norm_eps must be finite and > 0, got 0.0"),
-        ({"norm_eps": float("nan")}, "norm_eps must be finite and > 0, got nan"),
     ],
 )  # fmt: skip
 def test_config_refuses_what_does_not_fit(changes, message):
