@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, NamedTuple, cast
 from weakref import finalize
 
 import numpy as np
 import torch
 
-from mamba_cache._checks import check_int, check_kind, check_number
-from mamba_cache._guard import CallGuard, guarded, query, weak_callback
+from mamba_cache._checks import as_items, check_int, check_kind, check_number
+from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictionPolicy
 from mamba_cache.cache.placement import check_placement
@@ -28,11 +29,13 @@ from mamba_cache.context.memory import (
     paired,
 )
 from mamba_cache.context.pins import Pin
+from mamba_cache.context.planning import Planner
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
+    Checkpoint,
     PrefixMatch,
     PreparedRequest,
     Request,
@@ -45,12 +48,16 @@ from mamba_cache.context.speculation import (
     DeviceTokens,
     Drafts,
     NewTokens,
+    Sampled,
+    SentTokens,
+    Speculation,
+    check_accepted,
     plan_decodes,
+    read_sampled,
 )
-from mamba_cache.context.stats import CacheStats, collect_stats
+from mamba_cache.context.stats import CacheStats, collect_stats, count_admission
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
-from mamba_cache.context.stepping import StepRunner
 from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
 from mamba_cache.context.verification import (
     HitToVerify,
@@ -58,12 +65,13 @@ from mamba_cache.context.verification import (
     PrefixContent,
     VerificationStats,
 )
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
 from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.protocols import RankAgreement, SlotContext
 from mamba_cache.states import (
     KVCacheSpec,
+    StateCopier,
     StatePool,
     StateSpec,
     as_device,
@@ -79,6 +87,19 @@ __all__ = ["DynamicInferenceContext"]
 
 _FEW = 8
 """So many requests are looked at one by one; operations on arrays take more to begin with."""
+
+
+class _Uncollected(NamedTuple):
+    """A step whose tokens are not on the host yet."""
+
+    group: DecodingGroup  # its requests that decode
+    lengths: Int64Array  # [num decoding] tokens that each of them computed
+    prefills: list[ActiveRequest]  # its other requests that sample
+    places: Int64Array  # [n] where in the batch all of these are
+    rows: Int64Array  # [n] their rows
+    num_releases: Int64Array  # [n] how often each row had been given back by then
+    planned: dict[int, Checkpoint]
+    sent: SentTokens  # the tokens on their way
 
 
 class DynamicInferenceContext:
@@ -258,23 +279,29 @@ class DynamicInferenceContext:
                 remove=weak_callback(self._remove_entry),
             )
         own = None if self._verifier is None else self._verifier.admitted
-        self._runner = StepRunner(
+        self._on_admitted = [each for each in (own, memory.on_admitted) if each is not None]
+        self._planner = Planner(
             config,
-            guard=self._guard,
-            preparer=self._preparer,
-            buffers=self.step_buffers,
             rows=self.request_table,
             kv_blocks=self.kv_block_allocator,
-            kv_cache=self.kv_cache,
             slots=slots,
-            live_states=self.live_states,
             placement=placement,
             counters=self._counters,
-            extractions=self._extractions,
             tiering=self._tiering,
             refuses=memory.refuses_states,
-            on_admitted=[each for each in (own, memory.on_admitted) if each is not None],
         )
+        self._speculation: Speculation | None = None
+        if config.num_speculative_tokens:
+            self._speculation = Speculation(config, self.device)
+        self._copiers: tuple[StateCopier, StateCopier | None] | None = None
+        self._has_warned = False
+        # The step in flight, and the one before if its tokens are not collected.
+        self._step: Step | None = None
+        self._work = NOBODY_DECODES
+        self._prefills: tuple[ActiveRequest, ...] = ()
+        self._planned: dict[int, Checkpoint] = {}
+        self._is_advanced = False
+        self._uncollected: _Uncollected | None = None
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request's tokens and hash its blocks, so that it can be matched many times.
@@ -298,7 +325,7 @@ class DynamicInferenceContext:
         """
         _, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = self._tiering is not None  # which takes over what has arrived
-        return self._runner.match(chain.hashes, len(tokens))
+        return self._planner.match(chain.hashes, len(tokens))
 
     @guarded()
     def prefetch(
@@ -323,7 +350,7 @@ class DynamicInferenceContext:
             timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
         own, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = True
-        match = self._runner.match(chain.hashes, len(tokens))
+        match = self._planner.match(chain.hashes, len(tokens))
         if self._tiering is None:
             return Prefetch(own.request_id, match.skip_tokens, timeout_seconds)
         entries = self._tiering.entries(chain.hashes, own.cache_salt)
@@ -369,7 +396,7 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks are free or evictable.
             StepOrderError: A step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         if len(self._pins):
             self._pins.expire()
         own, tokens, chain = self._preparer.read(request)
@@ -381,7 +408,7 @@ class DynamicInferenceContext:
         )
         active.checkpoint_positions += check_positions(checkpoint_positions)
         self._guard.is_changing = True
-        self._runner.admit(active, chunk_tokens, self.request_table.token_room())
+        self._planner.admit(active, chunk_tokens)
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
             self._tell_admitted(active)
@@ -422,11 +449,11 @@ class DynamicInferenceContext:
             SequenceLengthError: It has more than ``max_sequence_length`` tokens; finish it.
             StepOrderError: The request is not preempted, or a step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
-        self._runner.admit(active, chunk_tokens, self.request_table.token_room())
+        self._planner.admit(active, chunk_tokens)
         return active.current_admission
 
     @guarded()
@@ -454,11 +481,11 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks are free or evictable.
             StepOrderError: The request has no chunk to schedule, or a step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
         positions = check_positions(checkpoint_positions)
         self._guard.is_changing = True
-        self._runner.schedule(active, chunk_tokens, self.request_table.token_room(), positions)
+        self._planner.schedule(active, chunk_tokens, positions)
         return active.current_chunk.num_tokens
 
     @guarded()
@@ -492,7 +519,7 @@ class DynamicInferenceContext:
             TokenCapacityError: The step's token buffers do not hold the decoding requests' tokens.
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
-        self._runner.require_none()
+        self._require_none()
         if len(self._pins):
             self._pins.expire()
         rows = self.request_table
@@ -513,13 +540,13 @@ class DynamicInferenceContext:
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._runner.begin(work, saving, prefills, on_device)
+        return self._begin(work, saving, prefills, on_device)
 
     def _decode_work(self, group: DecodingGroup, drafts: Drafts | None) -> DecodeWork:
         """Return what a step computes of decoding requests, which have room for it."""
         rows = self.request_table
         starts = most = rows.num_computed[group.rows]
-        if self._runner.is_uncollected:
+        if self._uncollected is not None:
             most = starts + rows.num_in_doubt[group.rows]
         return plan_decodes(
             group,
@@ -570,6 +597,47 @@ class DynamicInferenceContext:
                 crossing.append(place)
         return saving, np.array(crossing, dtype=np.int64)
 
+    def _begin(
+        self,
+        work: DecodeWork,
+        saving: Sequence[int],
+        prefills: Sequence[ActiveRequest],
+        drafts: torch.Tensor | None,
+    ) -> Step:
+        """Send the metadata and restore live states; on an exception the step is taken back."""
+        self._work, self._prefills = work, tuple(prefills)
+        try:
+            for index in saving:
+                checkpoint = self._planner.plan_decode(work.group.requests[index])
+                if checkpoint is not None:
+                    self._planned[index] = checkpoint
+            for active in prefills:
+                lease = active.current_chunk.lease
+                if lease is not None and not self.slot_allocator.is_current(lease):
+                    self._planner.plan_again(active)
+            if self._tiering is not None and prefills:
+                for active in self._tiering.begin(self._prefills):  # those that cannot load
+                    self._planner.plan_again(active)
+            chunks = [active.current_chunk for active in prefills]
+            with outside:
+                metadata = self.step_buffers.fill(work, chunks, [*self._planned.items()])
+                self._extractions.begin(metadata)
+                if self._speculation is not None:
+                    is_exact = drafts is None and self._uncollected is None
+                    self._speculation.describe(metadata, drafts, is_exact=is_exact)
+                # Without the padding, which a kernel would look at entry by entry.
+                if restores := self.step_buffers.entries("restores"):
+                    self.slot_allocator.slots_to_live(*restores)
+                ids = [active.request_id for active in prefills]
+                step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
+            if self._tiering is not None:
+                self._tiering.begin_forward(sum(chunk.num_tokens for chunk in chunks))
+            self._step = step
+        except BaseException:
+            self._preempt_all()
+            raise
+        return step
+
     @guarded()
     def commit_step(
         self,
@@ -599,7 +667,170 @@ class DynamicInferenceContext:
             InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
                 said to be accepted that was none. The step is still in flight then.
         """
-        return self._runner.commit(new_tokens, counts)
+        sampled = self._read_sampled(new_tokens, counts)
+        self._drop_unwritten()
+        damaged: Sequence[ActiveRequest] = ()
+        if self._tiering is not None and self._prefills:
+            damaged = self._tiering.verify(self._prefills)
+        if self._speculation is not None:
+            self._advance(self._speculation, sampled)
+        # As planned: a request loses its checkpoint if the step before has reached it.
+        if boundaries := self.step_buffers.entries("boundaries"):
+            self.slot_allocator.live_to_slots(*boundaries)
+        new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
+        with self._guard.ending(self.listeners):
+            self._take_or_await(new, damaged)
+            if damaged:  # what they computed is of no use
+                self._prefills = tuple(a for a in self._prefills if a not in damaged)
+                for active in damaged:
+                    active.was_refused = True
+                    self._planner.release(active)
+            for active in self._prefills:
+                self._counters["computed_tokens"] += active.current_chunk.num_tokens
+                self._planner.end_chunk(active)
+                self._count_admission(active)
+            self._end_step()
+        if self._tiering is not None:
+            self._guard.is_changing = True
+            self._tiering.end_step()
+        return tuple([active.request_id for active in damaged])
+
+    def _read_sampled(self, new_tokens: object, counts: object) -> Sampled | DeviceTokens:
+        """Return the step's sampled tokens, checked: as arrays if they are on the host."""
+        step = self._require_step()
+        if self._uncollected is not None:
+            raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
+        if isinstance(new_tokens, DeviceTokens):
+            if self._speculation is None:
+                raise InvalidArgumentError(
+                    "tokens on the device need num_speculative_tokens of at least 1, got 0"
+                )
+            self._speculation.check_sampled(new_tokens, step.metadata.num_requests)
+            return new_tokens
+        ids = step.sampling_ids
+        id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
+        sampled = read_sampled(new_tokens, counts, ids, id_set, self._preparer)
+        check_accepted(self._work, sampled, ids)
+        return sampled
+
+    def _in_batch_order(self, sampled: Sampled | DeviceTokens) -> Sampled | DeviceTokens:
+        """Return tokens and counts of all requests of the step; some may not have sampled."""
+        if isinstance(sampled, DeviceTokens):
+            return sampled
+        tokens, counts = sampled
+        if not self._prefills:
+            return tokens, np.ones(len(tokens), dtype=np.int64) if counts is None else counts
+        num_decodes = len(self._work.group.ids)
+        samples = [active.current_chunk.samples for active in self._prefills]
+        places = np.flatnonzero([*[True] * num_decodes, *samples])
+        all_tokens = np.zeros((num_decodes + len(samples), tokens.shape[1]), dtype=np.int64)
+        all_counts = np.zeros(len(all_tokens), dtype=np.int64)
+        all_tokens[places], all_counts[places] = tokens, 1 if counts is None else counts
+        return all_tokens, all_counts
+
+    def _drop_unwritten(self) -> None:
+        """Give up the states inside chunks unless every layer has handed over its part.
+
+        A warning comes before anything is changed: made an error by a filter, it leaves the step
+        in flight.
+        """
+        layers = self._extractions.missing_layers
+        if not layers:
+            return
+        lacking = [active for active in self._prefills if active.current_chunk.inside]
+        if not self._has_warned:
+            warnings.warn(_describe_unwritten(layers, lacking), stacklevel=4)
+            self._has_warned = True
+        for active in lacking:
+            self._planner.drop_inside(active)
+
+    def _advance(self, speculation: Speculation, sampled: Sampled | DeviceTokens) -> None:
+        if self._is_advanced:
+            raise StepOrderError(
+                "the device knows the step's tokens since a commit_step that broke off: "
+                "abort_step takes the step back"
+            )
+        self._is_advanced = True
+        speculation.advance(self._require_step().metadata, self._in_batch_order(sampled))
+
+    def _take_or_await(self, new: Sampled | SentTokens, damaged: Sequence[ActiveRequest]) -> None:
+        """Take the step's tokens, or keep what is needed of it until they are on the host."""
+        work, rows, num_decodes = self._work, self._work.group.rows, len(self._work.group.ids)
+        planned, self._planned = self._planned, {}
+        sampling = [active for active in self._prefills if active.current_chunk.samples]
+        prefills = [active for active in sampling if active not in damaged]
+        if prefills:
+            rows = np.concatenate((rows, [active.row for active in prefills]))
+        if not isinstance(new, SentTokens):
+            tokens, counts = new
+            if len(prefills) < len(sampling):
+                kept = [*[True] * num_decodes, *(active in prefills for active in sampling)]
+                tokens, counts = tokens[kept], None if counts is None else counts[kept]
+            self._take(work.group, rows, tokens, counts, planned)
+            self._counters["computed_tokens"] += work.num_tokens
+            return
+        lengths = work.ends - work.most
+        self.request_table.num_in_doubt[work.group.rows] = lengths
+        batch = enumerate(self._prefills, num_decodes)
+        places = [*range(num_decodes), *(place for place, active in batch if active in prefills)]
+        self._uncollected = _Uncollected(
+            group=work.group,
+            lengths=lengths,
+            prefills=prefills,
+            places=np.array(places, dtype=np.int64),
+            rows=rows,
+            num_releases=self.request_table.num_releases[rows],
+            planned=planned,
+            sent=new,
+        )
+
+    def _take(
+        self,
+        group: DecodingGroup,
+        rows: Int64Array,
+        tokens: Int64Array,
+        counts: Int64Array | None,
+        planned: Mapping[int, Checkpoint],
+    ) -> None:
+        """Append sampled tokens to rows, and publish what those filled that decode.
+
+        Decoding requests come first, then prompts, which have their first tokens.
+        """
+        table = self.request_table
+        if counts is None:
+            after = table.append_token(rows, tokens[:, 0])
+        else:
+            table.append_tokens(rows, tokens, counts)
+            after = table.num_computed[rows] + counts
+        if not group.ids:
+            return
+        rows, after = group.rows, after[: len(group.rows)]
+        table.num_computed[rows] = after
+        events = (after > table.next_events[rows]).nonzero()[0]
+        if not len(events) and not planned:
+            return
+        places = events.tolist()
+        if planned:
+            places = sorted({*places, *planned})
+        for index in places:
+            active, end = group.requests[index], after.item(index)
+            start = end - (1 if counts is None else counts.item(index))
+            checkpoint = planned.get(index)
+            if checkpoint is not active.checkpoint:
+                checkpoint = None  # the step before has reached it already
+            if checkpoint is not None and not start < checkpoint.position <= end:
+                if checkpoint not in self._planned.values():  # of the step in flight
+                    self._planner.cancel_decode(active)
+                checkpoint = None
+            self._planner.publish_decoded(active, checkpoint)
+
+    def _count_admission(self, active: ActiveRequest) -> None:
+        """Count a request whose first chunk is computed."""
+        admission, active.admission = active.admission, None
+        if admission is not None:
+            count_admission(self._counters, admission)
+            for listener in self._on_admitted:
+                listener(active, admission)
 
     @guarded()
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -615,7 +846,34 @@ class DynamicInferenceContext:
             StepOrderError: No step is uncollected.
             InvalidArgumentError: One is no token id. Finish its request and collect again.
         """
-        return self._runner.collect()
+        if self._uncollected is None:
+            raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
+        table = self.request_table
+        group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
+        tokens, given = sent.wait()
+        tokens, count = tokens[places], len(group.ids)
+        counts = np.ones(len(rows), dtype=np.int64)
+        counts[:count] = np.clip(given[:count], 0, lengths)
+        current = (table.num_releases[rows] == num_releases).nonzero()[0]
+        if len(current) < len(rows):
+            tokens, counts, rows = tokens[current], counts[current], rows[current]
+            prefills = [prefills[place - count] for place in current.tolist() if place >= count]
+            kept = current[current < count].tolist()
+            lengths, count = lengths[kept], len(kept)
+            planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
+            group = DecodingGroup([group.requests[place] for place in kept])
+        self._preparer.read_tokens(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
+        with self._guard.ending(self.listeners):
+            table.num_in_doubt[group.rows] = 0
+            self._take(group, rows, tokens, counts, planned)
+            self._counters["computed_tokens"] += int(lengths.sum())
+            self._uncollected = None
+        if self._tiering is not None:
+            self._guard.is_changing = True
+            self._tiering.pump()
+        ids = (*group.ids, *(active.request_id for active in prefills))
+        lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
+        return {request_id: new[:number] for request_id, new, number in lists}
 
     @guarded()
     def abort_step(self) -> tuple[Hashable, ...]:
@@ -630,7 +888,37 @@ class DynamicInferenceContext:
         Raises:
             StepOrderError: No step is in flight.
         """
-        return self._runner.abort()
+        return self._abort()
+
+    def _abort(self) -> tuple[Hashable, ...]:
+        ids = self._require_step().request_ids
+        with self._guard.ending(self.listeners):
+            self._preempt_all()
+            self._counters["aborted_steps"] += 1
+        return ids
+
+    def _preempt_all(self) -> None:
+        for active in (*self._work.group.requests, *self._prefills):
+            self._planner.release(active)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Have no step in flight."""
+        self._is_advanced = False
+        self._extractions.end()
+        self._step = None
+        self._work, self._prefills, self._planned = NOBODY_DECODES, (), {}
+
+    def _require_step(self) -> Step:
+        """Return the step in flight."""
+        if self._step is None:
+            raise StepOrderError("no step is in flight: call begin_step first")
+        return self._step
+
+    def _require_none(self) -> None:
+        """Check that no step is in flight."""
+        if self._step is not None:
+            raise StepOrderError("a step is in flight: commit_step or abort_step ends it")
 
     @guarded()
     def fork(
@@ -671,9 +959,94 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks are free or evictable.
             TokenCapacityError: Chunks are scheduled that leave no room for them in the next step.
         """
-        self._runner.require_none()
+        self._require_none()
         active = self.request_table.find(request_id, RequestStatus.DECODING)
-        return self._runner.fork(active, new_ids, last_tokens)
+        ids = self._read_new_ids(new_ids)
+        table, row = self.request_table, active.row
+        computed = table.num_computed.item(row)
+        if table.num_in_doubt[row] or table.num_tokens.item(row) == computed:
+            raise StepOrderError(
+                f"the device alone knows the last tokens of request {active.request_id!r}: "
+                "collect_step brings them, then it can be forked"
+            )
+        tokens = self._read_last_tokens(active, last_tokens, len(ids))
+        table.check_forks_fit(len(ids))
+        if not ids:
+            return Forks((), row, (), None, ())
+        copiers = self._make_copiers()
+        self._guard.is_changing = True
+        rows, blocks = table.fork(row, tokens, ids)
+        forks: list[ActiveRequest] = []
+        try:
+            chain = table.computed_chain(active)
+            for name, token, new_row in zip(ids, tokens.tolist(), rows, strict=True):
+                fork = active.fork(name, token, chain)
+                fork.row = new_row
+                fork.num_shared_blocks = computed // table.block_size_tokens
+                forks.append(fork)
+            source_block = None
+            if blocks:
+                source_block = table.block_tables.item(row, computed // table.block_size_tokens)
+            made = Forks(tuple(ids), row, tuple(rows), source_block, tuple(blocks))
+            with outside:
+                self._copy_to_forks(copiers, made, tokens)
+            for fork in forks:
+                table.set_status(fork, RequestStatus.DECODING)
+            table.add_all(forks)
+        except BaseException:
+            for fork in forks:
+                table.set_status(fork, RequestStatus.PREEMPTED)
+            for new_row in reversed(rows):
+                table.give_back(new_row)
+            raise
+        self._counters["forks"] += len(forks)
+        return made
+
+    def _copy_to_forks(
+        self, copiers: tuple[StateCopier, StateCopier | None], made: Forks, tokens: Int64Array
+    ) -> None:
+        """Enqueue the copies of the live state and of the unfinished block."""
+        copy_states, copy_kv = copiers
+        row, rows = made.source_row, list(made.rows)
+        if self._speculation is None:
+            copy_states.copy([row] * len(rows), rows)
+        else:
+            copy_states.copy(*self._speculation.fork(row, rows, tokens))
+        if copy_kv is not None and made.source_block is not None:
+            copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
+
+    def _read_new_ids(self, new_ids: Any) -> list[Hashable]:
+        """Return ids that new requests can have."""
+        if isinstance(new_ids, (str, bytes)):  # whose items are characters
+            raise InvalidArgumentError(f"new_ids must be several ids, got one: {new_ids!r}")
+        ids: list[Hashable] = as_items("new_ids", new_ids, "request ids")
+        for request_id in ids:
+            self.request_table.check_new(request_id)
+        if len(set(ids)) < len(ids):
+            raise InvalidArgumentError(f"new_ids must be different, got {ids}")
+        return ids
+
+    def _read_last_tokens(self, active: ActiveRequest, last_tokens: Any, count: int) -> Int64Array:
+        """Return the token that each fork computes next."""
+        if last_tokens is None:
+            return np.full(count, self.request_table.last_tokens.item(active.row), dtype=np.int64)
+        tokens = self._preparer.read_tokens(last_tokens)
+        if len(tokens) != count:
+            raise InvalidArgumentError(
+                f"last_tokens must be one token for each of the {count} new ids, got {len(tokens)}"
+            )
+        return tokens.astype(np.int64)
+
+    def _make_copiers(self) -> tuple[StateCopier, StateCopier | None]:
+        """Make what copies live states, and KV blocks, when they are first needed."""
+        if self._copiers is None:
+            states = [*self.live_states.tensors.values()]
+            copy_kv = None
+            if self.kv_cache is not None:
+                blocks = [self.kv_cache.flatten(0, 1)]
+                copy_kv = StateCopier(blocks, blocks)
+            self._copiers = StateCopier(states, states), copy_kv
+        return self._copiers
 
     @guarded()
     def preempt(self, request_id: Hashable) -> None:
@@ -686,13 +1059,13 @@ class DynamicInferenceContext:
             UnknownRequestError: There is no such request.
             StepOrderError: It is preempted already, or a step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         holding = set(RequestStatus) - {RequestStatus.PREEMPTED}
         active = self.request_table.find(
             request_id, *sorted(holding, key=lambda status: status.value)
         )
         with self._guard.ending(self.listeners):
-            self._runner.release(active)
+            self._planner.release(active)
             self._counters["preemptions"] += 1
 
     @guarded()
@@ -709,7 +1082,7 @@ class DynamicInferenceContext:
             UnknownRequestError: There is no such request.
             StepOrderError: A step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         active = self.request_table.find(request_id)
         with self._guard.ending(self.listeners):
             self._end(active)
@@ -742,7 +1115,7 @@ class DynamicInferenceContext:
             MambaSlotCapacityError: Or of slots.
             StepOrderError: A step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         _, _, chain = self._preparer.read(request)
         blocks = self.kv_block_allocator.match_prefix(chain.hashes)
         num_blocks = self.slot_allocator.num_blocks_to_state(blocks)
@@ -756,7 +1129,7 @@ class DynamicInferenceContext:
             InvalidArgumentError: It is none.
             StepOrderError: A step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         self._pins.remove(pin)
 
     @property
@@ -977,14 +1350,18 @@ class DynamicInferenceContext:
     @guarded()
     def _reset_requests(self) -> None:
         with self._guard.ending(self.listeners):
-            self._runner.drop()
+            if self._step is not None:
+                self._abort()
+            self._uncollected = None
             for active in self.request_table:
                 self._end(active)
 
     @guarded(renews=True)
     def _reset_everything(self) -> None:
         with self._guard.ending(self.listeners, renews=True):
-            self._runner.forget()
+            self._end_step()
+            self._uncollected = None
+            self._planner.forget()
             self.request_table.reset()
             # Before the KV blocks, which tell the slots: these may contradict each other by now.
             self.slot_allocator.reset()
@@ -1020,7 +1397,7 @@ class DynamicInferenceContext:
                 the tensors that are cached.
             StepOrderError: A step is in flight.
         """
-        self._runner.require_none()
+        self._require_none()
         return 0 if self._verifier is None else self._verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
@@ -1103,9 +1480,11 @@ class DynamicInferenceContext:
         self._guard.tidy()  # a pin that ends between two reads would look like a contradiction
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
-        requests, in_step = list(self.request_table), set(self._runner.requests)
+        requests, in_step = list(self.request_table), set()
+        if self._step is not None:  # one that is only half begun is none
+            in_step = {*self._work.group.requests, *self._prefills}
         chunks = [a.chunk for a in requests if a.chunk is not None]
-        self._runner.check_invariants(chunks)
+        self._planner.check_invariants(chunks)
         for active in requests:
             self.request_table.check_request(active, is_in_step=active in in_step)
         tiering = self._tiering
@@ -1134,7 +1513,7 @@ class DynamicInferenceContext:
 
     def _require_no_slots_reserved(self) -> None:
         """Check that no step is in flight or planned that writes into slots."""
-        self._runner.require_none()
+        self._require_none()
         reserving = [a.request_id for a in self.request_table if a.checkpoints]
         if reserving:
             raise StepOrderError(
@@ -1144,5 +1523,22 @@ class DynamicInferenceContext:
 
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:
-            self._runner.release(active)
+            self._planner.release(active)
         self.request_table.remove(active)
+
+
+def _describe_unwritten(
+    layers: Sequence[int | str], requests: Sequence[ActiveRequest]
+) -> UnwrittenStateWarning:
+    where = ", ".join(
+        f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
+        for active in requests[:8]
+    )
+    return UnwrittenStateWarning(
+        f"The layers {list(layers)} have not handed over their states in this step, so those of "
+        f"requests {where} tokens are not published, and what could be skipped is computed again. "
+        "Every Mamba layer must call context.extract_checkpoint_states in every step with prefill "
+        "chunks, those of other kinds context.extract_states, and where a CUDA graph is replayed, "
+        "the engine context.count_extractions. Further ones are only counted, in "
+        "stats().unwritten_states"
+    )

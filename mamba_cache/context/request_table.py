@@ -396,13 +396,6 @@ class RequestTable:
         self.num_tokens[rows] = lengths + 1
         return lengths
 
-    def append_first_token(self, row: int, token: int) -> None:
-        """Append the token that the last chunk of a prompt has sampled, to its row."""
-        length = self.num_tokens.item(row)
-        self._tails[row, length % self._tail_width] = token
-        self.last_tokens[row] = token
-        self.num_tokens[row] = length + 1
-
     def append_tokens(self, rows: Int64Array, tokens: Int64Array, counts: Int64Array) -> None:
         """Append sampled tokens."""
         count, most = tokens.shape

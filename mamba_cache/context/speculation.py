@@ -107,22 +107,21 @@ class Speculation:
                 self._rows, metadata, drafts, self._config.block_size_tokens
             )
 
-    def advance(
-        self,
-        metadata: StepMetadata,
-        tokens: torch.Tensor | Int64Array,
-        counts: torch.Tensor | Int64Array,
-    ) -> None:
-        """Move the step's requests past the tokens that became part of them."""
+    def advance(self, metadata: StepMetadata, sampled: Sampled | DeviceTokens) -> None:
+        """Move the step's requests past the tokens, in batch order, that became part of them."""
+        tokens: Any
+        counts: Any
+        if isinstance(sampled, DeviceTokens):
+            tokens, counts = sampled.tokens, sampled.counts
+        else:
+            tokens, counts = sampled
         if self._device.type == "cpu":
             decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
             return
-        if not isinstance(tokens, torch.Tensor):
+        if not isinstance(sampled, DeviceTokens):
             table = np.zeros((len(tokens), self._config.max_decode_tokens), dtype=np.int64)
             table[:, : tokens.shape[1]] = tokens
-            tokens = self._send(table)
-        if not isinstance(counts, torch.Tensor):
-            counts = self._send(counts.astype(np.int32))
+            tokens, counts = self._send(table), self._send(counts.astype(np.int32))
         self._kernels.advance_rows(self._rows, metadata, tokens, counts)
 
     def fork(

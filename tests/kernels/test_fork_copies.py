@@ -7,7 +7,7 @@ import torch
 from context_rig import BLOCK, MODEL_CONFIG, make_config
 
 from mamba_cache import DynamicInferenceContext, KVCacheSpec, Request, StateSpec
-from mamba_cache.context import stepping as module
+from mamba_cache.context import context as module
 from mamba_cache.states import StateCopier
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(2 * BLOCK + 3)]
@@ -85,7 +85,7 @@ def test_of_several_live_states_the_current_one_is_copied(make, steps):
     ring = context.config.live_rows_per_request
     states = {name: snapshot(tensor) for name, tensor in context.live_states.tensors.items()}
     forks = context.fork("parent", range(3), last_tokens=[1, 2, 3])
-    cursors = context._runner._speculation._rows.cursors.tolist()
+    cursors = context._speculation._rows.cursors.tolist()
     sources = [row * ring + cursors[row] for row in (forks.source_row, *forks.rows)]
     # One more after each step for what was taken, as many as index % 3 says.
     taken = sum(1 + index % 3 for index in range(1, steps))
@@ -93,7 +93,7 @@ def test_of_several_live_states_the_current_one_is_copied(make, steps):
     for name, wanted in states.items():
         wanted[:, sources[1:]] = wanted[:, sources[:1]]
         assert torch.equal(snapshot(context.live_states[name]), wanted)
-    rows = context._runner._speculation._rows
+    rows = context._speculation._rows
     computed = rows.num_computed[forks.source_row]
     assert (rows.num_computed[list(forks.rows)] == computed).all()
     assert rows.last_tokens[list(forks.rows)].tolist() == [1, 2, 3]

@@ -335,7 +335,7 @@ class ContextMachine(RuleBasedStateMachine):
 
     def live_state(self, row):
         """The tensors of the live state that a request's next step reads."""
-        speculation = self.context._runner._speculation
+        speculation = self.context._speculation
         place = row * self.context.config.live_rows_per_request
         place += 0 if speculation is None else int(speculation._rows.cursors[row])
         return [tensor[:, place] for tensor in self.context.live_states.tensors.values()]

@@ -55,7 +55,7 @@ def parts_of_context(context):
         counts = () if row < 0 else (table.num_computed[row], table.num_in_doubt[row])
         progress = row, *counts, due
         parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
-    work = context._runner._work
+    work = context._work
     pins = [(pin.num_tokens, *pin._block_ids) for pin in context.pins]
     return [*parts, work.group.rows, work.ends, *pins]
 

@@ -112,7 +112,7 @@ def kinds_in_step():
 
 def handed_over(context):
     """What a layer of Gated DeltaNet hands over."""
-    metadata = context._runner.step.metadata
+    metadata = context._require_step().metadata
     conv, recurrent = (shape for _, shape, _ in context.live_states.spec.kinds[0].tensors)
     tokens, chunks = metadata.num_prefill_tokens, metadata.num_chunks
     return {

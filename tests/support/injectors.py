@@ -73,10 +73,10 @@ class Broken(Injector):
         for name in ("slots_to_live", "live_to_slots"):
             yield slots, name
         yield self.context.step_buffers, "fill"
-        yield self.context._runner, "_copy_to_forks"
+        yield self.context, "_copy_to_forks"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
-        yield self.context._runner._placement, "positions"
+        yield self.context._planner._placement, "positions"
 
 
 class Refused(Injector):
@@ -105,7 +105,7 @@ class Interrupted(Refused):
 
     def functions(self):
         yield from super().functions()
-        for name in ("take", "append_first_token", "give_back"):
+        for name in ("take", "append_token", "give_back"):
             yield self.context.request_table, name
 
 

@@ -89,7 +89,7 @@ class RanksMachine(DiskMachine):
         def begin_and_look(*args, **kwargs):
             step = begin_step(*args, **kwargs)
             for rank, part in enumerate(self.context.parts):
-                for active in part._runner._prefills:
+                for active in part._prefills:
                     self.look_at_load(active, self._bad_headers.get(rank, ()))
             return step
 

@@ -197,7 +197,7 @@ class TieredMachine(ContextMachine):
 
         def begin_and_look(*args, **kwargs):
             step = begin_step(*args, **kwargs)
-            for active in self.context._runner._prefills:
+            for active in self.context._prefills:
                 load = active.chunk.load
                 if load is not None:
                     read = {

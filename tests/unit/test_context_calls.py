@@ -276,7 +276,7 @@ BREACHES = {
         "is in no step, but has",
     ),
     "a lost reservation": (give_back_a_reservation, "are reserved, but"),
-    "lost room": (lambda c: add_to(vars(c._runner), "_room", -1), "room for"),
+    "lost room": (lambda c: add_to(vars(c._planner), "_room", -1), "room for"),
     "a table": (lambda c: add_to(c.request_table.block_tables[row_of(c)], -1), "block table"),
     "a lost row": (lambda c: c.request_table._free_rows.pop(), "rows are lost"),
     "a block too much": (

@@ -326,12 +326,12 @@ def test_a_device_is_sent_rows_as_wide_as_its_kernel_reads():
     config, device, calls = make_config(num_speculative_tokens=DRAFTS), torch.device("meta"), []
     speculation = Speculation(config, device)
     speculation._kernels = SimpleNamespace(advance_rows=lambda *given: calls.append(given))
-    speculation.advance(None, np.array([[4], [5]]), np.array([1, 0]))
+    speculation.advance(None, (np.array([[4], [5]]), np.array([1, 0])))
     rows, _, tokens, counts = calls[0]
     assert rows is speculation._rows
     assert (tokens.shape, tokens.dtype, tokens.device) == ((2, 1 + DRAFTS), torch.int64, device)
     assert (counts.shape, counts.dtype, counts.device) == ((2,), torch.int32, device)
-    speculation.advance(None, tokens, counts)
+    speculation.advance(None, DeviceTokens(tokens, counts))
     assert calls[1][2] is tokens
     assert calls[1][3] is counts
 
@@ -372,11 +372,11 @@ def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
     prefill(context, "a")
     add(context, "half", PROMPT * 2, chunk_tokens=4)
     compute(context)
-    speculation, given = context._runner._speculation, []
+    speculation, given = context._speculation, []
     advance = speculation.advance
     monkeypatch.setattr(speculation, "advance", lambda *args: (given.append(args), advance(*args)))
     context.commit_step([7])
-    [(_, tokens, counts)] = given
+    [(_, (tokens, counts))] = given
     assert (tokens.dtype, counts.dtype) == (np.int64, np.int64)
     assert (tokens[:, 0].tolist(), counts.tolist()) == ([7, 0], [1, 0])
 

@@ -77,7 +77,7 @@ def go_on(context):
 def test_a_step_that_breaks_off_after_its_restores_is_taken_back(context, monkeypatch):
     """It was neither in flight nor forgotten, and the next one began over its chunks."""
     with monkeypatch.context() as patches:
-        patches.setattr("mamba_cache.context.stepping.Step", fail_on(1)(lambda *_, **__: None))
+        patches.setattr("mamba_cache.context.context.Step", fail_on(1)(lambda *_, **__: None))
         with pytest.raises(OSError, match="broken"):
             context.begin_step()
     context.check_invariants()
@@ -91,7 +91,7 @@ def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
         add(context, name, ENDING)
     run_step(context)
     patch(monkeypatch, context.step_buffers, "fill", fail_on(1))
-    patch(monkeypatch, context._runner, "release", fail_on(1))
+    patch(monkeypatch, context._planner, "release", fail_on(1))
     with pytest.raises(OSError, match="broken"):
         context.begin_step()
     with pytest.raises(PoisonedError, match="begin_step broke off"):

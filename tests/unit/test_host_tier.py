@@ -282,14 +282,14 @@ def test_a_commit_that_broke_off_still_knows_what_was_damaged():
     add(context, "hurt", PROMPT)
     add(context, "hurt too", OTHERS[0])
     context.begin_step()
-    runner, verify = context._runner, context._tiering.verify
-    assert len(runner._prefills) == 2
-    assert verify(runner._prefills) == verify(runner._prefills) == list(runner._prefills)
+    verify = context._tiering.verify
+    assert len(context._prefills) == 2
+    assert verify(context._prefills) == verify(context._prefills) == list(context._prefills)
     assert context.commit_step({"hurt": 1, "hurt too": 2}) == ("hurt", "hurt too")
     fine = fill(make_tiered())
     add(fine, "fine", PROMPT)
     fine.begin_step()
-    prefills, verify = fine._runner._prefills, fine._tiering.verify
+    prefills, verify = fine._prefills, fine._tiering.verify
     assert verify(prefills) == verify(prefills) == []
     fine.abort_step()
     fine.check_invariants()
@@ -577,4 +577,4 @@ def test_a_host_tier_alone_is_polled_too():
 def test_a_steady_step_without_a_tier_calls_nothing():
     """Who sets nothing pays nothing."""
     context = make_context()
-    assert context._runner._tiering is None
+    assert context._tiering is None

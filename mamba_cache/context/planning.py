@@ -1,0 +1,574 @@
+"""Plans: what requests are given for their steps, and what of it becomes findable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from mamba_cache._checks import check_int
+from mamba_cache.cache import (
+    BlockHashes,
+    CheckpointPlacement,
+    KVBlockAllocator,
+    PlacementFacts,
+    PromptFacts,
+    SlotLease,
+    StateProposal,
+)
+from mamba_cache.cache.placement import placed_positions
+from mamba_cache.config import CacheConfig
+from mamba_cache.context.request_table import RequestTable
+from mamba_cache.context.requests import (
+    ActiveRequest,
+    Admission,
+    Checkpoint,
+    Chunk,
+    MissReason,
+    PlannedLoad,
+    PrefixMatch,
+    RequestStatus,
+    find_prefix,
+)
+from mamba_cache.context.tiering import Tiering
+from mamba_cache.errors import InvariantError, SequenceLengthError, TokenCapacityError
+from mamba_cache.events import Stored
+from mamba_cache.slots import MambaSlotAllocator
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Matches requests, plans their chunks and checkpoints, and publishes what steps wrote.
+
+    States lie at block boundaries only, which lie on the SSM chunk grid: the settings say so.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        rows: RequestTable,
+        kv_blocks: KVBlockAllocator,
+        slots: MambaSlotAllocator,
+        placement: CheckpointPlacement,
+        counters: Counter[str],
+        tiering: Tiering | None,
+        refuses: bool,
+    ) -> None:
+        self._config = config
+        self._rows = rows
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._placement = placement
+        self._counters = counters
+        self._tiering = tiering
+        self._refuses = refuses
+        self._block_size = config.block_size_tokens
+        self._room = config.checkpoints_per_step
+        # States that hits have used, by slot, so that there are never more than slots.
+        self._consumed: dict[int, SlotLease] = {}
+
+    def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
+        """Find how much of a sequence is cached; nothing changes."""
+        if self._tiering is None:
+            return self._match_on_gpu(hashes, num_tokens)
+        lower = self._tiering.lower
+        if lower is not None:
+            self._tiering.poll()  # what has arrived from below counts
+        match = self._tiering.extend(self._match_on_gpu(hashes, num_tokens), hashes)
+        if lower is None:
+            return match
+        return replace(match, arriving_tokens=lower.arriving_tokens(hashes))
+
+    def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
+        if not self._config.enable_prefix_caching:
+            return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
+        return find_prefix(
+            hashes,
+            num_tokens,
+            self._kv_blocks,
+            self._slots,
+            block_size_tokens=self._block_size,
+            min_computed_tokens=self._config.min_computed_tokens,
+        )
+
+    def admit(self, active: ActiveRequest, chunk_tokens: int | None) -> None:
+        """Match a request, give it memory, and plan its first chunk for the next step."""
+        self._rows.take_over(active)  # of a request that is resumed
+        num_tokens, hashes = active.num_known, active.hashes
+        if num_tokens > self._config.max_sequence_length:
+            raise SequenceLengthError(
+                f"request {active.request_id!r} has {num_tokens} tokens; "
+                f"max_sequence_length is {self._config.max_sequence_length}: finish it"
+            )
+        match = found = self._match_on_gpu(hashes, num_tokens)
+        load: PlannedLoad | None = None
+        if self._tiering is not None:
+            found, load = self._find_below(self._tiering, active, match)
+        try:
+            self._enter(active, found, chunk_tokens, load)
+        except BaseException:
+            self._cancel_load(load)
+            raise
+        active.state_position = match.skip_tokens
+        if self._tiering is not None:
+            self._tiering.offer_used(active, found.state_matched_blocks)
+
+    def _find_below(
+        self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
+    ) -> tuple[PrefixMatch, PlannedLoad | None]:
+        """Find where a request resumes, and keep the rows if it is by loading."""
+        tiering.poll()
+        refused: PrefixMatch | None = None
+        while (extended := tiering.extend(match, active.hashes)).loads_state:
+            assert extended != refused, "what was refused is not found again"
+            # Before anything is evicted for it: what raises later must have changed nothing.
+            index, blocks = extended.state_matched_blocks - 1, match.block_ids
+            block = blocks[index] if index < len(blocks) else None
+            if not self._slots.can_reserve(block, blocks):
+                break
+            load = tiering.read(active, extended)
+            if load is not None:
+                return extended, load
+            refused = extended  # an entry was damaged, and is not found again
+            active.was_refused = True
+        return match, None
+
+    def _enter(
+        self,
+        active: ActiveRequest,
+        match: PrefixMatch,
+        chunk_tokens: int | None,
+        load: PlannedLoad | None,
+    ) -> None:
+        """Give a matched request memory, and plan its first chunk."""
+        left = match.prompt_tokens - match.skip_tokens
+        num_tokens = self._chunk_tokens(active, left, chunk_tokens)
+        lease = None
+        if load is None:
+            lease = self._pin(match.block_ids, match.state_matched_blocks)
+        try:
+            end = match.skip_tokens + num_tokens
+            row = self._rows.take(match.block_ids, end, active.request_id)
+        except BaseException:
+            self._unpin(lease)
+            raise
+        active.row = row
+        self._rows.num_tokens[row] = match.prompt_tokens
+        self._rows.num_computed[row] = match.skip_tokens
+        found = {name: getattr(match, name) for name in PrefixMatch.__slots__}
+        active.admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
+        active.num_published = match.kv_matched_blocks
+        # What is loaded is written by the load, and by nothing else.
+        active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
+        active.chunk = self._chunk(
+            active, match.skip_tokens, num_tokens, is_first=True, lease=lease
+        )
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
+        try:
+            if load is not None:
+                first = load.first_block
+                load.blocks = self._blocks_between(active, first, first + load.num_blocks)
+                load.checkpoint = self._reserve_for_load(active, match.skip_tokens)
+                active.chunk.load = load
+            self._plan(active, active.chunk, is_new=True)
+        except BaseException:
+            self.release(active)
+            raise
+
+    def schedule(
+        self,
+        active: ActiveRequest,
+        chunk_tokens: int | None,
+        checkpoint_positions: tuple[int, ...],
+    ) -> None:
+        """Plan the next chunk of a request that is between two."""
+        start, positions = self._rows.num_computed.item(active.row), active.checkpoint_positions
+        left = active.num_known - start
+        num_tokens = self._chunk_tokens(active, left, chunk_tokens)
+        self._rows.grow(active.row, start + num_tokens, active.request_id)
+        try:
+            active.checkpoint_positions += checkpoint_positions
+            chunk = self._chunk(active, start, num_tokens)
+            self._plan(active, chunk)
+            active.chunk = chunk
+        except BaseException:
+            active.checkpoint_positions = positions
+            self._rows.shrink(active.row, start, active.num_shared_blocks)
+            raise
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
+
+    def plan_again(self, active: ActiveRequest) -> None:
+        """Plan a chunk again that cannot resume from the state which it was planned with.
+
+        It starts at the farthest state that is left among the matched blocks, or at the prompt's
+        beginning, and computes as many tokens as it was to, from there.
+        """
+        chunk = active.current_chunk
+        self._cancel_planned(chunk)
+        # If what follows fails, nothing of the old plan may be taken back twice.
+        load = chunk.load
+        chunk = replace(chunk, lease=None, load=None, inside=(), boundary=None)
+        active.chunk = chunk
+        self._cancel_load(load)
+        admission = active.current_admission
+        active.num_shared_blocks = active.num_published  # blocks to be loaded are not
+        shared = self._blocks_between(active, 0, active.num_shared_blocks)
+        state_blocks = self._slots.num_blocks_to_state(shared[: admission.state_matched_blocks])
+        start = state_blocks * self._block_size
+        lease = self._pin(shared, state_blocks)
+        self._rows.num_computed[active.row] = active.state_position = start
+        active.chunk = self._chunk(active, start, chunk.num_tokens, is_first=True, lease=lease)
+        active.admission = replace(
+            admission,
+            state_matched_blocks=state_blocks,
+            skip_tokens=start,
+            miss_reason=None if start else MissReason.NO_STATE,
+            loaded_blocks=0,
+            loads_state=False,
+        )
+        self._plan(active, active.chunk)
+
+    def release(self, active: ActiveRequest) -> None:
+        """Take back everything that a request holds, what was planned for it included."""
+        chunk, active.chunk = active.chunk, None
+        self._rows.set_status(active, RequestStatus.PREEMPTED)
+        if chunk is not None:
+            self._cancel_planned(chunk)
+            self._unpin(chunk.lease)
+            self._cancel_load(chunk.load)
+        self.cancel_decode(active)
+        active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
+        active.num_shared_blocks = 0
+        self._rows.collect(active)
+        row, active.row = active.row, -1
+        active.num_computed = self._rows.num_computed.item(row)
+        self._rows.give_back(row)
+
+    def publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
+        """Publish the blocks that a decoding request has filled, and the state that it saved."""
+        self._rows.take_over(active)
+        if checkpoint is None:
+            if self._config.reuse_answers:
+                self._publish_blocks(active)
+            return
+        active.checkpoint = None
+        self._publish(active, (checkpoint,))
+        self._supersede_decode_state(active, checkpoint)
+
+    def end_chunk(self, active: ActiveRequest) -> None:
+        """Publish what a computed chunk wrote, and say what the request does next."""
+        chunk = active.current_chunk
+        self._rows.num_computed[active.row] = chunk.end
+        if chunk.lease is not None:
+            self._consumed[chunk.lease.slot] = chunk.lease
+            self._slots.note_consumed([chunk.lease.slot])
+        self._publish(active, chunk.checkpoints)
+        self._room += len(chunk.inside)
+        self._unpin(chunk.lease)  # it may be evicted from now on
+        active.chunk = None
+        status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+        self._rows.set_status(active, status)
+        if chunk.samples:
+            config = self._config
+            wants = config.save_decode_states or bool(active.checkpoint_positions)
+            saves = config.enable_prefix_caching and config.reuse_answers and wants
+            self._rows.saves_states[active.row] = saves
+
+    def drop_inside(self, active: ActiveRequest) -> None:
+        """Give up the states inside a request's chunk."""
+        inside = active.current_chunk.inside
+        self._cancel(inside)
+        self._room += len(inside)
+        active.chunk = replace(active.current_chunk, inside=())
+        self._counters["unwritten_states"] += len(inside)
+
+    def forget(self) -> None:
+        """Forget what is planned; the owner resets what it is planned with."""
+        self._room = self._config.checkpoints_per_step
+
+    def _chunk(
+        self,
+        active: ActiveRequest,
+        start: int,
+        num_tokens: int,
+        *,
+        is_first: bool = False,
+        lease: SlotLease | None = None,
+    ) -> Chunk:
+        """Return a chunk of a request, of which no checkpoints are planned yet."""
+        end = start + num_tokens
+        tokens, samples = active.tokens(start, end), end == active.num_known
+        writable = active.num_shared_blocks * self._block_size
+        return Chunk(active.row, start, tokens, writable, is_first, samples, lease)
+
+    def _blocks_between(self, active: ActiveRequest, first: int, end: int) -> list[int]:
+        """Return KV blocks of a request from the ``first`` to before the ``end``."""
+        blocks: list[int] = self._rows.block_tables[active.row, first:end].tolist()
+        return blocks
+
+    def _wants_state_at(self, active: ActiveRequest, boundary: int) -> bool:
+        """Say whether the caller wants a state at a block boundary."""
+        wanted = active.checkpoint_positions and active.wanted_boundaries(self._block_size)
+        return bool(wanted) and boundary in wanted
+
+    def _chunk_tokens(
+        self, active: ActiveRequest, num_tokens: int, chunk_tokens: int | None
+    ) -> int:
+        """Return how many tokens a chunk has of those that are left."""
+        token_room = self._rows.token_room()
+        if chunk_tokens is not None:
+            num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_tokens)
+        if num_tokens > token_room:
+            raise TokenCapacityError(
+                num_tokens, token_room, f"give {active.request_id!r} a shorter chunk"
+            )
+        return num_tokens
+
+    def _cancel_load(self, load: PlannedLoad | None) -> None:
+        """Give back the rows that a load reads, if they were not."""
+        if load is not None and self._tiering is not None:
+            self._tiering.cancel(load)
+
+    def _pin(self, blocks: tuple[int, ...] | list[int], state_blocks: int) -> SlotLease | None:
+        if not state_blocks:
+            return None
+        return self._slots.pin_slots([self._slots.get_slot(blocks[state_blocks - 1])])[0]
+
+    def _unpin(self, lease: SlotLease | None) -> None:
+        if lease is not None:
+            self._slots.unpin_slots([lease])
+
+    def _plan(self, active: ActiveRequest, chunk: Chunk, *, is_new: bool = False) -> None:
+        """Plan the checkpoints of a chunk."""
+        if not self._config.enable_prefix_caching:
+            return
+        end = chunk.end
+        positions = self._positions(active, chunk.start, end)
+        # After the placement, which may be an embedder's and raise: a policy cannot forget again.
+        if is_new:
+            self._tell_policies(active)
+        if not positions:
+            return
+        without_room = max(0, len(positions) - (positions[-1] == end) - self._room)
+        self._slots.skipped_checkpoints_total += without_room
+        # The later ones save more, so they are kept when the buffers are short.
+        kept = self._reserve(active, positions[without_room:], self._propose)
+        if kept and kept[-1].position == end:
+            chunk.boundary = kept.pop()
+        self._room -= len(kept)
+        chunk.inside = tuple(kept)
+
+    def _reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
+        """Reserve a slot for a state that is loaded; one can be had."""
+        assert active.prompt_seen is None, "the policy hears of a prompt when its chunk is planned"
+        [kept] = self._reserve(active, [position], self._propose)
+        return kept._replace(is_loaded=True)
+
+    def plan_decode(self, active: ActiveRequest) -> Checkpoint | None:
+        """Plan the checkpoint of a decoding request that may end a block in the next step."""
+        # Two steps are shorter than a block: there is one boundary at most.
+        computed = self._rows.num_computed.item(active.row)
+        position = (computed // self._block_size + 1) * self._block_size
+        if not self._config.save_decode_states and not self._wants_state_at(active, position):
+            return active.checkpoint
+        if active.checkpoint is None:
+            kept = self._reserve(active, [position], self._propose_unfinished)
+            active.checkpoint = kept[0] if kept else None
+        return active.checkpoint
+
+    def cancel_decode(self, active: ActiveRequest) -> None:
+        """Give back the checkpoint of a decoding request, if it has one."""
+        checkpoint, active.checkpoint = active.checkpoint, None
+        if checkpoint is not None:
+            self._cancel((checkpoint,))
+
+    def _cancel_planned(self, chunk: Chunk) -> None:
+        """Give back what was planned for a chunk that will not be committed."""
+        self._cancel(chunk.checkpoints)
+        self._room += len(chunk.inside)
+
+    def _publish_blocks(self, active: ActiveRequest) -> list[int | None]:
+        """Publish a request's complete blocks."""
+        first, hashes = active.num_published, active.hashes
+        end = min(self._rows.num_computed.item(active.row) // self._block_size, len(hashes))
+        if first >= end:
+            return []
+        parent_hash = hashes[first - 1] if first else None
+        blocks, tokens, extra = self._blocks_between(active, first, end), None, None
+        if self._kv_blocks.listeners.wants(Stored) and active.request.tells_tokens is not False:
+            tokens = active.tokens(first * self._block_size, end * self._block_size)
+            extra = active.extra_keys(first, end, self._block_size)
+        holders = self._kv_blocks.register_kv_block_hashes(
+            blocks,
+            hashes[first:end],
+            parent_hash=parent_hash,
+            tokens=tokens,
+            extra_keys=extra,
+        )
+        active.num_published = end
+        if self._tiering is not None:
+            self._tiering.offer_blocks(active, first, blocks, holders)
+        return holders
+
+    def _publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
+        """Publish a request's complete blocks and the states that a step saved.
+
+        A block whose content another request published first stays private, and its state goes to
+        that other block if it has none. So a state is findable only beside the keys and values of
+        the same prefix.
+        """
+        holders = self._publish_blocks(active)
+        first = active.num_published - len(holders)
+        if not checkpoints:
+            return
+        hashes = active.hashes
+        slots, blocks, saved_tokens = [], [], []
+        private, computed = [], {}
+        for checkpoint in checkpoints:
+            num_saved = self._count_saved_tokens(active, checkpoint)
+            index = checkpoint.position // self._block_size - 1
+            if index >= first:
+                block = holders[index - first]
+            else:
+                block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
+            if block is None:
+                private.append(checkpoint.slot)
+                continue
+            slots.append(checkpoint.slot)
+            blocks.append(block)
+            saved_tokens.append(num_saved)
+            if not checkpoint.is_loaded:
+                computed[checkpoint.slot] = checkpoint.position
+        if private:
+            self._slots.cancel_reserved(private)
+        if slots:
+            kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
+            stored = [a for a, b in zip(kept, slots, strict=True) if a == b and a in computed]
+            self._counters["saved_states"] += len(stored)
+            if self._tiering is not None:
+                is_decoding = active.status is RequestStatus.DECODING
+                propose = self._propose_unfinished if is_decoding else self._propose
+                knows_prompts = active.prompt_seen_below is not None
+                for slot in stored:
+                    position = computed[slot]
+                    proposal = propose(active, position) if knows_prompts else None
+                    self._tiering.offer_state(active, position, slot, proposal)
+
+    def _supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
+        """Free the state that a request saved one block earlier while decoding.
+
+        The next turn of the conversation resumes from the newest, so one slot does for an answer
+        of any length. States that somebody asked for by position stay, and so do those that other
+        requests have used or are about to.
+        """
+        if self._wants_state_at(active, boundary.position):
+            return
+        old, active.decode_lease = active.decode_lease, self._lease_of(boundary)
+        if old is None or not self._slots.is_current(old):
+            return
+        if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
+            self._slots.invalidate_block(old.block_id)
+
+    def _count_saved_tokens(self, active: ActiveRequest, checkpoint: Checkpoint) -> int:
+        """Return the tokens that a state saves beyond the one before it.
+
+        The later ones count from this one; not from the newest of a decoding request, which the
+        next one supersedes.
+        """
+        saved_tokens = checkpoint.position - active.state_position
+        is_decoding = active.status is RequestStatus.DECODING
+        if not is_decoding or self._wants_state_at(active, checkpoint.position):
+            active.state_position = checkpoint.position
+        return saved_tokens
+
+    def _lease_of(self, boundary: Checkpoint) -> SlotLease | None:
+        """Name the state that ``boundary`` saved; None if another request had saved it before."""
+        if self._slots.slot_to_block[boundary.slot] < 0:
+            return None
+        lease = self._slots.pin_slots([boundary.slot])[0]
+        self._slots.unpin_slots([lease])
+        return lease
+
+    def _tell_policies(self, active: ActiveRequest) -> None:
+        """Tell of a request that was just matched the policies that know prompts."""
+        if not self._slots.knows_prompts:  # then no policy of a tier does
+            return
+        request = active.request
+        most_skipped = max(0, active.num_known - self._config.min_computed_tokens)
+        facts = PromptFacts(
+            active.hashes,
+            self._block_size,
+            active.num_shared_blocks,
+            most_skipped // self._block_size,
+            request.will_continue,
+            request.source,
+        )
+        active.prompt_seen = self._slots.begin_request(facts)
+        if self._tiering is not None and self._tiering.host.knows_prompts:
+            active.prompt_seen_below = self._tiering.host.begin_request(facts)
+
+    def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
+        """Return where states of a request are worth saving after ``start`` and up to ``end``."""
+        block, num_tokens = self._block_size, active.num_known
+        num_required = -(-num_tokens // block)
+        facts = PlacementFacts(num_tokens, block, active.num_shared_blocks, num_required)
+        wanted = placed_positions(self._placement, facts)
+        if active.checkpoint_positions:
+            wanted |= active.wanted_boundaries(block)
+        return sorted([p for p in wanted if start < p <= end])
+
+    def _propose(self, active: ActiveRequest, position: int) -> StateProposal:
+        """Describe a state inside a prompt, or at its end."""
+        block, end = self._block_size, active.num_known
+        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
+        if position >= (end - 1) // block * block:
+            kind: Literal["end", "branch", "inside"] = "end"
+        else:
+            kind = "branch" if position == active.num_shared_blocks * block else "inside"
+        is_asked = not self._refuses or self._wants_state_at(active, position)
+        return StateProposal(active.prompt_seen, position // block, kind, is_asked)
+
+    def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
+        """Describe the state at the end of a block that a decoding request has begun."""
+        depth = position // self._block_size
+        is_asked = not self._refuses or self._wants_state_at(active, position)
+        return StateProposal(active.prompt_seen, depth, "end", is_asked, active.hashes[: depth - 1])
+
+    def _reserve(
+        self,
+        active: ActiveRequest,
+        positions: Sequence[int],
+        propose: Callable[[ActiveRequest, int], StateProposal],
+    ) -> list[Checkpoint]:
+        proposals = None
+        if active.prompt_seen is not None:
+            proposals = [propose(active, position) for position in positions]
+            if active.prompt_seen_below is not None and self._tiering is not None:
+                # What is worth a row but no slot must have one until it is copied.
+                wanted = self._tiering.wants(active, proposals)
+                proposals = [
+                    each._replace(is_asked=True) if is_wanted else each
+                    for each, is_wanted in zip(proposals, wanted, strict=True)
+                ]
+        tables, size = self._rows.block_tables, self._block_size
+        blocks = [tables.item(active.row, p // size - 1) for p in positions]
+        slots = self._slots.reserve_slots(blocks, proposals)
+        pairs = zip(positions, slots, strict=True)
+        return [Checkpoint(p, slot) for p, slot in pairs if slot is not None]
+
+    def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
+        if checkpoints:
+            self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])
+
+    def check_invariants(self, chunks: Sequence[Chunk]) -> None:
+        """Prove that the room left is what the planned chunks leave."""
+        planned = sum(len(chunk.inside) for chunk in chunks)
+        room = self._config.checkpoints_per_step
+        if self._room + planned != room:
+            raise InvariantError(
+                f"{planned} checkpoints are planned and there is room for {self._room} more, "
+                f"but the buffers hold {room}"
+            )
