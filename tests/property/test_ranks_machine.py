@@ -1,15 +1,11 @@
 """Several ranks of one model, whose tiers hold other things, under every order of calls."""
 
 from contextlib import suppress
-from unittest import mock
 
 import pytest
 from example_counts import examples
 from fresh_examples import all_drawn
 from ranks_machine import RanksMachine
-
-from mamba_cache.context import Prefetch
-from mamba_cache.context.tiering import Tiering
 
 
 class ThreeRanksMachine(RanksMachine):
@@ -27,13 +23,6 @@ TROUBLES = {
     "a bit": lambda ranks: ranks.trouble_on_one_rank(PROMPTS, "a bit", 0),
     "a restart": lambda ranks: ranks.round_trip(PROMPTS, [], None, "restart", 9),
 }
-ALONE = {
-    "where they resume": ("a bit", RanksMachine, "agrees", False),
-    "what became of their loads": (
-        "a load fails", Tiering, "_on_any_rank", lambda self, flags: list(flags),
-    ),
-    "which prefetches are done": ("a restart", Prefetch, "state", Prefetch.own_state),
-}  # fmt: skip
 
 
 def run(trouble):
@@ -63,11 +52,3 @@ def run(trouble):
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_ranks_that_agree_get_through_trouble(trouble):
     run(trouble)
-
-
-@pytest.mark.parametrize("what", ALONE)
-def test_ranks_that_decide_alone_diverge(what):
-    """The machine notices, so what it does to tiers is enough to make ranks differ."""
-    trouble, owner, name, broken = ALONE[what]
-    with mock.patch.object(owner, name, broken), pytest.raises(AssertionError):
-        run(trouble)

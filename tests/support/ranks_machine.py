@@ -24,7 +24,6 @@ class RanksMachine(DiskMachine):
     """
 
     num_ranks = 2
-    agrees = True
     model = RankedModel()
 
     def __init__(self):
@@ -56,8 +55,7 @@ class RanksMachine(DiskMachine):
         exchange, parts = Exchange(self.num_ranks), []
         for rank in range(self.num_ranks):
             self.opening = rank
-            agreement = exchange if self.agrees else None
-            parts.append(super().open_context(agreement=agreement, **options))
+            parts.append(super().open_context(agreement=exchange, **options))
         return Ranks(parts, exchange)
 
     def on_each_rank(self):

@@ -1,8 +1,4 @@
-"""How messages and pages say that something optional is missing."""
-
-import re
-
-from sources import ROOT
+"""How messages say that something optional is missing."""
 
 from mamba_cache import _extras
 from mamba_cache._extras import install_hint
@@ -17,16 +13,3 @@ def test_the_hint_works_beside_an_installed_wheel(monkeypatch, tmp_path):
     """pip finds the package itself where it is installed, and asks the index for the rest."""
     monkeypatch.setattr(_extras, "__file__", str(tmp_path / "mamba_cache" / "_extras.py"))
     assert install_hint("metrics") == "pip install 'mamba-cache[metrics]'"
-
-
-def test_nothing_says_to_install_a_package_that_no_index_has():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for folder, pattern in (
-        (ROOT / "mamba_cache", "*.py"),
-        (ROOT / "docs", "*.md"),
-        (ROOT / "examples", "*.py"),
-    ):
-        pages += folder.rglob(pattern)
-    assert len(pages) > 100
-    for page in pages:
-        assert not re.search(r"pip install [^\n]*mamba-cache", page.read_text()), page

@@ -76,13 +76,6 @@ def test_commands_have_the_options_that_are_shown() -> None:
     assert (given.mamba_cache_gb, given.kv_cache_gb) == (4, 8)
 
 
-def test_commands_name_files_that_exist() -> None:
-    commands = [code for language, code in BLOCKS if language == "console"]
-    files = re.findall(r"[\w./]+\.(?:py|txt)\b", " ".join(commands))
-    assert set(files) >= {"constraints.txt", "examples/prefix_reuse.py"}
-    assert [file for file in files if not (ROOT / file).exists()] == []
-
-
 def test_the_times_are_those_of_the_runs_that_are_kept() -> None:
     """If this fails, `python docs/figures/tables.py` writes them anew."""
     tables = runpy.run_path(str(ROOT / "docs" / "figures" / "tables.py"))
