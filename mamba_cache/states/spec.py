@@ -24,7 +24,6 @@ __all__ = [
 
 _GIB = 2**30
 _STATE_DIMS = 3
-_SCALES = "_scales"
 _INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -90,23 +89,20 @@ class LayerKind:
             raise InvalidArgumentError(
                 f"a kind's name must be a string without a dot, got {self.name!r}"
             )
-        checked = []
-        for triple in as_items("tensors", self.tensors, "triples of a name, a shape and a dtype"):
-            if not isinstance(triple, (tuple, list)) or len(triple) != 3:
-                raise InvalidArgumentError(
-                    f"each of tensors must be a name, a shape and a dtype, got {triple!r}"
-                )
-            name, shape, dtype = triple
-            tensor = StateTensorSpec(name, self.num_layers, shape, dtype)
-            if "." in tensor.name:
-                raise InvalidArgumentError(f"a tensor's name must have no dot, got {name!r}")
-            checked.append((tensor.name, tensor.shape, tensor.dtype))
-        if not checked or len({name for name, _, _ in checked}) < len(checked):
+        triples = as_items("tensors", self.tensors, "triples of a name, a shape and a dtype")
+        if not all(isinstance(one, (tuple, list)) and len(one) == 3 for one in triples):
             raise InvalidArgumentError(
-                f"layers of a kind need tensors of different names, got {[*self.names]}"
+                f"each of tensors must be a name, a shape and a dtype, got {triples!r}"
             )
-        object.__setattr__(self, "num_layers", tensor.num_layers)
-        object.__setattr__(self, "tensors", tuple(checked))
+        checked = [StateTensorSpec(name, self.num_layers, *rest) for name, *rest in triples]
+        names = [tensor.name for tensor in checked]
+        if not names or len(set(names)) < len(names) or any("." in name for name in names):
+            raise InvalidArgumentError(
+                f"layers of a kind need tensors of different names without a dot, got {names}"
+            )
+        object.__setattr__(self, "num_layers", checked[0].num_layers)
+        tensors = tuple((tensor.name, tensor.shape, tensor.dtype) for tensor in checked)
+        object.__setattr__(self, "tensors", tensors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -196,24 +192,22 @@ class StateSpec:
         Raises:
             InvalidArgumentError: Tensors of one kind differ in the number of layers.
         """
-        groups: dict[str, list[StateTensorSpec]] = {}
+        groups: dict[str, list[tuple[str, StateTensorSpec]]] = {}
         for tensor in self.tensors:
-            groups.setdefault(_kind_and_name(tensor)[0], []).append(tensor)
+            kind, _, name = tensor.name.rpartition(".")
+            groups.setdefault(kind, []).append((name, tensor))
+        kinds = []
         for kind, tensors in groups.items():
-            if len({tensor.num_layers for tensor in tensors}) > 1:
+            num_layers, *others = {tensor.num_layers for _, tensor in tensors}
+            if others:
                 raise InvalidArgumentError(
                     f"tensors of one kind must have equally many layers, but those of {kind!r} "
-                    f"have {[(tensor.name, tensor.num_layers) for tensor in tensors]}: give "
+                    f"have {[(tensor.name, tensor.num_layers) for _, tensor in tensors]}: give "
                     "layers of other kinds other names, as StateSpec.of does"
                 )
-        return tuple(
-            LayerKind(
-                kind,
-                tensors[0].num_layers,
-                tuple((_kind_and_name(each)[1], each.shape, each.dtype) for each in tensors),
-            )
-            for kind, tensors in groups.items()
-        )
+            triples = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+            kinds.append(LayerKind(kind, num_layers, triples))
+        return tuple(kinds)
 
     @property
     def is_mamba(self) -> bool:
@@ -252,7 +246,7 @@ class SlotQuantization:
 
     def scales_of(self, name: str) -> str | None:
         """Return what the scales of a tensor are called in a slot; None if it is kept as it is."""
-        return name + _SCALES if name in self.tensors else None
+        return f"{name}_scales" if name in self.tensors else None
 
     def slot_spec(self, spec: StateSpec) -> StateSpec:
         """Describe the slots of such states: codes in int8, and "..._scales" after them.
@@ -274,12 +268,13 @@ class SlotQuantization:
         parts: list[StateTensorSpec] = []
         for tensor in spec.tensors:
             name, layers, shape = tensor.name, tensor.num_layers, tensor.shape
-            if name in self.tensors:
-                scales = (shape[0], shape[2])
-                parts.append(StateTensorSpec(name, layers, shape, torch.int8))
-                parts.append(StateTensorSpec(name + _SCALES, layers, scales, torch.float32))
-            else:
+            scales = self.scales_of(name)
+            if scales is None:
                 parts.append(tensor)
+            else:
+                parts.append(StateTensorSpec(name, layers, shape, torch.int8))
+                of_scales = (shape[0], shape[2])
+                parts.append(StateTensorSpec(scales, layers, of_scales, torch.float32))
         return StateSpec(tuple(parts))
 
 
@@ -376,12 +371,6 @@ def _units_in_budget(budget_gb: float, unit_bytes: int, unit: str) -> int:
             f"{unit_bytes / _GIB} GiB to hold 1 {unit} of {unit_bytes} bytes"
         )
     return num_units
-
-
-def _kind_and_name(tensor: StateTensorSpec) -> tuple[str, str]:
-    """Return the kind of a tensor's layers, "" if it has no name, and its name within a layer."""
-    kind, dot, name = tensor.name.partition(".")
-    return (kind, name) if dot else ("", kind)
 
 
 def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -161,7 +161,7 @@ REFUSED = [
     (LayerKind, (None, 1, X), "must be a string"),
     (LayerKind, ("a", 1, []), "different names"),
     (LayerKind, ("a", 1, X * 2), "different names"),
-    (LayerKind, ("a", 1, [("x.y", (2,), F32)]), "must have no dot"),
+    (LayerKind, ("a", 1, [("x.y", (2,), F32)]), "without a dot"),
     (LayerKind, ("a", 1, [("", (2,), F32)]), "not empty"),
     (LayerKind, ("a", 1, ["xyz"]), "a name, a shape and a dtype"),
     (LayerKind, ("a", 1, [("x", (2,))]), "a name, a shape and a dtype"),
