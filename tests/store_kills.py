@@ -45,7 +45,6 @@ def main():
     parser.add_argument("--only", nargs="*", default=[], help="stores or roles")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flips", type=float, default=0.0, help="part of reads with a wrong bit")
-    parser.add_argument("--believe", action="store_true", help="do not verify: it must go wrong")
     add_json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,8 +61,7 @@ def main():
                 continue
             started = time.perf_counter()
             counts = Counts()
-            belief = {"flips": options.flips, "verifies": not options.believe}
-            with Rig(kind, seed=options.seed, **belief) as rig:
+            with Rig(kind, seed=options.seed, flips=options.flips) as rig:
                 for _ in range(options.count):
                     rig.kill(role, counts)
             rows.append(row(kind, role, counts))

@@ -8,7 +8,7 @@ from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of
 from faulty_store import FaultyStore
 
-from mamba_cache.stores import MemoryStore, StoreFault
+from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.remote import RemoteTier
@@ -20,22 +20,6 @@ PAUSE = threading.Event()  # never set: ``PAUSE.wait(seconds)``
 
 PATIENCE = 60.0
 """Seconds after which something counts as hung."""
-
-
-def believe(tier):
-    """Have a store tier take what it gets for right: the control of tests of damage."""
-    look_at_manifest, look_at_chunk = tier._manifest_in, tier._refusal
-
-    def manifest_in(load, answer, buffer):
-        if isinstance(answer, StoreFault):
-            return look_at_manifest(load, answer, buffer)
-        macs = [b""] * len(tier._parts(load.expected, load.into))
-        return tier._macs.payload_mac(load.expected.key.identity), macs
-
-    def refusal(answer, chunk):
-        return look_at_chunk(answer, chunk) if isinstance(answer, StoreFault) else None
-
-    tier._manifest_in, tier._refusal = manifest_in, refusal
 
 
 class Bench:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from disk_rig import SECRET, facts_of
 from faulty_store import FaultyStore, Trouble
-from remote_rig import believe
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.stores import open_store
@@ -125,21 +124,18 @@ class Child:
         os.close(self.reader)
 
 
-def open_tier(url, *, flips=0.0, verifies=True):
+def open_tier(url, *, flips=0.0):
     store = open_store(url)
     if flips:
         store = FaultyStore(store)
         store.inject("get_many_into", Trouble.FLIP, probability=flips)
-    tier = RemoteTier(
+    return RemoteTier(
         store,
         secret=SECRET,
         write_on_use=1,
         chunk_bytes=CHUNK_BYTES,
         call_seconds=CALL_SECONDS,
     )
-    if not verifies:
-        believe(tier)
-    return tier
 
 
 class Differences:
@@ -187,13 +183,13 @@ def write(url, shared):
     return work
 
 
-def read(url, shared, flips, verifies):
+def read(url, shared, flips):
     """The work of a reader. As ``context.prefetch`` does, it waits while the store talks."""
 
     def work(tell):
         remote_module._PROBE_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
-        tier, gained = open_tier(url, flips=flips, verifies=verifies), Differences()
+        tier, gained = open_tier(url, flips=flips), Differences()
         rng = random.Random(os.getpid())
         pause = threading.Event()
         waiting = {}
@@ -283,10 +279,9 @@ class Rig:
         kind: "valkey" or "mooncake".
         seed: Of the moments of kills.
         flips: Part of what readers read in which a bit is wrong.
-        verifies: Whether readers look.
     """
 
-    def __init__(self, kind, *, seed=0, flips=0.0, verifies=True):
+    def __init__(self, kind, *, seed=0, flips=0.0):
         self.kind, self._random = kind, random.Random(seed)
         self._shared = Shared()
         if kind == "valkey":
@@ -298,7 +293,7 @@ class Rig:
         self.children = [
             *(Child("holder", hold(f"{url}?segment=128MiB")) for _ in range(holders)),
             *(Child("writer", write(url, self._shared)) for _ in range(2)),
-            Child("reader", read(url, self._shared, flips, verifies)),
+            Child("reader", read(url, self._shared, flips)),
         ]
         self.counts = Counts()
 

@@ -9,7 +9,7 @@ import pytest
 from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
 from faulty_store import FaultyStore, Trouble
-from remote_rig import CHUNK_BYTES, PATIENCE, Bench, believe, wait_until
+from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import MemoryStore, StoreFault
@@ -156,20 +156,6 @@ def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     assert bench.ask(1) == [False]
     assert bench.put(1) is None
     assert bench.load(1) == bytes(payload_of(1))
-
-
-def test_without_verifying_damage_comes_through(bench) -> None:
-    """What the digests are for: the same damage, and a tier that believes what it gets."""
-    bench.put(1)
-    believing = Bench(store=bench.memory)
-    believe(believing.tier)
-    name = str(replace(facts_of(1).key, chunk=2))
-    bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
-    wrong = believing.load(1)
-    assert wrong != bytes(payload_of(1))
-    assert len(wrong) == len(payload_of(1))
-    assert bench.load(1) is Refusal.MAC
-    believing.tier.close()
 
 
 def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -> None:
