@@ -214,40 +214,36 @@ def _by_request(
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
         )
-    if not drafts:
-        return np.zeros((len(group.ids), 0), dtype=np.int64)
-    values = [drafts.get(name, ()) for name in group.ids]
-    lists = [v if type(v) in (list, tuple) else preparer.read_tokens(v) for v in values]
-    lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
-    tokens = preparer.read_tokens([*chain.from_iterable(lists)])
-    most = int(np.maximum.reduce(lengths))
+    given, lengths = _by_id(drafts, group.ids, preparer, padding=-1)
+    most = given.shape[1]
     if most > width:
         name = f"the number of drafts of {group.ids[int(lengths.argmax())]!r}"
         check_int(name, most, minimum=0, maximum=width)
-    given = np.full((len(group.ids), most), -1, dtype=np.int64)
-    given[np.arange(most) < lengths[:, None]] = tokens
     return given
+
+
+def _by_id(
+    given: Mapping[Hashable, Any], ids: Sequence[Hashable], preparer: RequestPreparer, padding: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return [n, k] tokens of ids, none where there are none, and how many each has."""
+    lists = [_as_list(given.get(name, ())) for name in ids]
+    tokens = preparer.read_tokens([*chain.from_iterable(lists)])
+    lengths = np.array([len(each) for each in lists], dtype=np.int64)
+    padded = np.full((len(ids), int(lengths.max(initial=0))), padding, dtype=np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = tokens
+    return padded, lengths
 
 
 def _in_order(
     drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
 ) -> tuple[Int64Array, bool]:
     """Return [n, k] drafts of the caller's array, -1 where there is none, and whether all are."""
-    try:
-        array = np.asarray(drafts)
-    except ValueError as error:  # lists of several lengths
-        raise InvalidArgumentError(f"{_wanted_drafts(group, width)}, got {drafts!r}") from error
-    if not array.size and isinstance(drafts, (list, tuple)):
-        array = np.zeros((len(drafts), 0), dtype=np.int64)  # of nothing numpy makes floats
+    array = _as_array("drafts", drafts)
     shape = array.shape
-    if (
-        len(shape) != 2
-        or shape[0] != len(group.ids)
-        or shape[1] > width
-        or array.dtype.kind not in "iu"
-    ):
+    if len(shape) != 2 or shape[0] != len(group.ids) or shape[1] > width:
         raise InvalidArgumentError(
-            f"{_wanted_drafts(group, width)}, "
+            "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
+            f"[{len(group.ids)}, at most {width}] ints in the order of the requests that decode, "
             f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
     if preparer.are_tokens(array):
@@ -257,13 +253,6 @@ def _in_order(
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
     preparer.read_tokens(array[is_given])
     return np.where(is_given, array, -1).astype(np.int64), False
-
-
-def _wanted_drafts(group: DecodingGroup, width: int) -> str:
-    return (
-        "drafts must map request ids to tokens, or be a tensor by request row, or an array of "
-        f"[{len(group.ids)}, at most {width}] ints in the order of the requests that decode"
-    )
 
 
 Sampled: TypeAlias = tuple[Int64Array, "Int64Array | None"]
@@ -292,12 +281,8 @@ def read_sampled(
     values = [new_tokens[request_id] for request_id in ids]
     if set(map(type, values)) <= {int}:
         return preparer.read_tokens(values).astype(np.int64)[:, None], None
-    lists = [_as_list(value) for value in values]
-    checked = preparer.read_tokens([*chain.from_iterable(lists)])
-    lengths = np.array([len(tokens) for tokens in lists], dtype=np.int64)
-    tokens = np.zeros((len(ids), int(lengths.max(initial=1))), dtype=np.int64)
-    tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = checked
-    return tokens, lengths
+    tokens, lengths = _by_id(new_tokens, ids, preparer, padding=0)
+    return (tokens if tokens.size else np.zeros((len(ids), 1), dtype=np.int64)), lengths
 
 
 def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer) -> Sampled:
@@ -338,12 +323,13 @@ def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
                 )
             array = given.detach().numpy()
         elif isinstance(given, (np.ndarray, list, tuple)):
-            is_empty_list = not isinstance(given, np.ndarray) and not len(given)
-            array = np.zeros(0, dtype=np.int64) if is_empty_list else np.asarray(given)
+            array = np.asarray(given)
+            if not array.size and not isinstance(given, np.ndarray):
+                array = array.astype(np.int64)  # of nothing numpy makes floats
         else:
             raise InvalidArgumentError(
-                f"{name} must map request ids to tokens, or be ints in the order of "
-                f"Step.sampling_ids, got {type(given).__name__}"
+                f"{name} must map request ids to tokens, or be ints in the order of the batch, "
+                f"got {type(given).__name__}"
             )
     except Exception as error:
         if is_unreadable(error):
