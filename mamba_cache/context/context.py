@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from weakref import finalize
@@ -20,14 +21,7 @@ from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictio
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
-from mamba_cache.context.memory import (
-    SLOT_FIELDS,
-    CacheMemory,
-    layer_labels,
-    layers_by_kind,
-    make_memory,
-    paired,
-)
+from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, make_memory
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.planning import Planner
 from mamba_cache.context.prefetch import Prefetch
@@ -75,7 +69,6 @@ from mamba_cache.states import (
     StatePool,
     StateSpec,
     as_device,
-    plan_extraction,
 )
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, TierStats
 from mamba_cache.tiers.disk import DiskTier
@@ -195,7 +188,6 @@ class DynamicInferenceContext:
                 f"agreement must be a RankAgreement, got {agreement!r}: GroupAgreement is one"
             )
         config = with_secret(config, identity, agreement)
-        self._layers = layers_by_kind(state_spec)
         self.config = config
         self.device = as_device(device)
         memory = shared or make_memory(
@@ -211,7 +203,9 @@ class DynamicInferenceContext:
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(self.kv_block_allocator, config)
         self.step_buffers = StepBuffers(self.request_table, config, self.device)
-        self._extractions = StepExtractions(layer_labels(state_spec), self.step_buffers)
+        self._extractions = StepExtractions(
+            self.step_buffers, self.slot_allocator, self.live_states
+        )
         self._set_slot_fields()
         self._guard = CallGuard(self)
         if shared is None:
@@ -293,7 +287,6 @@ class DynamicInferenceContext:
         self._speculation: Speculation | None = None
         if config.num_speculative_tokens:
             self._speculation = Speculation(config, self.device)
-        self._copiers: tuple[StateCopier, StateCopier | None] | None = None
         self._has_warned = False
         # The step in flight, and the one before if its tokens are not collected.
         self._step: Step | None = None
@@ -405,14 +398,14 @@ class DynamicInferenceContext:
             own,
             tokens,
             chain if own is request else chain.copy(),  # the caller may add it again
+            (*own.checkpoint_positions, *check_positions(checkpoint_positions)),
         )
-        active.checkpoint_positions += check_positions(checkpoint_positions)
         self._guard.is_changing = True
-        self._planner.admit(active, chunk_tokens)
+        admission = self._planner.admit(active, chunk_tokens)
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
             self._tell_admitted(active)
-        return active.current_admission
+        return admission
 
     def _tell_admitted(self, active: ActiveRequest) -> None:
         """Tell the listeners of a new request; if one raises, the request is taken back."""
@@ -453,8 +446,7 @@ class DynamicInferenceContext:
         self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
-        self._planner.admit(active, chunk_tokens)
-        return active.current_admission
+        return self._planner.admit(active, chunk_tokens)
 
     @guarded()
     def schedule_prefill(
@@ -973,7 +965,7 @@ class DynamicInferenceContext:
         table.check_forks_fit(len(ids))
         if not ids:
             return Forks((), row, (), None, ())
-        copiers = self._make_copiers()
+        copiers = self._copiers
         self._guard.is_changing = True
         rows, blocks = table.fork(row, tokens, ids)
         forks: list[ActiveRequest] = []
@@ -1037,16 +1029,14 @@ class DynamicInferenceContext:
             )
         return tokens.astype(np.int64)
 
-    def _make_copiers(self) -> tuple[StateCopier, StateCopier | None]:
-        """Make what copies live states, and KV blocks, when they are first needed."""
-        if self._copiers is None:
-            states = [*self.live_states.tensors.values()]
-            copy_kv = None
-            if self.kv_cache is not None:
-                blocks = [self.kv_cache.flatten(0, 1)]
-                copy_kv = StateCopier(blocks, blocks)
-            self._copiers = StateCopier(states, states), copy_kv
-        return self._copiers
+    @cached_property
+    def _copiers(self) -> tuple[StateCopier, StateCopier | None]:
+        """What copies live states, and KV blocks; made when the first request is forked."""
+        states, copy_kv = [*self.live_states.tensors.values()], None
+        if self.kv_cache is not None:
+            blocks = [self.kv_cache.flatten(0, 1)]
+            copy_kv = StateCopier(blocks, blocks)
+        return StateCopier(states, states), copy_kv
 
     @guarded()
     def preempt(self, request_id: Hashable) -> None:
@@ -1213,7 +1203,7 @@ class DynamicInferenceContext:
         if self.mamba_conv_states is None:
             raise InvalidArgumentError(
                 "extract_checkpoint_states takes conv and SSM states (StateSpec.mamba): layers of "
-                f"the kinds {[*self._layers]} call extract_states"
+                f"the kinds {self._extractions.kinds} call extract_states"
             )
         self.extract_states("", layer, {"ssm": chunk_states}, {"conv": conv_input}, metadata)
 
@@ -1245,46 +1235,7 @@ class DynamicInferenceContext:
             InvalidArgumentError: There is no such kind or layer, the names are not those of its
                 tensors, each once, or as in ``extract_checkpoint_states``.
         """
-        extractions = self._extractions
-        is_captured = extractions.captured is not None
-        if not is_captured and not extractions.are_asked_for(metadata):
-            return
-        known = self._layers.get(kind) if isinstance(kind, str) else None
-        if known is None:
-            raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
-        numbers, names = known
-        layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
-        number, pairs = numbers[layer], paired(names, chunk_states, window_inputs)
-        if not is_captured:
-            extractions.check(number, chunk_states.values(), window_inputs.values(), metadata)
-            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
-                self._check_not_capturing()
-        # All are checked before the first is written.
-        for write in [self._extraction(layer, *pair) for pair in pairs]:
-            write()
-        extractions.record(number, chunk_states.values(), window_inputs.values())
-
-    def _extraction(
-        self,
-        layer: int,
-        name: str | None,
-        states: torch.Tensor | None,
-        window: str | None,
-        inputs: torch.Tensor | None,
-    ) -> Callable[[], None]:
-        """Return what extracts a state, a window, or both of one layer in one launch."""
-        saved, live = self.slot_allocator.states.tensors, self.live_states.tensors
-        quantization = self.slot_allocator.quantization
-        scales = quantization.scales_of(name) if quantization and name else None
-        return plan_extraction(
-            None if window is None else saved[window][layer],
-            None if name is None else saved[name][layer],
-            None if window is None else live[window][layer],
-            states,
-            inputs,
-            fields=self._extractions.fields,
-            slot_scales=None if scales is None else saved[scales][layer],
-        )
+        self._extractions.extract(kind, layer, chunk_states, window_inputs, metadata)
 
     def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:
         """Have the calls of ``extract_checkpoint_states`` within counted at each replay.
@@ -1319,14 +1270,6 @@ class DynamicInferenceContext:
                 captured with shorter tensors than the step needs. Nothing was counted.
         """
         self._extractions.count(captured)
-
-    def _check_not_capturing(self) -> None:  # pragma: no cover - tests/gpu run it
-        if torch.cuda.is_current_stream_capturing():
-            raise StepOrderError(
-                "states were handed over while a CUDA graph was captured: capture it within "
-                "context.capture_extractions(), and call context.count_extractions() with what "
-                "that gave wherever the graph is replayed"
-            )
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """End all requests, and a step in flight with them.

@@ -1,10 +1,11 @@
-"""Extractions: which layers have handed over their states at a step's checkpoints."""
+"""Extractions: the layers' states at a step's checkpoints, and which layers handed them over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
@@ -12,6 +13,8 @@ from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.metadata import StepMetadata
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.states import StatePool, plan_extraction
 
 __all__ = ["CapturedExtractions", "StepExtractions"]
 
@@ -45,26 +48,42 @@ class CapturedExtractions:
 
 
 class StepExtractions:
-    """Which layers have handed over in the step in flight, counted on the host.
+    """Writes what layers hand over into slots, and counts on the host which layers have.
 
     A slot keeps its last state, perhaps another salt's, until it is written. So a state at a
     checkpoint inside a chunk is published only if every layer has written its part of it.
     """
 
-    def __init__(self, labels: Sequence[int | str], buffers: StepBuffers) -> None:
+    def __init__(
+        self, buffers: StepBuffers, slots: MambaSlotAllocator, live_states: StatePool
+    ) -> None:
         self.captured: CapturedExtractions | None = None
-        self._fields: tuple[torch.Tensor, ...] = ()
-        self._labels = labels
-        self._num_layers = len(labels)
         self._buffers = buffers
+        self._slots = slots
+        self._live_states = live_states
+        # The layers of all kinds are numbered through; a tensor has a name in its layer, and one in
+        # the pools.
+        self._layers: dict[str, tuple[range, dict[str, str]]] = {}
+        self._labels: list[int | str] = []  # what messages call each layer
+        for kind in live_states.spec.kinds:
+            first, layers = len(self._labels), range(kind.num_layers)
+            self._labels += [f"{kind.name} {each}" if kind.name else each for each in layers]
+            names = {name: kind.name_in_pool(name) for name in kind.names}
+            self._layers[kind.name] = range(first, len(self._labels)), names
+        self._fields: tuple[torch.Tensor, ...] = ()
         self._metadata: StepMetadata | None = None
         self._missing: set[int] = set()
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of layers."""
+        return [*self._layers]
 
     def begin(self, metadata: StepMetadata) -> None:
         """Begin a step: no layer has handed over yet."""
         self._metadata = metadata
         if metadata.num_checkpoints:
-            self._missing = set(range(self._num_layers))
+            self._missing = set(range(len(self._labels)))
 
     def end(self) -> None:
         """End the step in flight, if there is one."""
@@ -73,34 +92,83 @@ class StepExtractions:
         self._fields = ()
 
     @property
-    def fields(self) -> tuple[torch.Tensor, ...]:
-        """The checkpoints to write, as ``states.plan_extraction`` takes them.
-
-        Those of the step in flight, none if it has none; in a capture all that there can be.
-        """
-        if self.captured is not None:
-            return self._buffers.checkpoint_fields(None)
-        if not self._fields and self._metadata is not None and self._metadata.num_checkpoints:
-            # Once a step: in each layer the slices would cost more than all checks together.
-            self._fields = self._buffers.checkpoint_fields(self._metadata.num_checkpoints)
-        return self._fields
-
-    @property
     def missing_layers(self) -> list[int | str]:
         """Layers that have not handed over; none in a step without checkpoints inside chunks."""
         return [self._labels[layer] for layer in sorted(self._missing)]
 
-    def check(
+    def extract(
         self,
+        kind: str,
         layer: int,
-        chunk_states: Iterable[torch.Tensor],
-        window_inputs: Iterable[torch.Tensor],
+        chunk_states: Mapping[str, torch.Tensor],
+        window_inputs: Mapping[str, torch.Tensor],
         metadata: StepMetadata,
     ) -> None:
-        """Check the tensors of a layer against the step that asks for them."""
+        """Write a layer's states at the step's checkpoints; in a capture, at all there can be."""
+        if self.captured is None and not self._are_asked_for(metadata):
+            return
+        if not isinstance(kind, str) or kind not in self._layers:
+            raise InvalidArgumentError(f"kind must be one of {self.kinds}, got {kind!r}")
+        numbers, names = self._layers[kind]
+        layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
+        _check_names(names, chunk_states, window_inputs)
+        num_chunks = [*map(len, chunk_states.values())]
+        num_tokens = [*map(len, window_inputs.values())]
+        if self.captured is None:
+            self._check_lengths(numbers[layer], num_chunks, num_tokens, metadata)
+            if self._live_states.device.type == "cuda":  # pragma: no cover - tests/gpu run it
+                _check_not_capturing()
+        fields = self._checkpoint_fields(metadata)
+        states = [(names[name], tensor) for name, tensor in chunk_states.items()]
+        windows = [(names[name], tensor) for name, tensor in window_inputs.items()]
+        pairs = zip_longest(states, windows, fillvalue=(None, None))
+        launches = [self._plan(layer, fields, *pair) for pair in pairs]
+        for launch in launches:  # all are checked before the first is written
+            launch()
+        if self.captured is None:
+            self._missing.discard(numbers[layer])
+        else:  # of several tensors the shortest limit what can be replayed
+            shortest = min(num_chunks, default=INT32_MAX), min(num_tokens, default=INT32_MAX)
+            self.captured.lengths[numbers[layer]] = shortest
+
+    def _checkpoint_fields(self, metadata: StepMetadata) -> tuple[torch.Tensor, ...]:
+        """Return the step's checkpoints, as ``plan_extraction`` takes them."""
+        if self.captured is not None:
+            return self._buffers.checkpoint_fields(None)
+        if not self._fields:
+            # Once a step: in each layer the slices would cost more than all checks together.
+            self._fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
+        return self._fields
+
+    def _plan(
+        self,
+        layer: int,
+        fields: tuple[torch.Tensor, ...],
+        state: tuple[str | None, torch.Tensor | None],
+        window: tuple[str | None, torch.Tensor | None],
+    ) -> Callable[[], None]:
+        """Return what extracts a state, a window, or both of one layer in one launch."""
+        (name, states), (window_name, inputs) = state, window
+        saved, live = self._slots.states.tensors, self._live_states.tensors
+        quantization = self._slots.quantization
+        scales = quantization.scales_of(name) if quantization and name else None
+        return plan_extraction(
+            None if window_name is None else saved[window_name][layer],
+            None if name is None else saved[name][layer],
+            None if window_name is None else live[window_name][layer],
+            states,
+            inputs,
+            fields=fields,
+            slot_scales=None if scales is None else saved[scales][layer],
+        )
+
+    def _check_lengths(
+        self, layer: int, num_chunks: list[int], num_tokens: list[int], metadata: StepMetadata
+    ) -> None:
+        """Check the lengths of a layer's tensors against the step that asks for them."""
         needed = metadata.num_chunks, metadata.num_prefill_tokens
-        given = [(len(states), needed[1]) for states in chunk_states]
-        for lengths in given + [(needed[0], len(inputs)) for inputs in window_inputs]:
+        given = [(count, needed[1]) for count in num_chunks]
+        for lengths in given + [(needed[0], count) for count in num_tokens]:
             if lengths != needed:
                 raise InvalidArgumentError(
                     f"layer {self._labels[layer]} handed over {lengths[0]} chunk_states and "
@@ -109,7 +177,7 @@ class StepExtractions:
                     "requests and without padding"
                 )
 
-    def are_asked_for(self, metadata: StepMetadata) -> bool:
+    def _are_asked_for(self, metadata: StepMetadata) -> bool:
         """Say whether the step in flight has checkpoints inside its chunks."""
         if metadata is self._metadata:
             return metadata.num_checkpoints > 0
@@ -120,23 +188,6 @@ class StepExtractions:
             "metadata must be Step.metadata of the step in flight, "
             f"got {type(metadata).__name__}{another}"
         )
-
-    def record(
-        self,
-        layer: int,
-        chunk_states: Iterable[torch.Tensor],
-        window_inputs: Iterable[torch.Tensor],
-    ) -> None:
-        """Count a layer, whose part of the checkpoints is enqueued, or captured.
-
-        Of several tensors the shortest limit what can be replayed.
-        """
-        if self.captured is None:
-            self._missing.discard(layer)
-            return
-        lengths = [map(len, tensors) for tensors in (chunk_states, window_inputs)]
-        num_chunks, num_tokens = (min(each, default=INT32_MAX) for each in lengths)
-        self.captured.lengths[layer] = num_chunks, num_tokens
 
     @contextmanager
     def capture(self) -> Iterator[CapturedExtractions]:
@@ -160,7 +211,7 @@ class StepExtractions:
             )
         needed = metadata.num_chunks, metadata.num_prefill_tokens
         for layer, (num_chunks, num_tokens) in captured.lengths.items():
-            check_int("layer", layer, minimum=0, maximum=self._num_layers - 1)
+            check_int("layer", layer, minimum=0, maximum=len(self._labels) - 1)
             if self._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
                 raise InvalidArgumentError(
                     f"layer {self._labels[layer]} was captured with {num_chunks} chunk_states and "
@@ -175,3 +226,37 @@ def _are_lengths(lengths: object) -> bool:
         isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
         for pair in lengths.values()
     )
+
+
+def _check_names(
+    names: Mapping[str, str],
+    chunk_states: Mapping[str, torch.Tensor],
+    window_inputs: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that a layer hands over each of its tensors once."""
+    if not isinstance(chunk_states, Mapping) or not isinstance(window_inputs, Mapping):
+        raise InvalidArgumentError(
+            "chunk_states and window_inputs must map names to tensors, "
+            f"got {type(chunk_states).__name__} and {type(window_inputs).__name__}"
+        )
+    given = [*chunk_states, *window_inputs]
+    if len(given) != len(names) or set(given) != names.keys():
+        raise InvalidArgumentError(
+            f"a layer of this kind must hand over each of {[*names]} once, as chunk_states "
+            f"or as window_inputs, got {[*chunk_states]} and {[*window_inputs]}"
+        )
+    tensors = [*chunk_states.values(), *window_inputs.values()]
+    if not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
+        raise InvalidArgumentError(
+            "chunk_states and window_inputs must be tensors, one row for each chunk and each "
+            f"prefill token, got {tensors!r}"
+        )
+
+
+def _check_not_capturing() -> None:  # pragma: no cover - tests/gpu run it
+    if torch.cuda.is_current_stream_capturing():
+        raise StepOrderError(
+            "states were handed over while a CUDA graph was captured: capture it within "
+            "context.capture_extractions(), and call context.count_extractions() with what "
+            "that gave wherever the graph is replayed"
+        )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from types import SimpleNamespace
 from typing import cast
 
@@ -31,7 +30,7 @@ from mamba_cache.states import (
     slots_in_budget,
 )
 
-__all__ = ["SLOT_FIELDS", "CacheMemory", "layer_labels", "layers_by_kind", "make_memory", "paired"]
+__all__ = ["SLOT_FIELDS", "CacheMemory", "make_memory"]
 
 SLOT_FIELDS = (
     "device", "kv_block_allocator", "max_requests", "block_size_tokens",
@@ -125,61 +124,6 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
             "block that padding is written to"
         )
     return blocks_in_budget(budget, kv_spec, config.block_size_tokens)
-
-
-def layers_by_kind(spec: StateSpec) -> dict[str, tuple[range, dict[str, str]]]:
-    """Number the layers of all kinds in order; return each kind's, and its tensors' names in pools.
-
-    The names in a pool are by the names within a layer.
-    """
-    layers, first = {}, 0
-    for kind in spec.kinds:
-        names = {name: kind.name_in_pool(name) for name in kind.names}
-        layers[kind.name] = range(first, first + kind.num_layers), names
-        first += kind.num_layers
-    return layers
-
-
-def layer_labels(spec: StateSpec) -> list[int | str]:
-    """Say what messages call each layer: a number, or the name of its kind and a number."""
-    return [
-        f"{kind.name} {layer}" if kind.name else layer
-        for kind in spec.kinds
-        for layer in range(kind.num_layers)
-    ]
-
-
-_Pair = tuple[str | None, torch.Tensor | None, str | None, torch.Tensor | None]
-"""What one launch extracts: a state's name in the pool and its values, and a window's."""
-
-
-def paired(
-    names: Mapping[str, str],
-    chunk_states: Mapping[str, torch.Tensor],
-    window_inputs: Mapping[str, torch.Tensor],
-) -> list[_Pair]:
-    """Pair the states that a layer hands over with its windows."""
-    if not isinstance(chunk_states, Mapping) or not isinstance(window_inputs, Mapping):
-        raise InvalidArgumentError(
-            "chunk_states and window_inputs must map names to tensors, "
-            f"got {type(chunk_states).__name__} and {type(window_inputs).__name__}"
-        )
-    given = [*chunk_states, *window_inputs]
-    if len(given) != len(names) or set(given) != names.keys():
-        raise InvalidArgumentError(
-            f"a layer of this kind must hand over each of {[*names]} once, as chunk_states "
-            f"or as window_inputs, got {[*chunk_states]} and {[*window_inputs]}"
-        )
-    tensors = [*chunk_states.values(), *window_inputs.values()]
-    if not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
-        raise InvalidArgumentError(
-            "chunk_states and window_inputs must be tensors, one row for each chunk and each "
-            f"prefill token, got {tensors!r}"
-        )
-    states = [(names[name], tensor) for name, tensor in chunk_states.items()]
-    windows = [(names[name], tensor) for name, tensor in window_inputs.items()]
-    nothing = (None, None)
-    return [(*a, *b) for a, b in zip_longest(states, windows, fillvalue=nothing)]
 
 
 def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:

@@ -94,7 +94,7 @@ class Planner:
             min_computed_tokens=self._config.min_computed_tokens,
         )
 
-    def admit(self, active: ActiveRequest, chunk_tokens: int | None) -> None:
+    def admit(self, active: ActiveRequest, chunk_tokens: int | None) -> Admission:
         """Match a request, give it memory, and plan its first chunk for the next step."""
         self._rows.take_over(active)  # of a request that is resumed
         num_tokens, hashes = active.num_known, active.hashes
@@ -108,13 +108,14 @@ class Planner:
         if self._tiering is not None:
             found, load = self._find_below(self._tiering, active, match)
         try:
-            self._enter(active, found, chunk_tokens, load)
+            admission = self._enter(active, found, chunk_tokens, load)
         except BaseException:
             self._cancel_load(load)
             raise
         active.state_position = match.skip_tokens
         if self._tiering is not None:
             self._tiering.offer_used(active, found.state_matched_blocks)
+        return admission
 
     def _find_below(
         self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
@@ -142,7 +143,7 @@ class Planner:
         match: PrefixMatch,
         chunk_tokens: int | None,
         load: PlannedLoad | None,
-    ) -> None:
+    ) -> Admission:
         """Give a matched request memory, and plan its first chunk."""
         left = match.prompt_tokens - match.skip_tokens
         num_tokens = self._chunk_tokens(active, left, chunk_tokens)
@@ -159,7 +160,8 @@ class Planner:
         self._rows.num_tokens[row] = match.prompt_tokens
         self._rows.num_computed[row] = match.skip_tokens
         found = {name: getattr(match, name) for name in PrefixMatch.__slots__}
-        active.admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
+        admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
+        active.admission = admission
         active.num_published = match.kv_matched_blocks
         # What is loaded is written by the load, and by nothing else.
         active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
@@ -177,6 +179,7 @@ class Planner:
         except BaseException:
             self.release(active)
             raise
+        return admission
 
     def schedule(
         self,
@@ -213,7 +216,8 @@ class Planner:
         chunk = replace(chunk, lease=None, load=None, inside=(), boundary=None)
         active.chunk = chunk
         self._cancel_load(load)
-        admission = active.current_admission
+        admission = active.admission
+        assert admission is not None, "only a first chunk resumes"
         active.num_shared_blocks = active.num_published  # blocks to be loaded are not
         shared = self._blocks_between(active, 0, active.num_shared_blocks)
         state_blocks = self._slots.num_blocks_to_state(shared[: admission.state_matched_blocks])

@@ -394,34 +394,33 @@ class Admission(PrefixMatch):
     chunk_tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class ActiveRequest:
     """What is kept of a request beside its row: what a steady decoding step needs nothing of."""
 
-    __slots__ = (
-        "admission", "chain", "checkpoint", "checkpoint_positions", "chunk", "decode_lease",
-        "generated", "num_computed", "num_published", "num_shared_blocks", "prompt", "prompt_seen",
-        "prompt_seen_below", "request", "request_id", "row", "state_position", "status",
-        "was_refused",
-    )  # fmt: skip
+    request: Request  # the caller's request
+    prompt: TokenArray  # [prompt length] int32 prompt tokens
+    chain: BlockHashChain  # hashes of the blocks of all its known tokens
+    checkpoint_positions: tuple[int, ...]
+    # Sampled tokens, as far as they were taken over from its row.
+    generated: array[int] = field(default_factory=lambda: array("i"))
+    request_id: Hashable = field(init=False)  # the caller's name for it
+    status: RequestStatus = RequestStatus.PREEMPTED
+    row: int = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
+    num_computed: int = 0  # tokens that it had computed when it left its last row
+    state_position: int = 0  # the last state that is not superseded, or where it resumed
+    num_shared_blocks: int = 0  # the first blocks, which it may not write
+    num_published: int = 0  # the first blocks, which were registered
+    chunk: Chunk | None = None
+    checkpoint: Checkpoint | None = None  # where it may save a state while it decodes
+    admission: Admission | None = None  # until it is counted
+    decode_lease: SlotLease | None = None  # the newest state saved while it decoded
+    prompt_seen: object = None  # what the policy of the slots knows it by
+    prompt_seen_below: object = None  # likewise that of the host tier
+    was_refused: bool = False  # whether bytes that it was to resume from were damaged
 
-    def __init__(self, request: Request, prompt: TokenArray, chain: BlockHashChain) -> None:
-        self.request = request  # the caller's request
-        self.request_id = request.request_id  # the caller's name for it
-        self.prompt = prompt  # [prompt length] int32 prompt tokens
-        self.generated = array("i")  # sampled tokens, as far as they were taken over from its row
-        self.chain = chain  # hashes of the blocks of all these
-        self.status = RequestStatus.PREEMPTED
-        self.row = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
-        self.num_computed = 0  # tokens that it had computed when it left its last row
-        self.state_position = self.num_shared_blocks = self.num_published = 0
-        self.chunk: Chunk | None = None
-        self.checkpoint: Checkpoint | None = None
-        self.checkpoint_positions = tuple(request.checkpoint_positions)
-        self.admission: Admission | None = None
-        self.decode_lease: SlotLease | None = None  # the newest state saved while it decoded
-        self.prompt_seen: object = None
-        self.was_refused = False
-        self.prompt_seen_below: object = None
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
 
     @property
     def num_known(self) -> int:
@@ -452,12 +451,6 @@ class ActiveRequest:
         assert load is not None, f"nothing is loaded for {self.request_id!r}"
         return load
 
-    @property
-    def current_admission(self) -> Admission:
-        """What the admission found of a request whose first step is not committed."""
-        assert self.admission is not None, f"{self.request_id!r} is not newly admitted"
-        return self.admission
-
     def extra_keys(
         self, first: int, end: int, block_size: int
     ) -> tuple[tuple[Any, ...] | None, ...] | None:
@@ -486,15 +479,17 @@ class ActiveRequest:
         self, request_id: Hashable, last_token: int, computed: BlockHashChain
     ) -> ActiveRequest:
         """Return a request of the same computed tokens and another last one; it has no row yet."""
-        request = replace(self.request, request_id=request_id)
-        fork = ActiveRequest(request, self.prompt, computed.copy())
-        fork.generated = array("i", [*self.generated[:-1], last_token])
-        fork.checkpoint_positions = self.checkpoint_positions
-        fork.state_position = self.state_position
-        fork.prompt_seen = self.prompt_seen
-        fork.prompt_seen_below = self.prompt_seen_below
-        fork.num_published = self.num_published
-        return fork
+        return ActiveRequest(
+            replace(self.request, request_id=request_id),
+            self.prompt,
+            computed.copy(),
+            self.checkpoint_positions,
+            array("i", [*self.generated[:-1], last_token]),
+            state_position=self.state_position,
+            num_published=self.num_published,
+            prompt_seen=self.prompt_seen,
+            prompt_seen_below=self.prompt_seen_below,
+        )
 
     def wanted_boundaries(self, block_size: int) -> set[int]:
         """Return the block boundaries at which the caller wants a state."""

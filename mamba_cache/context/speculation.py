@@ -239,6 +239,8 @@ def _in_order(
 ) -> tuple[Int64Array, bool]:
     """Return [n, k] drafts of the caller's array, -1 where there is none, and whether all are."""
     array = _as_array("drafts", drafts)
+    if not array.size and isinstance(drafts, (list, tuple)):
+        array = np.zeros((len(drafts), 0), dtype=np.int64)
     shape = array.shape
     if len(shape) != 2 or shape[0] != len(group.ids) or shape[1] > width:
         raise InvalidArgumentError(
