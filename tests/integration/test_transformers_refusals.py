@@ -40,9 +40,9 @@ def prompt(generator):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size_tokens": 0}, "block_size_tokens must be an int >= 1, got 0"),
+        ({"block_size_tokens": 0}, "block_size_tokens must be an int in .*, got 0"),
         ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
-        ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a finite number >= 0, got -1"),
+        ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a number in"),
         ({"reuse_answers": "no"}, "reuse_answers must be a bool, got 'no'"),
         ({"weights_check": "some"}, "weights_check must be one of"),
         ({"hash_algorithm": "md5"}, r"hash_algorithm must be one of \['blake2b', 'sha256'"),

@@ -14,7 +14,7 @@ from itertools import chain, count
 from operator import attrgetter, is_, methodcaller
 from pathlib import Path
 from types import MethodType, ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -118,11 +118,6 @@ class ModelFingerprint:
         weights_check: WeightsCheck = "full",
         variant: str | None = None,
     ) -> None:
-        if weights_check not in get_args(WeightsCheck):
-            raise InvalidArgumentError(
-                f"weights_check must be one of {list(get_args(WeightsCheck))}, got "
-                f"{weights_check!r}"
-            )
         self._model = model
         self._weights = _Weights(weights_check)
         self._variant = self._default_variant = check_variant(variant)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
@@ -21,7 +20,6 @@ from mamba_cache._checks import (
     check_int,
     check_kind,
     check_number,
-    check_secret,
 )
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.cache import (
@@ -34,7 +32,7 @@ from mamba_cache.cache import (
 )
 from mamba_cache.cache.placement import BranchPoint, check_placement
 from mamba_cache.cache.policies import check_policy
-from mamba_cache.config import HashAlgorithm, SlotPolicyName
+from mamba_cache.config import CacheConfig, HashAlgorithm, SlotPolicyName
 from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, VerificationStats
 from mamba_cache.errors import (
     BudgetError,
@@ -84,11 +82,11 @@ from mamba_cache.integrations.transformers.prompts import (
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
-from mamba_cache.integrations.transformers.tiers import PrefixTiers, check_tiers
+from mamba_cache.integrations.transformers.tiers import PrefixTiers
 from mamba_cache.tiers import TierStats
 from mamba_cache.tiers.directory import cache_secret
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "check_settings"]
 
 _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
@@ -99,6 +97,12 @@ _FEWEST_SLOTS = 16
 
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
+
+_OF_CONFIG = (
+    "block_size_tokens", "reuse_answers", "max_requests", "host_cache_gb", "disk_cache_path",
+    "verify_hits", "store", "hash_algorithm", "hash_secret", "max_pinned_share",
+)  # fmt: skip
+"""Settings that ``CacheConfig`` has too, and checks."""
 
 
 class PrefixCache:
@@ -202,20 +206,9 @@ class PrefixCache:
         variant: str | None = None,
     ) -> None:
         placement = BranchPoint() if placement is None else check_placement(placement)
-        check_kind("reuse_answers", reuse_answers, bool)
-        check_kind("cuda_graphs", cuda_graphs, bool)
-        check_int("max_requests", max_requests, minimum=1)
-        verify_hits = check_number("verify_hits", verify_hits, maximum=1)
-        max_pinned_share = check_number("max_pinned_share", max_pinned_share, maximum=1)
-        check_choice("hash_algorithm", hash_algorithm, get_args(HashAlgorithm))
-        check_secret("hash_secret", hash_secret)
-        register_attention()
-        check_tiers(host_cache_gb, disk_cache_path, disk_cache_gb, store, hash_secret)
-        _check_sizes(block_size_tokens, segment_tokens)
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         self._bypasses: Counter[str] = Counter()
         self._skipped_before = 0
-        self._reuse_answers = reuse_answers
         self._settings = SimpleNamespace(
             model=model,
             mamba_cache_gb=mamba_cache_gb,
@@ -224,6 +217,7 @@ class PrefixCache:
             segment_tokens=segment_tokens,
             slot_policy=slot_policy,
             placement=placement,
+            reuse_answers=reuse_answers,
             weights_check=weights_check,
             max_requests=max_requests,
             cuda_graphs=cuda_graphs,
@@ -238,6 +232,8 @@ class PrefixCache:
             clock=clock,
             variant=variant,
         )
+        check_settings(vars(self._settings))
+        register_attention()
         self._num_set_ups = 0  # how often the model was found in another place or dtype
         self._set_up(Listeners())
 
@@ -263,7 +259,7 @@ class PrefixCache:
             max_requests=settings.max_requests,
             chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), settings.block_size_tokens),
             placement=settings.placement,
-            saves_answers=self._reuse_answers and is_step_exact,
+            saves_answers=self._settings.reuse_answers and is_step_exact,
             fewest_tokens=1 if is_step_exact else 2,
             is_eager=self._why_eager(),
         )
@@ -405,7 +401,7 @@ class PrefixCache:
             checkpoints=named,
             eos_token_ids=served.eos_token_ids,
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
-            keeps_decoded=self._reuse_answers,
+            keeps_decoded=self._settings.reuse_answers,
             variant=check_variant(variant),
             find_batcher=self._find_batcher if self._may_batch(served, options) else None,
             max_length=served.max_length
@@ -1088,21 +1084,34 @@ def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> in
     return max(most // block_size_tokens, 1) * block_size_tokens
 
 
-def _check_sizes(block_size_tokens: int, segment_tokens: int | None) -> None:
-    check_int("block_size_tokens", block_size_tokens, minimum=1)
-    if segment_tokens is not None:
-        check_int("segment_tokens", segment_tokens, minimum=1)
-        if segment_tokens % block_size_tokens:
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check the settings of a prefix cache that do not depend on the model."""
+    for name in ("mamba_cache_gb", "kv_cache_gb", "disk_cache_gb"):
+        check_number(name, settings[name], maximum=2**33)
+    CacheConfig(
+        num_kv_blocks=1,
+        max_slots=1,
+        ssm_chunk_size=1,
+        disk_cache_gb=None if settings["disk_cache_path"] is None else settings["disk_cache_gb"],
+        **{name: settings[name] for name in _OF_CONFIG},
+    )
+    if settings["store"] is not None and settings["hash_secret"] is None:
+        raise InvalidArgumentError(
+            "store needs hash_secret, the same bytes in all processes that share it"
+        )
+    check_kind("cuda_graphs", settings["cuda_graphs"], bool)
+    check_choice("weights_check", settings["weights_check"], get_args(WeightsCheck))
+    segment, block = settings["segment_tokens"], settings["block_size_tokens"]
+    if segment is not None:
+        check_int("segment_tokens", segment, minimum=1)
+        if segment % block:
             raise InvalidArgumentError(
-                f"segment_tokens must be a multiple of block_size_tokens ({block_size_tokens}), "
-                f"got {segment_tokens}"
+                f"segment_tokens must be a multiple of block_size_tokens ({block}), got {segment}"
             )
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
     """Count what a budget holds."""
-    if not isinstance(budget_gb, (int, float)) or not 0 <= budget_gb < math.inf:
-        raise InvalidArgumentError(f"{name} must be a finite number >= 0, got {budget_gb!r}")
     if not unit_bytes:
         return _BLOCKS_WITHOUT_MEMORY
     count = int(budget_gb * _GIB) // unit_bytes

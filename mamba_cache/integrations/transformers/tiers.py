@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 
-from mamba_cache._checks import check_number
 from mamba_cache._extras import installed_version
 from mamba_cache.cache import BlockHashChain, ExtraKey
 from mamba_cache.config import CacheConfig
@@ -37,7 +36,7 @@ from mamba_cache.tiers import (
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.jobs import QueuedTier
 
-__all__ = ["PrefixTiers", "check_tiers"]
+__all__ = ["PrefixTiers"]
 
 _DEADLINE_SECONDS: Final = 10.0
 """How long a call waits for disk and store at most."""
@@ -57,29 +56,6 @@ _KERNEL_PACKAGES: Final = (
     "transformers", "accelerate", "peft", "kernels", "mamba-ssm", "causal-conv1d", "flash-attn",
     "flash-linear-attention",
 )  # fmt: skip
-
-
-def check_tiers(
-    host_cache_gb: float | None,
-    disk_cache_path: Any,
-    disk_cache_gb: float,
-    store: Any,
-    hash_secret: bytes | None,
-) -> None:
-    """Check the settings of tiers that do not depend on the model."""
-    check_number("disk_cache_gb", disk_cache_gb, maximum=2**33)
-    if store is not None and hash_secret is None:
-        raise InvalidArgumentError(
-            "store needs hash_secret, the same bytes in all processes that share it"
-        )
-    CacheConfig(
-        num_kv_blocks=1,
-        max_slots=1,
-        host_cache_gb=host_cache_gb,
-        disk_cache_path=disk_cache_path,
-        disk_cache_gb=None if disk_cache_path is None else disk_cache_gb,
-        store=store,
-    )
 
 
 class PrefixTiers:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
-import os
+import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from mamba_cache._checks import check_choice, check_int, check_kind, check_secret
+from mamba_cache._checks import check_choice
 from mamba_cache._extras import install_hint
-from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import (
     InvalidArgumentError,
     MissingExtraError,
@@ -26,6 +24,7 @@ from mamba_cache.integrations.transformers.batching.manager import ArrivalDetail
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import has_librarys_loop
+from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, check_settings
 from mamba_cache.integrations.transformers.serve.models import ServedModels
 from mamba_cache.integrations.transformers.serve.requests import (
     SALT_HEADER,
@@ -34,7 +33,6 @@ from mamba_cache.integrations.transformers.serve.requests import (
     salt_of,
     salt_values,
 )
-from mamba_cache.integrations.transformers.tiers import check_tiers
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -59,20 +57,11 @@ def install(
     *,
     mamba_cache_gb: float,
     kv_cache_gb: float,
-    block_size_tokens: int = 32,
-    segment_tokens: int | None = None,
-    reuse_answers: bool = True,
     weights_check: WeightsCheck = "sample",
     events_endpoint: str | None = None,
     events_replay_endpoint: str | None = None,
     events_mode: Literal["resident", "reachable"] = "reachable",
-    max_requests: int = 64,
-    hash_algorithm: HashAlgorithm = "blake2b",
-    hash_secret: bytes | None = None,
-    host_cache_gb: float | None = None,
-    disk_cache_path: str | os.PathLike[str] | None = None,
-    disk_cache_gb: float = 16.0,
-    store: Any = None,
+    **settings: Any,
 ) -> None:
     """Put a prefix cache behind each model that transformers' server loads from now on.
 
@@ -86,23 +75,14 @@ def install(
     Args:
         mamba_cache_gb: Budget for the saved states of each loaded model, in GiB.
         kv_cache_gb: Likewise for its keys and values.
-        block_size_tokens: As for ``PrefixCache``, like those that follow.
-        segment_tokens: The most that one forward computes of a prompt.
-        reuse_answers: Keep the states of answers.
         weights_check: How much of the weights each request compares. By default ``"sample"``, since
             nothing in a server changes them.
         events_endpoint: Where routers are told what the first loaded model has cached, as for
             ``EventPublisher``: ``tcp://127.0.0.1:5557``, for example. None: they are not.
         events_replay_endpoint: Where they ask for what they missed.
         events_mode: Which KV blocks they are told of.
-        max_requests: Requests that run at once, with continuous batching.
-        hash_algorithm: Hash function of block digests, as for ``PrefixCache``.
-        hash_secret: Key of the block digests, not empty. Default: drawn for each loaded model;
-            with ``disk_cache_path`` drawn once and kept in a file there.
-        host_cache_gb: Budget for each loaded model's prefixes in host memory, in GiB.
-        disk_cache_path: A directory in which prefixes outlive the server, as for ``PrefixCache``.
-        disk_cache_gb: What everything below that path may take, in GiB.
-        store: A store of prefixes that several servers share, or its URL, as for ``PrefixCache``.
+        settings: Others of ``PrefixCache``, for each loaded model, such as ``block_size_tokens``,
+            ``max_requests``, ``host_cache_gb`` and ``hash_secret``.
 
     Raises:
         InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
@@ -112,22 +92,17 @@ def install(
         UnsupportedVersionError: This version of transformers has no such server; the message says
             what it lacks. Nothing was replaced.
     """
-    for name, budget in (("mamba_cache_gb", mamba_cache_gb), ("kv_cache_gb", kv_cache_gb)):
-        if not isinstance(budget, (int, float)) or not 0 <= budget < math.inf:
-            raise InvalidArgumentError(f"{name} must be a finite number >= 0, got {budget!r}")
-    check_int("block_size_tokens", block_size_tokens, minimum=1)
-    if segment_tokens is not None:
-        check_int("segment_tokens", segment_tokens, minimum=1)
-    check_kind("reuse_answers", reuse_answers, bool)
-    check_int("max_requests", max_requests, minimum=1)
-    check_secret("hash_secret", hash_secret)
-    check_tiers(host_cache_gb, disk_cache_path, disk_cache_gb, store, hash_secret)
-    for name, value, allowed in (
-        ("weights_check", weights_check, ("full", "sample", "off")),
-        ("events_mode", events_mode, ("resident", "reachable")),
-        ("hash_algorithm", hash_algorithm, get_args(HashAlgorithm)),
-    ):
-        check_choice(name, value, allowed)
+    settings |= {
+        "mamba_cache_gb": mamba_cache_gb,
+        "kv_cache_gb": kv_cache_gb,
+        "weights_check": weights_check,
+    }
+    parameters = inspect.signature(PrefixCache).parameters
+    unknown = settings.keys() - parameters.keys()
+    if unknown:
+        raise InvalidArgumentError(f"a PrefixCache has no settings {sorted(unknown)}")
+    check_settings({name: each.default for name, each in parameters.items()} | settings)
+    check_choice("events_mode", events_mode, ("resident", "reachable"))
     if events_replay_endpoint is not None and events_endpoint is None:
         raise InvalidArgumentError(
             "events_replay_endpoint goes with events_endpoint, "
@@ -139,22 +114,7 @@ def install(
     found = [(*_find(path), make) for path, make in _REPLACEMENTS.items()]
     events = {"replay_endpoint": events_replay_endpoint, "mode": events_mode}
     served = ServedModels(
-        {
-            "mamba_cache_gb": mamba_cache_gb,
-            "kv_cache_gb": kv_cache_gb,
-            "block_size_tokens": block_size_tokens,
-            "segment_tokens": segment_tokens,
-            "reuse_answers": reuse_answers,
-            "weights_check": weights_check,
-            "max_requests": max_requests,
-            "hash_algorithm": hash_algorithm,
-            "hash_secret": hash_secret,
-            "host_cache_gb": host_cache_gb,
-            "disk_cache_path": disk_cache_path,
-            "disk_cache_gb": disk_cache_gb,
-            "store": store,
-        },
-        None if events_endpoint is None else _publishers(events_endpoint, events),
+        settings, None if events_endpoint is None else _publishers(events_endpoint, events)
     )
     _installed.append(served)
     made = [(owner, name, make(served, vars(owner)[name])) for owner, name, make in found]
