@@ -6,6 +6,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, TypeAlias, get_args, overload
 
 import numpy as np
@@ -68,7 +69,6 @@ class BlockHashes(Sequence[int]):
     def __init__(self, digests: Iterable[bytes] = ()) -> None:
         self._digests: list[bytes] = as_items("digests", digests, "bytes")
         self._length = len(self._digests)
-        self._ids: list[int] = []
         for digest in self._digests:
             if not isinstance(digest, bytes) or len(digest) not in _DIGEST_SIZES:
                 raise InvalidArgumentError(
@@ -77,6 +77,7 @@ class BlockHashes(Sequence[int]):
         sizes = {len(digest) for digest in self._digests}
         if len(sizes) > 1:
             raise InvalidArgumentError(f"digests must be of one length, got {sorted(sizes)}")
+        self._ids = _hash_ids_of(self._digests)
 
     @classmethod
     def _snapshot(cls, digests: list[bytes], ids: list[int]) -> BlockHashes:
@@ -104,17 +105,7 @@ class BlockHashes(Sequence[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._hash_ids()[: self._length])
-
-    def _hash_ids(self) -> list[int]:
-        """Return the hash ids of these blocks, and perhaps of later ones."""
-        ids = self._ids
-        known = len(ids)
-        if known < self._length:
-            new = _cut_from(self._digests[known : self._length])
-            # Threads that come here at once write the same.
-            ids[known : self._length] = new
-        return ids
+        return iter(self._ids[: self._length])
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -122,14 +113,12 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
-            places, ids = range(self._length)[index], self._ids
+            places = range(self._length)[index]
             if len(places) == self._length and index.step is None:
                 return self
-            known = [ids[i] for i in places] if len(ids) >= self._length else []
-            return BlockHashes._snapshot([self._digests[i] for i in places], known)
-        position = index if 0 <= index < self._length else range(self._length)[index]
-        ids = self._ids
-        return ids[position] if position < len(ids) else hash_id_of(self._digests[position])
+            digests, ids = self._digests, self._ids
+            return BlockHashes._snapshot([digests[i] for i in places], [ids[i] for i in places])
+        return self._ids[index if 0 <= index < self._length else range(self._length)[index]]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -199,8 +188,7 @@ class BlockHasher:
         ).digest()
 
 
-def _cut_from(digests: list[bytes]) -> list[int]:
-    """Return the hash id of each digest."""
+def _hash_ids_of(digests: list[bytes]) -> list[int]:
     if len(digests) <= _FEW:
         return [hash_id_of(digest) for digest in digests]
     words = np.frombuffer(b"".join(digests), dtype="<i8")
@@ -285,7 +273,6 @@ class BlockHashChain:
         "_hasher",
         "_ids",
         "_keys",
-        "_parent",
         "_root",
         "_split",
         "_tail",
@@ -305,13 +292,12 @@ class BlockHashChain:
         )
         self._hasher = BlockHasher() if hasher is None else hasher
         self._root = self._hasher.root(block_size_tokens, cache_salt, lora_id)
-        self._parent = self._root
         self._all_keys = _keys_by_block(multimodal_keys, block_size_tokens)
         self._keys = list(self._all_keys)
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._split = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self._digests: list[bytes] = []
-        self._ids: list[int] = []  # of the first digests, as far as somebody has asked for them
+        self._ids: list[int] = []
         self._tail = bytearray()
 
     @property
@@ -341,7 +327,6 @@ class BlockHashChain:
         end = len(self._digests)
         if num_blocks is not None:
             end = check_int("num_blocks", num_blocks, minimum=0, maximum=end)
-        chain._parent = self.parent_digest(end)
         # Keys of a block are forgotten when it is hashed.
         chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
         chain._digests, chain._ids = self._digests[:end], self._ids[:end]
@@ -381,30 +366,18 @@ class BlockHashChain:
 
     def _hash_blocks(self, data: memoryview) -> None:
         """Hash whole blocks: one by one where they have keys, and in runs between."""
-        while data:
-            next_block = len(self._digests)
-            if not self._keys:
-                self._hash_run(data)
-                return
-            num_plain = self._keys[-1][0] - next_block
-            if num_plain:
-                end = num_plain * self._block_bytes
-                self._hash_run(data[:end])
-            else:
-                end = self._block_bytes
-                self._hash_with_keys(bytes(data[:end]), self._keys.pop()[1])
-            data = data[end:]
-
-    def _hash_with_keys(self, block: bytes, keys: list[tuple[int, str | bytes]]) -> None:
-        encoded = encode_keys(*(part for key in keys for part in key))
-        self._parent = self._hasher.digest(self._parent + block + encoded)
-        self._digests.append(self._parent)
-
-    def _hash_run(self, data: memoryview) -> None:
-        digest, parent = self._hasher.digest, self._parent
-        blocks = self._split(data)
-        self._digests += [parent := digest(parent + block) for (block,) in blocks]
-        self._parent = parent
+        digest, digests = self._hasher.digest, self._digests
+        parent, blocks = self.parent_digest(len(digests)), self._split(data)
+        end = len(digests) + len(data) // self._block_bytes
+        while self._keys and self._keys[-1][0] < end:
+            with_keys, keys = self._keys.pop()
+            run = islice(blocks, with_keys - len(digests))
+            digests += [parent := digest(parent + block) for (block,) in run]
+            encoded = encode_keys(*(part for key in keys for part in key))
+            parent = digest(parent + next(blocks)[0] + encoded)
+            digests.append(parent)
+        digests += [parent := digest(parent + block) for (block,) in blocks]
+        self._ids += _hash_ids_of(digests[len(self._ids) :])
 
 
 def compute_block_hashes(

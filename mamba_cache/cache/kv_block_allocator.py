@@ -336,7 +336,7 @@ class KVBlockAllocator:
         """
         _check_hashes(hashes)
         if not hashes or hashes[0] not in self._block_of:
-            return []  # without reading the ids of a long prompt that nobody has seen
+            return []  # without a copy of the digests of a long prompt that nobody has seen
         block_ids = []
         find, own_digests = self._block_of.get, self._digests
         for hash_id, digest in zip(hashes, hashes.digests, strict=True):
