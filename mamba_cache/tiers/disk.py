@@ -7,7 +7,6 @@ import hmac
 import mmap
 import os
 import stat
-import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -47,6 +45,7 @@ from mamba_cache.tiers.entry import (
 )
 from mamba_cache.tiers.identity import CacheIdentity
 from mamba_cache.tiers.jobs import (
+    REST_SECONDS,
     Done,
     LoadJob,
     PutJob,
@@ -64,9 +63,6 @@ _NANOSECONDS_PER_TOKEN: Final = 1000
 
 _Submit = Callable[[Callable[[], bytes]], Future[bytes]]
 """Runs a call in another thread."""
-
-_FAILURES_TO_REST: Final = 2
-_REST_SECONDS: Final = 5.0
 
 
 class DiskTier(QueuedTier):
@@ -120,24 +116,20 @@ class DiskTier(QueuedTier):
         self._num: Counter[EntryKind] = Counter()
         self._others: list[CacheFolder] = []
         self._looks_at = 0.0  # when folders of other identities are listed again
-        self._failures = 0
-        self._rests_until = self._full_until = 0.0
+        self._full_until = 0.0
         self.folder, self._folder_lock = open_folder(self._path, identity)
         try:
             self._recover()
         except BaseException:
             self._folder_lock.release()
             raise
-        # Not an executor: those take nothing any more, with loads under way, as a process ends.
-        self._parts: SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = SimpleQueue()
-        self._readers = _threads("part", [self._read_parts] * num_readers)
-        self._threads = _threads("file", [self._write_queued, *[self._read_queued] * num_readers])
+        self._callers = self._start(*[self._make_calls] * num_readers)  # for the parts of entries
+        self._threads = self._start(self._write_queued, *[self._read_queued] * num_readers)
 
     @property
     def _takes_calls(self) -> bool:
         """Whether it takes calls now: not after errors of the disk, for some seconds each time."""
-        is_resting = bool(self._rests_until) and time.monotonic() < self._rests_until
-        return not self._is_closing and not is_resting
+        return not self._is_closing and self._rest_left is None
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
         found = [key in self._entries for key in keys]
@@ -168,10 +160,10 @@ class DiskTier(QueuedTier):
     def _join(self) -> None:
         for thread in self._threads:
             thread.join()
-        for _ in self._readers:  # now that nobody waits for parts
-            self._parts.put(None)
-        for reader in self._readers:
-            reader.join()
+        for _ in self._callers:  # now that nobody waits for parts
+            self._calls.put(None)
+        for caller in self._callers:
+            caller.join()
         self._folder_lock.release()
 
     def _own_stats(self) -> dict[str, Any]:
@@ -277,7 +269,7 @@ class DiskTier(QueuedTier):
         """Delete other identities' folders, then the oldest entries, until so much fits."""
         if time.monotonic() >= self._looks_at:
             self._others = [each for each in folders(self._path) if each.path != self.folder]
-            self._looks_at = time.monotonic() + _REST_SECONDS
+            self._looks_at = time.monotonic() + REST_SECONDS
         for other in list(self._others):
             if self._fits(num_bytes):
                 return
@@ -304,7 +296,7 @@ class DiskTier(QueuedTier):
         try:
             self._path_of(key).unlink(missing_ok=True)
         except OSError as error:
-            self._count_failure(error)
+            self._count_error(error)
 
     def _read(self, load: LoadJob) -> None:
         """Read and verify an entry; what is wrong is removed."""
@@ -339,23 +331,6 @@ class DiskTier(QueuedTier):
         finally:
             os.close(fd)
 
-    def _submit(self, call: Callable[[], bytes]) -> Future[bytes]:
-        """Have one of the readers make a call."""
-        future: Future[bytes] = Future()
-        self._parts.put((future, call))
-        return future
-
-    def _read_parts(self) -> None:
-        """Make the reads of all large entries, one at a time, until the tier is closed."""
-        while (part := self._parts.get()) is not None:
-            future, call = part
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)
-            del part, future, call  # they hold the caller's buffer
-
     def _recover(self) -> None:
         """Find the entries of the folder by their names; they are verified when they are read."""
         found = []
@@ -381,33 +356,19 @@ class DiskTier(QueuedTier):
         except Exception as error:
             if not isinstance(error, (OSError, InvalidArgumentError)):
                 report_error()  # a bug, which must not end the thread
-            return self._count_failure(error)
+            return self._count_error(error)
         with self._lock:
-            self._failures = 0
-            self._rests_until = 0.0
+            self._count_success()
         return None
 
-    def _count_failure(self, error: Exception) -> str:
+    def _count_error(self, error: Exception) -> str:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            self._full_until = time.monotonic() + _REST_SECONDS  # what is there can still be read
+            self._full_until = time.monotonic() + REST_SECONDS  # what is there can still be read
             return "disk_full"
         with self._lock:
             self._counts["io_errors"] += 1
-            self._failures += 1
-            if self._failures >= _FAILURES_TO_REST:
-                self._rests_until = time.monotonic() + _REST_SECONDS
+            self._count_failure()
         return "io_error"
-
-
-def _threads(name: str, targets: Sequence[Callable[[], None]]) -> list[threading.Thread]:
-    """Start threads that do not keep a process from ending."""
-    threads = [
-        threading.Thread(target=target, name=f"mamba-cache-disk-{name}-{number}", daemon=True)
-        for number, target in enumerate(targets)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def file_bytes(payload_bytes: int) -> int:

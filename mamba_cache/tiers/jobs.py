@@ -9,38 +9,48 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
+from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
 from mamba_cache.errors import InvariantError
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, Refusal
 from mamba_cache.tiers.host import TierStats
 
-__all__ = ["Done", "Found", "Job", "LoadJob", "PutJob", "QueuedTier", "RemovalJob", "report_error"]
+__all__ = [
+    "REST_SECONDS",
+    "Done",
+    "Job",
+    "LoadJob",
+    "PutJob",
+    "QueuedTier",
+    "RemovalJob",
+    "report_error",
+]
+
+REST_SECONDS: Final = 5.0
+"""For so long a tier is left alone after failures."""
+
+_FAILURES_TO_REST: Final = 2
 
 _MAX_FIRST_USES: Final = 2**16
 
 Done: TypeAlias = Callable[[Refusal | None], object]
 """Called once, from any thread, when a put or a load is over: None, or why it failed."""
 
-Found: TypeAlias = Callable[[list[bool]], object]
-"""Called once, from any thread, with whether each key was found."""
-
 
 @dataclass(slots=True, eq=False)
 class Job:
     """Something that a thread of a tier is to do, for an entry that may turn out to be wrong."""
 
-    done: Callable[[Any], object] | None
+    done: Done | None
     is_revoked: bool = field(default=False, kw_only=True)  # the entry is wrong: the job aborts
-
-    def answer(self, refusal: Refusal | None) -> object:
-        """Return what ``done`` is called with."""
-        return refusal
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +113,12 @@ class QueuedTier(ABC):
         self._counts: Counter[str] = Counter()
         self._refused: Counter[Refusal] = Counter()  # loads that brought nothing
         self._not_written: Counter[str] = Counter()  # puts that stored nothing
+        self._failures = 0  # in a row
+        self._rests_until = 0.0
         self._is_closing = False
         self._pid = os.getpid()
+        # Not an executor: those take nothing any more, with loads under way, as a process ends.
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
 
     @property
     def _is_forked(self) -> bool:
@@ -302,15 +316,63 @@ class QueuedTier(ABC):
             return "first_use"
         return "queue_full" if len(self._puts) >= self._max_queued else None
 
+    @property
+    def _rest_left(self) -> float | None:
+        """For how many seconds yet the tier is left alone after failures; None: it is not."""
+        left = self._rests_until - time.monotonic()
+        return left if left > 0 else None
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether it failed again and again, and was not asked since with success."""
+        return self._failures >= _FAILURES_TO_REST
+
+    def _count_failure(self) -> None:
+        self._failures += 1
+        if self._has_failed:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._rests_until = time.monotonic() + REST_SECONDS
+
+    def _count_success(self) -> None:
+        self._failures, self._rests_until = 0, 0.0
+
     # What threads do.
+
+    def _start(self, *targets: Callable[[], None]) -> list[threading.Thread]:
+        """Start threads that do not keep a process from ending."""
+        name = f"mamba-cache-{self.name}"
+        threads = [threading.Thread(target=each, name=name, daemon=True) for each in targets]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have a thread that makes calls make one."""
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _make_calls(self) -> None:
+        """Make calls, one at a time, until there comes None."""
+        while (submitted := self._calls.get()) is not None:
+            future, call = submitted
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del submitted, future, call  # they hold the caller's buffer
 
     def _wait(self, came: threading.Condition, take: Callable[[], list[Any]]) -> list[Any]:
         """Wait until ``take``, called with the lock held, returns jobs; none: it is closed."""
         with self._lock:
             while not self._is_closing:
+                rest = self._rest_left  # before the look: so its end is not overslept
                 if jobs := take():
                     return jobs
-                came.wait()
+                came.wait(rest)
             return []
 
     def _take(self, queue: deque[Any], count: int = 1) -> list[Any]:
@@ -359,7 +421,7 @@ class QueuedTier(ABC):
                     self._counts["written_bytes"] += 0 if reason else len(job.payload)
         if job.done is not None:
             try:
-                job.done(job.answer(refusal))
+                job.done(refusal)
             except Exception:  # the caller's; it must not end the thread that others wait for
                 report_error()
         with self._lock:

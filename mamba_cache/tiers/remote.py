@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hmac
 import logging
-import math
 import os
 import struct
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ from mamba_cache.tiers.entry import (
     Refusal,
 )
 from mamba_cache.tiers.jobs import (
-    Found,
+    Done,
     Job,
     LoadJob,
     PutJob,
@@ -54,8 +54,6 @@ _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
 _ENTRIES_AT_ONCE: Final = 16
 _MOST_THREADS: Final = 4  # unless more are asked for
-_FAILURES_TO_OPEN: Final = 2
-_PROBE_SECONDS: Final = 5.0
 _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
@@ -71,11 +69,6 @@ class _Ask(Job):
     """A question which entries the store has."""
 
     keys: Sequence[EntryKey]
-    found: list[bool] | None = None
-
-    def answer(self, refusal: Refusal | None) -> list[bool]:
-        """Return what was found, nothing if the question was not asked."""
-        return [False] * len(self.keys) if self.found is None else self.found
 
 
 class _Part(NamedTuple):
@@ -89,29 +82,28 @@ class _Part(NamedTuple):
     mac: bytes = b""
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """A thread, and the memory that its calls read and write."""
 
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.deadline: float | None = None
-        self.reads_since: float | None = None
-        self.is_given_up = self.is_loading = self.is_writing = False
-        self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self.thread: threading.Thread
+    jobs: Sequence[Job] = ()
+    deadline: float | None = None  # of its call; None: there is none, or it is late
+    reads_since: float | None = None
+    memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
-class _GivenUp(BaseException):
-    """A call returned after its deadline: nobody waits for it, and its buffers are free again."""
+class _GivenUpError(Exception):
+    """A call did not return by its deadline: nobody waits for it any more."""
 
 
 class RemoteTier(QueuedTier):
     """Entries in a store.
 
-    Nobody who calls waits for the store: threads of this object do, each call with a deadline. A
-    call that does not return by it is given up with its thread and the memory that it reads or
-    writes, and another thread takes its place; what it brings later is not looked at. After two
-    failures in a row the store is left alone, and asked every five seconds whether it is back.
+    Nobody who calls waits for the store: threads of this object do, and others make its calls, each
+    with a deadline. A call that does not return by it is given up with its thread and the memory
+    that it reads or writes, and another thread takes its place; what it brings later is not looked
+    at. After two failures in a row the store is left alone, and asked every five seconds whether
+    it is back.
 
     Whatever is wrong is a counted miss. An entry that is not what its key says is not asked for
     again by this process until it has put it anew, and removed from the store. Any thread may call;
@@ -143,7 +135,7 @@ class RemoteTier(QueuedTier):
         )
         if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
             num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))
-        self._num_threads, self._call_seconds = num_threads, call_seconds
+        self._call_seconds = call_seconds
         self._chunk_bytes = chunk_bytes
         if chunk_bytes > store.max_blob_bytes:
             raise InvalidArgumentError(
@@ -154,24 +146,18 @@ class RemoteTier(QueuedTier):
         self._macs = EntryMacs(secret)
         self._owns_store = owns_store
         self._put_came = self._load_came  # its threads are alike
-        self._call_began = threading.Condition(self._lock)
+        self._call_ended = threading.Condition(self._lock)
         self._faults: Counter[str] = Counter()
         # What the store had, with when that was known, and what in it was bad.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
         self._bad: OrderedDict[EntryKey, None] = OrderedDict()
-        self._failures = 0
-        self._probes_at: float | None = None
         self._heard_at = self._failed_at = self._reads_since = 0.0
-        self._probe_is_due = False
-        self._looks_at = math.inf  # when who watches wakes by itself
-        self._workers: set[_Worker] = set()
-        self._hung: set[_Worker] = set()
-        self._watcher = threading.Thread(target=self._watch, name="mamba-cache-store-watch")
-        self._watcher.daemon = True
-        with self._lock:
-            for _ in range(self._num_threads):
-                self._add_worker()
-        self._watcher.start()
+        self._is_told = self._is_closed = False
+        self._num_callers = self._num_hung = 0
+        self._workers = [_Worker() for _ in range(num_threads)]
+        for _ in self._workers:
+            self._add_caller()
+        self._threads = self._start(*[partial(self._work, each) for each in self._workers])
 
     def silence(self) -> float:
         """Return for how many seconds the store has owed an answer to somebody who reads.
@@ -186,15 +172,18 @@ class RemoteTier(QueuedTier):
             calls = [each.reads_since for each in self._workers if each.reads_since is not None]
             return max(0.0, time.monotonic() - min([heard_at, *calls]))
 
-    def ask(self, keys: Sequence[EntryKey], found: Found) -> bool:
-        """Queue a question which entries the store has; what cannot be known counts as absent."""
+    def ask(self, keys: Sequence[EntryKey], done: Done) -> bool:
+        """Queue a question which entries the store has; ``has_many`` knows when ``done`` is called.
+
+        False: it is not taken.
+        """
         if not self.is_healthy:
             return False
         with self._lock:
             if not self._takes_calls or len(self._asks) >= self._max_queued:
                 return False
             self._counts["asks"] += 1
-            self._add(self._asks, _Ask(found, keys))
+            self._add(self._asks, _Ask(done, keys))
         return True
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
@@ -219,17 +208,29 @@ class RemoteTier(QueuedTier):
             )
 
     def _join(self) -> None:
-        """Wait for calls that are under way, but not longer than until their deadlines."""
+        """Wait for calls that are under way, but not for ever."""
         with self._lock:
-            self._call_began.notify_all()
-        self._watcher.join()  # which ends the others
+            if self._is_closed:
+                return
+            self._one_told.wait_for(lambda: not self._taken, self._call_seconds)
+            self._is_closed = True
+            self._find_late()
+            self._call_ended.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for worker in self._workers:
+            self._give_back(worker.memory)
+        if self._owns_store:
+            wait([self._submit(self.store.close)], self._call_seconds)
+        for _ in range(self._num_callers):
+            self._calls.put(None)
 
     def _own_stats(self) -> dict[str, Any]:
         return {
             "asks": self._counts["asks"],
             "faults": dict(self._faults),
             "given_up": self._counts["given_up"],
-            "hung": len(self._hung),
+            "hung": self._num_hung,
             "opened": self._counts["opened"],
         }
 
@@ -240,11 +241,10 @@ class RemoteTier(QueuedTier):
             busy = [job for worker in self._workers for job in worker.jobs]
             statements = {
                 "each job is one thread's": len(set(busy)) == len(busy),
-                "what a thread does was taken": self._taken.issuperset(busy),
-                "a call that was given up has no jobs": not any(each.jobs for each in self._hung),
-                "threads are lost to nothing but calls": self._is_closing
-                or bool(self._hung)
-                or len(self._workers) == self._num_threads,
+                "what is taken is done by a thread": self._taken <= set(busy),
+                "calls are lost to nothing but a store that hangs": (
+                    0 <= self._num_hung <= self._num_callers
+                ),
             }
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
@@ -254,8 +254,8 @@ class RemoteTier(QueuedTier):
 
     @property
     def _takes_calls(self) -> bool:
-        is_left_alone = self._failures >= _FAILURES_TO_OPEN
-        return not self._is_closing and not is_left_alone and bool(self._workers)
+        is_alive = not self._has_failed and self._num_hung < self._most_callers
+        return is_alive and not self._is_closing
 
     def _add(self, queue: deque[Any], job: Job) -> None:
         if isinstance(job, (_Ask, LoadJob)) and not self._owes_reads():
@@ -267,116 +267,138 @@ class RemoteTier(QueuedTier):
         is_queued = self._asks or self._loads
         return bool(is_queued) or any(isinstance(j, (_Ask, LoadJob)) for j in self._taken)
 
-    def _add_worker(self) -> None:
-        worker = _Worker()
-        worker.thread = threading.Thread(
-            target=self._work, args=(worker,), name="mamba-cache-store", daemon=True
-        )
-        self._workers.add(worker)
-        worker.thread.start()
+    @property
+    def _most_callers(self) -> int:
+        """Threads that hang keep their memory, so they are not replaced without end."""
+        return 2 * len(self._workers)
 
-    def _give_up(self, worker: _Worker) -> list[Job]:
-        """Take a worker's jobs from it, and have another one in its place; return them."""
-        jobs, worker.jobs = worker.jobs, []
-        worker.is_given_up, worker.deadline = True, None
-        self._workers.discard(worker)
-        self._hung.add(worker)
+    def _add_caller(self) -> None:
+        self._num_callers += 1
+        self._start(self._make_calls)
+
+    def _give_up(self, worker: _Worker, call: Future[Any]) -> None:
+        """Leave a call that is late to its thread, with the worker's memory."""
+        if call.cancel():  # no thread has begun it
+            return
         self._counts["given_up"] += 1
-        # Hung threads keep their memory, so they are not replaced without end.
-        if not self._is_closing and len(self._hung) <= self._num_threads:
-            self._add_worker()
-        return jobs
+        self._num_hung += 1
+        memory, worker.memory = worker.memory, np.empty(0, np.uint8)
+        call.add_done_callback(lambda _: self._come_back(memory))
+        if self._num_callers < self._most_callers:
+            self._add_caller()
+
+    def _come_back(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Take a thread back whose call returned too late, or have one end that is not needed."""
+        with self._lock:
+            self._num_hung -= 1
+            if self._num_callers > len(self._workers):
+                self._num_callers -= 1
+                self._calls.put(None)
+        self._give_back(memory)
+
+    def _give_back(self, memory: npt.NDArray[np.uint8]) -> None:
+        if len(memory):
+            self.store.unregister(memory.data)
+
+    def _find_late(self) -> None:
+        """Find all calls that are late, before the thread of one of them takes another job."""
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.deadline is not None and (self._is_closed or worker.deadline <= now):
+                worker.deadline = None
+                self._count_failure()
 
     # What threads do.
 
     def _work(self, worker: _Worker) -> None:
-        """Do what is queued, until the tier is closed, or others do it."""
-        while self._work_once(worker):
-            pass
-
-    def _work_once(self, worker: _Worker) -> bool:
-        """Do some of it; return whether to go on."""
-        try:
-            jobs = self._wait(self._load_came, partial(self._take_some, worker))
-            if jobs:
+        """Do what is queued, until the tier is closed."""
+        while jobs := self._wait(self._load_came, partial(self._take_some, worker)):
+            refusal, reason = Refusal.IO_ERROR, "error"
+            try:
                 self._do(worker, jobs)
-            return bool(jobs)
-        except _GivenUp:
-            return self._come_back(worker)
-        except Exception:  # a bug, or a store that breaks its word: it must not end the thread
-            report_error()
+            except _GivenUpError:
+                refusal, reason = Refusal.TIMEOUT, "timed_out"
+                if self._is_closing:
+                    refusal, reason = Refusal.ABORTED, "aborted"
+            except Exception:  # a bug, or a store that breaks its word: it must not end the thread
+                report_error()
+                with self._lock:
+                    self._faults["error"] += 1
+                    self._count_failure()
             with self._lock:
-                self._faults["error"] += 1
-                jobs, worker.jobs = worker.jobs, []
-                self._count_failure()
-            self._end_all(jobs, Refusal.IO_ERROR, "error")
-            return True
+                left = [job for job in jobs if job in self._taken]
+                worker.jobs = ()
+                self._load_came.notify()  # one less reads or writes
+            self._end_all(left, refusal, reason)
+            self._end_unwanted()
+        self._end_unwanted()
 
-    def _come_back(self, worker: _Worker) -> bool:
-        """Take a thread back whose call returned too late; return whether it is needed."""
+    def _end_unwanted(self) -> None:
+        """End what is queued if nobody does it, and warn once of a store that does not answer."""
         with self._lock:
-            self._hung.discard(worker)
-            if not self._is_closing and len(self._workers) < self._num_threads:
-                worker.is_given_up = worker.is_writing = False
-                self._workers.add(worker)
-                return True
-        if len(worker.memory):
-            self.store.unregister(worker.memory.data)
-        return False
+            jobs = [] if self._takes_calls else self._take_queued()
+            # It has never answered, or fails again and again.
+            has_failed = self._counts["opened"] or (self._failures and not self._heard_at)
+            is_news = bool(has_failed) and not self._is_told and not self._is_closing
+            self._is_told |= is_news
+            faults = ", ".join(self._faults) or "timed_out"
+        if self._is_closing:
+            self._end_all(jobs, Refusal.ABORTED, "aborted")
+        else:
+            self._end_all(jobs, Refusal.IO_ERROR, "unhealthy")
+        if is_news:
+            _log.warning(
+                "store: %s does not answer (%s). Requests go on without it, and it is asked "
+                "again; `mamba-cache doctor --store URL` says what is wrong",
+                self.store.name,
+                faults,
+            )
 
     def _take_some(self, worker: _Worker) -> list[Any]:
         """Have a worker take jobs of one kind, questions and loads first."""
-        worker.is_loading = worker.is_writing = False
         jobs: list[Any] = []
-        if self._failures >= _FAILURES_TO_OPEN:
-            if self._probe_is_due:
-                self._probe_is_due = False
+        if self._has_failed:
+            if self._rest_left is None:
+                self._rest()
                 return [Job(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
             jobs = self._take(self._connecting) or self._take(self._asks)
-        elif self._loads and self._has_room(sum(each.is_loading for each in self._workers)):
+        elif self._loads and self._has_room(LoadJob):
             jobs = self._take_loads()
-            worker.is_loading = True
         elif self._removals:
             jobs = self._take(self._removals)
-        elif self._has_room(sum(each.is_writing for each in self._workers)):
+        elif self._has_room(PutJob):
             jobs = self._take_puts(_ENTRIES_AT_ONCE)
-            worker.is_writing = bool(jobs)
-        worker.jobs = list(jobs)
+        worker.jobs = jobs
         return jobs
 
-    def _has_room(self, num_busy: int) -> bool:
-        """Say whether one more thread may do what so many do: one is left for all else."""
-        return num_busy < self._num_threads - 1
+    def _has_room(self, kind: type[Job]) -> bool:
+        """Say whether one more thread may do jobs of a kind: one is left for all else."""
+        busy = sum(isinstance(each.jobs[0], kind) for each in self._workers if each.jobs)
+        return busy < len(self._workers) - 1
 
     def _take_loads(self) -> list[Any]:
         """Take a thread's share of the loads: of different entries, for a call names each once."""
         loads = self._loads
-        share = min(-(-len(loads) // (self._num_threads - 1)), _ENTRIES_AT_ONCE)
+        share = min(-(-len(loads) // (len(self._workers) - 1)), _ENTRIES_AT_ONCE)
         keys: set[EntryKey] = set()
         while len(keys) < share and loads[len(keys)].expected.key not in keys:
             keys.add(loads[len(keys)].expected.key)
         return self._take(loads, len(keys))
 
-    def _do(self, worker: _Worker, jobs: Sequence[Job]) -> None:
+    def _do(self, worker: _Worker, jobs: Sequence[Any]) -> None:
         first = jobs[0]
         if isinstance(first, _Ask):
             self._answer(worker, first)
-        elif type(first) is Job:  # a look whether the store is there
-            self._probe(worker, first)
         elif isinstance(first, RemovalJob):
             self._remove(worker, first.entry)
-            self._finish(worker, first)
+            self._end(first)
         elif isinstance(first, LoadJob):
-            self._load_all(worker, [job for job in jobs if isinstance(job, LoadJob)])
-            with self._lock:
-                worker.is_loading = False
-                self._load_came.notify()  # one less reads
+            self._load_all(worker, jobs)
+        elif isinstance(first, PutJob):
+            self._put_all(worker, jobs)
         else:
-            self._put_all(worker, [job for job in jobs if isinstance(job, PutJob)])
-            with self._lock:
-                worker.is_writing = False
-                self._load_came.notify()  # one less writes
+            self._probe(worker, first)
 
     def _call(
         self, worker: _Worker, call: Callable[[], Sequence[_T]], *, connects: bool = False
@@ -384,21 +406,21 @@ class RemoteTier(QueuedTier):
         """Call the store, by the deadline; count what it did not do."""
         with self._lock:
             seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
-            now = time.monotonic()
-            worker.deadline = now + seconds
-            is_read = any(isinstance(job, (_Ask, LoadJob)) for job in worker.jobs)
-            worker.reads_since = now if is_read else None
-            if worker.deadline < self._looks_at:
-                self._call_began.notify()
-        answers: Sequence[_T] | None = None
-        try:
-            answers = call()
-        finally:
-            with self._lock:
-                worker.reads_since = None
-                if worker.is_given_up:
-                    raise _GivenUp
-                worker.deadline = None
+            began = time.monotonic()
+            worker.deadline = began + seconds
+            is_read = bool(worker.jobs) and isinstance(worker.jobs[0], (_Ask, LoadJob))
+            worker.reads_since = began if is_read else None
+            future = self._submit(call)
+            future.add_done_callback(self._on_call_ended)
+            while not future.done() and worker.deadline is not None:
+                self._call_ended.wait(worker.deadline - time.monotonic())
+                self._find_late()
+            is_late = worker.deadline is None
+            worker.deadline = worker.reads_since = None
+            if is_late:
+                self._give_up(worker, future)
+                raise _GivenUpError
+        answers: Sequence[_T] = future.result()
         with self._lock:
             faults = [answer for answer in answers if isinstance(answer, StoreFault)]
             self._faults.update(each.value for each in faults if each is not StoreFault.MISSING)
@@ -406,107 +428,37 @@ class RemoteTier(QueuedTier):
                 self._count_failure()
             else:
                 self._heard_at = time.monotonic()
-                if now >= self._failed_at:  # a call that began before says nothing of what came
-                    self._failures, self._probes_at, self._probe_is_due = 0, None, False
+                if began >= self._failed_at:  # a call that began before says nothing of what came
+                    self._count_success()
         return answers
 
+    def _on_call_ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._call_ended.notify_all()
+
     def _count_failure(self) -> None:
-        self._failures += 1
+        had_failed = self._has_failed
+        super()._count_failure()
         self._failed_at = time.monotonic()
-        self._call_began.notify()  # the watcher ends what is queued, probes, and warns once
-        if self._failures < _FAILURES_TO_OPEN:
-            return
-        if self._failures == _FAILURES_TO_OPEN:
-            self._counts["opened"] += 1
-        self._probes_at = time.monotonic() + _PROBE_SECONDS
-        self._stored.clear()  # one that comes back may have nothing any more
-
-    def _finish(
-        self, worker: _Worker, job: Job, refusal: Refusal | None = None, reason: str | None = None
-    ) -> None:
-        with self._lock:
-            worker.jobs.remove(job)
-        self._end(job, refusal, reason)
-
-    def _watch(self) -> None:
-        """Give up calls that do not return, and have a store that failed asked again."""
-        is_told = False
-        while True:
-            jobs: list[Job] = []
-            with self._lock:
-                if self._is_closing:
-                    break
-                now = time.monotonic()
-                for worker in [each for each in self._workers if (each.deadline or now + 1) <= now]:
-                    jobs += self._give_up(worker)
-                    self._count_failure()
-                dropped = [] if self._takes_calls else self._take_queued()
-                if self._probes_at is not None and now >= self._probes_at:
-                    self._probes_at, self._probe_is_due = None, True
-                    self._load_came.notify_all()
-                # It has never answered, or fails again and again.
-                has_failed = self._counts["opened"] or (self._failures and not self._heard_at)
-                if has_failed and not is_told:
-                    faults = ", ".join(self._faults) or "timed_out"
-                elif not jobs and not dropped:
-                    moments = [each.deadline for each in self._workers if each.deadline is not None]
-                    moments += [] if self._probes_at is None else [self._probes_at]
-                    self._looks_at = min(moments, default=math.inf)
-                    self._call_began.wait(self._looks_at - now if moments else None)
-            self._end_all(jobs, Refusal.TIMEOUT, "timed_out")
-            self._end_all(dropped, Refusal.IO_ERROR, "unhealthy")
-            if has_failed and not is_told:
-                is_told = True
-                _log.warning(
-                    "store: %s does not answer (%s). Requests go on without it, and it is asked "
-                    "again; `mamba-cache doctor --store URL` says what is wrong",
-                    self.store.name,
-                    faults,
-                )
-        self._end_threads()
-
-    def _end_threads(self) -> None:
-        """End what is queued, and wait for calls that are under way until their deadlines."""
-        self._end_all(self._take_queued(), Refusal.ABORTED, "aborted")
-        with self._lock:
-            workers = list(self._workers)
-        for worker in workers:
-            worker.thread.join(self._call_seconds)
-        with self._lock:
-            late = [worker for worker in workers if worker.thread.is_alive()]
-            jobs = [job for worker in late for job in self._give_up(worker)]
-        self._end_all(jobs, Refusal.ABORTED, "aborted")
-        for worker in workers:
-            if worker not in late and len(worker.memory):
-                self.store.unregister(worker.memory.data)
-        if self._owns_store:
-            closing = threading.Thread(target=self.store.close, daemon=True)
-            try:
-                closing.start()
-            except RuntimeError:  # an interpreter that ends starts no thread any more
-                self.store.close()
-            else:
-                closing.join(self._call_seconds)
+        if self._has_failed:
+            self._counts["opened"] += not had_failed
+            self._stored.clear()  # one that comes back may have nothing any more
+            self._load_came.notify_all()  # who waits is to wake when the rest is over
 
     def _answer(self, worker: _Worker, ask: _Ask) -> None:
         """Ask the store what it has."""
         names = [str(key) for key in ask.keys]
         answers = self._call(worker, lambda: self.store.exists_many(names)) if names else []
-        with self._lock:
-            ask.found = [
-                fault is None and key not in self._bad
-                for key, fault in zip(ask.keys, answers, strict=True)
-            ]
-            for key, is_there in zip(ask.keys, ask.found, strict=True):
-                self._know(key, is_there=is_there)
-        self._finish(worker, ask)
+        for key, fault in zip(ask.keys, answers, strict=True):
+            self._know(key, is_there=fault is None)
+        self._end(ask)
 
     def _probe(self, worker: _Worker, probe: Job) -> None:
         """Look whether the store is there."""
-        is_first = probe in worker.jobs
+        is_first = bool(worker.jobs)
         self._call(worker, lambda: [self.store.health().fault], connects=is_first)
         if is_first:
-            self._finish(worker, probe)
+            self._end(probe)
 
     def _know(self, key: EntryKey, *, is_there: bool) -> None:
         with self._lock:
@@ -524,7 +476,7 @@ class RemoteTier(QueuedTier):
         for load, answer, buffer in zip(loads, answers, buffers, strict=True):
             manifest = self._manifest_in(load, answer, buffer)
             if isinstance(manifest, Refusal):
-                self._refuse(worker, load, manifest, has_manifest=False)
+                self._refuse(load, manifest, has_manifest=False)
                 continue
             payload_mac, chunk_macs = manifest
             parts = self._parts(load.expected, load.into)
@@ -534,25 +486,25 @@ class RemoteTier(QueuedTier):
             ]
         left = Counter(chunk.job for chunk in chunks)
         for group in _grouped(chunks, _CHUNKS_READ_AT_ONCE):
-            taken = [each for each in group if each.job in worker.jobs]  # not of a refused one
+            taken = [each for each in group if each.job in self._taken]  # not of a refused one
             if not taken:
                 continue
             buffers = self._buffers(worker, [len(chunk.payload) for chunk in taken])
             answers = self._get(worker, [chunk.name for chunk in taken], buffers)
             for chunk, answer, buffer in zip(taken, answers, buffers, strict=True):
                 load = chunk.job
-                if load not in worker.jobs:
+                if load not in self._taken:
                     continue
                 # What was copied is verified: a store may still write to the buffer.
                 _copy(chunk.payload, buffer)
                 refusal = self._refusal(answer, chunk)
                 if refusal is not None:
-                    self._refuse(worker, load, refusal, has_manifest=True)
+                    self._refuse(load, refusal, has_manifest=True)
                     continue
                 left[load] -= 1
                 if not left[load]:
                     self._know(load.expected.key, is_there=True)
-                    self._finish(worker, load)
+                    self._end(load)
 
     def _get(
         self, worker: _Worker, names: list[str], buffers: list[memoryview]
@@ -576,9 +528,7 @@ class RemoteTier(QueuedTier):
         found = chunk.payload_mac.part(chunk.number, chunk.payload)
         return None if hmac.compare_digest(found, chunk.mac) else Refusal.MAC
 
-    def _refuse(
-        self, worker: _Worker, load: LoadJob, refusal: Refusal, *, has_manifest: bool
-    ) -> None:
+    def _refuse(self, load: LoadJob, refusal: Refusal, *, has_manifest: bool) -> None:
         """End a load that brought nothing, and have what is bad taken out of the store."""
         key = load.expected.key
         is_bad = refusal not in (Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT)
@@ -589,7 +539,7 @@ class RemoteTier(QueuedTier):
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
             if is_bad or (has_manifest and refusal is Refusal.MISSING):
                 self._add(self._removals, RemovalJob(None, self._names(load.expected)))
-        self._finish(worker, load, refusal)
+        self._end(load, refusal)
 
     def _remove(self, worker: _Worker, names: list[str]) -> bool:
         """Remove an entry's parts, its manifest first; say whether they are gone."""
@@ -612,21 +562,21 @@ class RemoteTier(QueuedTier):
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """Write entries: chunks, and manifests when all of them are there; each confirmed.
 
-        Those that end on the way, for one reason or another, leave the worker's jobs.
+        Those that end on the way, for one reason or another, are taken no more.
         """
         self._end_bad(worker, puts)
-        self._end_stored(worker, [put for put in puts if put in worker.jobs])
+        self._end_stored(worker, [put for put in puts if put in self._taken])
         chunks = [
             _Part(put, *each)
             for put in puts
-            if put in worker.jobs
+            if put in self._taken
             for each in self._parts(put.facts, put.payload)
         ]
         payload_macs = {put: self._macs.payload_mac(put.facts.key.identity) for put in puts}
         chunk_macs = self._write(worker, chunks, _CHUNKS_AT_ONCE, payload_macs)
         manifests = []
         for put in puts:
-            if put in worker.jobs:
+            if put in self._taken:
                 *names, name = self._names(put.facts)
                 own = [chunk_macs[each] for each in names]
                 manifest = _write_manifest(
@@ -635,11 +585,11 @@ class RemoteTier(QueuedTier):
                 manifests.append(_Part(put, 0, name, memoryview(manifest)))
         self._write(worker, manifests, _ENTRIES_AT_ONCE)
         for put in puts:
-            if put in worker.jobs:
+            if put in self._taken:
                 self._know(put.facts.key, is_there=True)
                 if put.is_revoked:
                     self._remove(worker, self._names(put.facts))
-                self._finish(worker, put)
+                self._end(put)
 
     def _end_bad(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """Remove what was found bad under the keys of entries: a store keeps the first bytes."""
@@ -651,7 +601,7 @@ class RemoteTier(QueuedTier):
                 if goes_on:
                     self._bad.pop(key, None)
             if not goes_on:
-                self._finish(worker, put, Refusal.IO_ERROR, "not_removed")
+                self._end(put, Refusal.IO_ERROR, "not_removed")
 
     def _end_stored(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """End those that somebody has stored meanwhile, or the store does not answer for."""
@@ -662,9 +612,9 @@ class RemoteTier(QueuedTier):
         for put, fault in zip(puts, answers, strict=True):
             if fault is None:
                 self._know(put.facts.key, is_there=True)
-                self._finish(worker, put, None, "found_stored")
+                self._end(put, None, "found_stored")
             elif fault is not StoreFault.MISSING:
-                self._finish(worker, put, _refusal_of(fault), fault.value)
+                self._end(put, _refusal_of(fault), fault.value)
 
     def _write(
         self,
@@ -679,7 +629,7 @@ class RemoteTier(QueuedTier):
         """
         macs = {}
         for group in _grouped(parts, at_once):
-            taken = [part for part in group if part.job in worker.jobs]
+            taken = [part for part in group if part.job in self._taken]
             if not taken:
                 continue
             buffers = self._buffers(worker, [len(part.payload) for part in taken])
@@ -690,7 +640,7 @@ class RemoteTier(QueuedTier):
             names = [part.name for part in taken]
             answers = self._call(worker, partial(self.store.put_many, names, buffers))
             self._end_failed(worker, taken, answers, StoreFault.MISSING.value)
-        taken = [part for part in parts if part.job in worker.jobs]
+        taken = [part for part in parts if part.job in self._taken]
         if taken:
             names = [part.name for part in taken]
             answers = self._call(worker, partial(self.store.exists_many, names))
@@ -706,9 +656,9 @@ class RemoteTier(QueuedTier):
     ) -> None:
         """End the puts of parts of which an answer is a fault."""
         for part, fault in zip(parts, answers, strict=True):
-            if fault is not None and part.job in worker.jobs:
+            if fault is not None and part.job in self._taken:
                 reason = missing if fault is StoreFault.MISSING else fault.value
-                self._finish(worker, part.job, _refusal_of(fault), reason)
+                self._end(part.job, _refusal_of(fault), reason)
 
     def _buffers(self, worker: _Worker, sizes: Sequence[int]) -> list[memoryview]:
         """Return memory of a worker's own for a call, one buffer behind the other."""

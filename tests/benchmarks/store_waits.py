@@ -53,7 +53,7 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore, open_store
 from mamba_cache.tiers import ModelIdentity
-from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers import jobs as jobs_module
 
 LIMIT_MS, LATE_SECONDS = 50.0, 0.002
 PROMPTS, PROMPT_TOKENS = 32, 61
@@ -529,7 +529,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    remote_module._PROBE_SECONDS = 0.5  # 5 s outside of this command, which has no time
+    jobs_module.REST_SECONDS = 0.5  # 5 s outside of this command, which has no time
     prefix_tiers._DEADLINE_SECONDS = None
     Trials.is_plain = options.plain
     if not options.plain:

@@ -109,7 +109,7 @@ class Run:
         assert all(len(answer.calls) == 1 for answer, _, _ in self.open)
         self.bench.faulty.heal()
         for each in self.benches:
-            wait_until(lambda each=each: not each.tier._hung)
+            wait_until(lambda each=each: not each.tier._num_hung)
             each.check()
             stats = each.tier.stats()
             if sum(stats.refused.values()) + sum(stats.dropped.values()) == 0:
@@ -170,11 +170,11 @@ def store_and_fetch(run, number, kind, *, is_damaged):
 def have_it_probed(run):
     """Both leave the store alone, until they have asked whether it is back."""
     for each in run.benches:
-        wait_until(lambda each=each: run.bench.faulty.release() or not each.tier._hung)
+        wait_until(lambda each=each: run.bench.faulty.release() or not each.tier._num_hung)
     before = sum(run.bench.faulty.injected.values())
     for each in run.benches:
         with each.tier._lock:
-            each.tier._failures, each.tier._probes_at = 2, 0.0
+            each.tier._failures, each.tier._rests_until = 2, 0.0
         each.turn(0)
     wait_until(
         lambda: (

@@ -9,6 +9,7 @@ from disk_rig import SECRET, Answer, buffer_for, facts_of
 from faulty_store import FaultyStore
 
 from mamba_cache.stores import MemoryStore
+from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.remote import RemoteTier
@@ -22,13 +23,21 @@ PATIENCE = 60.0
 """Seconds after which something counts as hung."""
 
 
+def let_see(tier):
+    """Let a store tier see that a clock was turned."""
+    with tier._lock:
+        tier._call_ended.notify_all()
+        tier._load_came.notify_all()
+
+
 class Bench:
     """A tier, what it stands on, and calls that wait for their end."""
 
     def __init__(self, monkeypatch=None, *, store=None, **options):
         self.clock = ManualClock()
         if monkeypatch is not None:
-            monkeypatch.setattr(remote_module, "time", self.clock)
+            for module in (remote_module, jobs_module):
+                monkeypatch.setattr(module, "time", self.clock)
         self.memory = MemoryStore() if store is None else store
         self.faulty = FaultyStore(self.memory)
         own = {"secret": SECRET, "write_on_use": 1, "chunk_bytes": CHUNK_BYTES, "num_threads": 4}
@@ -52,10 +61,11 @@ class Bench:
 
     def ask(self, *numbers, kind=EntryKind.STATE):
         """Whether the store has entries; None if the question was not taken."""
-        answer = Answer()
-        if not self.tier.ask([facts_of(number, kind).key for number in numbers], answer):
+        answer, keys = Answer(), [facts_of(number, kind).key for number in numbers]
+        if not self.tier.ask(keys, answer):
             return None
-        return answer.get()
+        answer.get()
+        return self.tier.has_many(keys)
 
     def end(self):
         assert self.tier.flush(PATIENCE), "the tier did not end what it was given"
@@ -63,8 +73,7 @@ class Bench:
     def turn(self, seconds):
         """Turn the clock, and let the tier see it."""
         self.clock.now += seconds
-        with self.tier._lock:
-            self.tier._call_began.notify_all()
+        let_see(self.tier)
 
     def names(self):
         """What the store has, in order."""

@@ -24,7 +24,7 @@ from faulty_store import FaultyStore, Trouble
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.remote import RemoteTier
 
@@ -156,7 +156,7 @@ def write(url, shared):
     """The work of a writer."""
 
     def work(tell):
-        remote_module._PROBE_SECONDS = PROBE_SECONDS
+        jobs_module.REST_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
         tier, gained = open_tier(url), Differences()
         pause = threading.Event()
@@ -187,7 +187,7 @@ def read(url, shared, flips):
     """The work of a reader. As ``context.prefetch`` does, it waits while the store talks."""
 
     def work(tell):
-        remote_module._PROBE_SECONDS = PROBE_SECONDS
+        jobs_module.REST_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
         tier, gained = open_tier(url, flips=flips), Differences()
         rng = random.Random(os.getpid())

@@ -7,15 +7,16 @@ from context_machine import STEM, TENANTS, Seen
 from faulty_store import _TROUBLES, FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from remote_rig import wait_until
+from remote_rig import let_see, wait_until
 from tiers_machine import PROMPTS, TieredMachine
 
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import ModelIdentity
+from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
 
-MODULES = (remote_module, prefetching)
+MODULES = (jobs_module, remote_module, prefetching)
 TROUBLES = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
 
 
@@ -67,8 +68,7 @@ class StoreMachine(TieredMachine):
 
     def turn_clock(self, seconds):
         self.clock.now += seconds
-        with self.tier._lock:
-            self.tier._call_began.notify_all()
+        let_see(self.tier)
 
     def quiet(self):
         """Until the store has ended all that it was given; what hangs is given up."""
@@ -95,7 +95,7 @@ class StoreMachine(TieredMachine):
     @rule()
     def store_is_well_again(self):
         self.store.heal()
-        wait_until(lambda: not self.tier._hung)
+        wait_until(lambda: not self.tier._num_hung)
         self.turn_clock(5.1)
         wait_until(lambda: self.tier.is_healthy)
 

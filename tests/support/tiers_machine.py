@@ -32,7 +32,7 @@ from tier_rig import (
 from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.context import PrefetchState, RequestStatus
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.tiers import ModelIdentity, Refusal
+from mamba_cache.tiers import ModelIdentity, Refusal, jobs
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
 from mamba_cache.tiers.disk import PAGE_BYTES
@@ -397,7 +397,8 @@ class DiskMachine(TieredMachine):
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="mamba-cache-machine-")
         self.clock = ManualClock()
-        self.patches = [mock.patch.object(m, "time", self.clock) for m in (disks, prefetching)]
+        modules = disks, jobs, prefetching
+        self.patches = [mock.patch.object(each, "time", self.clock) for each in modules]
         self.faults_now = []
         self.patches += [
             mock.patch.object(os, name, self.meeting_faults(name, getattr(os, name)))

@@ -38,7 +38,7 @@ from disk_rig import (
 
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import BudgetError, InvariantError, TierInUseError
-from mamba_cache.tiers import Refusal
+from mamba_cache.tiers import Refusal, jobs
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import entry as entries
@@ -79,7 +79,8 @@ def files_in(path):
 def clock(monkeypatch):
     """The tier's clock stands still, until the test sets ``now``."""
     clock = ManualClock()
-    monkeypatch.setattr(disks, "time", clock)
+    for module in (disks, jobs):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -357,7 +358,7 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert put(tier, 2) is False
     assert tier.stats().dropped == {"unhealthy": 1}
     monkeypatch.undo()
-    monkeypatch.setattr(disks, "time", clock)
+    monkeypatch.setattr(jobs, "time", clock)
     clock.now += 4.75
     assert not tier.is_healthy
     clock.now += 0.25
@@ -756,7 +757,7 @@ def test_there_are_as_many_readers_as_processors(tmp_path, monkeypatch, num_cpus
     """Whoever reads digests what was read; a disk wants several reads at once in any case."""
     monkeypatch.setattr(disks.os, "cpu_count", lambda: num_cpus)
     tier = open_tier(tmp_path, num_readers=None)
-    assert len(tier._readers) == readers
+    assert len(tier._callers) == readers
     tier.close()
 
 

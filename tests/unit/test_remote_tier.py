@@ -13,7 +13,7 @@ from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import MemoryStore, StoreFault
-from mamba_cache.tiers import Refusal, remote
+from mamba_cache.tiers import Refusal, jobs, remote
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.jobs import Job, PutJob
 from mamba_cache.tiers.remote import RemoteTier
@@ -259,7 +259,7 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
     assert bench.faulty.injected["health", Trouble.FAIL] == 0
     bench.turn(0.25)
     wait_until(lambda: bench.faulty.injected["health", Trouble.FAIL] == 1)
-    wait_until(lambda: bench.tier._probes_at is not None)
+    wait_until(lambda: bench.tier._rest_left == 5)
     assert not bench.tier.is_healthy
     bench.faulty.heal()
     bench.turn(5)
@@ -271,7 +271,8 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
 
 def test_a_first_look_that_ends_late_takes_back_no_failure(monkeypatch) -> None:
     clock, store = ManualClock(), FaultyStore(MemoryStore())
-    monkeypatch.setattr(remote, "time", clock)
+    for module in (jobs, remote):
+        monkeypatch.setattr(module, "time", clock)
     store.inject("health", Trouble.HANG, times=1)
     store.inject("exists_many", Trouble.FAIL)
     tier = RemoteTier(store, secret=SECRET, write_on_use=1, chunk_bytes=CHUNK_BYTES)
@@ -280,7 +281,8 @@ def test_a_first_look_that_ends_late_takes_back_no_failure(monkeypatch) -> None:
     for _ in range(2):
         answer = Answer()
         assert tier.ask([facts_of(1).key], answer)
-        assert answer.get() == [False]
+        assert answer.get() is None
+        assert tier.has_many([facts_of(1).key]) == [False]
     assert not tier.is_healthy
     store.release()
     assert tier.flush(PATIENCE)
@@ -303,7 +305,7 @@ def test_what_is_queued_at_a_store_that_fails_is_ended_at_once(bench) -> None:
         assert bench.tier.ask([facts_of(1).key], answer)
     wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG] == 2)
     bench.turn(2.1)
-    assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 2 + [[False]] * 3
+    assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 4 + [Refusal.IO_ERROR]
     assert not bench.tier.is_healthy
     assert bench.tier.stats().given_up == 4
 
@@ -320,14 +322,14 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     answer, into = Answer(), buffer_for(facts_of(1))
     assert bench.tier.load(facts_of(1), into, answer)
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
+    [memory] = [each.memory for each in bench.tier._workers if each.reads_since is not None]
     bench.turn(1.75)
     assert not answer.calls
     assert bench.tier.silence() == 1.75
     bench.turn(0.25)
     assert answer.get() is Refusal.TIMEOUT
     assert bench.tier.silence() == 0
-    [hung] = bench.tier._hung
-    memory = hung.memory
+    assert bench.tier.stats().hung == 1
     bench.tier.check_invariants()
     for number in (1, 2, 1):  # others go on, with other memory
         assert bench.load(number) == bytes(payload_of(number))
@@ -337,7 +339,7 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     before = bytes(memory.data)
     into[:] = b"\xee" * len(into)  # the row is another entry's by now
     bench.faulty.release()
-    wait_until(lambda: not bench.tier._hung)
+    wait_until(lambda: not bench.tier._num_hung)
     bench.check()
     assert bytes(memory.data) != before  # the call did write, long after
     assert bytes(into) == b"\xee" * len(into)
@@ -357,7 +359,7 @@ def test_a_put_that_hangs_is_given_up(bench) -> None:
     payload[:] = bytes(len(payload))  # the row is another entry's by now
     assert bench.put(1) is None
     bench.faulty.release()
-    wait_until(lambda: not bench.tier._hung)
+    wait_until(lambda: not bench.tier._num_hung)
     assert bench.load(1) == bytes(payload_of(1))
     assert bench.tier.stats().dropped == {"in_flight": 1, "timed_out": 1}
 
@@ -390,22 +392,25 @@ def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
     wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG] == 1)
     bench.turn(2.1)
     assert [answer.get() for answer in answers] == [Refusal.TIMEOUT] * 3
-    assert asked.get() == [False]
+    assert asked.get() is Refusal.TIMEOUT
     for count in range(1, 5):
-        assert len(bench.tier._workers) == 5 - count
+        assert bench.tier._num_callers == min(7 + count, 8)
         bench.turn(5.1)
         wait_until(lambda count=count: bench.faulty.injected["health", Trouble.HANG] == count)
         bench.turn(2.1)
         wait_until(lambda count=count: bench.tier.stats().hung == 4 + count)
     bench.turn(5.1)
-    assert bench.tier._workers == set()
+    wait_until(bench.tier._calls.qsize)  # there is no thread for it
+    bench.turn(2.1)
+    wait_until(lambda: bench.tier._rest_left == 5)
     assert not bench.tier.is_healthy
+    assert bench.tier.stats().given_up == 8
     bench.tier.check_invariants()
     bench.faulty.heal()
-    wait_until(lambda: not bench.tier._hung)
+    wait_until(lambda: not bench.tier._num_hung)
     bench.turn(5.1)
     wait_until(lambda: bench.tier.is_healthy)
-    assert len(bench.tier._workers) == 4
+    assert bench.tier._num_callers == 4
     assert bench.load(1) == bytes(payload_of(1))
 
 
@@ -428,10 +433,10 @@ def test_what_is_queued_is_ended_when_the_last_thread_hangs(monkeypatch) -> None
     assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), last)
     bench.turn(2.1)
     assert last.get() is Refusal.IO_ERROR
-    assert (bench.tier._workers, bench.tier.stats().opened) == (set(), 0)
+    assert (bench.tier.stats().hung, bench.tier.stats().opened) == (4, 0)
     assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
     bench.faulty.heal()
-    wait_until(lambda: not bench.tier._hung)
+    wait_until(lambda: not bench.tier._num_hung)
     assert bench.load(1) == bytes(payload_of(1))
     bench.tier.close()
 
@@ -442,7 +447,7 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     bench.put(1)
     for call, refused in (
         ("get_many_into", lambda: bench.load(1) is Refusal.IO_ERROR),
-        ("exists_many", lambda: bench.ask(1) == [False]),
+        ("exists_many", lambda: bench.ask(2) == [False]),
         ("put_many", lambda: bench.put(2) is Refusal.IO_ERROR),
         ("health", lambda: True),
     ):
@@ -505,7 +510,7 @@ def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> No
     assert not bench.tier.is_healthy
     assert (bench.load(1), bench.put(1), bench.ask(1)) == (False, False, None)
     bench.faulty.heal()
-    wait_until(lambda: not bench.tier._hung)
+    wait_until(lambda: not bench.tier._num_hung)
 
 
 def test_a_store_that_was_given_is_not_closed(bench) -> None:
@@ -561,7 +566,7 @@ def test_writing_for_long_is_no_silence(bench) -> None:
     wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG] == 1)
     assert bench.tier.silence() == 0
     bench.faulty.heal()
-    assert asked.get() == [False]
+    assert asked.get() is None
     answer.get()
     bench.end()
 
@@ -575,8 +580,8 @@ def test_of_many_puts_a_thread_takes_some(bench, monkeypatch) -> None:
     with bench.tier._lock:
         for number, answer in enumerate(answers):
             bench.tier._add_put(PutJob(answer, facts_of(number), payload_of(number)))
-    wait_until(lambda: sum(each.is_writing for each in bench.tier._workers) == 3)
-    assert [len(each.jobs) for each in bench.tier._workers if each.is_writing] == [2, 2, 2]
+    wait_until(lambda: sum(bool(each.jobs) for each in bench.tier._workers) == 3)
+    assert sorted(len(each.jobs) for each in bench.tier._workers) == [0, 2, 2, 2]
     bench.faulty.heal()
     assert [answer.get() for answer in answers] == [None] * 9
 
@@ -622,37 +627,6 @@ def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeyp
     assert bench.ask(1) == [False]
 
 
-@pytest.mark.parametrize("connects", [True, False])
-def test_a_call_is_watched_from_its_own_beginning(monkeypatch, connects) -> None:
-    """Though who watches sleeps until a later moment: until the store must have connected."""
-    waits, wait = [], threading.Condition.wait
-
-    def watched(condition, timeout=None):
-        waits.append((condition, timeout))
-        return wait(condition, timeout)
-
-    monkeypatch.setattr(threading.Condition, "wait", watched)
-    monkeypatch.setattr(remote, "time", ManualClock())
-    store = FaultyStore(MemoryStore())
-    store.inject("health", Trouble.HANG, times=1)
-    tier = RemoteTier(store, secret=SECRET, write_on_use=1, chunk_bytes=CHUNK_BYTES)
-    wait_until(lambda: store.injected["health", Trouble.HANG] == 1)
-    if connects:
-        store.release()
-        assert tier.flush(PATIENCE)
-    store.inject("get_many_into", Trouble.HANG)
-    assert tier.load(facts_of(1), buffer_for(facts_of(1)), lambda _: None)
-    wait_until(lambda: store.injected["get_many_into", Trouble.HANG] == 1)
-
-    def longest():
-        """How long who watches sleeps now."""
-        return [seconds for condition, seconds in waits if condition is tier._call_began][-1]
-
-    wait_until(lambda: longest() == pytest.approx(2.0))
-    store.heal()
-    tier.close()
-
-
 def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch) -> None:
     """Also if it does so between the comparison and the copy."""
     bench.put(1)
@@ -666,16 +640,12 @@ def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch
     assert bench.load(1) is Refusal.MAC
 
 
-@pytest.mark.parametrize("starts_threads", [True, False])
-def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch, starts_threads) -> None:
+def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch) -> None:
     """It starts no thread any more then, from Python 3.12 on."""
     bench = Bench(monkeypatch, owns_store=True)
-    start = threading.Thread.start
 
     def refuse(thread):
-        if not starts_threads:
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-        start(thread)
+        raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     bench.tier.close()
@@ -726,9 +696,9 @@ def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) ->
     bench.faulty.inject("get_many_into", Trouble.HANG)
     assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), lambda _: None)
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
-    [loading] = [each for each in bench.tier._workers if each.is_loading]
+    [memory] = [each.memory for each in bench.tier._workers if each.jobs]
     bench.tier.close()
-    assert bench.memory.registered == [loading.memory.data]
+    assert bench.memory.registered == [memory.data]
     bench.faulty.heal()
     wait_until(lambda: not bench.memory.registered)
 
@@ -753,11 +723,11 @@ def test_arguments_are_checked(bench) -> None:
 
 
 def test_invariants_are_checked(bench) -> None:
-    [worker, *_] = bench.tier._workers
-    worker.jobs.append(Job(None))
-    with pytest.raises(InvariantError, match="what a thread does was taken"):
+    job = Job(None)
+    bench.tier._taken.add(job)
+    with pytest.raises(InvariantError, match="what is taken is done by a thread"):
         bench.tier.check_invariants()
-    worker.jobs.clear()
+    bench.tier._taken.remove(job)
 
 
 def test_a_store_that_never_answered_is_told_of_once(monkeypatch, caplog) -> None:

@@ -9,7 +9,7 @@ import restart_rig
 from clocks import ManualClock
 from context_rig import assert_same_run, generate, make_config, make_context
 from faulty_store import FaultyStore, Trouble
-from remote_rig import PATIENCE, wait_until
+from remote_rig import PATIENCE, let_see, wait_until
 from restart_rig import PROMPT_TOKENS
 from tier_rig import OTHER, PROMPT, ask, make_over, match
 
@@ -20,6 +20,7 @@ from mamba_cache.errors import TierInUseError
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
 from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import EntryKind
 
@@ -28,8 +29,8 @@ from mamba_cache.tiers.entry import EntryKind
 def clock(monkeypatch):
     """The clock of store tiers and prefetches: it stands still until a test turns it."""
     clock = ManualClock()
-    monkeypatch.setattr(remote_module, "time", clock)
-    monkeypatch.setattr(prefetching, "time", clock)
+    for module in (jobs_module, remote_module, prefetching):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -286,8 +287,7 @@ def test_nobody_waits_for_a_store_that_is_left_alone(store, clock) -> None:
     assert store.injected["exists_many", Trouble.FAIL] == asks
     store.heal()
     clock.now += 5
-    with context.store_tier._lock:
-        context.store_tier._call_began.notify_all()
+    let_see(context.store_tier)
     wait_until(lambda: context.store_tier.is_healthy)
     context.host_tier.clear()
     context.reset()
@@ -491,7 +491,7 @@ def test_settings_are_checked() -> None:
 
 def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
     context = make(store)
-    threads = [worker.thread for worker in context.store_tier._workers]
+    threads = context.store_tier._threads
     watched = weakref.ref(context)
     prefetch = ask(context)
     context.store_tier.flush(PATIENCE)

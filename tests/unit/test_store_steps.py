@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from concurrent.futures import Future
 
 import pytest
 from clocks import ManualClock
@@ -118,13 +119,14 @@ def test_steps_go_on_while_a_store_hangs(watch, filled, monkeypatch) -> None:
 )
 def test_the_watch_finds_who_breaks_this(watch, filled, monkeypatch, breach) -> None:
     if breach == "calls under its lock":
-        plain = RemoteTier._call
 
-        def call(tier, worker, ask, **options):
+        def submit(tier, call):
+            future = Future()
             with tier._lock:
-                return plain(tier, worker, ask, **options)
+                future.set_result(call())
+            return future
 
-        monkeypatch.setattr(RemoteTier, "_call", call)
+        monkeypatch.setattr(RemoteTier, "_submit", submit)
     elif breach == "asks in the step's thread":
         monkeypatch.setattr(RemoteTier, "has_many", lambda tier, keys: [
             fault is None for fault in tier.store.exists_many([str(key) for key in keys])

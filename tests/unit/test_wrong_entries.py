@@ -1,7 +1,5 @@
 """Entries that turn out to be wrong: not found again, wherever a copy of them is under way."""
 
-import math
-
 import pytest
 from disk_rig import Answer, Gate, buffer_for, facts_of, load, open_tier, payload_of, put
 from faulty_store import Trouble
@@ -64,7 +62,7 @@ def test_a_wrong_entry_goes_from_a_disk_that_is_left_alone(tmp_path) -> None:
     """Else it would be found when that is over."""
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
-    disk._rests_until = math.inf
+    disk._rests_until = 1e9
     assert not disk.is_healthy
     disk.remove(WRONG.key)
     disk._rests_until = 0.0
