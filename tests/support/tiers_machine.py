@@ -513,7 +513,8 @@ class DiskMachine(TieredMachine):
         ]
         if not files or not (path := files[number % len(files)]).exists():
             return
-        content = bytearray(path.read_bytes())
+        if not (content := bytearray(path.read_bytes())):  # damage has left nothing of it before
+            return
         self.is_clean = False
         if how.startswith("a bit"):
             first, last = (0, 256) if "header" in how else (PAGE_BYTES, len(content))
