@@ -23,15 +23,7 @@ _Int64Array = npt.NDArray[np.int64]
 
 
 def bound_of(requests: Sequence[TraceRequest], num_states: int | None) -> float:
-    """Return the share of prompt tokens that need not be computed.
-
-    Args:
-        requests: The trace, in order; all of one block size.
-        num_states: States that there is room for, on the GPU and in tiers together; None: any.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
+    """Return the share of prompt tokens that need not be computed; ``num_states`` None: any."""
     try:
         from scipy.optimize import linprog  # noqa: PLC0415 - an optional extra
         from scipy.sparse import coo_array  # noqa: PLC0415

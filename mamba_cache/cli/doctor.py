@@ -160,11 +160,7 @@ def check_hits() -> Check:
 
 
 def check_store(url: str) -> Iterator[Check]:
-    """Put chunks into a store, find, read, compare and remove them, and time it.
-
-    Raises:
-        InvalidArgumentError: It is no such URL.
-    """
+    """Put chunks into a store, find, read, compare and remove them, and time it."""
     try:
         store = open_store(url)
     except MissingExtraError as error:

@@ -121,7 +121,7 @@ def suggest_block_size(ssm_chunk_size: int, prompt: int, shared: int = 0) -> int
 
 def make_plan(
     shape: ModelShape,
-    memory: Mapping[str, int],
+    memory: Mapping[str, int],  # bytes: "total", and of it the "weights" and "reserved" for others
     *,
     prompt: int,
     output: int,
@@ -134,25 +134,8 @@ def make_plan(
 
     A *sequence* is a prompt and its answer, running or only cached: it holds KV blocks of its own
     and the slots of its checkpoints. Blocks without a state cannot be skipped and a state without
-    its blocks cannot be found, so both budgets are made for equally many sequences.
-
-    Args:
-        shape: What the model keeps of a sequence.
-        memory: Bytes: "total", the model's "weights", and "reserved" for activations and all else.
-        prompt: Tokens of a prompt, on average, like those that follow.
-        output: Tokens of an answer.
-        concurrency: Requests that run at once.
-        shared: Tokens that all prompts begin with.
-        block_size: Tokens of a block. Default: that of ``suggest_block_size``.
-        int8: Whether slots are int8.
-
-    Returns:
-        The plan as a JSON object; sizes in bytes unless they say otherwise.
-
-    Raises:
-        InvalidArgumentError: A number is out of range, the block size does not fit the model's
-            chunk, or its states cannot be kept in int8.
-        BudgetError: The memory does not hold the workload; the message says how many requests fit.
+    its blocks cannot be found, so both budgets are made for equally many sequences. Sizes are in
+    bytes unless they say otherwise.
     """
     for name, count in (("prompt", prompt), ("output", output), ("concurrency", concurrency)):
         check_int(f"--{name}", count, minimum=1)
@@ -222,12 +205,7 @@ def make_plan(
 
 
 def split_by_trace(made: Mapping[str, Any], trace: str, limit: int) -> dict[str, Any]:
-    """Replay the first requests of a trace with several splits of a plan's slots and KV blocks.
-
-    Raises:
-        InvalidArgumentError: The trace cannot be read.
-        BudgetError: No split holds a slot and the longest prompt.
-    """
+    """Replay the first requests of a trace with several splits of a plan's slots and KV blocks."""
     room = made["memory"]["slots"] + made["memory"]["kv_blocks"]
     slot_bytes = made["bytes_per_slot"]
     replayed = partial(run_replay, read_trace(trace, limit), policies=["adaptive"])

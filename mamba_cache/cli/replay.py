@@ -93,24 +93,9 @@ def run_replay(
     policies: Sequence[str] = tuple(SLOT_POLICIES),
     bound: bool = False,
 ) -> dict[str, Any]:
-    """Replay requests under every combination of policy and slots.
+    """Replay requests, all of one block size, under every combination of policy and slots.
 
-    A line on stderr says every 20 seconds how far it is.
-
-    Args:
-        requests: In the order in which they come; all of one block size.
-        slots: Budgets of slots; None never runs out.
-        kv_blocks: The budget of KV blocks; None never runs out.
-        policies: Names of ``SLOT_POLICIES``.
-        bound: Whether each record has the linear program's bound.
-
-    Returns:
-        "records": what one replay counted, for each combination, with its budgets; "workload":
-        what was replayed; "passed": whether every request found room.
-
-    Raises:
-        InvalidArgumentError: A setting is out of range.
-        MissingExtraError: A bound is asked for and scipy is not installed.
+    A budget of None never runs out. A line on stderr says every 20 seconds how far it is.
     """
     unknown = [name for name in policies if name not in SLOT_POLICIES]
     if unknown:

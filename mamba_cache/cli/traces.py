@@ -31,9 +31,6 @@ _TOKEN_BITS = 17
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
-_FIRST_NAMED: Final = 1 << 52
-"""Ids from here on stand for names that are no numbers below it."""
-
 _MAX_BLOCK: Final = 1 << 20
 
 _FORMATS: Final = (
@@ -43,30 +40,15 @@ _FORMATS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace.
+    """One request of a trace."""
 
-    Attributes:
-        timestamp: When the request came, in milliseconds.
-        input_length: Tokens of the prompt.
-        output_length: Tokens of the answer; 0 if the trace does not say.
-        hash_ids: One for each ``block_size`` tokens of the prompt; one for the tokens that are left
-            at its end may be there or not.
-        block_size: Tokens of a block.
-        will_continue: The hint that came with it; None: none did.
-        tenant: The cache salt: requests of different ones share nothing.
-
-    Raises:
-        InvalidArgumentError: A number is out of range, or there are not as many ids as the prompt
-            needs.
-    """
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    timestamp: float  # when it came, in milliseconds
+    input_length: int  # tokens of the prompt
+    output_length: int  # tokens of the answer; 0 if the trace does not say
+    hash_ids: tuple[int, ...]  # of each block of the prompt; a part of a block may have none
     block_size: int = TOKENS_PER_HASH_ID
-    will_continue: bool | None = None
-    tenant: str | None = None
+    will_continue: bool | None = None  # the hint that came with it
+    tenant: str | None = None  # the cache salt
 
     def __post_init__(self) -> None:
         check_number("timestamp", self.timestamp, maximum=1e18)
@@ -100,16 +82,8 @@ def read_trace(
     - a line of a log of ``integrations.trace.TraceLog``, which begins with a line that says what
       follows.
 
-    Empty lines are passed over.
-
-    Args:
-        path: The file.
-        limit: Requests to read at most.
-        block_size: Tokens that an id stands for. Default: what the file says, else 512.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, a line is not as described (the message names
-            it), there is no request, or a number is out of range.
+    Empty lines are passed over. An id stands for ``block_size`` tokens; by default for what the
+    file says, or else 512.
     """
     if limit is not None:
         check_int("limit", limit, minimum=1)
@@ -149,7 +123,7 @@ def _open(path: str | Path) -> IO[str]:
 
 
 def _read_lines(lines: Iterable[str], block_size: int | None) -> Iterator[TraceRequest]:
-    numbers: dict[object, int] = {}  # of names of blocks that are no small numbers themselves
+    numbers: dict[object, int] = {}  # of names of blocks
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -215,9 +189,4 @@ def _read_ids(name: str, values: Any, numbers: dict[object, int]) -> tuple[int, 
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise TypeError(f"{name} must be ints or strings, got {value!r}")
-    return tuple(
-        value
-        if isinstance(value, int) and 0 <= value < _FIRST_NAMED
-        else numbers.setdefault(value, _FIRST_NAMED + len(numbers))
-        for value in values
-    )
+    return tuple(numbers.setdefault(value, len(numbers)) for value in values)

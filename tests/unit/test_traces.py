@@ -28,7 +28,7 @@ def trace(tmp_path):
 def test_a_trace_is_read_in_order_up_to_the_limit(trace):
     path = trace(MOONCAKE, MOONCAKE | {"timestamp": 8, "more": True}, MOONCAKE)
     first, second = read_trace(path, 2)
-    assert first == TraceRequest(7, 600, 5, (3, 9))
+    assert first == TraceRequest(7, 600, 5, (0, 1))
     assert second.timestamp == 8
     assert len(read_trace(path)) == 3
 
@@ -67,7 +67,7 @@ def test_logs_of_two_runs_in_one_file_are_one_trace(trace):
 def test_other_blocks_than_mooncakes_are_named_by_the_caller(trace):
     line = {"input_length": 40, "hash_ids": [1, 2, 3], "type": "text"}
     [request] = read_trace(trace(line), block_size=16)
-    assert request.hash_ids == (1, 2, 3)
+    assert request.hash_ids == (0, 1, 2)
     with pytest.raises(InvalidArgumentError, match="need 1 hash_ids, one for each 512 tok"):
         read_trace(trace(line))
 
