@@ -71,6 +71,7 @@ class _Block:
     tokens: bytes | None
     extra_keys: _ExtraKeys
     uses: int = 0  # its state, used children, and in mode "resident" itself
+    has_state: bool = False
     is_told: bool = False
     hash: int = 0
     parent_hash: int | None = None
@@ -91,15 +92,15 @@ class EventView:
 
     A block is told of if its parent is, so that every one that is told can be matched; in mode
     "reachable" only if it, or one after it, has a state. A state is told of if its block is. Blocks
-    are registered after their parents, and removed with them and after their states. A call costs
-    as much as the blocks that it names, and those that it makes known or takes back.
+    are registered after their parents and before their states, and removed with their parents and
+    after their states. A call costs as much as the blocks that it names, and those that it makes
+    known or takes back.
     """
 
     def __init__(self, block_size_tokens: int, mode: EventMode) -> None:
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._is_resident = mode == "resident"
         self._blocks: dict[int, _Block] = {}  # parents before children
-        self._states: set[int] = set()
         self._events: list[KVEvent] = []
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
 
@@ -127,9 +128,9 @@ class EventView:
     def snapshot(self) -> list[KVEvent]:
         """Return all that subscribers are told of, parents before children."""
         events: list[KVEvent] = []
-        for hash_id, block in self._blocks.items():
+        for block in self._blocks.values():
             if block.is_told:
-                self._add_stored(events, hash_id, block)
+                self._add_stored(events, block)
         return events
 
     def _store_blocks(self, event: Stored) -> None:
@@ -140,8 +141,8 @@ class EventView:
             extra_keys = event.extra_keys and event.extra_keys[index]
             self.num_untold += not tokens
             parent = self._blocks[hash_id] = _Block(parent, tokens, extra_keys)
-            for _ in range(self._is_resident + (hash_id in self._states)):
-                self._add_use(hash_id, parent)
+            if self._is_resident:
+                self._add_use(parent)
 
     def _remove_block(self, hash_id: int) -> None:
         block = self._blocks.pop(hash_id, None)
@@ -150,26 +151,24 @@ class EventView:
             self._drop_use(block)
 
     def _store_state(self, hash_id: int) -> None:
-        if hash_id in self._states:
-            return
-        self._states.add(hash_id)
         block = self._blocks.get(hash_id)
-        if block is not None:
+        if block is not None and not block.has_state:
+            block.has_state = True
             if block.is_told:
                 self._events.append(self._stored(1, block))
                 self.num_told_states += 1
-            self._add_use(hash_id, block)
+            self._add_use(block)
 
     def _remove_state(self, hash_id: int) -> None:
-        block = self._blocks.get(hash_id) if hash_id in self._states else None
-        self._states.discard(hash_id)
-        if block is not None:
+        block = self._blocks.get(hash_id)
+        if block is not None and block.has_state:
+            block.has_state = False
             if block.is_told:
                 self._add_removed(1, block)
                 self.num_told_states -= 1
             self._drop_use(block)
 
-    def _add_use(self, hash_id: int, block: _Block) -> None:
+    def _add_use(self, block: _Block) -> None:
         """Count one more use of a block; the first makes it known, with those before it."""
         path: list[_Block] = []
         above: _Block | None = block
@@ -184,9 +183,8 @@ class EventView:
                 return
             below.tell()
             self.num_told_blocks += 1
-            has_state = below is block and hash_id in self._states
-            self.num_told_states += has_state
-            self._add_stored(self._events, hash_id if has_state else 0, below)
+            self.num_told_states += below.has_state
+            self._add_stored(self._events, below)
 
     def _drop_use(self, block: _Block | None) -> None:
         """Count one use of a block less; with the last it is taken back, and those before it."""
@@ -200,7 +198,7 @@ class EventView:
                 self.num_told_blocks -= 1
             block = block.parent
 
-    def _add_stored(self, events: list[KVEvent], hash_id: int, block: _Block) -> None:
+    def _add_stored(self, events: list[KVEvent], block: _Block) -> None:
         """Add to ``events`` that a block is held, and its state if it has one."""
         event, last = self._stored(0, block), events[-1] if events else CLEARED
         follows = last["type"] == "BlockStored" and last["block_hashes"][-1] == block.parent_hash
@@ -209,7 +207,7 @@ class EventView:
                 last[name] += event[name]
         else:
             events.append(event)
-        if hash_id in self._states:
+        if block.has_state:
             events.append(self._stored(1, block))
 
     def _add_removed(self, group: int, block: _Block) -> None:
