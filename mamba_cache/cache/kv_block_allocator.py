@@ -19,6 +19,7 @@ from mamba_cache.cache.rows import (
     Rows,
     as_rows,
     ids_of,
+    put_at,
     values_at,
 )
 from mamba_cache.config import EvictionPolicy
@@ -263,11 +264,7 @@ class KVBlockAllocator:
     def _touch(self, blocks: RowIds) -> None:
         """Note that blocks are used now."""
         self._clock += 1
-        if isinstance(blocks, list):
-            for block_id in blocks:
-                self._used_at[block_id] = self._clock
-        else:
-            self._timestamps[blocks] = self._clock
+        put_at(self._used_at, self._timestamps, blocks, self._clock)
 
     @guarded(nests=True)
     def register_kv_block_hashes(
@@ -316,7 +313,7 @@ class KVBlockAllocator:
         if not self.enable_prefix_caching or parent == NONE:
             return [None] * len(ids)
         self._guard.is_changing = True
-        if are_new and ids and self._add_chain(plan, blocks, parent):
+        if are_new and not isinstance(blocks, list) and self._add_chain(plan, blocks, parent):
             self._tell_of(plan, range(len(ids)))
             holders: list[int | None] = list(ids)
         else:
@@ -398,36 +395,24 @@ class KVBlockAllocator:
 
     # Registration. What follows trusts its arguments, and that the guard knows of the change.
 
-    def _add_chain(self, plan: _Registration, blocks: RowIds, parent: int) -> bool:
-        """Register different blocks without hashes, if their hash ids are all new as well."""
+    def _add_chain(self, plan: _Registration, blocks: npt.NDArray[np.intp], parent: int) -> bool:
+        """Register many different blocks without hashes, if their hash ids are all new, too."""
         block_ids, hash_ids = plan.block_ids, plan.hash_ids
-        # setdefault finds the holder of each id, and registers ours if there is none.
-        holders = list(map(self._block_of.setdefault, hash_ids, block_ids))
-        if holders != block_ids:
-            for hash_id, holder, block_id in zip(hash_ids, holders, block_ids, strict=True):
-                if holder == block_id:
-                    del self._block_of[hash_id]
+        are_known = not self._block_of.keys().isdisjoint(hash_ids)
+        if are_known or len(set(hash_ids)) < len(hash_ids):
             return False
-        if isinstance(blocks, list):
-            before = block_ids[0]
-            for block_id, hash_id, digest in zip(block_ids, hash_ids, plan.digests, strict=True):
-                self._hash_at[block_id], self._digests[block_id] = hash_id, digest
-                self._parent_at[block_id], self._first_child_at[before] = before, block_id
-                self._next_at[block_id] = self._previous_at[block_id] = NONE
-                self._cached_children_at[block_id] = 0
-                before = block_id
-        else:
-            self._hashes[blocks] = hash_ids
-            self._digests[blocks] = plan.digests
-            self._parents[blocks[1:]], self._first_children[blocks[:-1]] = blocks[:-1], blocks[1:]
-            self._next[blocks] = self._previous[blocks] = NONE
-            self._num_cached_children[blocks] = 0
+        self._block_of.update(zip(hash_ids, block_ids, strict=True))
+        self._hashes[blocks] = hash_ids
+        self._digests[blocks] = plan.digests
+        self._parents[blocks[1:]], self._first_children[blocks[:-1]] = blocks[:-1], blocks[1:]
+        self._next[blocks] = self._previous[blocks] = NONE
+        self._num_cached_children[blocks] = 0
         self._first_child_at[block_ids[-1]] = NONE
         self._attach(block_ids[0], parent)
         return True
 
     def _add_each(self, plan: _Registration, parent: int) -> list[int | None]:
-        """Register blocks one by one: some hash ids are known; return which block has each."""
+        """Register blocks one by one: few, or some are known; return which block has each."""
         holders: list[int | None] = []
         new: list[int] = []
         for index, (block_id, hash_id) in enumerate(zip(*plan[:2], strict=True)):
@@ -453,7 +438,8 @@ class KVBlockAllocator:
         self._next_at[block_id], self._previous_at[block_id] = following, NONE
         if following != NONE:
             self._previous_at[following] = block_id
-        self._offer([parent])
+        if not self._refs_at[parent]:
+            self._offer([parent])
 
     def _tell_of(self, plan: _Registration, new: Sequence[int]) -> None:
         """Queue the event of those blocks of a plan that became findable, one below the other."""
@@ -604,11 +590,8 @@ class KVBlockAllocator:
         self._leaves.discard(block_ids)
         for hash_id in hash_ids:
             del self._block_of[hash_id]
-        if isinstance(blocks, list):
-            for block_id in blocks:
-                self._hash_at[block_id], self._digests[block_id] = NONE, None
-        else:
-            self._hashes[blocks], self._digests[blocks] = NONE, None
+        put_at(self._hash_at, self._hashes, blocks, NONE)
+        put_at(self._digests, self._digests, blocks, None)
         refs = values_at(self._refs_at, self._rows.refs, blocks)
         cached = [block_id for block_id, count in zip(block_ids, refs, strict=True) if not count]
         self._num_cached -= len(cached)

@@ -12,7 +12,17 @@ import numpy.typing as npt
 
 from mamba_cache.errors import DoubleFreeError, UnknownBlockError
 
-__all__ = ["FEW", "NONE", "EvictionQueue", "RowIds", "Rows", "as_rows", "ids_of", "values_at"]
+__all__ = [
+    "FEW",
+    "NONE",
+    "EvictionQueue",
+    "RowIds",
+    "Rows",
+    "as_rows",
+    "ids_of",
+    "put_at",
+    "values_at",
+]
 
 RowIds: TypeAlias = "list[int] | npt.NDArray[np.intp]"
 """[n] rows: a list of few, which are looked at one by one, or an array to index with."""
@@ -42,6 +52,15 @@ def values_at(view: memoryview, array: npt.NDArray[Any], rows: RowIds) -> list[i
         return [view[row] for row in rows]
     values: list[int] = array[rows].tolist()
     return values
+
+
+def put_at(view: Any, array: npt.NDArray[Any], rows: RowIds, value: object) -> None:
+    """Write one value at rows of an array."""
+    if isinstance(rows, list):
+        for row in rows:
+            view[row] = value
+    else:
+        array[rows] = value
 
 
 class Rows:
@@ -77,7 +96,8 @@ class Rows:
         ids: list[int] = taken.tolist()
         self.num_free = end - num_rows
         if num_references:
-            self._set(ids if num_rows <= FEW else taken, num_references)
+            rows = ids if num_rows <= FEW else taken.astype(np.intp)
+            put_at(self.ref_at, self.refs, rows, num_references)
         return ids
 
     def push(self, ids: list[int]) -> None:
@@ -105,7 +125,7 @@ class Rows:
         """Add references to rows that are held or cached; return those that were cached."""
         cached = list(dict.fromkeys(self.without_references(ids, rows)))
         if len(cached) == len(ids):
-            self._set(rows, num_references)
+            put_at(self.ref_at, self.refs, rows, num_references)
         else:
             np.add.at(self.refs, rows, _ONE * num_references)
         return cached
@@ -130,7 +150,7 @@ class Rows:
                     f"{self._what} {row} has {self.refs[row]} references, "
                     f"but {given[row]} are given back"
                 )
-        self._set(rows, 0)
+        put_at(self.ref_at, self.refs, rows, 0)
         if any(left):
             self.refs[rows] = left
             ids = [row for row, count in zip(ids, left, strict=True) if not count]
@@ -141,13 +161,6 @@ class Rows:
             self.push([row for row, name in pairs if name == NONE])
             ids = [row for row, name in pairs if name != NONE]
         return ids
-
-    def _set(self, rows: RowIds | npt.NDArray[np.int32], num_references: int) -> None:
-        if isinstance(rows, list):
-            for row in rows:
-                self.ref_at[row] = num_references
-        else:
-            self.refs[rows] = num_references
 
     def breaches(self) -> list[str]:
         """Return what contradicts that each row is free, held or cached, and just one of them."""
