@@ -234,37 +234,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _find(model: str) -> Path:
-    """Return the file that holds a model's configuration.
-
-    Raises:
-        InvalidArgumentError: There is none.
-    """
-    path = Path(model)
+    """Return the file that holds a model's configuration."""
+    cached: Any = None
     try:
-        is_folder, is_file = bool(model) and path.is_dir(), path.is_file()
-    except (OSError, ValueError):  # too long for a path, or with a character that none can have
-        is_folder = is_file = False
-    if is_folder and not (path / "config.json").is_file():
-        raise InvalidArgumentError(f"the folder {model!r} must hold a config.json, and holds none")
-    if is_folder or is_file:
-        return path / "config.json" if is_folder else path
-    cached = _cached_config(model) if _HUB_ID.fullmatch(model) else None
-    if cached is None:
-        raise InvalidArgumentError(_not_found(model))
-    return cached
-
-
-def _cached_config(hub_id: str) -> Path | None:
-    """Return a repository's config.json if huggingface_hub is here and has it in its cache."""
-    try:
+        for path in (Path(model), Path(model, "config.json")):
+            if model and path.is_file():
+                return path
         hub = importlib.import_module("huggingface_hub")
-    except ImportError:
-        return None
-    try:
-        found: Any = hub.try_to_load_from_cache(hub_id, "config.json")
-    except (OSError, ValueError):  # no valid id, or a cache that cannot be read
-        return None
-    return Path(found) if isinstance(found, str) else None
+        cached = hub.try_to_load_from_cache(model, "config.json")
+    except (ImportError, OSError, ValueError):  # no path, no id of the hub, or no hub here
+        pass
+    if isinstance(cached, str):
+        return Path(cached)
+    raise InvalidArgumentError(_not_found(model))
 
 
 def _not_found(model: str) -> str:
@@ -274,7 +256,7 @@ def _not_found(model: str) -> str:
     near = get_close_matches(model.rpartition("/")[2].lower(), BUILT_IN, n=1)
     message += f"; did you mean {near[0]!r}?" if near else "."
     if model.endswith(".json") or model.startswith(("/", ".", "~")):
-        message += " There is no file or folder of that name"
+        message += " There is no such file, and no folder of that name with a config.json"
     elif _HUB_ID.fullmatch(model):
         message += (
             " Nothing is downloaded, and this machine's cache of the hub has no such model: run "

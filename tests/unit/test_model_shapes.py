@@ -74,7 +74,7 @@ def test_a_built_in_name_in_any_case(name):
         ("someone/their-model", "hf download someone/their-model config.json"),
         (
             "nowhere/config.json",
-            r"got 'nowhere/config\.json'\. There is no file or folder of that name$",
+            r"got 'nowhere/config\.json'\. There is no such file, and no folder .*config\.json$",
         ),
         ("", "got ''"),
         ("x" * 5000, "got 'xxx"),
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_there_says_what_is_allowed(model, said):
 
 
 def test_a_folder_without_a_configuration_is_said_to_be_one(tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"folder .* must hold a config\.json"):
+    with pytest.raises(InvalidArgumentError, match=r"no folder of that name with a config\.json"):
         load_shape(str(tmp_path))
 
 

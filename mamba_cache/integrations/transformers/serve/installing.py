@@ -420,9 +420,6 @@ def _unload(served: ServedModels, original: Callable[..., None]) -> Callable[...
 
 def _build_server(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
     """What makes the application, with metrics and the salt's header."""
-    from mamba_cache.integrations.transformers.serve.metrics import (  # noqa: PLC0415 - an extra
-        metrics_app,
-    )
 
     @wraps(original)
     def build_server(model_manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -434,11 +431,26 @@ def _build_server(served: ServedModels, original: Callable[..., Any]) -> Callabl
                 one = served.find(timed.model)
                 if one is not None:
                     one.prepare()
-        metrics = metrics_app(lambda: dict(served.caches(model_manager.loaded_models)))
+        metrics = _metrics_app(lambda: dict(served.caches(model_manager.loaded_models)))
         app.add_middleware(_entrance, metrics=metrics)
         return app
 
     return build_server
+
+
+def _metrics_app(caches: Callable[[], dict[str, PrefixCache]]) -> _Call:
+    """Make an application that answers each request with the metrics of that moment."""
+    from prometheus_client import CollectorRegistry, make_asgi_app  # noqa: PLC0415 - an extra
+
+    from mamba_cache.integrations.prometheus import CacheCollector  # noqa: PLC0415
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        registry = CollectorRegistry()
+        if loaded := caches():  # models come and go
+            registry.register(CacheCollector(loaded))
+        await make_asgi_app(registry)(scope, receive, send)
+
+    return answer
 
 
 def _entrance(app: _Call, metrics: _Call) -> _Call:
