@@ -398,7 +398,7 @@ class DynamicInferenceContext:
             own,
             tokens,
             chain if own is request else chain.copy(),  # the caller may add it again
-            (*own.checkpoint_positions, *check_positions(checkpoint_positions)),
+            self._boundaries(own.checkpoint_positions) | self._boundaries(checkpoint_positions),
         )
         self._guard.is_changing = True
         admission = self._planner.admit(active, chunk_tokens)
@@ -406,6 +406,11 @@ class DynamicInferenceContext:
         if self._tells_admitted and self.listeners.wants(Admitted):
             self._tell_admitted(active)
         return admission
+
+    def _boundaries(self, positions: Sequence[int]) -> frozenset[int]:
+        """Return the block boundaries at or before positions, which are checked."""
+        size = self.block_size_tokens
+        return frozenset(p // size * size for p in check_positions(positions))
 
     def _tell_admitted(self, active: ActiveRequest) -> None:
         """Tell the listeners of a new request; if one raises, the request is taken back."""
@@ -475,9 +480,9 @@ class DynamicInferenceContext:
         """
         self._require_none()
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
-        positions = check_positions(checkpoint_positions)
+        boundaries = self._boundaries(checkpoint_positions)
         self._guard.is_changing = True
-        self._planner.schedule(active, chunk_tokens, positions)
+        self._planner.schedule(active, chunk_tokens, boundaries)
         return active.current_chunk.num_tokens
 
     @guarded()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -185,20 +185,20 @@ class Planner:
         self,
         active: ActiveRequest,
         chunk_tokens: int | None,
-        checkpoint_positions: tuple[int, ...],
+        wanted_boundaries: frozenset[int],
     ) -> None:
         """Plan the next chunk of a request that is between two."""
-        start, positions = self._rows.num_computed.item(active.row), active.checkpoint_positions
+        start, wanted = self._rows.num_computed.item(active.row), active.wanted_boundaries
         left = active.num_known - start
         num_tokens = self._chunk_tokens(active, left, chunk_tokens)
         self._rows.grow(active.row, start + num_tokens, active.request_id)
         try:
-            active.checkpoint_positions += checkpoint_positions
+            active.wanted_boundaries |= wanted_boundaries
             chunk = self._chunk(active, start, num_tokens)
             self._plan(active, chunk)
             active.chunk = chunk
         except BaseException:
-            active.checkpoint_positions = positions
+            active.wanted_boundaries = wanted
             self._rows.shrink(active.row, start, active.num_shared_blocks)
             raise
         self._rows.set_status(active, RequestStatus.SCHEDULED)
@@ -209,13 +209,8 @@ class Planner:
         It starts at the farthest state that is left among the matched blocks, or at the prompt's
         beginning, and computes as many tokens as it was to, from there.
         """
-        chunk = active.current_chunk
-        self._cancel_planned(chunk)
-        # If what follows fails, nothing of the old plan may be taken back twice.
-        load = chunk.load
-        chunk = replace(chunk, lease=None, load=None, inside=(), boundary=None)
-        active.chunk = chunk
-        self._cancel_load(load)
+        num_tokens = active.current_chunk.num_tokens
+        self._drop_chunk(active)
         admission = active.admission
         assert admission is not None, "only a first chunk resumes"
         active.num_shared_blocks = active.num_published  # blocks to be loaded are not
@@ -224,7 +219,7 @@ class Planner:
         start = state_blocks * self._block_size
         lease = self._pin(shared, state_blocks)
         self._rows.num_computed[active.row] = active.state_position = start
-        active.chunk = self._chunk(active, start, chunk.num_tokens, is_first=True, lease=lease)
+        active.chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease)
         active.admission = replace(
             admission,
             state_matched_blocks=state_blocks,
@@ -237,12 +232,8 @@ class Planner:
 
     def release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
-        chunk, active.chunk = active.chunk, None
+        self._drop_chunk(active)
         self._rows.set_status(active, RequestStatus.PREEMPTED)
-        if chunk is not None:
-            self._cancel_planned(chunk)
-            self._unpin(chunk.lease)
-            self._cancel_load(chunk.load)
         self.cancel_decode(active)
         active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
         active.num_shared_blocks = 0
@@ -250,6 +241,15 @@ class Planner:
         row, active.row = active.row, -1
         active.num_computed = self._rows.num_computed.item(row)
         self._rows.give_back(row)
+
+    def _drop_chunk(self, active: ActiveRequest) -> None:
+        """Take back what is planned for a request's next chunk, if it has one."""
+        chunk, active.chunk = active.chunk, None
+        if chunk is not None:
+            self._cancel(chunk.checkpoints)
+            self._room += len(chunk.inside)
+            self._unpin(chunk.lease)
+            self._cancel_load(chunk.load)
 
     def publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
         """Publish the blocks that a decoding request has filled, and the state that it saved."""
@@ -277,7 +277,7 @@ class Planner:
         self._rows.set_status(active, status)
         if chunk.samples:
             config = self._config
-            wants = config.save_decode_states or bool(active.checkpoint_positions)
+            wants = config.save_decode_states or bool(active.wanted_boundaries)
             saves = config.enable_prefix_caching and config.reuse_answers and wants
             self._rows.saves_states[active.row] = saves
 
@@ -312,11 +312,6 @@ class Planner:
         """Return KV blocks of a request from the ``first`` to before the ``end``."""
         blocks: list[int] = self._rows.block_tables[active.row, first:end].tolist()
         return blocks
-
-    def _wants_state_at(self, active: ActiveRequest, boundary: int) -> bool:
-        """Say whether the caller wants a state at a block boundary."""
-        wanted = active.checkpoint_positions and active.wanted_boundaries(self._block_size)
-        return bool(wanted) and boundary in wanted
 
     def _chunk_tokens(
         self, active: ActiveRequest, num_tokens: int, chunk_tokens: int | None
@@ -359,7 +354,7 @@ class Planner:
         without_room = max(0, len(positions) - (positions[-1] == end) - self._room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
-        kept = self._reserve(active, positions[without_room:], self._propose)
+        kept = self._reserve(active, positions[without_room:])
         if kept and kept[-1].position == end:
             chunk.boundary = kept.pop()
         self._room -= len(kept)
@@ -368,7 +363,7 @@ class Planner:
     def _reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
         """Reserve a slot for a state that is loaded; one can be had."""
         assert active.prompt_seen is None, "the policy hears of a prompt when its chunk is planned"
-        [kept] = self._reserve(active, [position], self._propose)
+        [kept] = self._reserve(active, [position])
         return kept._replace(is_loaded=True)
 
     def plan_decode(self, active: ActiveRequest) -> Checkpoint | None:
@@ -376,10 +371,10 @@ class Planner:
         # Two steps are shorter than a block: there is one boundary at most.
         computed = self._rows.num_computed.item(active.row)
         position = (computed // self._block_size + 1) * self._block_size
-        if not self._config.save_decode_states and not self._wants_state_at(active, position):
+        if not self._config.save_decode_states and position not in active.wanted_boundaries:
             return active.checkpoint
         if active.checkpoint is None:
-            kept = self._reserve(active, [position], self._propose_unfinished)
+            kept = self._reserve(active, [position])
             active.checkpoint = kept[0] if kept else None
         return active.checkpoint
 
@@ -388,11 +383,6 @@ class Planner:
         checkpoint, active.checkpoint = active.checkpoint, None
         if checkpoint is not None:
             self._cancel((checkpoint,))
-
-    def _cancel_planned(self, chunk: Chunk) -> None:
-        """Give back what was planned for a chunk that will not be committed."""
-        self._cancel(chunk.checkpoints)
-        self._room += len(chunk.inside)
 
     def _publish_blocks(self, active: ActiveRequest) -> list[int | None]:
         """Publish a request's complete blocks."""
@@ -428,9 +418,8 @@ class Planner:
         first = active.num_published - len(holders)
         if not checkpoints:
             return
-        hashes = active.hashes
-        slots, blocks, saved_tokens = [], [], []
-        private, computed = [], {}
+        hashes, private = active.hashes, []
+        shared, blocks, saved_tokens = [], [], []
         for checkpoint in checkpoints:
             num_saved = self._count_saved_tokens(active, checkpoint)
             index = checkpoint.position // self._block_size - 1
@@ -439,27 +428,27 @@ class Planner:
             else:
                 block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
             if block is None:
-                private.append(checkpoint.slot)
+                private.append(checkpoint)
                 continue
-            slots.append(checkpoint.slot)
+            shared.append(checkpoint)
             blocks.append(block)
             saved_tokens.append(num_saved)
-            if not checkpoint.is_loaded:
-                computed[checkpoint.slot] = checkpoint.position
-        if private:
-            self._slots.cancel_reserved(private)
-        if slots:
-            kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
-            stored = [a for a, b in zip(kept, slots, strict=True) if a == b and a in computed]
-            self._counters["saved_states"] += len(stored)
-            if self._tiering is not None:
-                is_decoding = active.status is RequestStatus.DECODING
-                propose = self._propose_unfinished if is_decoding else self._propose
-                knows_prompts = active.prompt_seen_below is not None
-                for slot in stored:
-                    position = computed[slot]
-                    proposal = propose(active, position) if knows_prompts else None
-                    self._tiering.offer_state(active, position, slot, proposal)
+        self._cancel(private)
+        if not shared:
+            return
+        slots = [checkpoint.slot for checkpoint in shared]
+        kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
+        stored = [
+            checkpoint
+            for checkpoint, slot in zip(shared, kept, strict=True)
+            if slot == checkpoint.slot and not checkpoint.is_loaded
+        ]
+        self._counters["saved_states"] += len(stored)
+        if self._tiering is not None:
+            knows_prompts = active.prompt_seen_below is not None
+            for position, slot, _ in stored:
+                proposal = self._propose(active, position) if knows_prompts else None
+                self._tiering.offer_state(active, position, slot, proposal)
 
     def _supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -468,7 +457,7 @@ class Planner:
         of any length. States that somebody asked for by position stay, and so do those that other
         requests have used or are about to.
         """
-        if self._wants_state_at(active, boundary.position):
+        if boundary.position in active.wanted_boundaries:
             return
         old, active.decode_lease = active.decode_lease, self._lease_of(boundary)
         if old is None or not self._slots.is_current(old):
@@ -484,7 +473,7 @@ class Planner:
         """
         saved_tokens = checkpoint.position - active.state_position
         is_decoding = active.status is RequestStatus.DECODING
-        if not is_decoding or self._wants_state_at(active, checkpoint.position):
+        if not is_decoding or checkpoint.position in active.wanted_boundaries:
             active.state_position = checkpoint.position
         return saved_tokens
 
@@ -520,36 +509,26 @@ class Planner:
         num_required = -(-num_tokens // block)
         facts = PlacementFacts(num_tokens, block, active.num_shared_blocks, num_required)
         wanted = placed_positions(self._placement, facts)
-        if active.checkpoint_positions:
-            wanted |= active.wanted_boundaries(block)
-        return sorted([p for p in wanted if start < p <= end])
+        return sorted([p for p in wanted | active.wanted_boundaries if start < p <= end])
 
     def _propose(self, active: ActiveRequest, position: int) -> StateProposal:
-        """Describe a state inside a prompt, or at its end."""
+        """Describe a state inside a prompt, at its end, or of a request that decodes."""
         block, end = self._block_size, active.num_known
+        depth, prompt = position // block, active.prompt_seen
+        is_asked = not self._refuses or position in active.wanted_boundaries
+        if active.status is RequestStatus.DECODING:  # the block is not complete yet
+            return StateProposal(prompt, depth, "end", is_asked, active.hashes[: depth - 1])
         # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
         if position >= (end - 1) // block * block:
             kind: Literal["end", "branch", "inside"] = "end"
         else:
             kind = "branch" if position == active.num_shared_blocks * block else "inside"
-        is_asked = not self._refuses or self._wants_state_at(active, position)
-        return StateProposal(active.prompt_seen, position // block, kind, is_asked)
+        return StateProposal(prompt, depth, kind, is_asked)
 
-    def _propose_unfinished(self, active: ActiveRequest, position: int) -> StateProposal:
-        """Describe the state at the end of a block that a decoding request has begun."""
-        depth = position // self._block_size
-        is_asked = not self._refuses or self._wants_state_at(active, position)
-        return StateProposal(active.prompt_seen, depth, "end", is_asked, active.hashes[: depth - 1])
-
-    def _reserve(
-        self,
-        active: ActiveRequest,
-        positions: Sequence[int],
-        propose: Callable[[ActiveRequest, int], StateProposal],
-    ) -> list[Checkpoint]:
+    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
         proposals = None
         if active.prompt_seen is not None:
-            proposals = [propose(active, position) for position in positions]
+            proposals = [self._propose(active, position) for position in positions]
             if active.prompt_seen_below is not None and self._tiering is not None:
                 # What is worth a row but no slot must have one until it is copied.
                 wanted = self._tiering.wants(active, proposals)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,20 +32,15 @@ Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 class DecodingGroup:
     """Requests that decode together: the same from step to step, while none joins or leaves."""
 
-    __slots__ = ("_id_set", "ids", "requests", "rows")
-
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         self.requests = tuple(requests)  # in the order of the batch
         self.ids = tuple(active.request_id for active in requests)  # their ids
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
-        self._id_set: frozenset[Hashable] | None = None
 
-    @property
+    @cached_property
     def id_set(self) -> frozenset[Hashable]:
         """Their ids, to compare with those of a mapping."""
-        if self._id_set is None:
-            self._id_set = frozenset(self.ids)
-        return self._id_set
+        return frozenset(self.ids)
 
 
 NO_REQUESTS = DecodingGroup(())

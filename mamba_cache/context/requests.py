@@ -401,7 +401,7 @@ class ActiveRequest:
     request: Request  # the caller's request
     prompt: TokenArray  # [prompt length] int32 prompt tokens
     chain: BlockHashChain  # hashes of the blocks of all its known tokens
-    checkpoint_positions: tuple[int, ...]
+    wanted_boundaries: frozenset[int]  # block boundaries at which the caller wants a state
     # Sampled tokens, as far as they were taken over from its row.
     generated: array[int] = field(default_factory=lambda: array("i"))
     request_id: Hashable = field(init=False)  # the caller's name for it
@@ -483,17 +483,13 @@ class ActiveRequest:
             replace(self.request, request_id=request_id),
             self.prompt,
             computed.copy(),
-            self.checkpoint_positions,
+            self.wanted_boundaries,
             array("i", [*self.generated[:-1], last_token]),
             state_position=self.state_position,
             num_published=self.num_published,
             prompt_seen=self.prompt_seen,
             prompt_seen_below=self.prompt_seen_below,
         )
-
-    def wanted_boundaries(self, block_size: int) -> set[int]:
-        """Return the block boundaries at which the caller wants a state."""
-        return {p // block_size * block_size for p in self.checkpoint_positions}
 
 
 def check_hint(will_continue: Any, source: Any) -> None:
