@@ -142,19 +142,9 @@ class Speculation:
 
     def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
         """Check what can be checked of a step's tokens without waiting for the device."""
-        width = self._config.max_decode_tokens
-        self._check("tokens", sampled.tokens, (num_requests, width), torch.int64)
-        self._check("counts", sampled.counts, (num_requests,), torch.int32)
-
-    def _check(self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        wanted = f"{name} must be a contiguous tensor of {list(shape)} {dtype} on {self._device}"
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError(f"{wanted}, got {type(tensor).__name__}")
-        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
-        if not fits or tensor.device.type != self._device.type:
-            raise InvalidArgumentError(
-                f"{wanted}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
+        shape, device = (num_requests, self._config.max_decode_tokens), self._device
+        _check_on_device("tokens", sampled.tokens, shape, (torch.int64,), device)
+        _check_on_device("counts", sampled.counts, shape[:1], (torch.int32,), device)
 
 
 def plan_decodes(
@@ -176,7 +166,8 @@ def plan_decodes(
     if drafts is None:
         return DecodeWork(group, starts, most, most + 1, longest + 1)
     if isinstance(drafts, torch.Tensor):
-        _check_tensor(drafts, (config.max_requests, width), device)
+        shape = config.max_requests, width
+        _check_on_device("drafts", drafts, shape, (torch.int32, torch.int64), device)
         work = DecodeWork(group, starts, most, most + 1 + width, longest + 1 + width, 1 + width)
         if work.longest > room:
             cut = np.minimum(1 + width, room - most)
@@ -392,18 +383,25 @@ def _check_counts(work: DecodeWork, counts: Int64Array, ids: Sequence[Hashable])
     check_int(name, counts.item(index), minimum=0 if index < num_decodes else 1, maximum=longest)
 
 
-def _check_tensor(
-    drafts: torch.Tensor, shape: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    is_int = drafts.dtype in (torch.int32, torch.int64)
-    fits = tuple(drafts.shape) == shape and is_int and drafts.is_contiguous()
-    if not fits or drafts.device.type != device.type or not shape[1]:
+def _check_on_device(
+    name: str,
+    tensor: object,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Check a tensor that kernels read without waiting for the device."""
+    wanted = (
+        f"{name} must be a contiguous tensor of {list(shape)} {' or '.join(map(str, dtypes))} on "
+        f"{device}"
+    )
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(f"{wanted}, got {type(tensor).__name__}")
+    fits = tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.is_contiguous()
+    if not fits or tensor.device.type != device.type:
         raise InvalidArgumentError(
-            f"drafts as a tensor must be contiguous, int32 or int64, {list(shape)} on {device}, "
-            f"with num_speculative_tokens of at least 1; got {drafts.dtype} {list(drafts.shape)} "
-            f"on {drafts.device}"
+            f"{wanted}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
-    return drafts
 
 
 def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it

@@ -55,9 +55,15 @@ REFUSED_DRAFTS = {
     "of a stranger": ({"b": [1]}, "drafts are for requests that decode in the step, got [\"'b'\"]"),
     "no tokens": ({"a": [VOCAB]}, "token ids must be below vocab_size"),
     "no mapping": ([1], "in the order of the requests that decode, got list of int64 [1]"),
-    "another shape": (torch.zeros(4, 3, dtype=torch.int64), "[4, 2] on cpu"),
-    "another dtype": (torch.zeros(4, 2), "got torch.float32 [4, 2] on cpu"),
-    "another device": (torch.zeros(4, 2, dtype=torch.int64, device="meta"), "[4, 2] on meta"),
+    "another shape": (
+        torch.zeros(4, 3, dtype=torch.int64),
+        "drafts must be a contiguous tensor of [4, 2]",
+    ),
+    "another dtype": (torch.zeros(4, 2), "got [4, 2] torch.float32 on cpu"),
+    "another device": (
+        torch.zeros(4, 2, dtype=torch.int64, device="meta"),
+        "[4, 2] torch.int64 on meta",
+    ),
     "a hole": ([[5, -1, 7]], "a request's drafts must come before its negative entries"),
     "strides": (torch.zeros(2, 4, dtype=torch.int64).T, "contiguous"),
 }
