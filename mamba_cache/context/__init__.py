@@ -10,7 +10,6 @@ from mamba_cache.context.requests import (
     PrefixMatch,
     PreparedRequest,
     Request,
-    RequestProgress,
     RequestStatus,
 )
 from mamba_cache.context.speculation import DeviceTokens
@@ -40,7 +39,6 @@ __all__ = [
     "PrefixMatch",
     "PreparedRequest",
     "Request",
-    "RequestProgress",
     "RequestStatus",
     "ScheduledRequest",
     "Step",

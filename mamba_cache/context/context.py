@@ -34,7 +34,6 @@ from mamba_cache.context.requests import (
     PreparedRequest,
     Request,
     RequestPreparer,
-    RequestProgress,
     RequestStatus,
     check_positions,
 )
@@ -1146,20 +1145,6 @@ class DynamicInferenceContext:
     def statuses(self) -> dict[Hashable, RequestStatus]:
         """Return where each request stands that is not finished, oldest first."""
         return {active.request_id: active.status for active in self.request_table}
-
-    @query
-    def progress(self, request_id: Hashable) -> RequestProgress:
-        """Return how far a request is.
-
-        Raises:
-            UnknownRequestError: There is no such request.
-        """
-        table = self.request_table
-        active = table.find(request_id)
-        table.collect(active)
-        row = active.row
-        computed = active.num_computed if row < 0 else table.num_computed.item(row)
-        return RequestProgress(active.status, computed, len(active.generated))
 
     @query
     def output(self, request_id: Hashable, start: int = 0) -> list[int]:

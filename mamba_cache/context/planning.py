@@ -239,7 +239,6 @@ class Planner:
         active.num_shared_blocks = 0
         self._rows.collect(active)
         row, active.row = active.row, -1
-        active.num_computed = self._rows.num_computed.item(row)
         self._rows.give_back(row)
 
     def _drop_chunk(self, active: ActiveRequest) -> None:

@@ -38,7 +38,6 @@ __all__ = [
     "PreparedRequest",
     "Request",
     "RequestPreparer",
-    "RequestProgress",
     "RequestStatus",
     "TokenArray",
     "check_hint",
@@ -211,20 +210,6 @@ class RequestStatus(Enum):
 
     PREEMPTED = "preempted"
     """It gave its memory back; ``resume_request`` brings it on again."""
-
-
-class RequestProgress(NamedTuple):
-    """How far a request is.
-
-    Attributes:
-        status: Where it stands.
-        num_computed: Tokens whose effect is in its live state, or will be restored to it.
-        num_generated: Tokens that it generated, as far as they are collected.
-    """
-
-    status: RequestStatus
-    num_computed: int
-    num_generated: int
 
 
 class Checkpoint(NamedTuple):
@@ -407,7 +392,6 @@ class ActiveRequest:
     request_id: Hashable = field(init=False)  # the caller's name for it
     status: RequestStatus = RequestStatus.PREEMPTED
     row: int = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
-    num_computed: int = 0  # tokens that it had computed when it left its last row
     state_position: int = 0  # the last state that is not superseded, or where it resumed
     num_shared_blocks: int = 0  # the first blocks, which it may not write
     num_published: int = 0  # the first blocks, which were registered

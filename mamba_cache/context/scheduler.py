@@ -298,13 +298,13 @@ class Scheduler(Generic[_Request]):
         return self._queue
 
     def _continue(self, request: _Request, budget: int) -> int:
-        progress = self._context.progress(request.key)
-        start = progress.num_computed
+        table = self._context.request_table
+        active = table.find(request.key)
+        start = table.num_computed.item(active.row)
         positions = self._branches_off(request, start)
-        end = len(request.prepared.tokens) + progress.num_generated
         num_tokens = self._context.schedule_prefill(
             request.key,
-            chunk_tokens=self._chunk_tokens(start, end, budget),
+            chunk_tokens=self._chunk_tokens(start, active.num_known, budget),
             checkpoint_positions=positions,
         )
         request.branch_positions.update(positions)
@@ -312,8 +312,8 @@ class Scheduler(Generic[_Request]):
 
     def _resume(self, request: _Request, budget: int) -> int:
         # Where it will start is not known yet, but that it is the end of a block.
-        num_generated = self._context.progress(request.key).num_generated
-        chunk_tokens = self._chunk_tokens(0, len(request.prepared.tokens) + num_generated, budget)
+        num_known = self._context.request_table.find(request.key).num_known
+        chunk_tokens = self._chunk_tokens(0, num_known, budget)
         admission = self._context.resume_request(request.key, chunk_tokens=chunk_tokens)
         request.note_admission(admission)
         return admission.chunk_tokens
@@ -363,10 +363,11 @@ class Scheduler(Generic[_Request]):
         )
 
     def _waits(self, request: _Request, skip_tokens: int) -> bool:
+        table = self._context.request_table
         return request.waited_steps < self._max_wait_steps and is_worth_waiting(
             request,
             [
-                (other, self._context.progress(other.key).num_computed)
+                (other, table.num_computed.item(table.find(other.key).row))
                 for other in self._with_status(RequestStatus.SCHEDULED)
             ],
             skip_tokens=skip_tokens,

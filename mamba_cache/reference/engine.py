@@ -498,10 +498,12 @@ class Engine:
         tokens = {}
         for scheduled, its_rows in zip(step.requests, rows, strict=True):
             if scheduled.samples:
-                request_id = scheduled.request_id
-                sampling = self._scheduler.find(request_id).sampling
-                num_generated = self.context.progress(request_id).num_generated
-                tokens[request_id] = verify(its_rows, scheduled.drafts, sampling, num_generated)
+                request = self._scheduler.find(scheduled.request_id)
+                num_known = scheduled.start + scheduled.num_tokens - len(scheduled.drafts)
+                num_generated = num_known - len(request.prepared.tokens)
+                tokens[request.key] = verify(
+                    its_rows, scheduled.drafts, request.sampling, num_generated
+                )
         return tokens
 
     def _collect(self, requests: Iterable[_EngineRequest]) -> None:

@@ -308,16 +308,16 @@ class ContextMachine(RuleBasedStateMachine):
         for request_id, token in zip(new_ids, tokens, strict=True):
             self.requests[request_id] = seen.fork(token)
             assert self.context.output(request_id) == self.requests[request_id].generated
-        self.compare_copies(chosen, made)
+        self.compare_copies(made)
 
     def can_be_forked(self, request_id):
         """Whether all tokens of a decoding request are known; for machines that give them late."""
         return True
 
-    def compare_copies(self, request_id, made):
+    def compare_copies(self, made):
         """Remembers the shared blocks, too: nobody may write them."""
         context = self.context
-        rest = context.progress(request_id).num_computed % BLOCK
+        num_full, rest = divmod(int(context.request_table.num_computed[made.source_row]), BLOCK)
         assert len(made.blocks) == (len(made.rows) if rest else 0)
         for block in made.blocks:
             kept, copied = (context.kv_cache[:, :, b, :rest] for b in (made.source_block, block))
@@ -328,9 +328,7 @@ class ContextMachine(RuleBasedStateMachine):
             ):
                 assert torch.equal(read, written)
                 assert not read.isnan().any()
-        [active] = [a for a in context.request_table if a.row == made.source_row]
-        num_full = context.progress(request_id).num_computed // BLOCK
-        for block in context.request_table.blocks_of(active.row)[:num_full].tolist():
+        for block in context.request_table.blocks_of(made.source_row)[:num_full].tolist():
             self.shared_kv[block] = context.kv_cache[:, :, block].clone()
 
     def live_state(self, row):

@@ -108,7 +108,6 @@ CALLS = {
     "poll_tiers": lambda context: context.poll_tiers(),
     "status": lambda context: context.status(0),
     "statuses": lambda context: context.statuses(),
-    "progress": lambda context: context.progress(0),
     "output": lambda context: context.output(0),
     "add_request": lambda context: context.add_request(request([1, 2, 3], "new")),
     "begin_step": lambda context: context.begin_step(),
