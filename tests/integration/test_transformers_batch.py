@@ -32,11 +32,6 @@ ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
 """What transformers wants for several answers to a prompt, and which is as greedy as can be."""
 
 
-@pytest.fixture(scope="module")
-def nemotron():
-    return subject("nemotron_h")
-
-
 @pytest.fixture
 def cache(nemotron):
     return nemotron.cache()

@@ -6,7 +6,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import numpy as np
 import torch
-from batch_rig import answers, batch, subject, tokens
+from batch_rig import answers, batch, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -25,11 +25,6 @@ from mamba_cache.integrations.transformers.batching.answers import AnswerSetting
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler, uniforms
 
 DRAWN = {"do_sample": True, "temperature": 3.0, "top_k": 0}
-
-
-@pytest.fixture(scope="module")
-def nemotron():
-    return subject("nemotron_h")
 
 
 @pytest.fixture

@@ -37,11 +37,6 @@ def cache(model):
     return make_cache(model, variant="watched")  # some tests hook the model
 
 
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
-
-
 _shapes = []
 
 

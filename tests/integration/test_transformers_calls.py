@@ -26,16 +26,6 @@ from mamba_cache.integrations.transformers.generation import _EarlyStreamer
 from mamba_cache.integrations.transformers.options import OptionsReader
 
 
-@pytest.fixture
-def model():
-    return make_model("nemotron_h")
-
-
-@pytest.fixture
-def cache(model):
-    return make_cache(model)
-
-
 def counted(monkeypatch, owner, name):
     """Returns a list that grows with each call of a method."""
     calls, method = [], getattr(owner, name)

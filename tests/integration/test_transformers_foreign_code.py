@@ -34,7 +34,6 @@ from transformers_rig import (
     make_cache,
     make_model,
     plain,
-    text,
 )
 
 from mamba_cache.errors import InvalidArgumentError, MissingStateError, ModelChangedError
@@ -43,11 +42,6 @@ from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 
 FACTOR = 1.0
-
-
-@pytest.fixture
-def model():
-    return make_model("nemotron_h")
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +57,6 @@ def holder(shared):
     yield module
     module.__class__ = usual
     del module.note
-
-
-@pytest.fixture
-def cache(model):
-    return make_cache(model)
-
-
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
 
 
 @pytest.fixture(autouse=True)

@@ -58,11 +58,6 @@ def cache(model):
     return make_cache(model)
 
 
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
-
-
 def both(model, cache, ids, mask=None, **options):
     """What the model generates without a cache and with it, from the same seed."""
     mask = torch.ones_like(ids) if mask is None else mask

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from batch_rig import answer, subject, tokens
+from batch_rig import answer, tokens
 from transformers_rig import BLOCK
 
 from mamba_cache.errors import ConcurrentUseError, PoisonedError
@@ -12,11 +12,6 @@ from mamba_cache.events import Stored
 
 FOREIGN = [OSError, KeyboardInterrupt]
 both_ways = pytest.mark.parametrize("is_batch", [False, True], ids=["generate", "batch"])
-
-
-@pytest.fixture(scope="module")
-def nemotron():
-    return subject("nemotron_h")
 
 
 def strike(patch, owner, name, error):

@@ -17,11 +17,6 @@ from mamba_cache.integrations.trace import TraceLog
 SHORT = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
 
 
-@pytest.fixture(scope="module")
-def nemotron():
-    return subject("nemotron_h")
-
-
 def test_hints_are_logged_with_their_prompts(nemotron, generator, tmp_path):
     path = tmp_path / "requests.jsonl"
     prompts = [tokens(generator, BLOCK + 1) for _ in range(3)]

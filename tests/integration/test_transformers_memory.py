@@ -14,10 +14,8 @@ from transformers_rig import (
     cached,
     join,
     make_cache,
-    make_model,
     plain,
     skipped,
-    text,
 )
 
 from mamba_cache.errors import InvalidArgumentError
@@ -32,16 +30,6 @@ class Placement:
         if isinstance(self.given, Exception):
             raise self.given
         return self.given
-
-
-@pytest.fixture
-def model():
-    return make_model("nemotron_h")
-
-
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
 
 
 @pytest.mark.parametrize("given", [OSError("broken"), [None], [1.5]], ids=repr)

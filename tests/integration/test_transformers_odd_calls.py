@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from batch_rig import answers, batch, subject, tokens
+from batch_rig import answers, batch, tokens
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -48,26 +48,6 @@ from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.integrations.transformers.serve.models import ServedModel
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
-
-
-@pytest.fixture
-def nemotron():
-    return subject("nemotron_h")
-
-
-@pytest.fixture
-def model():
-    return make_model("nemotron_h")
-
-
-@pytest.fixture
-def cache(model):
-    return make_cache(model)
-
-
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
 
 
 # What a refused call costs.

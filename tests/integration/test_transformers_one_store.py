@@ -9,13 +9,8 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from batch_rig import answers, batch, subject, tokens
+from batch_rig import answers, batch, tokens
 from transformers_rig import BLOCK, budgets
-
-
-@pytest.fixture(scope="module")
-def nemotron():
-    return subject("nemotron_h")
 
 
 def alone(cache, prompt, count=6, **options):

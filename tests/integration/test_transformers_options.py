@@ -62,11 +62,6 @@ def model(shared_model):
     return shared_model
 
 
-@pytest.fixture
-def cache(model):
-    return make_cache(model)
-
-
 @pytest.fixture(scope="module")
 def refusing(shared_model):
     """A cache of which nothing is asked but what it refuses."""
@@ -74,11 +69,6 @@ def refusing(shared_model):
     yield cache
     cache.check_invariants()
     assert cache.stats().requests == 0
-
-
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
 
 
 def states_of(model, cache, tokens):

@@ -18,7 +18,6 @@ from model_changes import (  # noqa: E402
     kind,
     mixers,
     noise,
-    rows_of_the_page,
 )
 from transformers_rig import (  # noqa: E402
     BLOCK,
@@ -192,11 +191,6 @@ def test_a_prefix_of_the_model_before_is_never_served(name, generator):
     one = KINDS[name]
     one.prepare(base)
     check_change(replace(one, change=lambda model: one.change(peft_model)), base, generator)
-
-
-def test_the_page_lists_these_kinds():
-    rows = rows_of_the_page()
-    assert {name: rows.get(name) for name in KINDS} == {n: x.outcome for n, x in KINDS.items()}
 
 
 # How a model was loaded, as docs/how-to/transformers.md says.

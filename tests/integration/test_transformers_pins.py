@@ -25,11 +25,6 @@ POLICIES = [LruSlotPolicy, ConsumedSlotPolicy, AdaptiveSlotPolicy]
 LENGTHS = (BLOCK, 2 * BLOCK - 1, 2 * BLOCK)
 
 
-@pytest.fixture(scope="module")
-def nemotron():
-    return subject("nemotron_h")
-
-
 def small(one, *, slots=6, blocks=24, share=0.5, **settings):
     """A cache that a few prompts fill, and the clock of its pins."""
     clock = ManualClock()

@@ -10,7 +10,7 @@ import torch
 import transformers
 from chats import CHATML, make_tokenizer
 from transformers import cache_utils
-from transformers_rig import BLOCK, GREEDY, assert_same, cached, make_cache, make_model, plain, text
+from transformers_rig import GREEDY, assert_same, cached, make_cache, make_model, plain
 
 from mamba_cache.errors import (
     BudgetError,
@@ -20,21 +20,6 @@ from mamba_cache.errors import (
     StepOrderError,
     UnsupportedVersionError,
 )
-
-
-@pytest.fixture
-def model():
-    return make_model("nemotron_h")
-
-
-@pytest.fixture
-def cache(model):
-    return make_cache(model)
-
-
-@pytest.fixture
-def prompt(generator):
-    return text(generator, 4 * BLOCK + 3)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from sources import ROOT
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-
-PAGE = (ROOT / "docs" / "explanation" / "guarantees.md").read_text(encoding="utf-8")
 
 NOTICED = "noticed"
 """The call raises ModelChangedError."""
@@ -63,13 +59,6 @@ def kind(name, outcome, *, kinds=KINDS, **others):
         return change
 
     return add
-
-
-def rows_of_the_page():
-    """The kinds that docs/explanation/guarantees.md lists, with their outcomes."""
-    outcomes = "noticed|keyed|bypassed|refused|harmless"
-    rows = re.findall(rf"^\| \*({outcomes})\*[^|]*\| ([^|]+) \|", PAGE, re.MULTILINE)
-    return {name: outcome for outcome, names in rows for name in names.split("; ")}
 
 
 def head(model):
