@@ -2,10 +2,8 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from align_engine import Engine
 from align_rig import HostWorld, ResidentWorld, SlotWorld, check_worlds
 from align_states import Group, Model, models
 from hypothesis import given
@@ -41,47 +39,3 @@ def test_kernels_leave_what_the_rules_leave(groups, is_ds, block_size, num_draft
     worlds = HostWorld, partial(ON_DEVICE, by_kind=True), world
     worlds = [partial(world, backend="triton") for world in worlds]
     check_worlds(model, seed, range(seed, seed + 6), worlds)
-
-
-def test_drawn_steps_have_all_that_can_happen():
-    """Requests of every kind, batches up to 64 with rows missing, and moves of every kind."""
-    model = Model(block_size=4, num_drafts=4, max_requests=64)
-    happened = set()
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        engine = Engine(model)
-        for _ in range(8):
-            step = engine.schedule(rng)
-            happened |= set(kinds_of(step, engine))
-            engine.advance(step)
-    assert happened == {
-        "fresh", "cached", "resumed", "preempted", "preempted by force", "finished", "idle request",
-        "many requests", "no request", "crossing", "shift in a column", "several columns",
-    }  # fmt: skip
-
-
-def kinds_of(step, engine):
-    """Names what happens in a step."""
-    block_size = step.model.block_size
-    for request in step.added:
-        yield "cached" if request.num_computed_tokens else "fresh"
-    for name in ("resumed", "preempted", "finished"):
-        if getattr(step, name):
-            yield name
-    if step.resumed and not step.preempted:
-        yield "preempted by force"
-    if len(step.batch) < len(engine.running):
-        yield "idle request"
-    if len(step.batch) > 48:
-        yield "many requests"
-    if not step.batch:
-        yield "no request"
-    for request in step.batch:
-        before, after = request.num_computed_tokens, step.tokens_after(request)
-        column = step.running_column(request)
-        if after // block_size > before // block_size:
-            yield "crossing"
-        if after // block_size - 1 == column and step.accepted(request) > 1:
-            yield "shift in a column"
-        if after - before > 2 * block_size - 2:
-            yield "several columns"

@@ -210,7 +210,7 @@ def random_tokens(count, seed):
     return [drawn.randrange(2, VOCABULARY) for _ in range(count)]
 
 
-def serve(engine, *, with_preemptions=True):
+def serve(engine):
     """Asks cold, hit, branch and mixed; then more at once than a ``TIGHT`` engine has room for."""
     block = engine.cache_config.block_size
     first = random_tokens(2 * block + 70, 1)
@@ -221,8 +221,7 @@ def serve(engine, *, with_preemptions=True):
         "mixed", first + random_tokens(20, 3), random_tokens(block + 30, 4), random_tokens(9, 5),
         first[: 2 * block] + random_tokens(9, 6),
     )  # fmt: skip
-    if with_preemptions:
-        engine.ask("preempted", *(random_tokens(block - 4, 7 + place) for place in range(8)))
+    engine.ask("preempted", *(random_tokens(block - 4, 7 + place) for place in range(8)))
     return engine.answers
 
 
