@@ -61,7 +61,7 @@ class TensorChecksums:
         """Return the checksum of each tensor now, which are expected from then on. It waits."""
         if self._done is not None:
             self._done.synchronize()
-        self._measure(compares=False)
+        self._measure(None)
         sums, plan = self._sums.cpu(), self._plan
         ends = [*plan.rests[1:], plan.num_chunks]
         return [
@@ -72,24 +72,22 @@ class TensorChecksums:
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
         """Begin to compare the tensors with what is expected."""
         if self._done is None:
-            self._measure(stride, phase)
+            self._measure(self._changed, stride, phase)
             return
         # On a stream of its own: what the caller waits for next need not wait for this as well.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            self._measure(stride, phase)
+            self._measure(self._changed, stride, phase)
             self._verdict.copy_(self._changed, non_blocking=True)
             self._done.record(self._stream)
 
-    def _measure(self, stride: int = 1, phase: int = 0, *, compares: bool = True) -> None:
+    def _measure(self, changed: torch.Tensor | None, stride: int = 1, phase: int = 0) -> None:
         for tensor, copy in self._gapped:
             copy.copy_(tensor.detach())
         self._changed.zero_()
         heads, chunks = len(self._plan.parts), self._plan.num_chunks
         others = range(heads + phase, chunks, stride)
-        self._kernel(
-            self._plan, compares, self._entry, self._changed, slice(0, 1), heads, others, chunks
-        )
+        self._kernel(self._plan, self._entry, changed, slice(0, 1), heads, others, chunks)
 
     def is_unchanged(self) -> bool:
         """Say whether all that ``start`` compared was as expected. It waits for that."""
@@ -156,32 +154,23 @@ class EntryChecksums:
         sizes = [(len(x), math.prod(x.shape[2:]) * x.element_size()) for x in tensors]
         return sum(layers * -(-size // CHUNK_BYTES) for layers, size in sizes)
 
-    def write(self, entries: torch.Tensor, which: slice, chunks: slice) -> None:
-        """Write the checksums of a part of some entries to their rows."""
-        self._measure(False, entries, entries, which, chunks)
+    def measure(
+        self,
+        entries: torch.Tensor,
+        which: slice,
+        chunks: slice,
+        changed: torch.Tensor | None = None,
+    ) -> None:
+        """Write the checksums of a part of some entries to their rows.
+
+        With ``changed`` compare them with those there, and write 1 for each entry that differs.
+        """
+        others = range(chunks.start, chunks.stop)
+        self._kernels.checksum(self._plan, entries, changed, which, 0, others, self._programs)
 
     def fetch(self, entries: torch.Tensor, sums: torch.Tensor, which: slice) -> None:
         """Copy the checksums of entries from their rows, all at once.
 
-        ``compare`` reads them one at a time, and would wait for the link at each.
+        A comparison reads them one at a time, and would wait for the link at each.
         """
         self._kernels.fetch_checksums(self._plan, entries, sums, which)
-
-    def compare(
-        self, entries: torch.Tensor, changed: torch.Tensor, which: slice, chunks: slice
-    ) -> None:
-        """Compare a part of some entries with their checksums."""
-        self._measure(True, entries, changed, which, chunks)
-
-    def _measure(
-        self,
-        compares: bool,
-        entries: torch.Tensor,
-        changed: torch.Tensor,
-        which: slice,
-        chunks: slice,
-    ) -> None:
-        others = range(chunks.start, chunks.stop)
-        self._kernels.checksum(
-            self._plan, compares, entries, changed, which, 0, others, self._programs
-        )

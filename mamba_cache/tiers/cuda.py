@@ -367,7 +367,7 @@ class CudaTransfers:
             for (entries, which, _, _, chunks), begins in zip(pieces, way.events, strict=False):
                 # Beside its own copies: all at once would stop the forward for a while.
                 way.launches.wait_event(begins)
-                entries.checksums.write(table, which, chunks)
+                entries.checksums.measure(table, which, chunks)
         self._summed.record(way.launches)
         way.copies.wait_event(self._summed)
         ended = _event(timed=True)
@@ -411,7 +411,7 @@ class CudaTransfers:
                 if arrived is way.events[0]:
                     for group, sums in zip(groups, expected, strict=True):
                         group.entries.checksums.fetch(table, sums, group.which)
-                entries.checksums.compare(table[len(jobs) :], changed, which, chunks)
+                entries.checksums.measure(table[len(jobs) :], which, chunks, changed)
             verdicts = _pinned((len(jobs),), torch.int32)
             verdicts.copy_(changed, non_blocking=True)
             ended = _event()

@@ -25,10 +25,10 @@ def measured(kernel, plan, stride=1, phase=0):
     sample = slice(0, 1), heads, range(heads + phase, plan.num_chunks, stride), plan.num_chunks
     entry = torch.tensor([[0, plan.sums.data_ptr()]], device=device)
     changed = torch.zeros(1, dtype=torch.int32, device=device)
-    kernel(plan, True, entry, changed, *sample)
+    kernel(plan, entry, changed, *sample)
     expected = plan.sums.clone()
     plan.sums.fill_(7)
-    kernel(plan, False, entry, changed, *sample)
+    kernel(plan, entry, None, *sample)
     sums = plan.sums.clone()
     plan.sums.copy_(expected)
     return sums, changed.item()
@@ -209,12 +209,12 @@ class Entries:
         return self.rows[:, self.sums_start :].view(torch.int64)
 
     def write(self, which=slice(0, 3), chunks=None):
-        self.checksums.write(self.table, which, chunks or slice(0, self.count))
+        self.checksums.measure(self.table, which, chunks or slice(0, self.count))
         self.wait()
 
     def compared(self, which=slice(0, 3), chunks=None):
         verdicts = torch.zeros(3, dtype=torch.int32, device=self.table.device)
-        self.checksums.compare(self.table, verdicts, which, chunks or slice(0, self.count))
+        self.checksums.measure(self.table, which, chunks or slice(0, self.count), verdicts)
         return verdicts.tolist()
 
     def wait(self):

@@ -193,8 +193,8 @@ class Journal:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
         self.rig = rig_of()
         for entries in self.rig.transfers._entries.values():
-            measure = entries.checksums._measure
-            entries.checksums._measure = lambda *a, m=measure: (self.add("launch", *a), m(*a))
+            measure = entries.checksums.measure
+            entries.checksums.measure = lambda *a, m=measure: (self.add("launch", *a), m(*a))
             fetch = entries.checksums.fetch
             entries.checksums.fetch = lambda *a, f=fetch: (self.add("fetch", *a), f(*a))
 
@@ -239,7 +239,7 @@ def journal(device, monkeypatch):
 def chunks_seen(launches):
     return [
         (entry, chunk)
-        for _, _, _, _, which, chunks in launches
+        for _, _, which, chunks, *_ in launches
         for entry in range(16)[which]
         for chunk in range(99)[chunks]
     ]

@@ -104,7 +104,6 @@ def _checksum_kernel(  # type: ignore[no-untyped-def]
     num_chunks,
     sums_start,
     num_programs,
-    COMPARES: tl.constexpr,
 ) -> None:
     # Each program walks through all chunks by steps: as many run as are launched, whatever there
     # is to do, so that the rest of the GPU is the forward's.
@@ -118,7 +117,7 @@ def _checksum_kernel(  # type: ignore[no-untyped-def]
         address = tl.load(chunk) + tl.load(entry) * tl.load(chunk + 1)
         num_bytes, is_wide = tl.load(chunk + 2), tl.load(chunk + 3)
         where = (row + sums_start + 8 * number).to(tl.pointer_type(tl.int64))
-        if COMPARES:
+        if changed is not None:
             expected = tl.load(where)  # perhaps across the link, while the bytes are read
             if _chunk_sum(address, num_bytes, is_wide) != expected:
                 tl.store(changed + first_entry + work // num_chunks, 1)
@@ -131,15 +130,14 @@ _launch = Launcher(_checksum_kernel)
 
 def checksum(
     plan: ChecksumPlan,
-    compares: bool,
     entries: torch.Tensor,
-    changed: torch.Tensor,
+    changed: torch.Tensor | None,
     which: slice,
     num_heads: int,
     others: range,
     programs: int,
 ) -> None:
-    """Write checksums of entries to their rows, or compare with those there. It does not wait.
+    """Do what the twin does, without waiting for the device.
 
     Any change of one word changes the sum of its chunk; other changes go unseen with a chance of
     about 2**-64. Which word stands where matters, and where the tensor lies does not.
@@ -151,7 +149,7 @@ def checksum(
     programs = min(programs, num_work)
     _launch(
         entries.get_device(),
-        compares,
+        changed is None,
         (programs, 1, 1),
         plan.chunks,
         entries,
@@ -164,7 +162,6 @@ def checksum(
         num_chunks,
         plan.sums_start,
         programs,
-        compares,
         num_warps=NUM_WARPS,
     )
 

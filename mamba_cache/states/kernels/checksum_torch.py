@@ -96,15 +96,14 @@ def plan_checksums(
 
 def checksum(  # noqa: PLR0917 - the kernel's signature
     plan: ChecksumPlan,
-    compares: bool,
     entries: torch.Tensor,
-    changed: torch.Tensor,
+    changed: torch.Tensor | None,
     which: slice,
     num_heads: int,
     others: range,
     programs: int,
 ) -> None:
-    """Write checksums of entries to their rows, or compare with those there.
+    """Write checksums of entries to their rows, or with ``changed`` compare with those there.
 
     Of each of ``entries[which]`` (its place in the parts, and the address of its row) the chunks
     are the first ``num_heads`` and ``others``. ``programs`` is without meaning here.
@@ -116,10 +115,10 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
         if sums is None:
             found = found.cpu()
             sums = _memory(row + plan.sums_start, 8 * plan.num_chunks).view(torch.int64)
-        if compares:
-            changed[entry] |= (sums[numbers] != found).any()
-        else:
+        if changed is None:
             sums[numbers] = found
+        else:
+            changed[entry] |= (sums[numbers] != found).any()
 
 
 def _measure(
