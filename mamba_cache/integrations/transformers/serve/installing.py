@@ -39,7 +39,6 @@ __all__ = ["install", "installed", "uninstall"]
 _SERVING = "transformers.cli.serving"
 _NEEDED = ("transformers", "accelerate", "fastapi", "openai", "prometheus_client", "uvicorn")
 
-_Make = Callable[[ServedModels, Any], Any]
 _Call = Callable[..., Awaitable[None]]
 """An ASGI application."""
 
@@ -111,16 +110,28 @@ def install(
     if _originals:
         raise StepOrderError("prefix caches are installed already: call uninstall() first")
     _check_extra()
-    found = [(*_find(path), make) for path, make in _REPLACEMENTS.items()]
+    found = [(*_find(path), substitute) for path, substitute in _REPLACEMENTS.items()]
     events = {"replay_endpoint": events_replay_endpoint, "mode": events_mode}
     served = ServedModels(
         settings, None if events_endpoint is None else _publishers(events_endpoint, events)
     )
     _installed.append(served)
-    made = [(owner, name, make(served, vars(owner)[name])) for owner, name, make in found]
-    for owner, name, substitute in made:
-        _originals.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, substitute)
+    for owner, name, substitute in found:
+        original = vars(owner)[name]
+        _originals.append((owner, name, original))
+        setattr(owner, name, _substitute(substitute, served, original))
+
+
+def _substitute(substitute: Callable[..., Any], served: ServedModels, original: Any) -> Any:
+    """Return what stands in the place of a function, static method or class of the server."""
+    is_static = isinstance(original, staticmethod)
+    called = original.__func__ if is_static else original
+
+    @wraps(called, updated=())
+    def call(*args: Any, **kw: Any) -> Any:
+        return substitute(served, called, *args, **kw)
+
+    return staticmethod(call) if is_static else call
 
 
 def uninstall() -> None:
@@ -179,19 +190,20 @@ def _find(path: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _generate(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A manager of generations, whose calls of ``model.generate`` go through the model's cache."""
-
-    @wraps(original)
-    def generate(
-        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
-    ) -> Any:
-        if has_librarys_loop(model):
-            # Before a stream begins, so that the status of the answer can still say it.
-            _reader(model, processor).check(gen_config, inputs["input_ids"].shape[-1])
-        return original(self, served.asked(model), processor, inputs, gen_config, *args, **kw)
-
-    return generate
+def _generate(
+    served: ServedModels,
+    original: Callable[..., Any],
+    manager: Any,
+    model: Any,
+    *asked: Any,
+    **kw: Any,
+) -> Any:
+    """Have a manager of generations call ``model.generate`` through the model's cache."""
+    processor, inputs, gen_config = asked
+    if has_librarys_loop(model):
+        # Before a stream begins, so that the status of the answer can still say it.
+        _reader(model, processor).check(gen_config, inputs["input_ids"].shape[-1])
+    return original(manager, served.asked(model), *asked, **kw)
 
 
 def _reader(model: Any, processor: Any) -> AnswerSettingsReader:
@@ -199,24 +211,21 @@ def _reader(model: Any, processor: Any) -> AnswerSettingsReader:
     return AnswerSettingsReader(model, tokenizer, {}, tries_processors=True)
 
 
-def _resolve_model(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What finds a request's model: text for a model of text and images needs its tokenizer alone.
+def _resolve_model(
+    served: ServedModels, original: Callable[..., Any], handler: Any, body: dict[str, Any]
+) -> tuple[str, Any, Any]:
+    """Find a request's model: text for a model of text and images needs its tokenizer alone.
 
     The library batches what a tokenizer reads, and nothing that a processor of images reads.
     """
-
-    @wraps(original)
-    def resolve_model(self: Any, body: dict[str, Any]) -> tuple[str, Any, Any]:
-        name, model, processor = original(self, body)
-        tokenizer = getattr(processor, "tokenizer", None)
-        is_batched = getattr(self.generation_state, "_continuous_batching", False)
-        if is_batched and getattr(tokenizer, "chat_template", None) and _is_text(body):
-            one = served.find(model)
-            if one is not None and one.batches() is not None:
-                return name, model, tokenizer
-        return name, model, processor
-
-    return resolve_model
+    name, model, processor = original(handler, body)
+    tokenizer = getattr(processor, "tokenizer", None)
+    is_batched = getattr(handler.generation_state, "_continuous_batching", False)
+    if is_batched and getattr(tokenizer, "chat_template", None) and _is_text(body):
+        one = served.find(model)
+        if one is not None and one.batches() is not None:
+            return name, model, tokenizer
+    return name, model, processor
 
 
 def _is_text(body: dict[str, Any]) -> bool:
@@ -234,38 +243,32 @@ def _is_one_text(content: Any) -> bool:
     return len(content) == 1 and isinstance(content[0], dict) and content[0].get("type") in _TEXT
 
 
-def _use_batches(served: ServedModels, original: Callable[..., bool]) -> Callable[..., bool]:
-    """The choice of continuous batching: a hybrid model has it where its cache can."""
-
-    @wraps(original)
-    def use_continuous_batching(self: Any, model: Any, modality: Any) -> bool:
-        if not original(self, model, modality):
-            return False
-        one = served.find(model)
-        return one is None or one.prepare() is None or one.batches() is not None
-
-    return use_continuous_batching
+def _use_batches(
+    served: ServedModels, original: Callable[..., bool], state: Any, model: Any, modality: Any
+) -> bool:
+    """Choose continuous batching for a hybrid model where its cache can."""
+    if not original(state, model, modality):
+        return False
+    one = served.find(model)
+    return one is None or one.prepare() is None or one.batches() is not None
 
 
-def _init_batches(served: ServedModels, original: Callable[..., None]) -> Callable[..., None]:
-    """What makes the manager of batches: that of the model's cache, if it has one."""
-
-    @wraps(original)
-    def init_cb(self: Any, model: Any, gen_config: Any) -> None:
-        one = served.find(model)
-        cache = None if one is None else one.batches()
-        if one is None or cache is None:
-            original(self, model, gen_config)
-        elif self._cb is None or self._cb is not one.manager:  # it was of a model since unloaded
-            self._cb = one.manager = BatchManager(
-                cache,
-                _describe_arrival,
-                getattr(self, "_cb_config", None),
-                max_sequence_length=one.max_sequence_length,
-            )
-            self._cb.start()
-
-    return init_cb
+def _init_batches(
+    served: ServedModels, original: Callable[..., None], manager: Any, model: Any, gen_config: Any
+) -> None:
+    """Make the manager of batches: that of the model's cache, if it has one."""
+    one = served.find(model)
+    cache = None if one is None else one.batches()
+    if one is None or cache is None:
+        original(manager, model, gen_config)
+    elif manager._cb is None or manager._cb is not one.manager:  # it was of a model since unloaded
+        manager._cb = one.manager = BatchManager(
+            cache,
+            _describe_arrival,
+            getattr(manager, "_cb_config", None),
+            max_sequence_length=one.max_sequence_length,
+        )
+        manager._cb.start()
 
 
 _arriving: ContextVar[tuple[Any, Any, Any]] = ContextVar("_arriving")
@@ -297,39 +300,32 @@ def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
     )
 
 
-def _batched(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A manager of batches, which hands on no more of a configuration than two lengths."""
-
-    @wraps(original)
-    def generate(
-        self: Any, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
-    ) -> Any:
-        _arriving.set((model, gen_config, processor))
-        return original(self, model, processor, inputs, gen_config, *args, **kw)
-
-    return generate
+def _batched(
+    _: ServedModels, original: Callable[..., Any], manager: Any, *asked: Any, **kw: Any
+) -> Any:
+    """Note what a manager of batches does not hand on: of a configuration it takes two lengths."""
+    model, processor, _inputs, gen_config = asked
+    _arriving.set((model, gen_config, processor))
+    return original(manager, *asked, **kw)
 
 
-def _handle_request(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler's method, whose request is known to all that it calls."""
-
-    @wraps(original)
-    async def handle_request(self: Any, body: dict[str, Any], request_id: str) -> Any:
-        salt = salt_of(salt_values.get(), body.get("user"))
-        self._unused_fields = getattr(self, "_unused_fields", set()) - {"user"}  # it is the salt
-        request = ServedRequest(self, body, salt)
-        current_request.set(request)
-        try:
-            return await original(self, body, request_id)
-        except InvalidArgumentError as error:
-            raise _http_error(error) from error
-        except RuntimeError as error:
-            # The library's, which names no status, for an output of a batch with an error.
-            if request.error is None or type(error) is not RuntimeError:
-                raise
-            raise _http_error(request.error) from error
-
-    return handle_request
+async def _handle_request(
+    _: ServedModels, original: Callable[..., Any], handler: Any, body: dict[str, Any], name: str
+) -> Any:
+    """Handle a request that is known to all that is called."""
+    salt = salt_of(salt_values.get(), body.get("user"))
+    handler._unused_fields = getattr(handler, "_unused_fields", set()) - {"user"}  # it is the salt
+    request = ServedRequest(handler, body, salt)
+    current_request.set(request)
+    try:
+        return await original(handler, body, name)
+    except InvalidArgumentError as error:
+        raise _http_error(error) from error
+    except RuntimeError as error:
+        # The library's, which names no status, for an output of a batch with an error.
+        if request.error is None or type(error) is not RuntimeError:
+            raise
+        raise _http_error(request.error) from error
 
 
 def _http_error(error: BaseException) -> Exception:
@@ -340,102 +336,68 @@ def _http_error(error: BaseException) -> Exception:
     return made
 
 
-def _build_config(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes a configuration of a body."""
-
-    @wraps(original)
-    def build_generation_config(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except Exception as error:  # whatever a value of a wrong type leads to
-            raise InvalidArgumentError(
-                f"the request's settings cannot be read: {str(error) or repr(error)}"
-            ) from error
-
-    return build_generation_config
+def _build_config(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Make a configuration of a body."""
+    try:
+        return original(*args, **kw)
+    except Exception as error:  # whatever a value of a wrong type leads to
+        raise InvalidArgumentError(
+            f"the request's settings cannot be read: {str(error) or repr(error)}"
+        ) from error
 
 
-def _read_messages(_: ServedModels, original: Any) -> Any:
-    """The function that makes a chat of a body, remembering the chat."""
-    read = original.__func__
-
-    @wraps(read)
-    def read_messages(*args: Any, **kwargs: Any) -> Any:
-        messages = read(*args, **kwargs)
-        request = current_request.get()
-        if request is not None:
-            request.messages = messages
-        return messages
-
-    return staticmethod(read_messages)
+def _read_messages(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Make a chat of a body, and remember it."""
+    messages, request = original(*args, **kw), current_request.get()
+    if request is not None:
+        request.messages = messages
+    return messages
 
 
-def _usage(_: ServedModels, original: Any) -> Callable[..., Any]:
-    """What counts the tokens of a completion, the cached ones among them."""
+def _usage(_: ServedModels, original: Callable[..., Any], **counts: Any) -> Any:
+    """Count the tokens of a completion, the cached ones among them."""
+    request = current_request.get()
+    if request is not None and request.cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": request.cached_tokens}
+    return original(**counts)
 
-    @wraps(original, updated=())
-    def usage(**counts: Any) -> Any:
-        request = current_request.get()
-        if request is not None and request.cached_tokens is not None:
-            counts["prompt_tokens_details"] = {"cached_tokens": request.cached_tokens}
-        return original(**counts)
 
+def _response_usage(_: ServedModels, original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    """Count the tokens of a response, likewise."""
+    usage, request = original(*args, **kw), current_request.get()
+    if request is not None and request.cached_tokens is not None:
+        usage.input_tokens_details.cached_tokens = request.cached_tokens
     return usage
 
 
-def _response_usage(_: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What counts the tokens of a response, likewise."""
-
-    @wraps(original)
-    def compute_usage(*args: Any, **kwargs: Any) -> Any:
-        usage, request = original(*args, **kwargs), current_request.get()
-        if request is not None and request.cached_tokens is not None:
-            usage.input_tokens_details.cached_tokens = request.cached_tokens
-        return usage
-
-    return compute_usage
+def _load(
+    served: ServedModels, original: Callable[..., None], timed: Any, *args: Any, **kw: Any
+) -> None:
+    """Load a model."""
+    original(timed, *args, **kw)
+    served.add(timed.model)
 
 
-def _load(served: ServedModels, original: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of a loaded model."""
-
-    @wraps(original)
-    def load(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        served.add(self.model)
-
-    return load
+def _unload(served: ServedModels, original: Callable[..., None], timed: Any) -> None:
+    """Unload it: the cache goes first, for the method then collects garbage."""
+    served.drop(getattr(timed, "model", None))
+    original(timed)
 
 
-def _unload(served: ServedModels, original: Callable[..., None]) -> Callable[..., None]:
-    """The method that unloads it: the cache goes first, for the method then collects garbage."""
-
-    @wraps(original)
-    def delete_model(self: Any) -> None:
-        served.drop(getattr(self, "model", None))
-        original(self)
-
-    return delete_model
-
-
-def _build_server(served: ServedModels, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes the application, with metrics and the salt's header."""
-
-    @wraps(original)
-    def build_server(model_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        app = original(model_manager, *args, **kwargs)
-        state = kwargs.get("generation_state")
-        if not getattr(state, "_continuous_batching", False):
-            # What is loaded before the server begins need not keep its first request waiting.
-            for timed in list(model_manager.loaded_models.values()):
-                one = served.find(timed.model)
-                if one is not None:
-                    one.prepare()
-        metrics = _metrics_app(lambda: dict(served.caches(model_manager.loaded_models)))
-        app.add_middleware(_entrance, metrics=metrics)
-        return app
-
-    return build_server
+def _build_server(
+    served: ServedModels, original: Callable[..., Any], manager: Any, *args: Any, **kw: Any
+) -> Any:
+    """Make the application, with metrics and the salt's header."""
+    app = original(manager, *args, **kw)
+    if not getattr(kw.get("generation_state"), "_continuous_batching", False):
+        # What is loaded before the server begins need not keep its first request waiting.
+        for timed in list(manager.loaded_models.values()):
+            one = served.find(timed.model)
+            if one is not None:
+                one.prepare()
+    metrics = _metrics_app(lambda: dict(served.caches(manager.loaded_models)))
+    app.add_middleware(_entrance, metrics=metrics)
+    return app
 
 
 def _metrics_app(caches: Callable[[], dict[str, PrefixCache]]) -> _Call:
@@ -468,7 +430,7 @@ def _entrance(app: _Call, metrics: _Call) -> _Call:
     return enter
 
 
-_REPLACEMENTS: dict[str, _Make] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "utils.GenerateManager.generate_streaming": _generate,
     "utils.GenerateManager.generate_non_streaming": _generate,
     "utils.BaseHandler._resolve_model": _resolve_model,
@@ -490,4 +452,4 @@ _REPLACEMENTS: dict[str, _Make] = {
     "response.compute_usage": _response_usage,
     "server.build_server": _build_server,
 }
-"""What of the server is replaced, and what makes the substitute."""
+"""What of the server is replaced, and by what: it gets the served models and the original first."""
