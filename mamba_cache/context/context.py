@@ -77,9 +77,6 @@ from mamba_cache.tiers.remote import RemoteTier
 
 __all__ = ["DynamicInferenceContext"]
 
-_FEW = 8
-"""So many requests are looked at one by one; operations on arrays take more to begin with."""
-
 
 class _Uncollected(NamedTuple):
     """A step whose tokens are not on the host yet."""
@@ -531,7 +528,7 @@ class DynamicInferenceContext:
         if group.ids:
             due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
             if len(due):
-                saving, crossing = self._give_blocks(work, due)
+                saving, crossing = rows.open_blocks(group, work.ends, due)
                 work = work._replace(crossing=crossing)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
@@ -554,44 +551,6 @@ class DynamicInferenceContext:
             preparer=self._preparer,
             device=self.device,
         )
-
-    def _give_blocks(self, work: DecodeWork, due: Int64Array) -> tuple[list[int], Int64Array]:
-        """Give decoding requests the blocks that they lack: at most one each."""
-        if len(due) <= _FEW:
-            return self._give_few_blocks(work, due.tolist())
-        rows, its_rows, ends = self.request_table, work.group.rows[due], work.ends[due]
-        lacks = ends > rows.num_blocks[its_rows] * self.block_size_tokens
-        if np.count_nonzero(lacks):
-            names = (work.group.ids[index] for index in due[lacks].tolist())
-            rows.grow_by_one(its_rows[lacks], int(np.maximum.reduce(ends[lacks])), names)
-        is_over = np.count_nonzero(rows.num_computed[its_rows] > rows.next_events[its_rows])
-        if is_over:
-            rows.expect_events(its_rows)
-        beyond, saves = ends - rows.next_events[its_rows], rows.saves_states[its_rows]
-        saving: list[int] = []
-        if np.count_nonzero(saves):
-            saving = due[(beyond > 0) & saves].tolist()
-        return saving, due[beyond > 1]
-
-    def _give_few_blocks(self, work: DecodeWork, due: list[int]) -> tuple[list[int], Int64Array]:
-        """Do the same one by one, which costs less than operations on arrays."""
-        rows = self.request_table
-        events = [(place, work.group.rows.item(place), work.ends.item(place)) for place in due]
-        size = self.block_size_tokens
-        lacking = [each for each in events if each[2] > rows.num_blocks.item(each[1]) * size]
-        if lacking:
-            names = (work.group.ids[place] for place, _, _ in lacking)
-            rows.grow_few_by_one(
-                [row for _, row, _ in lacking], max(end for _, _, end in lacking), names
-            )
-        saving, crossing = [], []
-        for place, row, end in events:
-            beyond = end - rows.expect_event(row)
-            if beyond > 0 and rows.saves_states[row]:
-                saving.append(place)
-            if beyond > 1:
-                crossing.append(place)
-        return saving, np.array(crossing, dtype=np.int64)
 
     def _begin(
         self,

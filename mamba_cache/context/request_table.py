@@ -28,6 +28,9 @@ __all__ = ["NO_REQUESTS", "DecodingGroup", "Int64Array", "RequestTable"]
 
 Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
+_FEW = 8
+"""So many requests are looked at one by one; operations on arrays take more to begin with."""
+
 
 class DecodingGroup:
     """Requests that decode together: the same from step to step, while none joins or leaves."""
@@ -280,19 +283,64 @@ class RequestTable:
         if lacks:
             self._append(row, held, self._allocate(missing, [name], num_tokens))
 
-    def grow_by_one(self, rows: Int64Array, num_tokens: int, names: Iterable[object]) -> None:
-        """Give each of several rows one block more, or none of them any."""
-        blocks = self._allocate(len(rows), names, num_tokens)
-        held = self.num_blocks[rows]
-        self.block_tables[rows, held] = blocks
-        self._stamp_rows(rows)
-        self.num_blocks[rows] = held + 1
+    def open_blocks(
+        self, group: DecodingGroup, ends: Int64Array, due: Int64Array
+    ) -> tuple[list[int], Int64Array]:
+        """Give decoding requests the blocks that they lack up to ``ends``: at most one each.
 
-    def grow_few_by_one(self, rows: list[int], num_tokens: int, names: Iterable[object]) -> None:
-        """Do the same for a few rows, one after the other once there are blocks for all."""
-        blocks = self._allocate(len(rows), names, num_tokens)
-        for row, block in zip(rows, blocks, strict=True):
-            self._append(row, self.num_blocks.item(row), [block])
+        Return which of those that are ``due`` save a state in this step, and which have tokens
+        beyond their current block.
+        """
+        if len(due) <= _FEW:
+            return self._open_few(group, ends, due.tolist())
+        rows, ends, size = group.rows[due], ends[due], self.block_size_tokens
+        lacks = ends > self.num_blocks[rows] * size
+        if np.count_nonzero(lacks):
+            growing, longest = rows[lacks], int(np.maximum.reduce(ends[lacks]))
+            names = (group.ids[place] for place in due[lacks].tolist())
+            blocks = self._allocate(len(growing), names, longest)
+            self.block_tables[growing, self.num_blocks[growing]] = blocks
+            self._stamp_rows(growing)
+            self.num_blocks[growing] += 1
+        computed = self.num_computed[rows]
+        if np.count_nonzero(computed > self.next_events[rows]):
+            current = computed // size
+            first = current * size
+            self.next_events[rows] = first + (size - 1)
+            places = self.block_tables[rows, current].astype(np.int64) * size
+            self.place_shifts[rows] = places - first
+        beyond, saves = ends - self.next_events[rows], self.saves_states[rows]
+        saving: list[int] = []
+        if np.count_nonzero(saves):
+            saving = due[(beyond > 0) & saves].tolist()
+        return saving, due[beyond > 1]
+
+    def _open_few(
+        self, group: DecodingGroup, ends: Int64Array, due: list[int]
+    ) -> tuple[list[int], Int64Array]:
+        """Do the same one by one, which costs a third of operations on arrays."""
+        size = self.block_size_tokens
+        events = [(place, group.rows.item(place), ends.item(place)) for place in due]
+        lacking = [each for each in events if each[2] > self.num_blocks.item(each[1]) * size]
+        if lacking:
+            names = (group.ids[place] for place, _, _ in lacking)
+            longest = max(end for _, _, end in lacking)
+            blocks = self._allocate(len(lacking), names, longest)
+            for (_, row, _), block in zip(lacking, blocks, strict=True):
+                self._append(row, self.num_blocks.item(row), [block])
+        saving, crossing = [], []
+        for place, row, end in events:
+            event, computed = self.next_events.item(row), self.num_computed.item(row)
+            if computed > event:
+                current = computed // size
+                event = current * size + (size - 1)
+                self.next_events[row] = event
+                self.place_shifts[row] = (self.block_tables.item(row, current) - current) * size
+            if end > event and self.saves_states[row]:
+                saving.append(place)
+            if end > event + 1:
+                crossing.append(place)
+        return saving, np.array(crossing, dtype=np.int64)
 
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
         """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""
@@ -363,26 +411,6 @@ class RequestTable:
     def blocks_of(self, row: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the blocks of a row: a view."""
         return self.block_tables[row, : self.num_blocks.item(row)]
-
-    def expect_events(self, rows: Int64Array) -> None:
-        """Set ``next_events`` and ``place_shifts`` of decoding rows that have all their blocks."""
-        size = self.block_size_tokens
-        blocks = self.num_computed[rows] // size
-        first = blocks * size
-        self.next_events[rows] = first + (size - 1)
-        self.place_shifts[rows] = self.block_tables[rows, blocks].astype(np.int64) * size - first
-
-    def expect_event(self, row: int) -> int:
-        """Do the same for one row, if its last event is over; return its next one."""
-        event, computed = self.next_events.item(row), self.num_computed.item(row)
-        if computed <= event:
-            return event
-        size = self.block_size_tokens
-        block = computed // size
-        event = block * size + (size - 1)
-        self.next_events[row] = event
-        self.place_shifts[row] = (self.block_tables.item(row, block) - block) * size
-        return event
 
     def append_token(self, rows: Int64Array, tokens: Int64Array) -> Int64Array:
         """Append one sampled token to each row; return how many it had before."""

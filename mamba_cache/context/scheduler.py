@@ -213,22 +213,16 @@ class Scheduler(Generic[_Request]):
             self._fill_step()
         drafts = self._propose(self._with_status(RequestStatus.DECODING)) if self._propose else {}
         while self._has_work():
-            step, shortage = self._try_to_begin(drafts)
-            if shortage is None:
-                return step
+            holds_back = self.is_lockstep and self._context.request_table.scheduled_rows
+            try:
+                return self._context.begin_step(() if holds_back else None, drafts=drafts or None)
+            except BlockCapacityError as error:
+                shortage = error
             if drafts:
                 drafts = {}  # a guess is not worth another request's place
             else:  # chunks have their blocks: a decoding request lacks one
                 self._make_room(self._with_status(RequestStatus.DECODING)[-1], shortage)
         return None
-
-    def _try_to_begin(self, drafts: _Drafts) -> tuple[Step | None, BlockCapacityError | None]:
-        try:
-            holds_back = self.is_lockstep and self._context.request_table.scheduled_rows
-            decode_ids = () if holds_back else None
-            return self._context.begin_step(decode_ids, drafts=drafts or None), None
-        except BlockCapacityError as error:
-            return None, error
 
     def _prefetch(self) -> None:
         """Have disk and store bring what they have of queued requests; steps go on meanwhile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -121,8 +122,6 @@ class Step:
         metadata: What the model's layers read.
     """
 
-    __slots__ = ("_decodes", "_described", "_prefills", "_requests", "metadata")
-
     def __init__(
         self,
         decodes: DecodeWork,
@@ -131,29 +130,23 @@ class Step:
     ) -> None:
         self._decodes = decodes
         self._prefills = prefills
-        self._described: tuple[ScheduledRequest, ...] | None = None
-        self._requests: tuple[ScheduledRequest, ...] | None = None
         self.metadata = metadata
 
     def __repr__(self) -> str:
         return f"Step(requests={self.requests!r})"
 
-    @property
+    @cached_property
     def requests(self) -> tuple[ScheduledRequest, ...]:
         """The batch in the order of the metadata's rows: decodes first, then prefills.
 
         It is made when it is first read.
         """
-        if self._requests is None:
-            self._requests = (*self._decodes.describe(), *self.prefills)
-        return self._requests
+        return (*self._decodes.describe(), *self.prefills)
 
-    @property
+    @cached_property
     def prefills(self) -> tuple[ScheduledRequest, ...]:
         """The chunks of prompts, which come last in the batch; made when they are first read."""
-        if self._described is None:
-            self._described = tuple(_describe_chunk(*each) for each in self._prefills)
-        return self._described
+        return tuple(_describe_chunk(*each) for each in self._prefills)
 
     @property
     def decode_rows(self) -> Int64Array:

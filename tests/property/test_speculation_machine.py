@@ -3,21 +3,21 @@
 from example_counts import examples
 from speculation_machine import SpeculationMachine
 
-from mamba_cache.context import context as context_module
+from mamba_cache.context import request_table
 
 
 class WholeArraysMachine(SpeculationMachine):
     """Requests are given blocks by whole arrays, as otherwise only many at once are."""
 
-    few = context_module._FEW
+    few = request_table._FEW
 
     def __init__(self):
         super().__init__()
-        context_module._FEW = 0
+        request_table._FEW = 0
 
     def teardown(self):
         super().teardown()
-        context_module._FEW = self.few
+        request_table._FEW = self.few
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase

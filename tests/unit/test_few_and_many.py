@@ -69,14 +69,14 @@ def steps_of_many(seed, num_requests, num_drafts, *, saves):
 def test_requests_get_their_blocks_and_checkpoints(monkeypatch, num_drafts, saves):
     found = []
     for few in (*COUNTS, 2):
-        monkeypatch.setattr("mamba_cache.context.context._FEW", few)
+        monkeypatch.setattr("mamba_cache.context.request_table._FEW", few)
         found.append(steps_of_many(3, 6, num_drafts, saves=saves))
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("few", COUNTS)
 def test_requests_that_lack_blocks_are_named(monkeypatch, few):
-    monkeypatch.setattr("mamba_cache.context.context._FEW", few)
+    monkeypatch.setattr("mamba_cache.context.request_table._FEW", few)
     context = make_context(make_config(num_kv_blocks=3, max_requests=3))
     for name in ("a", "b", "c"):
         context.add_request(Request(request_id=name, prompt_tokens=range(1, BLOCK + 1)))

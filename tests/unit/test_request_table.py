@@ -1,10 +1,13 @@
 """Rows and KV blocks of requests: what each is given, that all of it is given back, and tokens."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.config import CacheConfig
+from mamba_cache.context import request_table
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.errors import BlockCapacityError, InvariantError
 
@@ -48,27 +51,36 @@ def test_a_row_that_no_request_has_holds_no_blocks(rows):
         rows.check_rows([])
 
 
-def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
-    taken = np.array([rows.take([], BLOCK, name) for name in "ab"])
+def open_blocks(rows, its_rows, end):
+    group = SimpleNamespace(rows=np.array(its_rows), ids="abc"[: len(its_rows)])
+    places = np.arange(len(its_rows))
+    return rows.open_blocks(group, np.full_like(places, end), places)
+
+
+@pytest.mark.parametrize("few", [0, 8])
+def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks, few, monkeypatch):
+    monkeypatch.setattr(request_table, "_FEW", few)
+    taken = [rows.take([], BLOCK, name) for name in "ab"]
     stamps = rows.table_stamps.copy()
-    rows.grow_by_one(taken, BLOCK + 1, "ab")
+    open_blocks(rows, taken, BLOCK + 1)
     assert rows.num_blocks.tolist() == [2, 2, 0]
     assert (rows.table_stamps > stamps).tolist() == [True, True, False]
     rows.check_rows([0, 1])
     kv_blocks.allocate_memory_blocks(kv_blocks.num_free_blocks - 1)
     before = arrays(rows)
     with pytest.raises(BlockCapacityError, match="for request 'a', 'b', of up to 9 tokens"):
-        rows.grow_by_one(taken, 2 * BLOCK + 1, "ab")
+        open_blocks(rows, taken, 2 * BLOCK + 1)
     assert arrays(rows) == before
 
 
-def test_where_keys_go_is_exact_in_64_bits(kv_blocks):
+@pytest.mark.parametrize("few", [0, 8])
+def test_where_keys_go_is_exact_in_64_bits(kv_blocks, few, monkeypatch):
     """Neither int32 nor the 53 bits of a float hold the largest."""
+    monkeypatch.setattr(request_table, "_FEW", few)
     block, size = 2**31 - 1, 2**23 + 1
     rows = make_rows(kv_blocks, 1, 1, size)
     rows.block_tables[0, 0] = block
-    rows.expect_events(np.array([0]))
-    assert rows.place_shifts.tolist() == [block * size]
-    rows.place_shifts[0], rows.next_events[0], rows.num_computed[0] = 0, -1, 0
-    assert rows.expect_event(0) == size - 1
+    rows.num_blocks[0], rows.next_events[0] = 1, -1
+    open_blocks(rows, [0], 1)
+    assert rows.next_events.tolist() == [size - 1]
     assert rows.place_shifts.tolist() == [block * size]
