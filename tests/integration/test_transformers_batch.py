@@ -339,8 +339,8 @@ def test_models_that_are_not_served():
 def test_attention_that_is_computed_otherwise_in_a_batch_is_noticed(nemotron, monkeypatch):
     right = paged_attention_torch.paged_attention
 
-    def forgetful(query, keys, values, tables, places, lengths, scale):
-        return right(query, keys, values, tables, places, lengths.clamp(max=2), scale)
+    def forgetful(query, keys, values, tables, places, starts, lengths, scale):
+        return right(query, keys, values, tables, places, starts.clamp(max=1), lengths, scale)
 
     monkeypatch.setattr(paged_attention_torch, "paged_attention", forgetful)
     cache = nemotron.cache()

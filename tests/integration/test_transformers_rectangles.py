@@ -19,9 +19,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model
 
 from mamba_cache import Request
-from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles
+from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles, sizes
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
-from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep, split_rows
+from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep
+from mamba_cache.integrations.transformers.batching.sizes import split_rows
 from mamba_cache.integrations.transformers.layers import read_layers
 
 REFUSED = ("inkling", "kimi_linear", "bailing_hybrid")
@@ -40,7 +41,7 @@ class Rows:
     def __init__(self, name, monkeypatch):
         compute_in_double(monkeypatch)
         # All rows of a step in one rectangle, however much padding that takes.
-        monkeypatch.setitem(rectangles._FORWARD_TOKENS, "cpu", (10**6, 10**6))
+        monkeypatch.setitem(sizes._FORWARD_TOKENS, "cpu", (10**6, 10**6))
         model = make_model(name).double()
         model.set_experts_implementation("eager")  # the default knows no float64
         cache = make_cache(model, max_requests=8, segment_tokens=32 * BLOCK)
@@ -370,6 +371,28 @@ def test_rows_are_divided_so_that_they_take_the_least(seed):
     assert cost(found) == min(map(cost, everything))
 
 
+def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured():
+    """On a GPU 2,048 tokens are taken for as long as launches until both are measured."""
+    costs = sizes.RectangleCosts(torch.device("cuda"))
+    assert [costs.captured(*size, 8192) for size in ((1, 65), (1, 2048), (3, 70), (5, 300))] == [
+        (1, 128), (1, 2048), (4, 128), None,
+    ]  # fmt: skip
+    assert costs.captured(1, 65, 100) is None
+    assert costs.captured(65, 1, 8192) is costs.captured(1, 9000, 8192) is None
+    few = costs.sizes(8192)
+    assert max(rows * own for rows, own in few) == 2048
+    lengths = [300] * 16
+    assert [*costs.split(lengths, 8192, 8192)] == [(0, 16)]
+    costs._launch_seconds, costs._token_seconds = 0.1, 0.1 / 8000
+    assert {*few} < {*costs.sizes(8192)}
+    assert costs.captured(5, 300, 8192) == (8, 384)
+    assert costs.captured(32, 256, 8192) is None  # longer on the GPU than its launches
+    # Ten rows of one length and two long ones: a launch costs more than their padding.
+    assert [*costs.split([384] * 2 + [128] * 10, 8192, 0)] == [(0, 12)]
+    costs._launch_seconds = 0.001
+    assert [*costs.split([384] * 2 + [128] * 10, 8192, 0)] == [(0, 2), (2, 12)]
+
+
 def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
     one, shapes, forward = subject("nemotron_h"), [], PrefillStep.forward
 
@@ -378,7 +401,7 @@ def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
         return forward(self, shape, inputs)
 
     monkeypatch.setattr(PrefillStep, "forward", noted)
-    monkeypatch.setitem(rectangles._FORWARD_TOKENS, "cpu", (10**6, 0))
+    monkeypatch.setitem(sizes._FORWARD_TOKENS, "cpu", (10**6, 0))
     cache, prompts = one.cache(), prompts_of(generator, 5, 30, 9, 14, 21, 2)
     cache.prepare_batches()
     shapes.clear()
@@ -414,7 +437,7 @@ def test_batches_with_a_gpus_kernels_answer_as_with_their_twins(family, generato
         found.append([answers(batch(cache, one, max_new_tokens=3)) for one in rounds])
         assert cache.stats().hits
     assert found[0] == found[1]
-    assert all(launched[name] for name in ("chunk_attention", "paged_attention", "write_tokens"))
+    assert all(launched[name] for name in ("paged_attention", "write_tokens"))
 
 
 def _count(counts, name, launch, *args):

@@ -119,40 +119,29 @@ def align_plans():
     ]
 
 
-def attention(dtype, group, head_dim, block):
-    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    types |= dict.fromkeys(("sums", "peaks", "totals"), "*fp32")
-    types |= {"tables": "*i32", "places": "*i64", "lengths": "*i32", "scale": "fp32"}
-    constants = {
-        "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": triton.next_power_of_2(max(group, 16)),
-        "HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(max(head_dim, 16)),
-        "BLOCK": block, "TILE": paged_attention._TILE, "SPLITS": 2,
-    }  # fmt: skip
-    aligned = ("query", "keys", "values", "query_stride", "token_stride")
-    kernel = paged_attention._attend_kernel
-    made = build(kernel, types, constants, aligned=aligned, num_warps=4)
-    return ["mma" in made.asm["ptx"], made.metadata.shared, spilled(made)]
-
-
-def attention_of_chunks(dtype, group, head_dim, block):
+def attention(dtype, queries, group, head_dim, block, splits):
     types = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
+    types |= dict.fromkeys(("sums", "peaks", "totals"), "*fp32")
     types |= dict.fromkeys(("places", "starts", "lengths"), "*i64")
     types |= {"tables": "*i32", "scale": "fp32"}
     head_pad = triton.next_power_of_2(max(head_dim, 16))
     constants = {
-        "KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_PAD": head_pad,
-        "BLOCK": block, "QUERIES": paged_attention._QUERIES, "TILE": paged_attention._TILE,
+        "KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "HEAD_PAD": head_pad, "BLOCK": block,
+        "QUERIES": queries, "TILE": paged_attention._TILE, "SPLITS": splits,
     }  # fmt: skip
-    aligned = ("query", "keys", "values", "output", "row_stride", "head_stride", "query_stride")
-    kernel, warps = paged_attention._chunk_kernel, paged_attention._num_warps(head_pad)
-    aligned = (*aligned, "token_stride")
+    aligned = ("query", "keys", "values", "output", "sums", "row_stride", "head_stride")
+    aligned = (*aligned, "query_stride", "token_stride")
+    kernel, warps = paged_attention._attend_kernel, paged_attention._num_warps(queries, head_pad)
     made = build(kernel, types, constants, aligned=aligned, num_warps=warps)
     return ["mma" in made.asm["ptx"], made.metadata.shared, spilled(made)]
 
 
 def combination():
     types = {"sums": "*fp32", "peaks": "*fp32", "totals": "*fp32", "output": "*bf16"}
-    constants = {"GROUP": 4, "HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS": 2, "SPLITS_PAD": 2}
+    constants = {
+        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "HEAD_PAD": 128, "QUERIES": 64, "SPLITS": 2,
+        "SPLITS_PAD": 2,
+    }  # fmt: skip
     kernel = paged_attention._combine_kernel
     return stores(build(kernel, types, constants, aligned=("sums", "output"), num_warps=1))
 
@@ -184,8 +173,12 @@ if __name__ == "__main__":
         ],
         "align copies": [align(align_kernels._copy_kernel, WORD=w) for w in (tl.int8, tl.int64)],
         "align plans": align_plans(),
-        "attention": [attention(*heads) for heads in HEADS],
-        "attention of chunks": [attention_of_chunks(*heads) for heads in HEADS],
+        "attention": [attention(dtype, 16, *heads, 2) for dtype, *heads in HEADS],
+        "attention of chunks": [
+            attention(dtype, paged_attention._QUERIES, *heads, splits)
+            for dtype, *heads in HEADS
+            for splits in (1, 2)
+        ],
         "combination": combination(),
         "sorting": sorting(),
         "writing": writing(),

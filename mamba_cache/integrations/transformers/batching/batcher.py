@@ -34,11 +34,7 @@ from mamba_cache.integrations.transformers.batching.decode import DecodeStep, pa
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
-from mamba_cache.integrations.transformers.batching.rectangles import (
-    GRAPH_SIZES,
-    ComputedChunks,
-    PrefillStep,
-)
+from mamba_cache.integrations.transformers.batching.rectangles import ComputedChunks, PrefillStep
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
 from mamba_cache.integrations.transformers.capture import StateCapture
@@ -60,6 +56,9 @@ _MAX_WAIT_STEPS = 64
 
 _USES = 2
 """A rectangle's shape is captured at this use."""
+
+_TUNED_TOKENS = 256
+"""Tokens of each row of a rectangle that tunes kernels."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -455,27 +454,45 @@ class Batcher:
             self._capture_rectangles()  # pragma: no cover - tests/gpu run it
 
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
+        """Compute rectangles of all sizes that are captured, and the largest one that is not."""
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
-        generator = torch.Generator(device="cpu").manual_seed(0)
         longest, most = self.context.config.max_sequence_length, self._settings.chunk_tokens
-        sizes = [
-            (rows, size)
-            for rows, own in GRAPH_SIZES.items()
-            for size in own
-            if rows <= self._settings.max_requests and size <= longest and rows * size <= most
-        ]
         bars: Any = importlib.import_module("tqdm")  # which transformers needs anyway
-        for rows, size in bars.tqdm(sizes, desc="Capturing rectangles"):
-            drawn = torch.randint(
-                self._runner.vocabulary, (rows, size), generator=generator, device="cpu"
-            )
-            for saves_states in (False, True):
-                for _ in range(_USES):
-                    with suppress(CapacityError), self._unseen(drawn.tolist(), saves_states):
-                        step = self.context.begin_step()
-                        self._prefill.compute(step, self._settings.chunk_tokens)
-                        self.context.commit_step([0] * rows)
+        known: set[tuple[int, int]] = set()
+        with bars.tqdm(desc="Capturing rectangles") as bar:
+            # The first ones show how large a rectangle may be that a graph pays for.
+            while sizes := [size for size in self._prefill.costs.sizes(most) if size not in known]:
+                known.update(sizes)
+                bar.reset(total=len(known))
+                bar.update(len(known) - len(sizes))
+                for rows, size in sizes:
+                    if rows <= self._settings.max_requests and size <= longest:
+                        for saves_states in (False, True):
+                            for _ in range(_USES):
+                                self._compute_drawn([size] * rows, saves_states)
+                    bar.update()
+                torch.cuda.synchronize(self.context.device)
+        # Others compile and tune their kernels here, and not in the first answers.
+        size = min(_TUNED_TOKENS, longest)
+        rows = min(self._settings.max_requests, most // size)
+        for lengths in ([size] * rows, [size - 1 - row % 2 for row in range(rows)]):
+            self._compute_drawn(lengths, saves_states=True, is_eager="kernels are tuned")
         self._graphs.warm_up_seconds = counted + time.perf_counter() - began
+
+    def _compute_drawn(  # pragma: no cover - tests/gpu run it
+        self, lengths: Sequence[int], saves_states: bool, is_eager: str = ""
+    ) -> None:
+        """Compute random prompts of these lengths in one step, and forget them."""
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        vocabulary = self._runner.vocabulary
+        prompts = [
+            torch.randint(vocabulary, (size,), generator=generator, device="cpu").tolist()
+            for size in lengths
+        ]
+        with suppress(CapacityError), self._unseen(prompts, saves_states):
+            step = self.context.begin_step()
+            self._prefill.compute(step, self._settings.chunk_tokens, is_eager=is_eager)
+            self.context.commit_step([0] * len(lengths))
 
     def step(self) -> list[BatchRequest]:
         """Compute one step of all requests that can run.

@@ -75,7 +75,10 @@ class DecodeStep:
             num_rows,
             self._dummy_slot,
         )
-        with self.attention.during(slots, places, metadata["seq_lens"], metadata["block_tables"]):
+        is_known = (places >= 0).long()
+        with self.attention.during(
+            slots, metadata["block_tables"], places, positions, lengths=is_known
+        ):
             logits = self._runner.forward_rows(
                 tokens[:, None], positions[:, None], self._cache(num_rows)
             )

@@ -116,34 +116,34 @@ class PagedAttention:
         ]
         self._layer = -1
         self._written: set[int] = set()  # layers of which the forward wrote keys and values
-        self._slots = self._places = self._lengths = self._tables = torch.empty(0)
-        self._starts: torch.Tensor | None = None
+        self._slots = self._places = torch.empty(0)
+        self._seen: tuple[torch.Tensor, ...] = ()
 
     @contextmanager
     def during(
         self,
         slots: torch.Tensor,
-        places: torch.Tensor,
-        lengths: torch.Tensor,
         tables: torch.Tensor,
-        starts: torch.Tensor | None = None,
+        places: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> Iterator[None]:
         """Have the model attend to KV blocks, in this thread, while the body runs.
 
         Args:
             slots: [rows * n] int64 where the keys and values of each row's n tokens go, in tokens
                 of the pool.
-            places: [rows] int64 as for ``paged_attention`` or ``chunk_attention``.
+            tables: [places, max_blocks] int32 as for ``paged_attention``.
+            places: [rows] int64 likewise.
+            starts: Likewise.
             lengths: Likewise.
-            tables: [places, max_blocks] int32 likewise.
-            starts: As for ``chunk_attention``; None: each row decodes one token.
 
         Raises:
             ModelChangedError: A layer of attention wrote no keys and values.
         """
         self._written = set()
-        self._slots, self._places, self._lengths, self._tables = slots, places, lengths, tables
-        self._starts = starts
+        self._slots, self._places = slots, places
+        self._seen = tables, places, starts, lengths
         with ExitStack() as undo:
             for config in self._configs:
                 undo.enter_context(replaced(self, config, _FIELD, _substitute_for(config)))
@@ -194,16 +194,10 @@ class PagedAttention:
         scaling = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         keys, values = self._kv_cache[self._layer]
-        output: torch.Tensor
-        if self._starts is not None:
-            output = self._kernels.chunk_attention(
-                query, keys, values, self._tables, self._places, self._starts, self._lengths, scale
-            )
-            return output
-        output = self._kernels.paged_attention(
-            query[:, :, 0], keys, values, self._tables, self._places, self._lengths, scale
+        output: torch.Tensor = self._kernels.paged_attention(
+            query, keys, values, *self._seen, scale
         )
-        return output[:, None]
+        return output
 
 
 def _text_config(config: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -27,39 +25,14 @@ from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
+from mamba_cache.integrations.transformers.batching.sizes import RectangleCosts
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture, state_index
 from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.states import kernels_for
 
-__all__ = ["GRAPH_SIZES", "ComputedChunks", "PrefillStep", "RectangleShape", "split_rows"]
-
-_FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
-"""By device, in tokens computed: the least cost of a forward, and its cost beside its tokens.
-
-On a GPU launches alone take as long as some 2,000 tokens (H200, eager: 43 ms for Nemotron-H-8B's
-shape, 93 ms for a Granite-4-like one); on a CPU a forward costs little more than its tokens.
-"""
-
-GRAPH_SIZES = {1: (64, 128, 192, 256, 320, 384, 512, 768, 1024)} | dict.fromkeys(
-    (2, 4, 8), (64, 128, 256)
-)
-"""Rows of rectangles that are captured in CUDA graphs, and tokens of each row.
-
-Of more tokens than some 2,000 the GPU takes longer than the launches (see above).
-"""
-
-_LONG_SIZES = (1536, 2048, 2560, 3072, 4096, 4608, 5120, 6144, 7168, 8192)
-"""Tokens of single rows that are captured as well where launches take as long as the GPU.
-
-So it is for models of many small layers: a Granite-4-like one launches for 100 ms what the GPU
-computes in 75 (4,352 tokens, H100). It is measured in forwards that run eagerly.
-"""
-_LAUNCH_BOUND = 1.15
-"""Time of a forward on the GPU, over the time of all launches, up to which a graph pays."""
-_SHORT_TOKENS = 512
-"""Of more tokens a forward's launches may wait for the GPU."""
+__all__ = ["ComputedChunks", "PrefillStep", "RectangleShape"]
 
 _MAX_CAPTURED_CHECKPOINTS = 3
 _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
@@ -155,9 +128,7 @@ class PrefillStep:
         self._attention = attention
         self._graphs = graphs
         self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of captured shapes
-        self._launch_bound_tokens = 0  # of the longest launch-bound row
-        self._launch_seconds = math.inf  # minimum launch time of short forwards
-        self._timed: list[tuple[int, Any, Any]] = []  # tokens and events of long forwards
+        self.costs = RectangleCosts(context.device)
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
@@ -180,18 +151,19 @@ class PrefillStep:
         """
         computed, is_captured = [], True
         most = 0 if is_eager or self.why_eager else max_tokens
-        sizes = self._graph_sizes()
-        for group in self._split(self._place(step), max_tokens, most, sizes):
+        for group in self._split(self._place(step), max_tokens, most):
             shape, rows = self._describe(group)
-            fitted = _fit(shape, most, sizes)
-            if fitted is None:
+            size = self.costs.captured(shape.num_rows, shape.num_tokens, most)
+            if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
                 inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
-                logits = self._forward(shape, inputs)
+                with self.costs.computing(shape.num_rows * shape.num_tokens):
+                    logits = self._forward(shape, inputs)
             else:
-                logits = self._run(fitted, rows)
+                shape = _fit(shape, size)
+                with self.costs.computing(shape.num_rows * shape.num_tokens):
+                    logits = self._run(shape, rows)
             is_captured &= self._has_all
             requests = tuple(chunk.request for chunk in group)
-            shape = fitted or shape
             num_tokens = sum(request.num_tokens for request in requests)
             num_padded = shape.num_rows * shape.num_tokens - num_tokens
             computed.append(ComputedChunks(requests, logits[: len(rows)], num_padded))
@@ -219,31 +191,9 @@ class PrefillStep:
             self._inputs[shape] = torch.empty_like(like)
         return self._inputs[shape]
 
-    def _graph_sizes(self) -> dict[int, tuple[int, ...]]:
-        """Return the sizes that are captured, by rows, as far as it is known by now."""
-        while self._timed and self._timed[0][-1].query():  # pragma: no cover - tests/gpu run it
-            tokens, begin, end = self._timed.pop(0)
-            if begin.elapsed_time(end) / 1e3 <= _LAUNCH_BOUND * self._launch_seconds < math.inf:
-                self._launch_bound_tokens = max(self._launch_bound_tokens, tokens)
-        longer = [size for size in _LONG_SIZES if size <= self._launch_bound_tokens]
-        longer += [size for size in _LONG_SIZES if size not in longer][: bool(longer)]
-        return {**GRAPH_SIZES, 1: (*GRAPH_SIZES[1], *longer)}
-
     def _forward(self, shape: RectangleShape, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute a rectangle; short ones show what launches take, long rows what the GPU takes."""
-        is_timed = inputs.is_cuda and not torch.cuda.is_current_stream_capturing()
-        is_short = shape.num_rows * shape.num_tokens <= _SHORT_TOKENS
-        events: list[Any] = []
-        if is_timed and not is_short and shape.num_rows == 1:  # pragma: no cover - tests/gpu
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            events[0].record()
-        began = time.perf_counter()
-        logits, self._has_all = self.forward(shape, inputs)
-        if is_timed and is_short:  # pragma: no cover - tests/gpu run it
-            self._launch_seconds = min(self._launch_seconds, time.perf_counter() - began)
-        if events:  # pragma: no cover - tests/gpu run it
-            events[1].record()
-            self._timed.append((shape.num_tokens, *events))
+        with self.costs.launching(shape.num_rows * shape.num_tokens):
+            logits, self._has_all = self.forward(shape, inputs)
         return logits
 
     @property
@@ -267,32 +217,18 @@ class PrefillStep:
         return placed
 
     def _split(
-        self,
-        chunks: Sequence[_Placed],
-        max_tokens: int,
-        most_captured: int,
-        sizes: Mapping[int, Sequence[int]],
+        self, chunks: Sequence[_Placed], max_tokens: int, most_captured: int
     ) -> Iterator[Sequence[_Placed]]:
-        """Group chunks so that padding costs less than the forwards that it saves.
-
-        Rectangles of up to ``most_captured`` tokens may be replayed from CUDA graphs.
-        """
+        """Group chunks into rectangles."""
         alike: dict[object, list[_Placed]] = {}
         for chunk in chunks:
             size = chunk.request.num_tokens
             key = None if self._capture is not None else (size, chunk.request.start == 0)
             alike.setdefault(key, []).append(chunk)
-        least, extra = _FORWARD_TOKENS.get(self._context.device.type, (0, 0))
-
-        def cost(rows: int, tokens: int) -> int:
-            size = _graph_size(rows, tokens, most_captured, sizes)
-            return extra + (max(rows * tokens, least) if size is None else size[0] * size[1])
-
         for group in alike.values():
             group.sort(key=lambda chunk: -chunk.request.num_tokens)
             lengths = [chunk.request.num_tokens for chunk in group]
-            bounds = split_rows(lengths, max_tokens, cost)
-            for begin, end in pairwise(bounds):
+            for begin, end in self.costs.split(lengths, max_tokens, most_captured):
                 yield sorted(group[begin:end], key=lambda chunk: chunk.place)
 
     def _describe(self, group: Sequence[_Placed]) -> tuple[RectangleShape, list[list[int]]]:
@@ -381,10 +317,10 @@ class PrefillStep:
             during.enter_context(
                 self._attention.during(
                     slots,
-                    places,
-                    lengths,
                     metadata["block_tables"],
+                    places,
                     metadata["positions"][first],
+                    lengths,
                 )
             )
             if self._capture is not None and shape.num_tokens > 1:
@@ -465,57 +401,12 @@ class PrefillStep:
                 view.copy_(now)
 
 
-def _graph_size(
-    rows: int, tokens: int, most_tokens: int, sizes: Mapping[int, Sequence[int]]
-) -> tuple[int, int] | None:
-    """Return rows and tokens of the rectangle that is captured for one of these; None: none is."""
-    for size, own in sizes.items():
-        fitting = [each for each in own if each >= tokens and size * each <= most_tokens]
-        if size >= rows and fitting:
-            return size, fitting[0]
-    return None
-
-
-def _fit(
-    shape: RectangleShape, most_tokens: int, sizes: Mapping[int, Sequence[int]]
-) -> RectangleShape | None:
-    """Return the shape that is captured for a rectangle; None: it is too large."""
-    size = _graph_size(shape.num_rows, shape.num_tokens, most_tokens, sizes)
-    if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
-        return None
+def _fit(shape: RectangleShape, size: tuple[int, int]) -> RectangleShape:
+    """Return the shape that is captured for a rectangle, of so many rows and tokens."""
     rows, tokens = size
     # The first piece of a row can be all of it.
     widths = [min(max(64, 1 << (width - 1).bit_length()), tokens) for width in shape.widths]
     return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
-
-
-def split_rows(sizes: Sequence[int], max_tokens: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Divide rows into rectangles that take the least time together.
-
-    Args:
-        sizes: Tokens of each row, descending.
-        max_tokens: Tokens of a rectangle, padding included, unless it has one row.
-        cost: Of a forward over so many rows of so many tokens.
-
-    Returns:
-        The row with which each rectangle begins, ascending, and the number of rows.
-    """
-    costs, begins = [0], [0]  # of the first rows, and where the last rectangle of them begins
-    for end in range(1, len(sizes) + 1):
-        best, begin_of_best = -1, end - 1
-        for begin in range(end - 1, -1, -1):
-            tokens = sizes[begin] * (end - begin)
-            if tokens > max_tokens and begin < end - 1:
-                break  # more rows before it are longer still
-            total = costs[begin] + cost(end - begin, sizes[begin])
-            if best < 0 or total <= best:
-                best, begin_of_best = total, begin
-        costs.append(best)
-        begins.append(begin_of_best)
-    bounds = [len(sizes)]
-    while bounds[-1]:
-        bounds.append(begins[bounds[-1]])
-    return bounds[::-1]
 
 
 def _make_run(shape: RectangleShape, lengths: torch.Tensor, ends: torch.Tensor) -> ScanRun:

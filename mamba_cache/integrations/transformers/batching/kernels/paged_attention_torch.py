@@ -1,4 +1,4 @@
-"""The PyTorch twins of the attention to KV blocks: they say what is right."""
+"""The PyTorch twin of the attention to KV blocks: it says what is right."""
 
 # As many arguments as the kernel has tensors.
 # ruff: noqa: PLR0917
@@ -8,57 +8,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["chunk_attention", "paged_attention"]
+__all__ = ["paged_attention"]
 
 
 def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_tables: torch.Tensor,
-    places: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Attend from one token of each row to the keys and values of its request, block by block.
-
-    Args:
-        query: [rows, heads, head_dim].
-        keys: [num_blocks, block_size, kv_heads, head_dim] of one layer, those of the queries'
-            tokens included.
-        values: Likewise.
-        block_tables: [places, max_blocks] int32 KV blocks by place in the step.
-        places: [rows] int64 place of each row's request in the step; -1: the row has none.
-        lengths: [places] int32 tokens of each request, by place.
-        scale: What products of queries and keys are multiplied by.
-
-    Returns:
-        [rows, heads, head_dim] of the dtype of ``query``; zeros for rows without a request.
-    """
-    num_heads, block_size, kv_heads = query.shape[1], keys.shape[1], keys.shape[2]
-    is_known, places = places >= 0, places.clamp(min=0)
-    lengths = torch.where(is_known, lengths[places], 0)
-    num_blocks = -(-int(lengths.max()) // block_size)
-    if not num_blocks:
-        return torch.zeros_like(query)
-    blocks = block_tables[places, :num_blocks].long()
-    # A block that a request has not got any more, or not yet, is masked: any will do.
-    blocks = blocks.clamp(0, keys.shape[0] - 1)
-    shape = (len(query), num_blocks * block_size, kv_heads, query.shape[2])
-    k, v = (pool[blocks].view(shape).transpose(1, 2) for pool in (keys, values))
-    if num_heads != kv_heads:
-        k, v = (x.repeat_interleave(num_heads // kv_heads, dim=1) for x in (k, v))
-    mask = torch.arange(shape[1], device=query.device) < lengths[:, None]
-    mask[:, 0] |= ~is_known  # a softmax of nothing is no number
-    # What was left in a block by others may be no number, which no weight makes nothing of.
-    k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
-    output = functional.scaled_dot_product_attention(
-        query[:, :, None], k, v, attn_mask=mask[:, None, None], scale=scale
-    )
-    return output[:, :, 0].masked_fill(~is_known[:, None, None], 0)
-
-
-def chunk_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -68,7 +21,7 @@ def chunk_attention(
     lengths: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend from several tokens of each row to what its request has up to each of them.
+    """Attend from tokens of each row to what its request has up to each of them.
 
     Args:
         query: [rows, heads, tokens, head_dim]; a row's tokens from ``lengths`` on are padding.
@@ -76,7 +29,7 @@ def chunk_attention(
             tokens included.
         values: Likewise.
         block_tables: [places, max_blocks] int32 KV blocks by place in the step.
-        places: [rows] int64 place of each row's request in the step.
+        places: [rows] int64 place of each row's request in the step; any if a row has no tokens.
         starts: [rows] int64 tokens of each row's request before its first query.
         lengths: [rows] int64 how many of each row's tokens are no padding.
         scale: What products of queries and keys are multiplied by.
@@ -85,15 +38,18 @@ def chunk_attention(
         [rows, tokens, heads, head_dim] of the dtype of ``query``; zeros for padding.
     """
     rows, num_heads, num_tokens, head_dim = query.shape
-    block_size, kv_heads = keys.shape[1], keys.shape[2]
+    if num_tokens == 1:
+        ends = torch.where(lengths > 0, starts + 1, 0)
+        places = places.clamp(min=0)
+        return _attend_once(query, keys, values, block_tables[places], ends, scale)
     output = query.new_zeros((rows, num_tokens, num_heads, head_dim))
     each = zip(places.tolist(), starts.tolist(), lengths.tolist(), strict=True)
     for row, (place, start, length) in enumerate(each):
         end = start + length
-        blocks = block_tables[place, : -(-end // block_size)].long()
+        blocks = block_tables[place, : -(-end // keys.shape[1])].long()
         k, v = (pool[blocks].flatten(0, 1)[:end].transpose(0, 1) for pool in (keys, values))
-        if num_heads != kv_heads:
-            k, v = (x.repeat_interleave(num_heads // kv_heads, dim=0) for x in (k, v))
+        if num_heads != len(k):
+            k, v = (x.repeat_interleave(num_heads // len(x), dim=0) for x in (k, v))
         mask = None
         if start:
             positions = torch.arange(end, device=query.device)
@@ -104,3 +60,33 @@ def chunk_attention(
         )  # fmt: skip
         output[row, :length] = found[0].transpose(0, 1)
     return output
+
+
+def _attend_once(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from one token of each row, all rows at once, to what is before its end."""
+    num_heads, block_size, kv_heads = query.shape[1], keys.shape[1], keys.shape[2]
+    num_blocks = -(-int(ends.max()) // block_size)
+    if not num_blocks:
+        return torch.zeros_like(query).transpose(1, 2)
+    # A block that a request has not got any more, or not yet, is masked: any will do.
+    blocks = blocks[:, :num_blocks].long().clamp(0, keys.shape[0] - 1)
+    shape = (len(query), num_blocks * block_size, kv_heads, query.shape[3])
+    k, v = (pool[blocks].view(shape).transpose(1, 2) for pool in (keys, values))
+    if num_heads != kv_heads:
+        k, v = (x.repeat_interleave(num_heads // kv_heads, dim=1) for x in (k, v))
+    is_idle = (ends == 0)[:, None]
+    mask = torch.arange(shape[1], device=query.device) < ends[:, None]
+    mask[:, :1] |= is_idle  # a softmax of nothing is no number
+    # What was left in a block by others may be no number, which no weight makes nothing of.
+    k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
+    output = functional.scaled_dot_product_attention(
+        query, k, v, attn_mask=mask[:, None, None], scale=scale
+    )
+    return output.masked_fill(is_idle[:, :, None, None], 0).transpose(1, 2)
