@@ -768,11 +768,7 @@ def _make_tier(shape: TierShape, device: torch.device) -> _Made:
         [stats] = context.tier_stats()
         assert stats.ready_rows == stats.rows
         if host._pinner is not None:
-            touch, pin = (sum(host._pinner.seconds[name]) for name in ("touch", "pin"))
-            detail = (
-                f"all threads together touched for {touch:,.1f} s and pinned for {pin:,.1f} s; "
-                f"{_huge_pages():,.1f} GiB of huge pages"
-            )
+            detail = f"{_huge_pages():,.1f} GiB of huge pages"
         host.close()
     return _Made(times[-1] - times[0], ready, stages, detail)
 

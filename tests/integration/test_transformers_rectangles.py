@@ -299,8 +299,7 @@ def test_rectangles_of_captured_sizes_are_computed_as_others_are(name, monkeypat
 
     monkeypatch.setattr(graphs.StepGraphs, "why_eager", lambda *_: "")
     monkeypatch.setattr(graphs.StepGraphs, "capture", capture)
-    sizes = dict.fromkeys((1, 2, 4, 8), (8, 24))
-    monkeypatch.setattr(rectangles, "GRAPH_SIZES", sizes)
+    monkeypatch.setattr(sizes, "_SIZES", dict.fromkeys((1, 2, 4, 8), (8, 24)))
     rows = Rows(name, monkeypatch)
     for number in range(12):  # which sizes come twice, and are captured, is drawn
         if number >= 3 and rows.batcher.stats().graph_shapes >= 2:
