@@ -19,6 +19,9 @@ GRAPH_DEVICES = frozenset({"cuda"})
 _WARM_UPS = 2
 """The first run compiles and tunes kernels; the second one runs as all later ones."""
 
+_FIRST = -1
+"""The priority of captured kernels: those that check the weights meanwhile give way to them."""
+
 _NO_CALL = "no call has been made yet"
 
 _MAX_MOVES = 2
@@ -53,6 +56,7 @@ class StepGraphs:
     _moves: int = 0  # calls in a row with moved weights
     _reason: str = _NO_CALL  # reason for capturing nothing in this call
     _refusals: dict[str, str] = field(default_factory=dict)  # of kinds that cannot be captured
+    _stream: Any = None  # on which steps are captured
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -142,8 +146,11 @@ class StepGraphs:
         kind, graph = _kind_of(key), torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         pool = next((one.graph.pool() for one in self._graphs.values()), None)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device, priority=_FIRST)  # type: ignore[no-untyped-call]
+        mode = "thread_local"
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
                 before = torch.cuda.memory_reserved(self.device)  # entering empties the cache
                 logits = compute()
         except Exception as error:
@@ -163,6 +170,19 @@ class StepGraphs:
             error = error.__context__
         self._refusals[kind] = f"the model's {kind} step cannot be captured: {error!r}"
 
+    def use(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> None:
+        """Note that a rectangle is about to be computed: its shape is captured at its second use.
+
+        ``compute`` computes it from tensors that live as long as the graph.
+        """
+        if self.why_eager("prefill"):
+            return
+        if key in self._used and key not in self._graphs:  # pragma: no cover - tests/gpu
+            began = time.perf_counter()
+            self.capture(key, compute)
+            self.warm_up_seconds += time.perf_counter() - began
+        self._used.add(key)
+
     def run(
         self, key: Hashable, compute: Callable[[], torch.Tensor], *, is_eager: str = ""
     ) -> torch.Tensor:
@@ -177,12 +197,6 @@ class StepGraphs:
             Its logits, which the next step may overwrite.
         """
         kind = _kind_of(key)
-        if kind == "prefill" and not is_eager and not self.why_eager(kind):
-            if key in self._used and key not in self._graphs:  # pragma: no cover - tests/gpu
-                began = time.perf_counter()
-                self.capture(key, compute)
-                self.warm_up_seconds += time.perf_counter() - began
-            self._used.add(key)
         found = None if is_eager else self._graphs.get(key)
         if found is None:
             if kind == "decode":

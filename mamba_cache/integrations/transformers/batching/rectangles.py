@@ -160,8 +160,7 @@ class PrefillStep:
                     logits = self._forward(shape, inputs)
             else:
                 shape = _fit(shape, size)
-                with self.costs.computing(shape.num_rows * shape.num_tokens):
-                    logits = self._run(shape, rows)
+                logits = self._run(shape, rows)
             is_captured &= self._has_all
             requests = tuple(chunk.request for chunk in group)
             num_tokens = sum(request.num_tokens for request in requests)
@@ -181,8 +180,11 @@ class PrefillStep:
         given = to_device(numbers, self._context.device)
         inputs = self._room_for(shape, given).copy_(given)
         self._has_all = True  # or it raises
-        # The next rectangle of a step may be replayed from the same graph.
-        return self._graphs.run(shape, partial(self._forward, shape, inputs)).clone()
+        compute = partial(self._forward, shape, inputs)
+        self._graphs.use(shape, compute)
+        with self.costs.computing(shape.num_rows * shape.num_tokens):
+            logits = self._graphs.run(shape, compute)
+        return logits.clone()  # the next rectangle may be replayed from the same graph
 
     @outside_inference_mode  # every call writes to it
     def _room_for(self, shape: RectangleShape, like: torch.Tensor) -> torch.Tensor:
