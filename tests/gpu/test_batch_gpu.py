@@ -169,8 +169,7 @@ def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generat
         run(cache, [[*prompts[3], *tokens(generator, 70)]], max_new_tokens=2)
     assert len(compared) >= 4
     assert all(compared)
-    stats = cache.batch_stats()  # what has just been captured is replayed at once
-    assert stats.prefill_replays - stats.graph_shapes == len(compared)
+    assert cache.batch_stats().prefill_replays == len(compared)
 
 
 def test_all_shapes_are_captured_before_the_first_answer(generator):
@@ -197,7 +196,7 @@ def test_conversations_in_mixed_batches_are_those_of_generate(family, generator)
     """In single precision: prompts of any length, turns of chats among them, replayed or not."""
     model = make_model(family, torch.float32)
     cache, chats = make_cache(model), [tokens(generator, 10 + 31 * n) for n in range(6)]
-    for _ in range(5):
+    for _ in range(12):
         found = run(cache, chats, max_new_tokens=6)
         for number, chat in enumerate(chats):
             ids = torch.tensor([chat], device="cuda")
