@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from mamba_cache._checks import as_ids
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.kernels import CopyBackend, copy_torch, kernels_for
@@ -26,7 +27,6 @@ _QUANTIZED_DIMS = 3
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 """[n] row indices: a sequence of ints, a numpy array, or a tensor."""
 
-_LEAST_SOURCE = min(PAD_SLOT_ID, ZERO_SOURCE)
 _RING_DEPTH = 16
 _MOST_PAIRS_SENT = 1024
 """Longer lists of rows on the host take a launch for each so many pairs."""
@@ -92,8 +92,8 @@ class StateCopier:
         at each replay.
 
         Args:
-            source_rows: [n] ints: a sequence, numpy, or a tensor on the CPU or on the copier's
-                device; int32 or int64.
+            source_rows: [n] ints: a sequence, numpy, a tensor on the CPU, or one on the copier's
+                device, int32 or int64.
             destination_rows: The same, on the host or on the device as ``source_rows`` are.
 
         Raises:
@@ -103,10 +103,10 @@ class StateCopier:
         """
         are_lists = _is_on_host(source_rows) and _is_on_host(destination_rows)
         if are_lists:
-            sources = _as_list("source_rows", source_rows, _LEAST_SOURCE, self._num_source_rows)
-            destinations = _as_list(
-                "destination_rows", destination_rows, PAD_SLOT_ID, self._num_destination_rows
-            )
+            # Below 0 are ``PAD_SLOT_ID`` and, of sources, ``ZERO_SOURCE``.
+            stops = self._num_source_rows, self._num_destination_rows
+            sources = as_ids("source_rows", source_rows, stops[0], start=ZERO_SOURCE)
+            destinations = as_ids("destination_rows", destination_rows, stops[1], start=PAD_SLOT_ID)
         else:
             sources = _check_device_rows("source_rows", source_rows, self._device)
             destinations = _check_device_rows("destination_rows", destination_rows, self._device)
@@ -210,31 +210,6 @@ def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> Any
             f"strides {rows.stride()}, {rows.dtype}"
         )
     return rows
-
-
-def _as_list(name: str, rows: RowIndices, least: int, num_rows: int) -> list[int]:
-    """Read rows on the host, each in [least, num_rows)."""
-    if isinstance(rows, list) and set(map(type, rows)) == {int}:
-        given: list[int] = rows
-    else:
-        try:
-            array = np.asarray(rows)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(
-                f"{name} must be 1-D int32 or int64, got {rows!r}"
-            ) from error
-        is_int = array.dtype.kind == "i" and array.dtype.itemsize >= np.dtype(np.int32).itemsize
-        if array.ndim != 1 or (array.size and not is_int):
-            raise InvalidArgumentError(
-                f"{name} must be 1-D int32 or int64, got shape {array.shape}, {array.dtype}"
-            )
-        given = array.tolist()
-    if given and (min(given) < least or max(given) >= num_rows):
-        outside = [row for row in given if not least <= row < num_rows]
-        raise InvalidArgumentError(
-            f"{name} must be in [0, {num_rows}) or a negative constant >= {least}, got {outside}"
-        )
-    return given
 
 
 _Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
