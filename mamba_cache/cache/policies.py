@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ __all__ = [
     "check_policy",
     "policy_named",
 ]
+
+_Int64s: TypeAlias = "npt.NDArray[np.int64]"
+_Int32s: TypeAlias = "npt.NDArray[np.int32]"
 
 _FEW = 16
 """Up to so many times, finding the lowest of some thousand keys costs less than sorting them."""
@@ -206,20 +210,38 @@ class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
         ...
 
 
-class LruSlotPolicy(SlotEvictionPolicy):
+class _LowestFirst(SlotEvictionPolicy):
+    """Gives up the slots of the lowest keys, whatever these are; of equal ones the lower slots."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
+        """Return the key of each slot."""
+
+    def choose(
+        self, num_slots: int, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView
+    ) -> list[int]:
+        """Return the slots of the lowest keys, the lowest first."""
+        keys = self._keys(slots, blocks, kv_blocks)
+        order: list[int] = []
+        if num_slots <= min(_FEW, len(keys)):
+            rest = keys.astype(np.int64)
+            for _ in range(num_slots):
+                order.append(int(rest.argmin()))
+                rest[order[-1]] = _TAKEN
+        if len(set(order)) < num_slots:  # too many, or only keys as large as the mark were left
+            order = np.argsort(keys, kind="stable")[:num_slots].tolist()
+        return [slots.item(index) for index in order]
+
+
+class LruSlotPolicy(_LowestFirst):
     """The slot of the least recently used block goes first; of equal ones, the lower slot."""
 
     __slots__ = ()
 
-    def choose(
-        self,
-        num_slots: int,
-        slots: npt.NDArray[np.int64],
-        blocks: npt.NDArray[np.int32],
-        kv_blocks: KVBlockView,
-    ) -> list[int]:
-        """Return the slots whose blocks have the lowest ``block_timestamps``."""
-        return _lowest(num_slots, slots, as_host_array(kv_blocks.block_timestamps).take(blocks))
+    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
+        return as_host_array(kv_blocks.block_timestamps).take(blocks)
 
 
 class RefZeroSlotPolicy(LruSlotPolicy):
@@ -227,19 +249,11 @@ class RefZeroSlotPolicy(LruSlotPolicy):
 
     __slots__ = ()
 
-    def choose(
-        self,
-        num_slots: int,
-        slots: npt.NDArray[np.int64],
-        blocks: npt.NDArray[np.int32],
-        kv_blocks: KVBlockView,
-    ) -> list[int]:
-        """Return the first ``num_slots`` slots."""
-        chosen: list[int] = slots[:num_slots].tolist()
-        return chosen
+    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
+        return slots
 
 
-class ConsumedSlotPolicy:
+class ConsumedSlotPolicy(_LowestFirst):
     """The slot whose state has longest been neither stored nor used by a hit goes first.
 
     A hit refreshes the one state that it restored, not the states of all the blocks before it,
@@ -251,15 +265,8 @@ class ConsumedSlotPolicy:
     def __init__(self) -> None:
         self.reset(0)
 
-    def choose(
-        self,
-        num_slots: int,
-        slots: npt.NDArray[np.int64],
-        blocks: npt.NDArray[np.int32],
-        kv_blocks: KVBlockView,
-    ) -> list[int]:
-        """Return the slots that were stored or consumed the longest ago."""
-        return _lowest(num_slots, slots, self._last_use.take(slots))
+    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
+        return self._last_use.take(slots)
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
         """Make the slots the most recent."""
@@ -292,18 +299,11 @@ class ScoreSlotPolicy(ConsumedSlotPolicy):
 
     __slots__ = ("_saved_tokens",)
 
-    def choose(
-        self,
-        num_slots: int,
-        slots: npt.NDArray[np.int64],
-        blocks: npt.NDArray[np.int32],
-        kv_blocks: KVBlockView,
-    ) -> list[int]:
-        """Return the slots of the lowest scores."""
+    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
         ages = self._clock + 1 - self._last_use.take(slots)
         # Of integers, so that all ranks divide alike; below 2**62, for tokens are below 2**31.
-        scores = (self._saved_tokens.take(slots) << _SCORE_BITS) // ages
-        return _lowest(num_slots, slots, scores)
+        scores: _Int64s = (self._saved_tokens.take(slots) << _SCORE_BITS) // ages
+        return scores
 
     def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
         """Make the slots the most recent, and keep what their states save."""
@@ -343,16 +343,3 @@ def as_host_array(values: Any) -> npt.NDArray[Any]:
         return np.asarray(on_host)
     array: npt.NDArray[Any] = on_host.numpy()  # several times faster than asarray for a tensor
     return array
-
-
-def _lowest(num_slots: int, slots: npt.NDArray[np.int64], keys: npt.NDArray[Any]) -> list[int]:
-    """Return the ``num_slots`` slots of the lowest keys, lowest first, ties in slot order."""
-    order: list[int] = []
-    if num_slots <= min(_FEW, len(keys)):
-        rest = keys.astype(np.int64)
-        for _ in range(num_slots):
-            order.append(int(rest.argmin()))
-            rest[order[-1]] = _TAKEN
-    if len(set(order)) < num_slots:  # too many, or only keys as large as the mark were left
-        order = np.argsort(keys, kind="stable")[:num_slots].tolist()
-    return [slots.item(index) for index in order]
