@@ -21,26 +21,17 @@ class PackedBatch:
     Building it reads nothing back from the device: every size is an int of the metadata. The
     decoding part is a rectangle, a row for each request: its last token and its drafts. A request
     with fewer tokens than others repeats its last one, and ``join_decodes`` drops what that gave.
-
-    Attributes:
-        metadata: What it was built from.
-        decode_tokens: [num_decodes, max_decode_len] int64. The packed token in each place.
-        decode_places: [num_decode_tokens] int64. Where each packed token lies in the flattened
-            rectangle.
-        decode_rows: [num_decodes, 1 + max_decode_len] int64. The live-state row of each decoding
-            request's state before the step, then those of its state after each of its tokens.
-        state_rows: [num_prefills] int64. Row of each prefill request in the live states.
-        windows: Inputs of the prefill part's convolution: see ``place_windows``.
-        chunks: Chunks of the prefill part.
     """
 
     metadata: StepMetadata
-    decode_tokens: Tensor
-    decode_places: Tensor
+    decode_tokens: Tensor  # [num_decodes, max_decode_len] int64, the packed token in each place
+    decode_places: Tensor  # [num_decode_tokens] int64, the place of each packed token
+    # [num_decodes, 1 + max_decode_len] int64, the live-state row of each decoding request's state
+    # before the step, then those of its state after each of its tokens.
     decode_rows: Tensor
-    state_rows: Tensor
-    windows: tuple[Tensor, Tensor]
-    chunks: ChunkLayout
+    state_rows: Tensor  # [num_prefills] int64, of each prefill request in the live states
+    windows: tuple[Tensor, Tensor]  # of the prefill part: see ``place_windows``
+    chunks: ChunkLayout  # of the prefill part
 
     @classmethod
     def build(cls, metadata: StepMetadata, config: HybridModelConfig) -> PackedBatch:

@@ -539,40 +539,31 @@ def _fit(config: CacheConfig, shape: Any) -> CacheConfig:
 def compute_prefix(
     model: LanguageModel, context: DynamicInferenceContext, hit: HitToVerify
 ) -> PrefixContent:
-    """Compute the prefix of a context's hit with a second context, which is dropped afterwards."""
-    config, tokens = context.config, hit.tokens
-    size, count = config.block_size_tokens, len(tokens)
+    """Compute the prefix of a context's hit with an engine of its own, which is dropped then."""
+    config, num_tokens = context.config, len(hit.tokens)
+    num_blocks = -(-(num_tokens + 1) // config.block_size_tokens)
     own = CacheConfig(
-        block_size_tokens=size,
+        block_size_tokens=config.block_size_tokens,
         max_requests=1,
         max_tokens=config.max_tokens,
-        max_sequence_length=count + 1,
-        num_kv_blocks=-(-(count + 1) // size),
+        max_sequence_length=num_tokens + 1,
+        num_kv_blocks=num_blocks,
         ssm_chunk_size=config.ssm_chunk_size,
         enable_prefix_caching=False,
         vocab_size=config.vocab_size,
     )
-    shape = model.config
-    alone = DynamicInferenceContext(
-        own, shape.state_spec(model.dtype), shape.kv_spec(model.dtype), device=model.device
-    )
-    request = Request(
-        request_id=0,
-        prompt_tokens=tokens,
+    engine = Engine(model, own)
+    # The second token is never computed, so that states and blocks are still those of the prefix.
+    engine.submit(
+        hit.tokens,
+        SamplingParams(max_new_tokens=2),
         lora_id=hit.request.lora_id,
         multimodal_keys=hit.request.multimodal_keys,
     )
-    alone.add_request(request, chunk_tokens=config.max_tokens)
-    while True:
-        step = alone.begin_step()
-        [scheduled] = step.requests
-        model.forward(step.metadata, alone)
-        if scheduled.samples:
-            break
-        alone.commit_step({})
-        alone.schedule_prefill(0, chunk_tokens=config.max_tokens)
-    row, held = scheduled.row, -(-count // size)
-    blocks = alone.request_to_kv_block_ids[row, :held].tolist()
-    states = {name: tensor[:, row] for name, tensor in alone.live_states.tensors.items()}
+    while not engine.step():
+        pass
+    alone = engine.context
+    states = {name: tensor[:, 0] for name, tensor in alone.live_states.tensors.items()}
+    blocks = alone.request_to_kv_block_ids[0, :num_blocks].tolist()
     assert alone.kv_cache is not None, "a language model has a kv_spec"
-    return PrefixContent(states, alone.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :count])
+    return PrefixContent(states, alone.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :num_tokens])

@@ -72,9 +72,20 @@ class HybridModelConfig:
             )
         for field in fields(self):
             if field.type == "int":
-                self._check_size(field.name)
-        self._check_multiple("num_attention_heads", "num_kv_heads")
-        self._check_multiple("mamba_num_heads", "num_groups")
+                least = 2 if field.name == "conv_kernel" else 1
+                size = check_int(
+                    field.name, getattr(self, field.name), minimum=least, maximum=INT32_MAX
+                )
+                object.__setattr__(self, field.name, size)
+        for name, of in (
+            ("num_attention_heads", "num_kv_heads"),
+            ("mamba_num_heads", "num_groups"),
+        ):
+            value, unit = getattr(self, name), getattr(self, of)
+            if value % unit:
+                raise InvalidArgumentError(
+                    f"{name} must be a multiple of {of} ({unit}), got {value}"
+                )
 
     @property
     def mamba_inner_size(self) -> int:
@@ -101,16 +112,6 @@ class HybridModelConfig:
         return KVCacheSpec(
             self.layer_pattern.count("*"), self.num_kv_heads, self.attention_head_dim, dtype
         )
-
-    def _check_size(self, name: str) -> None:
-        least = 2 if name == "conv_kernel" else 1
-        size = check_int(name, getattr(self, name), minimum=least, maximum=INT32_MAX)
-        object.__setattr__(self, name, size)
-
-    def _check_multiple(self, name: str, of: str) -> None:
-        value, unit = getattr(self, name), getattr(self, of)
-        if value % unit:
-            raise InvalidArgumentError(f"{name} must be a multiple of {of} ({unit}), got {value}")
 
 
 class WeightMaker:

@@ -20,41 +20,26 @@ __all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_step"]
 
 @dataclass(frozen=True, slots=True)
 class SSDInputs:
-    """What a scan reads besides its states, of packed tokens; all of one dtype and device.
+    """What a scan reads besides its states, of packed tokens; all of one dtype and device."""
 
-    Attributes:
-        x: [num_tokens, heads, head_dim].
-        dt: [num_tokens, heads]. Step sizes, positive.
-        a: [heads]. A, negative.
-        b: [num_tokens, groups, state_size]. B; a group serves heads / groups heads in a row.
-        c: [num_tokens, groups, state_size]. C, likewise.
-    """
-
-    x: Tensor
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
+    x: Tensor  # [num_tokens, heads, head_dim]
+    dt: Tensor  # [num_tokens, heads], step sizes, positive
+    a: Tensor  # [heads], negative
+    b: Tensor  # [num_tokens, groups, state_size]; a group serves heads / groups heads in a row
+    c: Tensor  # [num_tokens, groups, state_size]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Packed tokens as a rectangle of chunks, each of one sequence: the same for all layers.
+    """Packed tokens as a rectangle of chunks, each of one sequence: the same for all layers."""
 
-    Attributes:
-        rows: [num_chunks, chunk_size] int64. The packed token in each place; ``num_tokens`` where
-            a chunk is shorter.
-        num_tokens: Packed tokens.
-        sequences: [num_chunks] int64. The sequence of each chunk.
-        is_first: [num_chunks] bool. Whether the chunk is its sequence's first in this step.
-        last_chunks: [num_sequences] int64. The last chunk of each sequence.
-    """
-
-    rows: Tensor
+    rows: (
+        Tensor  # [num_chunks, chunk_size] int64, packed tokens; ``num_tokens`` where there is none
+    )
     num_tokens: int
-    sequences: Tensor
-    is_first: Tensor
-    last_chunks: Tensor
+    sequences: Tensor  # [num_chunks] int64, the sequence of each chunk
+    is_first: Tensor  # [num_chunks] bool, whether the chunk is its sequence's first in this step
+    last_chunks: Tensor  # [num_sequences] int64, the last chunk of each sequence
 
     @classmethod
     def build(
