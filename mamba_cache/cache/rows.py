@@ -184,9 +184,8 @@ class Rows:
 class EvictionQueue:
     """Items ordered by priority, lowest first; ties go to the item with the lower id.
 
-    A heap with lazy deletion: an item's entry goes stale when the item is removed or pushed anew,
-    and stale entries are dropped when they surface, or all at once when they outnumber the live
-    ones. So ``push``, ``discard`` and ``pop`` are O(log n) amortised, and memory is O(live items).
+    A heap with lazy deletion: stale entries are dropped when they surface, or all at once when they
+    outnumber the live ones. So all is O(log n) amortised, and memory is O(live items).
     """
 
     __slots__ = ("_heap", "_priorities")

@@ -202,14 +202,9 @@ class SlotPool:
     def first_to_go(
         self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], chosen: list[int]
     ) -> int | None:
-        """Return which block with a state the policy would give up first; for its allocator.
+        """Return which block with a state would go first, None for none; for its allocator.
 
-        Args:
-            leaves_of: Returns those of [n] blocks that can go.
-            chosen: Blocks that go already.
-
-        Returns:
-            None if there is no such block. The policy is one that knows prompts.
+        ``leaves_of`` returns those of [n] blocks that can go; those that are ``chosen`` go already.
         """
         assert self._prefix_policy is not None
         blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])

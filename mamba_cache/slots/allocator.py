@@ -225,8 +225,7 @@ class MambaSlotAllocator(SlotPool):
     def _make_tables(self) -> None:
         """Make the tables of intermediate offsets and EOS checkpoints: a row for each request.
 
-        Those on the CPU are the truth, and may be written by index from outside; those on the
-        device are where ``transfer_intermediate_to_gpu`` puts a copy for kernels to read.
+        Those on the CPU are the truth, and may be written by index from outside.
         """
         rows, device = self.context.max_requests, self.states.device
         wide = rows, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
@@ -316,14 +315,7 @@ class MambaSlotAllocator(SlotPool):
 
     @guarded(nests=True)
     def _evict_lru_slots_batch(self, num_needed: int, candidate_ids: Any = None) -> list[int]:
-        """Take slots from unreferenced blocks and hand them to the caller, not to the pool.
-
-        Until the caller pushes them onto ``free_slots``, ``check_invariants`` misses them.
-
-        Args:
-            num_needed: How many.
-            candidate_ids: Blocks that may lose theirs; default: any.
-        """
+        """Take slots from unreferenced blocks, or from some of them, for the caller to keep."""
         victims = self._choose_victims(num_needed, candidates=candidate_ids)
         if len(victims) < num_needed:
             raise MambaSlotCapacityError(num_needed, len(victims))
@@ -658,12 +650,9 @@ class MambaSlotAllocator(SlotPool):
     def _collect_commit_data(
         self,
     ) -> tuple[list[int], list[int], list[int], list[int], list[int]] | None:
-        """List what the step has to save.
+        """List what the step has to save, or clear what was recorded if that is nothing.
 
-        Returns:
-            The blocks of states in the scratch, and the row of each there; the blocks of EOS
-            checkpoints, and the request row of each; the hash id of all these blocks in this order.
-            None if there is nothing; what was recorded is cleared then.
+        These are blocks and scratch rows, EOS blocks and request rows, and hash ids in this order.
         """
         start, num_rows = self._prefill_rows()
         metadata = self.context.mamba_metadata

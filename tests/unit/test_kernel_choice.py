@@ -58,7 +58,7 @@ def test_without_triton_only_the_twins_are_there(monkeypatch):
 
 
 def test_the_vllm_adapters_twin_is_for_the_cpu_alone():
-    assert copies.kernels_for("torch", CPU) is copies
-    assert copies.kernels_for("auto", GPU) is align_kernels
+    assert copies.align_kernels_for("torch", CPU) is copies
+    assert copies.align_kernels_for("auto", GPU) is align_kernels
     with pytest.raises(InvalidArgumentError, match="decides on the CPU"):
-        copies.kernels_for("torch", GPU)
+        copies.align_kernels_for("torch", GPU)

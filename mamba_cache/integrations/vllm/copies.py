@@ -30,8 +30,8 @@ __all__ = [
     "IntArray",
     "Moves",
     "StateTable",
+    "align_kernels_for",
     "copy_listed",
-    "kernels_for",
     "plan_alignment",
     "plan_migration",
     "plan_postcopy",
@@ -108,24 +108,9 @@ def plan_alignment(
 class StateTable:
     """Where every state of a model and its block tables lie, and the list of copies.
 
-    Args:
-        num_groups: Mamba groups.
-        block_size: Tokens of one column.
-        copies: [num_ints(max_num_reqs, num_groups)] int32 on the device: room for the list.
-
-    Attributes:
-        copies: [1 + max_num_reqs, 1 + BLOCKS_PER_GROUP * num_groups] int32. Entry 0 begins with the
-            number of copies; the entries after it have the bias of a copy, then its blocks by
-            group.
-        facts: [num_states, len(FACTS)] int64 on the device.
-        memories: The states.
-        num_blocks: By group: the blocks that every state has; no limit without a state.
-        max_block_bytes: Bytes of the largest state of a block.
-        word_bytes: The widest word, up to 8 bytes, that fits all addresses and sizes.
-        pointers: [num_groups] int64 on the device: addresses of the block tables.
-        row_stride: Elements from row to row of every block table.
-        block_tables: [rows, columns] int32 of each group.
-        is_by_slot: Whether their rows are request slots, else rows of the batch.
+    ``copies`` is [1 + max_num_reqs, 1 + BLOCKS_PER_GROUP * num_groups] int32 on the device. Entry 0
+    begins with the number of copies; those after it have the bias of a copy, then its blocks by
+    group. Block tables are [rows, columns] int32 with one row stride.
     """
 
     @outside_inference_mode
@@ -136,13 +121,13 @@ class StateTable:
         self.device = copies.device
         self.facts = torch.zeros((0, len(FACTS)), dtype=torch.int64, device=copies.device)
         self.memories: Sequence[StateMemory] = ()
-        self.num_blocks = [INT32_MAX] * num_groups
+        self.num_blocks = [INT32_MAX] * num_groups  # that every state of a group has
         self.max_block_bytes = 0
-        self.word_bytes = 1
+        self.word_bytes = 1  # up to 8: the widest that fits all addresses and sizes
         self.pointers = torch.zeros(num_groups, dtype=torch.int64, device=copies.device)
         self.row_stride = 0
         self.block_tables: Sequence[torch.Tensor] = ()
-        self.is_by_slot = True
+        self.is_by_slot = True  # rows of block tables are request slots, else rows of the batch
 
     @staticmethod
     def num_ints(max_num_reqs: int, num_groups: int) -> int:
@@ -184,8 +169,7 @@ class StateTable:
     ) -> list[int]:
         """Check moves, and return their list as the ints that ``copies`` begins with.
 
-        ``blocks_of`` returns the block of each column, of a row and group, and ``name_of`` what an
-        error calls a row.
+        Of a row and group ``blocks_of`` returns the block of each column.
         """
         if len(moves.rows) >= len(self.copies):
             raise InvalidArgumentError(
@@ -248,13 +232,8 @@ def whole_tables(
     return whole
 
 
-def kernels_for(backend: CopyBackend, device: torch.device) -> Any:
-    """Return what plans and copies for tensors on ``device``: this module or the kernels.
-
-    Raises:
-        InvalidArgumentError: The backend is unknown, or not for the device.
-        MissingExtraError: The kernels are asked for and Triton is not installed.
-    """
+def align_kernels_for(backend: CopyBackend, device: torch.device) -> Any:
+    """Return what plans and copies for tensors on ``device``: this module or the kernels."""
     if backend == "torch" and device.type == "cuda":
         raise InvalidArgumentError(
             f"backend 'torch' decides on the CPU and needs tensors there, got {device}"
@@ -276,7 +255,7 @@ def run_plan(
     # No slot comes twice, so never more rows move than there are slots.
     if idx_mapping is None and num_reqs > max_num_reqs:
         raise InvalidArgumentError(f"num_reqs must be at most {max_num_reqs}, got {num_reqs}")
-    kernels = kernels_for(backend, table.device)
+    kernels = align_kernels_for(backend, table.device)
     getattr(kernels, plan)(table, num_reqs, idx_mapping, *inputs)
     kernels.copy_listed(table, num_reqs)
 

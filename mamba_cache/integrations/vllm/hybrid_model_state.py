@@ -14,7 +14,7 @@ import torch
 
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.copies import StateTable, kernels_for, run_plan
+from mamba_cache.integrations.vllm.copies import StateTable, align_kernels_for, run_plan
 from mamba_cache.integrations.vllm.mamba_spec import (
     CopyFuncs,
     describe_states,
@@ -101,7 +101,7 @@ class MambaHybridModelState:
         self.device = torch.device(device)
         self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
         self._backend: CopyBackend = backend
-        kernels_for(backend, self.device)
+        align_kernels_for(backend, self.device)
         # One more: entry -1 takes what is written for rows to skip.
         self._accepted = self._filled(self.max_num_reqs + 1, 1)
         self.num_accepted_tokens_gpu = self._accepted[:-1]

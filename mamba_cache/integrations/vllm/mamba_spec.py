@@ -91,11 +91,7 @@ def get_mamba_groups(kv_cache_config: KVCacheConfig) -> dict[Any, list[int]]:
 def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpec]:
     """Return the ids of all Mamba groups, and a spec with the attributes that they share.
 
-    Groups and layers may differ in kind, shapes and dtypes, but not in that.
-
-    Raises:
-        InvalidArgumentError: There is no Mamba group, or two differ in ``block_size``,
-            ``num_speculative_blocks`` or ``mamba_cache_mode``.
+    Groups and layers may differ in kind, shapes and dtypes, but not in how they are scheduled.
     """
     specs = _mamba_specs(kv_cache_config)
     scheduling: dict[tuple[Any, ...], list[int]] = {}
@@ -161,17 +157,13 @@ class MambaCopySpec:
 class StateMemory:
     """One state tensor as bytes.
 
-    Attributes:
-        blocks: [num_blocks, num_rows, tokens, token_bytes] uint8, contiguous within a block. A conv
-            window that lies as [W, dim] has one row of W tokens; one that lies as [dim, W] has a
-            row for each channel. A temporal state is one row of one token.
-        conv_width: Tokens of the window, 0 for a temporal state.
-        group: Position of the layer's group among the Mamba groups.
+    A conv window that lies as [W, dim] has one row of W tokens; one that lies as [dim, W] has a row
+    for each channel. A temporal state is one row of one token.
     """
 
-    blocks: torch.Tensor
-    conv_width: int
-    group: int
+    blocks: torch.Tensor  # [num_blocks, num_rows, tokens, token_bytes] uint8, each contiguous
+    conv_width: int  # tokens of the window, 0 for a temporal state
+    group: int  # its place among the Mamba groups
 
 
 def get_conv_copy_spec(
@@ -211,10 +203,6 @@ def describe_states(
 
     A copy function may be a foreign one of the same name. A layer may have more states than
     functions: the rest is not copied.
-
-    Raises:
-        InvalidArgumentError: A copy function is unknown, a kind of layer has none, a layer has
-            fewer states than there are functions, or a block is not contiguous.
     """
     memories = []
     for group, group_id in enumerate(group_ids):

@@ -19,7 +19,7 @@ from mamba_cache.integrations.vllm.copies import (
     IntArray,
     Moves,
     StateTable,
-    kernels_for,
+    align_kernels_for,
     plan_alignment,
     plan_migration,
     run_plan,
@@ -174,7 +174,7 @@ class MambaCopyBuffers:
         """Carry out a list of copies in one launch."""
         if listed:
             _stage(self.copies, listed)
-            kernels_for(self.backend, self.table.device).copy_listed(self.table, listed[0])
+            align_kernels_for(self.backend, self.table.device).copy_listed(self.table, listed[0])
 
 
 def _stage(buffer: HostDeviceBuffer, values: Sequence[int] | IntArray) -> None:
@@ -249,7 +249,7 @@ class MambaSpecDecodeGPUContext:
         """
         group_ids, spec = shared_schedule(kv_cache_config)
         device, count = torch.device(device), len(group_ids)
-        kernels_for(backend, device)
+        align_kernels_for(backend, device)
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -48,9 +48,8 @@ class CopyPlan:
     """The tensors of a copy as bytes, and the table that the kernel finds them by.
 
     A *segment* is one layer of one pair of tensors. One row of it is cut into *chunks*, and the
-    kernel cuts these into tiles of ``TILE_WORDS`` words: the table stays small although the tiles
-    are. A segment is *wide* if all its addresses, distances and sizes are multiples of
-    ``WIDE_BYTES``. The table holds addresses, so the plan keeps the tensors alive.
+    kernel cuts these into tiles of ``TILE_WORDS`` words. A segment is *wide* if all its addresses,
+    distances and sizes are multiples of ``WIDE_BYTES``. The plan keeps the tensors alive.
     """
 
     sources: tuple[torch.Tensor, ...]  # for each pair, [num_layers, source rows, ..., bytes] uint8
