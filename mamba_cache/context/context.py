@@ -562,10 +562,11 @@ class DynamicInferenceContext:
         """Send the metadata and restore live states; on an exception the step is taken back."""
         self._work, self._prefills = work, tuple(prefills)
         try:
-            for index in saving:
-                checkpoint = self._planner.plan_decode(work.group.requests[index])
-                if checkpoint is not None:
-                    self._planned[index] = checkpoint
+            if saving:
+                decoding = work.group.requests
+                self._planner.plan_decodes([decoding[index] for index in saving])
+                planned = ((index, decoding[index].checkpoint) for index in saving)
+                self._planned = {index: each for index, each in planned if each is not None}
             for active in prefills:
                 lease = active.current_chunk.lease
                 if lease is not None and not self.slot_allocator.is_current(lease):
@@ -640,10 +641,12 @@ class DynamicInferenceContext:
                 for active in damaged:
                     active.was_refused = True
                     self._planner.release(active)
-            for active in self._prefills:
-                self._counters["computed_tokens"] += active.current_chunk.num_tokens
-                self._planner.end_chunk(active)
-                self._count_admission(active)
+            if self._prefills:
+                chunks = [active.current_chunk for active in self._prefills]
+                self._counters["computed_tokens"] += sum(chunk.num_tokens for chunk in chunks)
+                self._planner.end_chunks(self._prefills)
+                for active in self._prefills:
+                    self._count_admission(active)
             self._end_step()
         if self._tiering is not None:
             self._guard.is_changing = True
@@ -767,6 +770,7 @@ class DynamicInferenceContext:
         places = events.tolist()
         if planned:
             places = sorted({*places, *planned})
+        decoded: list[tuple[ActiveRequest, Checkpoint | None]] = []
         for index in places:
             active, end = group.requests[index], after.item(index)
             start = end - (1 if counts is None else counts.item(index))
@@ -777,7 +781,8 @@ class DynamicInferenceContext:
                 if checkpoint not in self._planned.values():  # of the step in flight
                     self._planner.cancel_decode(active)
                 checkpoint = None
-            self._planner.publish_decoded(active, checkpoint)
+            decoded.append((active, checkpoint))
+        self._planner.publish_decoded(decoded)
 
     def _count_admission(self, active: ActiveRequest) -> None:
         """Count a request whose first chunk is computed."""

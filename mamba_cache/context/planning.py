@@ -250,35 +250,41 @@ class Planner:
             self._unpin(chunk.lease)
             self._cancel_load(chunk.load)
 
-    def publish_decoded(self, active: ActiveRequest, checkpoint: Checkpoint | None) -> None:
-        """Publish the blocks that a decoding request has filled, and the state that it saved."""
-        self._rows.take_over(active)
-        if checkpoint is None:
-            if self._config.reuse_answers:
-                self._publish_blocks(active)
-            return
-        active.checkpoint = None
-        self._publish(active, (checkpoint,))
-        self._supersede_decode_state(active, checkpoint)
+    def publish_decoded(self, decoded: Sequence[tuple[ActiveRequest, Checkpoint | None]]) -> None:
+        """Publish the blocks that decoding requests have filled, and the states that they saved."""
+        written: list[tuple[ActiveRequest, Sequence[Checkpoint]]] = []
+        for active, checkpoint in decoded:
+            self._rows.take_over(active)
+            if checkpoint is not None:
+                active.checkpoint = None
+                written.append((active, (checkpoint,)))
+            elif self._config.reuse_answers:
+                written.append((active, ()))
+        self._publish(written)
+        for active, checkpoints in written:
+            for checkpoint in checkpoints:
+                self._supersede_decode_state(active, checkpoint)
 
-    def end_chunk(self, active: ActiveRequest) -> None:
-        """Publish what a computed chunk wrote, and say what the request does next."""
-        chunk = active.current_chunk
-        self._rows.num_computed[active.row] = chunk.end
-        if chunk.lease is not None:
-            self._consumed[chunk.lease.slot] = chunk.lease
-            self._slots.note_consumed([chunk.lease.slot])
-        self._publish(active, chunk.checkpoints)
-        self._room += len(chunk.inside)
-        self._unpin(chunk.lease)  # it may be evicted from now on
-        active.chunk = None
-        status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
-        self._rows.set_status(active, status)
-        if chunk.samples:
-            config = self._config
-            wants = config.save_decode_states or bool(active.wanted_boundaries)
-            saves = config.enable_prefix_caching and config.reuse_answers and wants
-            self._rows.saves_states[active.row] = saves
+    def end_chunks(self, prefills: Sequence[ActiveRequest]) -> None:
+        """Publish what computed chunks wrote, and say what their requests do next."""
+        chunks = [active.current_chunk for active in prefills]
+        for chunk in chunks:
+            self._rows.num_computed[chunk.row] = chunk.end
+            if chunk.lease is not None:
+                self._consumed[chunk.lease.slot] = chunk.lease
+                self._slots.note_consumed([chunk.lease.slot])
+        self._publish([(a, c.checkpoints) for a, c in zip(prefills, chunks, strict=True)])
+        for active, chunk in zip(prefills, chunks, strict=True):
+            self._room += len(chunk.inside)
+            self._unpin(chunk.lease)  # it may be evicted from now on
+            active.chunk = None
+            status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+            self._rows.set_status(active, status)
+            if chunk.samples:
+                config = self._config
+                wants = config.save_decode_states or bool(active.wanted_boundaries)
+                saves = config.enable_prefix_caching and config.reuse_answers and wants
+                self._rows.saves_states[active.row] = saves
 
     def drop_inside(self, active: ActiveRequest) -> None:
         """Give up the states inside a request's chunk."""
@@ -353,7 +359,7 @@ class Planner:
         without_room = max(0, len(positions) - (positions[-1] == end) - self._room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
-        kept = self._reserve(active, positions[without_room:])
+        [kept] = self._reserve([(active, positions[without_room:])])
         if kept and kept[-1].position == end:
             chunk.boundary = kept.pop()
         self._room -= len(kept)
@@ -362,20 +368,21 @@ class Planner:
     def _reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
         """Reserve a slot for a state that is loaded; one can be had."""
         assert active.prompt_seen is None, "the policy hears of a prompt when its chunk is planned"
-        [kept] = self._reserve(active, [position])
+        [[kept]] = self._reserve([(active, [position])])
         return kept._replace(is_loaded=True)
 
-    def plan_decode(self, active: ActiveRequest) -> Checkpoint | None:
-        """Plan the checkpoint of a decoding request that may end a block in the next step."""
-        # Two steps are shorter than a block: there is one boundary at most.
-        computed = self._rows.num_computed.item(active.row)
-        position = (computed // self._block_size + 1) * self._block_size
-        if not self._config.save_decode_states and position not in active.wanted_boundaries:
-            return active.checkpoint
-        if active.checkpoint is None:
-            kept = self._reserve(active, [position])
+    def plan_decodes(self, requests: Sequence[ActiveRequest]) -> None:
+        """Plan the checkpoints of decoding requests that may end a block in the next step."""
+        wanted: list[tuple[ActiveRequest, Sequence[int]]] = []
+        for active in requests:
+            # Two steps are shorter than a block: there is one boundary at most.
+            computed = self._rows.num_computed.item(active.row)
+            position = (computed // self._block_size + 1) * self._block_size
+            is_wanted = self._config.save_decode_states or position in active.wanted_boundaries
+            if is_wanted and active.checkpoint is None:
+                wanted.append((active, [position]))
+        for (active, _), kept in zip(wanted, self._reserve(wanted), strict=True):
             active.checkpoint = kept[0] if kept else None
-        return active.checkpoint
 
     def cancel_decode(self, active: ActiveRequest) -> None:
         """Give back the checkpoint of a decoding request, if it has one."""
@@ -406,47 +413,44 @@ class Planner:
             self._tiering.offer_blocks(active, first, blocks, holders)
         return holders
 
-    def _publish(self, active: ActiveRequest, checkpoints: Sequence[Checkpoint]) -> None:
-        """Publish a request's complete blocks and the states that a step saved.
+    def _publish(self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]) -> None:
+        """Publish complete blocks of requests and the states that a step saved.
 
         A block whose content another request published first stays private, and its state goes to
         that other block if it has none. So a state is findable only beside the keys and values of
         the same prefix.
         """
-        holders = self._publish_blocks(active)
-        first = active.num_published - len(holders)
-        if not checkpoints:
-            return
-        hashes, private = active.hashes, []
-        shared, blocks, saved_tokens = [], [], []
-        for checkpoint in checkpoints:
-            num_saved = self._count_saved_tokens(active, checkpoint)
-            index = checkpoint.position // self._block_size - 1
-            if index >= first:
-                block = holders[index - first]
-            else:
-                block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
-            if block is None:
-                private.append(checkpoint)
-                continue
-            shared.append(checkpoint)
-            blocks.append(block)
-            saved_tokens.append(num_saved)
+        private: list[Checkpoint] = []
+        shared: list[tuple[ActiveRequest, Checkpoint]] = []
+        blocks, saved_tokens = [], []
+        for active, checkpoints in written:
+            holders, hashes = self._publish_blocks(active), active.hashes
+            first = active.num_published - len(holders)
+            for checkpoint in checkpoints:
+                num_saved = self._count_saved_tokens(active, checkpoint)
+                index = checkpoint.position // self._block_size - 1
+                if index >= first:
+                    block = holders[index - first]
+                else:
+                    block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
+                if block is None:
+                    private.append(checkpoint)
+                    continue
+                shared.append((active, checkpoint))
+                blocks.append(block)
+                saved_tokens.append(num_saved)
         self._cancel(private)
         if not shared:
             return
-        slots = [checkpoint.slot for checkpoint in shared]
+        slots = [checkpoint.slot for _, checkpoint in shared]
         kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
-        stored = [
-            checkpoint
-            for checkpoint, slot in zip(shared, kept, strict=True)
-            if slot == checkpoint.slot and not checkpoint.is_loaded
-        ]
-        self._counters["saved_states"] += len(stored)
-        if self._tiering is not None:
-            knows_prompts = active.prompt_seen_below is not None
-            for position, slot, _ in stored:
-                proposal = self._propose(active, position) if knows_prompts else None
+        for (active, (position, slot, is_loaded)), now in zip(shared, kept, strict=True):
+            if slot != now or is_loaded:
+                continue
+            self._counters["saved_states"] += 1
+            if self._tiering is not None:
+                knows_prompt = active.prompt_seen_below is not None
+                proposal = self._propose(active, position) if knows_prompt else None
                 self._tiering.offer_state(active, position, slot, proposal)
 
     def _supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
@@ -524,22 +528,32 @@ class Planner:
             kind = "branch" if position == active.num_shared_blocks * block else "inside"
         return StateProposal(prompt, depth, kind, is_asked)
 
-    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint]:
-        proposals = None
-        if active.prompt_seen is not None:
-            proposals = [self._propose(active, position) for position in positions]
-            if active.prompt_seen_below is not None and self._tiering is not None:
-                # What is worth a row but no slot must have one until it is copied.
-                wanted = self._tiering.wants(active, proposals)
-                proposals = [
-                    each._replace(is_asked=True) if is_wanted else each
-                    for each, is_wanted in zip(proposals, wanted, strict=True)
-                ]
+    def _proposals(self, active: ActiveRequest, positions: Sequence[int]) -> list[StateProposal]:
+        """Describe states of a request to a policy that knows prompts; none to another one."""
+        if active.prompt_seen is None:
+            return []
+        proposals = [self._propose(active, position) for position in positions]
+        if active.prompt_seen_below is None or self._tiering is None:
+            return proposals
+        # What is worth a row but no slot must have one until it is copied.
+        wanted = self._tiering.wants(active, proposals)
+        return [
+            each._replace(is_asked=True) if is_wanted else each
+            for each, is_wanted in zip(proposals, wanted, strict=True)
+        ]
+
+    def _reserve(
+        self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]
+    ) -> list[list[Checkpoint]]:
+        """Reserve slots for states of requests, as far as they can be had."""
         tables, size = self._rows.block_tables, self._block_size
-        blocks = [tables.item(active.row, p // size - 1) for p in positions]
-        slots = self._slots.reserve_slots(blocks, proposals)
-        pairs = zip(positions, slots, strict=True)
-        return [Checkpoint(p, slot) for p, slot in pairs if slot is not None]
+        blocks = [tables.item(a.row, p // size - 1) for a, positions in wanted for p in positions]
+        proposals = [each for a, positions in wanted for each in self._proposals(a, positions)]
+        slots = iter(self._slots.reserve_slots(blocks, proposals or None))
+        return [
+            [Checkpoint(p, slot) for p in positions if (slot := next(slots)) is not None]
+            for _, positions in wanted
+        ]
 
     def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
         if checkpoints:

@@ -1,5 +1,7 @@
 """Which states a step saves, and beside which blocks they are found."""
 
+from functools import partial
+
 import pytest
 import torch
 from context_rig import (
@@ -57,6 +59,29 @@ def test_two_steps_share_a_checkpoint():
     assert active.checkpoint.position == BLOCK
     context.abort_step()
     assert context.slot_allocator.num_reserved_slots == 0
+    context.check_invariants()
+
+
+def test_requests_that_end_a_block_together_reserve_and_commit_in_one_call(monkeypatch):
+    """Of forks that then say the same one state is kept."""
+    context, calls = make_context(), []
+    slots = context.slot_allocator
+    for number, name in enumerate(("x", "y")):
+        add(context, name, [number, *PROMPT[: BLOCK - 2]])
+    run_step(context)
+    context.fork("x", ["fork of x"])
+
+    def watched(call, given, *others, **named):
+        calls.append(given)
+        return call(given, *others, **named)
+
+    for name in ("reserve_slots", "commit_reserved"):
+        monkeypatch.setattr(slots, name, partial(watched, getattr(slots, name)))
+    context.begin_step()
+    context.commit_step([1, 2, 1])
+    [blocks, taken] = calls
+    assert (len(blocks), len(taken)) == (3, 3)
+    assert context.stats().saved_states == 2
     context.check_invariants()
 
 
