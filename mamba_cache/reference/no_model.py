@@ -11,8 +11,6 @@ from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["NoModel", "count_as_computed", "smallest_state"]
 
-_MADE_UP_TOKENS = 64
-
 
 def smallest_state(dtype: torch.dtype = torch.float32) -> StateSpec:
     """Return one layer of states of one number each, so that slots cost next to nothing."""
@@ -28,14 +26,11 @@ def count_as_computed(
 
 
 class NoModel:
-    """Computes nothing and makes up the next tokens; it is its own ``config``."""
+    """Computes nothing and answers with token 0; it is its own ``config``."""
 
     dtype = torch.float32
     device = torch.device("cpu")
     vocab_size = ssm_chunk_size = INT32_MAX
-
-    def __init__(self, seed: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
 
     @property
     def config(self) -> NoModel:
@@ -51,9 +46,6 @@ class NoModel:
         return KVCacheSpec(0, 1, 1, dtype)
 
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> torch.Tensor:
-        """Return random logits [num_requests, 64], and count the states as handed over."""
+        """Return logits [num_requests, 1], and count the states as handed over."""
         count_as_computed(caches, metadata)
-        return self._draw_logits(metadata)
-
-    def _draw_logits(self, metadata: StepMetadata) -> torch.Tensor:
-        return torch.rand(metadata.num_requests, _MADE_UP_TOKENS, generator=self._generator)
+        return torch.zeros(metadata.num_requests, 1)
