@@ -52,8 +52,8 @@ nitpick_ignore_regex = [
         r"(abc|argparse|ast|collections|concurrent|contextlib|contextvars|enum|os|pathlib|ssl|threading|types|typing)\..*",
     ),
     (r"py:.*", r"(np|numpy|prometheus_client|torch|zmq)\..*"),
-    # An alias of one of numpy's types.
-    (r"py:class", r"Int(64)?Array"),
+    # An alias of one of numpy's types; the standard library's array, as it calls itself.
+    (r"py:class", r"Int(64)?Array|array"),
     # A private base class or type variable may appear in a signature.
     (r"py:.*", r"(.*\.)?_[A-Z]\w*"),
 ]
