@@ -51,7 +51,8 @@ from mamba_cache.context.speculation import (
 from mamba_cache.context.stats import CacheStats, collect_stats, count_admission
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
-from mamba_cache.context.tier_memory import identity_of, make_tiering, with_secret
+from mamba_cache.context.tier_memory import identity_of, with_secret
+from mamba_cache.context.tiering import make_tiering
 from mamba_cache.context.verification import (
     HitToVerify,
     HitVerifier,
@@ -220,9 +221,8 @@ class DynamicInferenceContext:
         self.agreement = agreement
         if self._tiering is not None:
             self._tiering.host.join(self._guard)
-            if self._tiering.lower is not None:
-                # Its threads and its lock would outlive a context that nobody closes.
-                self._closes_lower = finalize(self, self._tiering.lower.abandon)
+            # Its threads and its lock would outlive a context that nobody closes.
+            self._closes_lower = finalize(self, self._tiering.lower.abandon)
         self._make_parts(placement, memory)
         self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
         self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
@@ -357,8 +357,7 @@ class DynamicInferenceContext:
         """
         if self._tiering is not None:
             self._tiering.poll()
-            if self._tiering.lower is not None:
-                self._tiering.lower.agree()
+            self._tiering.lower.agree()
 
     @guarded()
     def add_request(
@@ -1353,7 +1352,7 @@ class DynamicInferenceContext:
         is called when the context is collected, or at the end of the process, but then what is
         queued for a tier is given up.
         """
-        if self._tiering is not None and self._tiering.lower is not None:
+        if self._tiering is not None:
             self._tiering.flush()
             self._tiering.lower.close()
             self._closes_lower.detach()

@@ -74,13 +74,9 @@ class Planner:
         """Find how much of a sequence is cached; nothing changes."""
         if self._tiering is None:
             return self._match_on_gpu(hashes, num_tokens)
-        lower = self._tiering.lower
-        if lower is not None:
-            self._tiering.poll()  # what has arrived from below counts
+        self._tiering.poll()  # what has arrived from below counts
         match = self._tiering.extend(self._match_on_gpu(hashes, num_tokens), hashes)
-        if lower is None:
-            return match
-        return replace(match, arriving_tokens=lower.arriving_tokens(hashes))
+        return replace(match, arriving_tokens=self._tiering.lower.arriving_tokens(hashes))
 
     def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         if not self._config.enable_prefix_caching:

@@ -14,9 +14,10 @@ from typing import Final
 
 from mamba_cache._guard import outside
 from mamba_cache.cache import BlockHashes
+from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import PrefixMatch
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.tiers import LoadPlanner, Rates, Refusal
+from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.jobs import QueuedTier
@@ -24,13 +25,7 @@ from mamba_cache.tiers.planner import quickest
 from mamba_cache.tiers.remote import RemoteTier
 from mamba_cache.tiers.rows import RowLease
 
-__all__ = ["LowerTierLink", "Prefetch", "PrefetchState", "PromptEntries"]
-
-_ASSUMED: Final = Rates(bytes_per_second=2e9, latency_seconds=1e-3)
-"""Of a disk, until it is measured."""
-
-_ASSUMED_OF_STORES: Final = Rates(bytes_per_second=1e9, latency_seconds=2e-3)
-"""Of a store, likewise."""
+__all__ = ["LowerTierLink", "Planners", "Prefetch", "PrefetchState", "PromptEntries"]
 
 _PATIENCE_SECONDS: Final = 5.0
 """How long a call that breaks off waits for what lower tiers were handed."""
@@ -38,6 +33,26 @@ _PATIENCE_SECONDS: Final = 5.0
 _TRY_EVERY: Final = 16
 """One of so many prefetches that a caller waits for loads even if that is slower than computing:
 otherwise a tier that was slow once is never measured again."""
+
+
+@dataclass(slots=True)
+class Planners:
+    """What loads from each place take; that of the host tier also says what computing takes."""
+
+    host: LoadPlanner
+    disk: LoadPlanner
+    store: LoadPlanner
+
+    def seconds(
+        self, num_tokens: int, *, host_bytes: int = 0, disk_bytes: int = 0, store_bytes: int = 0
+    ) -> float:
+        """Return how long it takes to compute so many tokens and load so many bytes."""
+        return (
+            num_tokens / self.host.rates.tokens_per_second
+            + self.host.load_seconds(host_bytes)
+            + self.disk.load_seconds(disk_bytes)
+            + self.store.load_seconds(store_bytes)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,17 +365,13 @@ class LowerTierLink:
 
     def __init__(
         self,
+        config: CacheConfig,
         host: HostTier,
-        tier: QueuedTier | None,
+        planners: Planners,
         *,
-        block_size_tokens: int,
-        min_computed_tokens: int,
         has_kv: bool,
-        host_planner: LoadPlanner,
+        tier: QueuedTier | None = None,
         store: RemoteTier | None = None,
-        patience_seconds: float = 0.03,
-        planner: LoadPlanner | None = None,
-        store_planner: LoadPlanner | None = None,
         is_waited_for: bool = False,
         agreement: RankAgreement | None = None,
     ) -> None:
@@ -368,14 +379,11 @@ class LowerTierLink:
         # What ranks have not agreed on yet, in the order in which all of them began it.
         self._open: list[Prefetch] = []
         self.tier, self.store = tier, store
-        self._host = host
-        self._block_size = block_size_tokens
-        self._min_computed = min_computed_tokens
+        self._host, self._planners = host, planners
+        self._block_size = config.block_size_tokens
+        self._min_computed = config.min_computed_tokens
         self._has_kv = has_kv
-        self._host_planner = host_planner
-        self._patience = patience_seconds
-        self._planner = LoadPlanner(_ASSUMED) if planner is None else planner
-        self._store_planner = store_planner or LoadPlanner(_ASSUMED_OF_STORES)
+        self._patience = config.store_patience_seconds
         self._is_waited_for = is_waited_for
         self._num_prefetches = 0
         # With the digest of the boundary that each brings, and who learns from it.
@@ -460,6 +468,8 @@ class LowerTierLink:
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what lets a request skip the most, if that is quicker than computing."""
+        if not self.tiers:
+            return Prefetch(request_id, match.skip_tokens, timeout_seconds)
         prefetch = Prefetch(
             request_id,
             match.skip_tokens,
@@ -548,7 +558,7 @@ class LowerTierLink:
             self._host.release(lease)
         if not is_alone or any(are_in_tier) > all(are_in_tier):
             return None
-        return self._planner if all(are_in_tier) else self._store_planner
+        return self._planners.disk if all(are_in_tier) else self._planners.store
 
     def remove(self, key: EntryKey) -> None:
         """Have an entry that is known to be wrong not found again."""
@@ -612,7 +622,7 @@ class LowerTierLink:
         num_bytes = self._host.row_bytes(EntryKind.STATE) if unknown else 0
         num_bytes += sum(self._host.row_bytes(k.kind) for k in unknown if k.kind is EntryKind.KV)
         tokens = self._usable_blocks(match) * self._block_size
-        loading = self._seconds(match.prompt_tokens - tokens, 0, num_bytes)
+        loading = self._planners.seconds(match.prompt_tokens - tokens, store_bytes=num_bytes)
         if not unknown or loading >= self._seconds_without(asked):
             return False
         prefetch = asked.prefetch
@@ -630,7 +640,8 @@ class LowerTierLink:
             prefetch.begin(skip_tokens, 0, 0)
             return False
         if self._is_waited_for:  # no longer than computing it takes
-            prefetch.end_within(self._seconds(blocks * self._block_size - skip_tokens, 0, 0))
+            num_tokens = blocks * self._block_size - skip_tokens
+            prefetch.end_within(self._planners.seconds(num_tokens))
         planner = self._bring(prefetch, wanted, kept, blocks * self._block_size)
         boundary = asked.entries.hashes.digest(blocks - 1)
         self._under_way.append((boundary, prefetch, planner))
@@ -672,8 +683,9 @@ class LowerTierLink:
             if is_alone and not tier_bytes and not store_bytes:
                 continue  # others may have to bring what this rank has
             tokens = (index + 1) * self._block_size
-            seconds = self._seconds(match.prompt_tokens - tokens, tier_bytes, store_bytes)
-            takes[index - first + 1] = seconds
+            takes[index - first + 1] = self._planners.seconds(
+                match.prompt_tokens - tokens, disk_bytes=tier_bytes, store_bytes=store_bytes
+            )
         chosen = first - 1 + quickest(takes, self._agreement)
         if chosen < first:
             return 0, [], []
@@ -713,17 +725,11 @@ class LowerTierLink:
                         places[index] = place
         return places
 
-    def _seconds(self, num_tokens: int, tier_bytes: int, store_bytes: int) -> float:
-        """Return how long it takes to compute so many tokens and load so many bytes."""
-        seconds = num_tokens / self._host_planner.rates.tokens_per_second
-        seconds += self._planner.load_seconds(tier_bytes)
-        return seconds + self._store_planner.load_seconds(store_bytes)
-
     def _seconds_without(self, asked: _Asked) -> float:
         """Return how long a request takes if nothing is brought; almost forever in a trial."""
         if asked.is_trial:
             return sys.float_info.max
-        return self._seconds(asked.match.prompt_tokens - asked.match.skip_tokens, 0, 0)
+        return self._planners.seconds(asked.match.prompt_tokens - asked.match.skip_tokens)
 
     def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: QueuedTier) -> None:
         """Begin to bring one entry."""

@@ -1,8 +1,7 @@
-"""What tiers below the GPU are made of: rows within budgets, copies, and the planner."""
+"""What tiers below the GPU are made of: rows within budgets, copies, a disk and a store."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -11,19 +10,14 @@ import torch
 from mamba_cache._checks import check_kind
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
-    KVBlockAllocator,
-    SlotPool,
     hash_id_of,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import LowerTierLink
-from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, Numerics
+from mamba_cache.tiers import CacheIdentity, ModelIdentity, Numerics
 from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
 from mamba_cache.tiers.directory import cache_secret
 from mamba_cache.tiers.disk import DiskTier
@@ -32,11 +26,7 @@ from mamba_cache.tiers.host import HostTier, RowFormat
 from mamba_cache.tiers.remote import RemoteTier
 from mamba_cache.tiers.transfers import PlainTransfers, RowLayout, Transfers
 
-__all__ = ["identity_of", "make_tiering", "open_disk", "tiering_over", "with_secret"]
-
-
-_MAX_COPIES = 256
-"""Entries whose copies to the host tier may be under way at once."""
+__all__ = ["identity_of", "make_host_tier", "open_disk", "open_lower_tiers", "with_secret"]
 
 
 def with_secret(
@@ -77,116 +67,41 @@ def identity_of(
     return given
 
 
-def make_tiering(
+def make_host_tier(
     config: CacheConfig,
-    *,
-    kv_blocks: KVBlockAllocator,
-    slots: MambaSlotAllocator,
-    kv_cache: torch.Tensor | None,
-    planner: LoadPlanner | None,
-    disk_planner: LoadPlanner | None = None,
-    identity: CacheIdentity | None,
-    agreement: RankAgreement | None = None,
-) -> Tiering | None:
-    """Make the tiers of a context that the settings ask for; None: none."""
-    for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
-        if given is not None:
-            check_kind(name, given, LoadPlanner)
-    if not config.has_host_tier or not config.enable_prefix_caching:
-        return None
-    if kv_cache is None:
-        raise InvalidArgumentError(
-            "a host tier needs kv_spec: it cannot spill keys and values that the embedder keeps"
-        )
-    tensors = {
-        EntryKind.KV: [kv_cache.flatten(0, 1)] if kv_cache.numel() else [],
-        EntryKind.STATE: list(slots.states.tensors.values()),
-    }
-    device = kv_cache.device
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
-    return tiering_over(
-        tensors,
-        device,
-        config,
-        kv_blocks,
-        slots,
-        identity=identity,
-        planner=planner,
-        state_policy=AdaptiveSlotPolicy() if isinstance(slots.policy, AdaptiveSlotPolicy) else None,
-        agreement=agreement,
-        disk_planner=disk_planner,
-    )
-
-
-def tiering_over(
     tensors: Mapping[EntryKind, Sequence[torch.Tensor]],
     device: torch.device,
-    config: CacheConfig,
-    kv_blocks: KVBlockAllocator,
-    slots: SlotPool,
-    *,
-    identity: CacheIdentity | None,
-    planner: LoadPlanner | None = None,
-    state_policy: AdaptiveSlotPolicy | None = None,
-    agreement: RankAgreement | None = None,
-    disk_planner: LoadPlanner | None = None,
-    store_planner: LoadPlanner | None = None,
-    is_waited_for: bool = False,
-) -> Tiering:
-    """Make tiers below tensors of slots and KV blocks, each [num_layers, places, *inner]."""
+    policy: AdaptiveSlotPolicy | None,
+) -> tuple[HostTier, Transfers]:
+    """Make the host tier below tensors of slots and KV blocks, each [num_layers, places, *inner].
+
+    With it comes what copies between the two.
+    """
     on_gpu = device.type == "cuda"
     layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
     host = HostTier(
         *_formats(config, layouts),
-        state_policy=state_policy,
+        state_policy=policy,
         pinner=pinner_for(device) if on_gpu else None,
         hash_id_of=hash_id_of,
     )
-    copies: Transfers
     if on_gpu:  # pragma: no cover - tests/gpu run it
-        copies = CudaTransfers(layouts, host.memory, device)
-    else:
-        copies = PlainTransfers(layouts, host.memory)
-    planner = LoadPlanner() if planner is None else planner
-    has_kv = bool(tensors[EntryKind.KV])
-    lower = None
-    if config.disk_cache_path is not None or config.store is not None:
-        store = _open_store(config, identity)
-        try:
-            disk = None if config.disk_cache_path is None else open_disk(config, identity, host)
-        except BaseException:
-            if store is not None:
-                store.close()
-            raise
-        lower = LowerTierLink(
-            host,
-            disk,
-            block_size_tokens=config.block_size_tokens,
-            min_computed_tokens=config.min_computed_tokens,
-            has_kv=has_kv,
-            host_planner=planner,
-            store=store,
-            patience_seconds=config.store_patience_seconds,
-            planner=disk_planner,
-            store_planner=store_planner,
-            is_waited_for=is_waited_for,
-            agreement=agreement,
-        )
-    return Tiering(
-        config,
-        host,
-        copies,
-        kv_blocks,
-        slots,
-        planner=planner,
-        has_kv=has_kv,
-        identity=identity,
-        # A caller that waits for its copies has no others under way.
-        max_copies=sys.maxsize if is_waited_for else _MAX_COPIES,
-        lower=lower,
-        agreement=agreement,
-    )
+        return host, CudaTransfers(layouts, host.memory, device)
+    return host, PlainTransfers(layouts, host.memory)
+
+
+def open_lower_tiers(
+    config: CacheConfig, identity: CacheIdentity | None, host: HostTier
+) -> tuple[DiskTier | None, RemoteTier | None]:
+    """Open the tiers below host memory that the settings ask for."""
+    store = _open_store(config, identity)
+    try:
+        disk = None if config.disk_cache_path is None else open_disk(config, identity, host)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    return disk, store
 
 
 def open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Hashable, Iterable, Sequence
+import sys
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+import torch
+
+from mamba_cache._checks import check_kind
 from mamba_cache._guard import outside, weak_callback
 from mamba_cache.cache import (
+    AdaptiveSlotPolicy,
     BlockHashes,
     ExtraKey,
     KVBlockAllocator,
@@ -17,20 +23,30 @@ from mamba_cache.cache import (
     StateProposal,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import LowerTierLink, Prefetch, PromptEntries
+from mamba_cache.context.prefetch import LowerTierLink, Planners, Prefetch, PromptEntries
 from mamba_cache.context.requests import ActiveRequest, PlannedLoad, PrefixMatch
-from mamba_cache.errors import InvariantError, MambaCacheError
+from mamba_cache.context.tier_memory import make_host_tier, open_lower_tiers
+from mamba_cache.errors import InvalidArgumentError, InvariantError, MambaCacheError
 from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
-from mamba_cache.tiers import CacheIdentity, LoadPlanner, Refusal, TierStats
+from mamba_cache.slots import MambaSlotAllocator
+from mamba_cache.tiers import CacheIdentity, LoadPlanner, Rates, Refusal, TierStats
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
-from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.identity import tenant_digest
-from mamba_cache.tiers.planner import Resumption
+from mamba_cache.tiers.planner import quickest
 from mamba_cache.tiers.rows import RowLease
-from mamba_cache.tiers.transfers import CopyJob, Mark, Ticket, Transfers
+from mamba_cache.tiers.transfers import CopyJob, Mark, Ticket
 
-__all__ = ["Tiering"]
+__all__ = ["Tiering", "make_tiering"]
+
+_MAX_COPIES: Final = 256
+"""Entries whose copies to the host tier may be under way at once."""
+
+_ASSUMED: Final = Rates(), Rates(2e9, 1e-3), Rates(1e9, 2e-3)
+"""Of host memory, a disk and a store, until they are measured."""
+
+_UNMEASURED: Final = Rates(bytes_per_second=1e18, latency_seconds=0.0, tokens_per_second=1e-6)
+"""With these, each load is tried until it is measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,32 +90,48 @@ class Tiering:
     def __init__(
         self,
         config: CacheConfig,
-        host: HostTier,
-        transfers: Transfers,
+        tensors: Mapping[EntryKind, Sequence[torch.Tensor]],
+        device: torch.device,
         kv_blocks: KVBlockAllocator,
         slots: SlotPool,
         *,
-        planner: LoadPlanner,
-        has_kv: bool,
-        identity: CacheIdentity | None = None,
-        max_copies: int,
-        lower: LowerTierLink | None = None,
+        identity: CacheIdentity | None,
+        planner: LoadPlanner | None = None,
+        disk_planner: LoadPlanner | None = None,
+        is_waited_for: bool = False,
         agreement: RankAgreement | None = None,
     ) -> None:
         self._agreement = agreement
-        self.host, self.transfers, self.planner = host, transfers, planner
-        self.lower = lower
         self._slots = slots
         self._block_size = config.block_size_tokens
         self._min_computed = config.min_computed_tokens
         self.identify(identity)
         self._secret = config.hash_secret or os.urandom(32)
-        self._max_copies = max_copies
-        self._has_kv = has_kv
-        self._keeps_kv = has_kv and bool(host.num_rows(EntryKind.KV))
+        self._has_kv = bool(tensors[EntryKind.KV])
+        # One that is told of requests; a caller that waits for its copies tells of none.
+        knows_prompts = isinstance(slots.policy, AdaptiveSlotPolicy) and not is_waited_for
+        policy = AdaptiveSlotPolicy() if knows_prompts else None
+        self.host, self.transfers = make_host_tier(config, tensors, device, policy)
+        assumed = (_UNMEASURED,) * 3 if is_waited_for else _ASSUMED
+        of_host, of_disk, of_store = (LoadPlanner(rates) for rates in assumed)
+        self.planners = Planners(planner or of_host, disk_planner or of_disk, of_store)
+        disk, store = open_lower_tiers(config, identity, self.host)
+        self.lower = LowerTierLink(
+            config,
+            self.host,
+            self.planners,
+            has_kv=self._has_kv,
+            tier=disk,
+            store=store,
+            is_waited_for=is_waited_for,
+            agreement=agreement,
+        )
+        # A caller that waits for its copies has no others under way.
+        self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
+        self._keeps_kv = self._has_kv and bool(self.host.num_rows(EntryKind.KV))
         self._most_pins = slots.max_slots // 2
         # What a disk takes at once passes the host tier's rows, worth one or not, as it does slots.
-        self._passes_all = lower is not None and config.write_on_use == 1
+        self._passes_all = bool(self.lower.tiers) and config.write_on_use == 1
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[RowLease]]] = []
@@ -146,25 +178,21 @@ class Tiering:
         found = match.kv_matched_blocks
         # Ranks compare boundary by boundary, so each says something of all that there could be.
         last = reach if self._agreement is None else usable
-        choices = [
-            Resumption(
-                blocks * self._block_size, state_bytes + max(0, blocks - found) * block_bytes
-            )
-            if blocks <= reach and hashes.digest(blocks - 1) in states
-            else None
-            for blocks in range(first + 1, last + 1)
-        ]
-        if self._agreement is None and not any(choices):
+        seconds = [self.planners.seconds(match.prompt_tokens - match.skip_tokens)]
+        for blocks in range(first + 1, last + 1):
+            if blocks > reach or hashes.digest(blocks - 1) not in states:
+                seconds.append(math.inf)
+                continue
+            num_tokens = match.prompt_tokens - blocks * self._block_size
+            num_bytes = state_bytes + max(0, blocks - found) * block_bytes
+            seconds.append(self.planners.seconds(num_tokens, host_bytes=num_bytes))
+        blocks = first + quickest(seconds, self._agreement)
+        if blocks == first:
             return match
-        stay = Resumption(match.skip_tokens, 0)
-        chosen = self.planner.choose([stay, *choices], match.prompt_tokens, self._agreement)
-        if chosen == stay:
-            return match
-        blocks = chosen.tokens // self._block_size
         return replace(
             match,
             state_matched_blocks=blocks,
-            skip_tokens=chosen.tokens,
+            skip_tokens=blocks * self._block_size,
             miss_reason=None,
             loaded_blocks=max(0, blocks - found),
             loads_state=True,
@@ -206,8 +234,7 @@ class Tiering:
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to the lower tier what a request resumes from, if the host tier has it."""
-        if self.lower is not None:
-            self.lower.offer_used(blocks, self._entries(active))
+        self.lower.offer_used(blocks, self._entries(active))
 
     def prefetch(
         self,
@@ -217,15 +244,12 @@ class Tiering:
         timeout_seconds: float | None,
     ) -> Prefetch:
         """Begin to bring what a lower tier has of a request; nothing without one."""
-        if self.lower is None:
-            return Prefetch(request_id, match.skip_tokens, timeout_seconds)
         return self.lower.prefetch(request_id, match, entries, timeout_seconds)
 
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again, in any tier."""
-        if self.lower is not None:
-            tenant = tenant_digest(self._secret, cache_salt)
-            self.lower.remove(EntryKey(self._identity, tenant, kind, digest, self._rank))
+        tenant = tenant_digest(self._secret, cache_salt)
+        self.lower.remove(EntryKey(self._identity, tenant, kind, digest, self._rank))
         self.host.remove(kind, digest)
 
     def cancel(self, load: PlannedLoad) -> None:
@@ -324,13 +348,12 @@ class Tiering:
         if not is_damaged:
             self.host.use(load.leases)
             self.host.restored_total += len(load.leases)
-        self.planner.record_load(load.ticket.num_bytes, load.ticket.seconds())
+        self.planners.host.record_load(load.ticket.num_bytes, load.ticket.seconds())
         leases, load.leases = load.leases, []
         for index, lease in enumerate(leases):
             if index in bad:
                 self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
-                if self.lower is not None:  # it may have been stored like this
-                    self.lower.remove(lease.facts.key)
+                self.lower.remove(lease.facts.key)  # it may have been stored like this
             else:
                 self.host.release(lease)
 
@@ -448,8 +471,7 @@ class Tiering:
             for lease in self._retiring[0][1]:
                 self.host.release(lease)
             del self._retiring[0]
-        if self.lower is not None:
-            self.lower.poll()
+        self.lower.poll()
         self._read_times()
 
     def _read_times(self) -> None:
@@ -459,7 +481,7 @@ class Tiering:
             seconds = self.transfers.seconds_between(begun, ended)
             if seconds is None:
                 return
-            self.planner.record_prefill(num_tokens, seconds)
+            self.planners.host.record_prefill(num_tokens, seconds)
             del self._timed[0]
 
     def wait(self) -> None:
@@ -490,21 +512,18 @@ class Tiering:
         self._offers, self._spills, self._retiring = [], [], []
         self._watched.clear()
         self._begun, self._timed = None, []
-        if self.lower is not None:
-            self.lower.reset()
+        self.lower.reset()
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
-        below = () if self.lower is None else self.lower.tiers
-        return (self.host.stats(), *(tier.stats() for tier in below))
+        return (self.host.stats(), *(tier.stats() for tier in self.lower.tiers))
 
     def flush(self) -> None:
         """Wait until lower tiers have ended what they were given, and end it here too."""
-        if self.lower is not None:
-            self.lower.flush()
-            self.poll()
+        self.lower.flush()
+        self.poll()
 
-    def check_invariants(self, loads: Iterable[PlannedLoad]) -> None:
+    def check_invariants(self, loads: Iterable[PlannedLoad] = ()) -> None:
         """Prove that rows of the host tier are held for what is planned and under way alone."""
         self.host.check_invariants()
         held = [lease for load in loads for lease in load.leases]
@@ -546,7 +565,7 @@ class Tiering:
         self._forget(offer)
         is_kept = self.host.complete(lease)
         offer.lease = None
-        if is_kept and self.lower is not None:
+        if is_kept:
             self.lower.offer(offer.facts)
 
     def _give_up(self, offer: _Offer, reason: str) -> None:
@@ -581,3 +600,44 @@ class Tiering:
             offer = self._watched.pop(block_id, None)
             if offer is not None:
                 offer.is_gone = True
+
+
+def make_tiering(
+    config: CacheConfig,
+    *,
+    kv_blocks: KVBlockAllocator,
+    slots: MambaSlotAllocator,
+    kv_cache: torch.Tensor | None,
+    planner: LoadPlanner | None,
+    disk_planner: LoadPlanner | None = None,
+    identity: CacheIdentity | None,
+    agreement: RankAgreement | None = None,
+) -> Tiering | None:
+    """Make the tiers of a context that the settings ask for; None: none."""
+    for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
+        if given is not None:
+            check_kind(name, given, LoadPlanner)
+    if not config.has_host_tier or not config.enable_prefix_caching:
+        return None
+    if kv_cache is None:
+        raise InvalidArgumentError(
+            "a host tier needs kv_spec: it cannot spill keys and values that the embedder keeps"
+        )
+    tensors = {
+        EntryKind.KV: [kv_cache.flatten(0, 1)] if kv_cache.numel() else [],
+        EntryKind.STATE: list(slots.states.tensors.values()),
+    }
+    device = kv_cache.device
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"a host tier needs a CPU or a CUDA device, got {device}")
+    return Tiering(
+        config,
+        tensors,
+        device,
+        kv_blocks,
+        slots,
+        identity=identity,
+        planner=planner,
+        disk_planner=disk_planner,
+        agreement=agreement,
+    )

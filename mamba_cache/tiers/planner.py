@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from mamba_cache._guard import outside
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import RankAgreement
 
-__all__ = ["LoadPlanner", "Rates", "Resumption", "quickest"]
+__all__ = ["LoadPlanner", "Rates", "quickest"]
 
 _WEIGHT = 0.9
 """Of what was measured before, each time that something is measured."""
@@ -34,19 +33,12 @@ class Rates(NamedTuple):
     tokens_per_second: float = 12_000.0
 
 
-class Resumption(NamedTuple):
-    """A boundary at which a request could resume."""
-
-    tokens: int  # before it
-    load_bytes: int  # 0 if all is on the GPU
-
-
 class LoadPlanner:
-    """Chooses the boundary at which a request resumes soonest.
+    """Knows what loading and computing take, so that a request resumes where it is soonest.
 
     A load of S bytes of state and k bytes for each of n tokens wins over computing them where
     ``L + (S + k n) / B < n / P``. B, L and P are measured while the cache runs; until then they are
-    assumed. Ranks that agree go by what each boundary takes on the slowest of them.
+    assumed.
 
     Args:
         rates: What is assumed at first. Default: those of a slow link and a fast GPU's 8B model.
@@ -67,35 +59,11 @@ class LoadPlanner:
         self._weight = 0.0
         self._means = (0.0, 0.0, 0.0, 0.0)
 
-    def seconds(self, resumption: Resumption, num_tokens: int) -> float:
-        """Return how long it takes until all of ``num_tokens`` tokens are computed or loaded."""
-        seconds = (num_tokens - resumption.tokens) / self.rates.tokens_per_second
-        return seconds + self.load_seconds(resumption.load_bytes)
-
     def load_seconds(self, num_bytes: int) -> float:
         """Return how long it takes to load so many bytes; 0 if there are none."""
         if not num_bytes:
             return 0.0
         return self.rates.latency_seconds + num_bytes / self.rates.bytes_per_second
-
-    def choose(
-        self,
-        resumptions: Sequence[Resumption | None],
-        num_tokens: int,
-        agreement: RankAgreement | None = None,
-    ) -> Resumption:
-        """Return the best one; of equally good ones the last.
-
-        Args:
-            resumptions: In the order of their tokens; None: this one is not possible here. The
-                first one is possible on all ranks.
-            num_tokens: Tokens of the request.
-            agreement: With the other ranks; all give as many. None: there is one rank.
-        """
-        seconds = [math.inf if r is None else self.seconds(r, num_tokens) for r in resumptions]
-        chosen = resumptions[quickest(seconds, agreement)]
-        assert chosen is not None, "what takes forever is chosen by no rank"
-        return chosen
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that computed so many tokens of prompts."""

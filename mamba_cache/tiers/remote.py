@@ -86,6 +86,7 @@ class _Part(NamedTuple):
 class _Worker:
     """A thread, and the memory that its calls read and write."""
 
+    call_ended: threading.Condition
     jobs: Sequence[Job] = ()
     deadline: float | None = None  # of its call; None: there is none, or it is late
     reads_since: float | None = None
@@ -146,7 +147,6 @@ class RemoteTier(QueuedTier):
         self._macs = EntryMacs(secret)
         self._owns_store = owns_store
         self._put_came = self._load_came  # its threads are alike
-        self._call_ended = threading.Condition(self._lock)
         self._faults: Counter[str] = Counter()
         # What the store had, with when that was known, and what in it was bad.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
@@ -154,7 +154,7 @@ class RemoteTier(QueuedTier):
         self._heard_at = self._failed_at = self._reads_since = 0.0
         self._is_told = self._is_closed = False
         self._num_callers = self._num_hung = 0
-        self._workers = [_Worker() for _ in range(num_threads)]
+        self._workers = [_Worker(threading.Condition(self._lock)) for _ in range(num_threads)]
         for _ in self._workers:
             self._add_caller()
         self._threads = self._start(*[partial(self._work, each) for each in self._workers])
@@ -215,7 +215,6 @@ class RemoteTier(QueuedTier):
             self._one_told.wait_for(lambda: not self._taken, self._call_seconds)
             self._is_closed = True
             self._find_late()
-            self._call_ended.notify_all()
         for thread in self._threads:
             thread.join()
         for worker in self._workers:
@@ -306,6 +305,7 @@ class RemoteTier(QueuedTier):
         for worker in self._workers:
             if worker.deadline is not None and (self._is_closed or worker.deadline <= now):
                 worker.deadline = None
+                worker.call_ended.notify()
                 self._count_failure()
 
     # What threads do.
@@ -411,10 +411,12 @@ class RemoteTier(QueuedTier):
             is_read = bool(worker.jobs) and isinstance(worker.jobs[0], (_Ask, LoadJob))
             worker.reads_since = began if is_read else None
             future = self._submit(call)
-            future.add_done_callback(self._on_call_ended)
+            future.add_done_callback(lambda _: self._tell(worker))
             while not future.done() and worker.deadline is not None:
-                self._call_ended.wait(worker.deadline - time.monotonic())
-                self._find_late()
+                if not worker.call_ended.wait(seconds):
+                    worker.deadline = began  # so it is late by any clock
+                if not future.done():
+                    self._find_late()
             is_late = worker.deadline is None
             worker.deadline = worker.reads_since = None
             if is_late:
@@ -432,9 +434,9 @@ class RemoteTier(QueuedTier):
                     self._count_success()
         return answers
 
-    def _on_call_ended(self, _: Future[Any]) -> None:
+    def _tell(self, worker: _Worker) -> None:
         with self._lock:
-            self._call_ended.notify_all()
+            worker.call_ended.notify()
 
     def _count_failure(self) -> None:
         had_failed = self._has_failed

@@ -244,7 +244,7 @@ class OfPrefixCache:
 
     @property
     def tier(self):
-        return self.cache._store.tiers._tiering.lower.store
+        return self.cache._store.tiers.lower.store
 
     def run(self, number, *, tail):
         skipped = self.cache.stats().skipped_tokens

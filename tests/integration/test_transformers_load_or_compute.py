@@ -11,7 +11,7 @@ from clocks import ManualClock
 from notebook_rig import REUSABLE, ask, prompts
 from transformers_rig import budgets, make_cache, make_model
 
-from mamba_cache.context import prefetch
+from mamba_cache.context import prefetch, tiering
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import disk, remote
@@ -72,14 +72,14 @@ def open_cache(request, tmp_path, reads, model):
 
 def set_speed(cache, tokens_per_second):
     """Have a cache take its model to be so fast, whatever forwards take."""
-    planner = cache._store.tiers._tiering.planner
+    planner = cache._store.tiers.planners.host
     if tokens_per_second is not None:
         planner.rates = planner.rates._replace(tokens_per_second=tokens_per_second)
 
 
 def lower_tier(cache):
     tiers = cache._store.tiers
-    return tiers._below[0]
+    return tiers.lower.tiers[0]
 
 
 def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, reads, model) -> None:
@@ -148,8 +148,8 @@ def test_a_load_that_never_ends_is_waited_for_once(open_cache, reads, monkeypatc
 
 def test_what_computing_takes_is_known_from_forwards(model) -> None:
     with make_cache(model, host_cache_gb=0.01) as cache:
-        planner = cache._store.tiers._tiering.planner
-        assert planner.rates == prefix_tiers._UNMEASURED
+        planner = cache._store.tiers.planners.host
+        assert planner.rates == tiering._UNMEASURED
         planner._learns = True
         ask(cache, prompts()[:2])
         assert planner.rates.tokens_per_second > 0.1

@@ -101,7 +101,7 @@ def test_a_call_has_its_patience_once(clock) -> None:
     store.exists_many = slow
     store.inject("get_many_into", Trouble.HANG)
     with open_cache(store, model) as second:
-        link = second._store.tiers._tiering.lower
+        link = second._store.tiers.lower
         bring, patience = link._bring, []
 
         def look(prefetch, *arguments):

@@ -132,7 +132,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
             next(model.parameters()).mul_(1.5)
         with pytest.raises(ModelChangedError):
             ask(cache, prompts()[:1])
-        disk = weakref.ref(cache._store.tiers._below[0])
+        disk = weakref.ref(cache._store.tiers.lower.tiers[0])
         cache.reset()
         answers, skipped = ask(cache, prompts()[:1])
         assert skipped == 0
@@ -146,7 +146,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())
-        folder = first._store.tiers._below[0].folder
+        folder = first._store.tiers.lower.tiers[0].folder
     for number, file in enumerate(entry_files(folder)[::3]):
         turn_bits(file, PAGE_BYTES + number)
     with open_cache(tmp_path, model) as second:
@@ -160,7 +160,7 @@ def test_a_call_whose_deepest_boundary_is_damaged_takes_the_one_before(tmp_path,
     with open_cache(tmp_path, model) as first:
         ask(first, [prompts()[0][:, : 5 * BLOCK + 3]])
         answers, _ = ask(first, prompts()[:1])
-        folder = first._store.tiers._below[0].folder
+        folder = first._store.tiers.lower.tiers[0].folder
     depths = {
         entry._FIELDS.unpack_from(file.read_bytes())[7]: file
         for file in entry_files(folder)
@@ -176,7 +176,7 @@ def test_damage_in_host_memory_is_noticed(model, expected) -> None:
     probe = make_cache(model)
     small = make_cache(model, **budgets(probe, slots=2, blocks=18), host_cache_gb=0.01)
     ask(small, prompts())
-    for memory in small._store.tiers._tiering.host.memory.values():
+    for memory in small._store.tiers.host.memory.values():
         for row in range(memory.num_ready):
             memory.row(row)[3] ^= 4
     answers, _ = ask(small, prompts())
@@ -196,7 +196,7 @@ def test_no_more_is_brought_than_there_are_rows_for(tmp_path, model, expected) -
     """A part of a prefix in host memory is of no use, and would be brought at each call."""
     with open_cache(tmp_path, model) as first:
         ask(first, prompts()[1:2])
-        sizes = {kind: first._store.tiers._tiering.host.row_bytes(kind) for kind in EntryKind}
+        sizes = {kind: first._store.tiers.host.row_bytes(kind) for kind in EntryKind}
     budget = 2 * max(5 * sizes[EntryKind.KV], sizes[EntryKind.STATE])
     small = {"host_cache_gb": budget / 2**30, "disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
     with make_cache(model, **small) as second:

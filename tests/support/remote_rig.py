@@ -26,7 +26,8 @@ PATIENCE = 60.0
 def let_see(tier):
     """Let a store tier see that a clock was turned."""
     with tier._lock:
-        tier._call_ended.notify_all()
+        for worker in tier._workers:
+            worker.call_ended.notify()
         tier._load_came.notify_all()
 
 

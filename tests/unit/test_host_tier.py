@@ -32,7 +32,7 @@ from tier_rig import (
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.context.tier_memory import make_tiering
+from mamba_cache.context.tiering import make_tiering
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -499,7 +499,7 @@ def test_loading_is_weighed_against_computing():
         load_planner=slow,
     )
     assert resume(fill(context)).skip_tokens == 0
-    context._tiering.planner = always()
+    context._tiering.planners.host = always()
     context.reset(preserve_prefix_cache=True)
     evict(context)
     assert resume(context).skip_tokens == 24
@@ -509,7 +509,7 @@ def test_rates_are_measured_while_it_runs():
     context = make_context(
         make_config(num_kv_blocks=14, max_slots=3, num_host_blocks=60, num_host_states=30)
     )
-    planner = context._tiering.planner
+    planner = context._tiering.planners.host
     assumed = planner.rates
     first(context)
     assert planner.rates.tokens_per_second != assumed.tokens_per_second
@@ -521,9 +521,9 @@ def test_rates_are_measured_while_it_runs():
     del transfers.seconds_between
     context._tiering.poll()
     assert planner.rates != known
-    context._tiering.planner = always()
+    context._tiering.planners.host = always()
     evict(context)
-    context._tiering.planner = planner
+    context._tiering.planners.host = planner
     planner.rates = Rates(1e18, 0.0, 1e-9)
     before = planner.rates.bytes_per_second
     resume(context)
@@ -533,7 +533,7 @@ def test_rates_are_measured_while_it_runs():
 def test_an_engine_brings_damaged_requests_on_again():
     sizes = {"num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 60, "num_host_states": 30}
     engine = Engine(MODEL, make_config(slot_policy="lru", **sizes))
-    engine.context._tiering.planner = always()
+    engine.context._tiering.planners.host = always()
     sampling = SamplingParams(max_new_tokens=4)
     first = engine.generate([PROMPT], sampling)[0].tokens
     for prompt in OTHERS:

@@ -15,6 +15,7 @@ from tier_rig import IDENTITY, OTHER, PROMPT, ask, make_over, match
 from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
+from mamba_cache.context import tiering as tierings
 from mamba_cache.context.tier_memory import identity_of
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, Numerics, Rates, Refusal
@@ -327,7 +328,7 @@ def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
     """It took ten seconds, of which the second one has seen one."""
     clock = ManualClock()
     monkeypatch.setattr(prefetching, "time", clock)
-    planner = context._tiering.lower._planner
+    planner = context._tiering.lower._planners.disk
     first = ask(context)
     clock.now += 9
     second = ask(context)
@@ -335,7 +336,7 @@ def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
     tier.end_loads()
     assert first.state is second.state is PrefetchState.READY
     context.poll_tiers()
-    expected = LoadPlanner(prefetching._ASSUMED)
+    expected = LoadPlanner(tierings._ASSUMED[1])
     expected.record_load(first.num_bytes, 10.0)
     assert planner.rates == expected.rates
 
@@ -398,7 +399,7 @@ def test_a_slow_tier_is_not_worth_it(tmp_path, context, tier) -> None:
     ask(context)
     tier.end_loads()
     assert match(context).skip_tokens == 56
-    context._tiering.planner.rates = fast.rates
+    context._tiering.planners.host.rates = fast.rates
     assert match(context).skip_tokens == 0
     assert ask(context).state is PrefetchState.NOTHING
 
@@ -410,7 +411,7 @@ def test_entries_are_worth_the_tokens_before_their_boundary(
     """All of the prompt but its last five tokens, of which each takes a second."""
     one_a_second = LoadPlanner(Rates(tokens_per_second=1.0), learns=False)
     other = make(tmp_path, tier=tier, planner=one_a_second)
-    other._tiering.lower._planner.rates = Rates(1e15, seconds, 1.0)
+    other._tiering.lower._planners.disk.rates = Rates(1e15, seconds, 1.0)
     assert (ask(other).state is PrefetchState.PENDING) == is_worth_it
     tier.end_loads()
 
@@ -422,7 +423,7 @@ def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
     clock, tiering = ManualClock(), context._tiering
     monkeypatch.setattr(prefetching, "time", clock)
     tiering.lower._is_waited_for = True
-    tiering.planner.rates = Rates(tokens_per_second=1.0)
+    tiering.planners.host.rates = Rates(tokens_per_second=1.0)
     prefetch = ask(context, timeout_seconds=timeout)
     clock.now += seconds - 0.5
     assert prefetch.state is PrefetchState.PENDING
@@ -436,7 +437,7 @@ def test_a_caller_that_waits_tries_a_slow_tier_now_and_again(context, tier, monk
     """What was measured once would decide for ever otherwise."""
     monkeypatch.setattr(prefetching, "_TRY_EVERY", 3)
     context._tiering.lower._is_waited_for = True
-    context._tiering.planner.rates = Rates(tokens_per_second=1e12)
+    context._tiering.planners.host.rates = Rates(tokens_per_second=1e12)
     assert [ask(context).num_entries for _ in range(6)] == [0, 0, 2, 0, 0, 2]
     tier.end_loads()
 
@@ -503,7 +504,7 @@ def test_who_decides_what_is_brought_may_be_given(tmp_path) -> None:
     planner = LoadPlanner(learns=False)
     config = make_config(**settings, **on_disk)
     context = make_context(config, identity=IDENTITY, disk_planner=planner)
-    assert context._tiering.lower._planner is planner
+    assert context._tiering.lower._planners.disk is planner
     context.close()
 
 

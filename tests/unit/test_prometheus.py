@@ -148,7 +148,8 @@ def over_disk_and_store(kind, path):
 def test_disks_and_stores_have_the_same_metrics_as_host_memory(kind, tmp_path):
     cache, ask = over_disk_and_store(kind, tmp_path)
     ask()
-    tiers = (cache if kind == "context" else cache._store.tiers)._tiering.lower.tiers
+    tiering = cache._tiering if kind == "context" else cache._store.tiers
+    tiers = tiering.lower.tiers
     for tier in tiers:
         tier.flush()
     tiers[0]._refused[Refusal.PAYLOAD_DIGEST] += 3

@@ -122,7 +122,7 @@ def test_ranks_go_by_the_slowest_of_them():
     """One would load, for another one computing is quicker: none loads."""
     slow = LoadPlanner(Rates(1.0, 0.0, 1e9), learns=False)
     ranks = fill(make_ranks({}, {}))
-    ranks.parts[1]._tiering.planner = slow
+    ranks.parts[1]._tiering.planners.host = slow
     assert resume(ranks).skip_tokens == 0
 
 

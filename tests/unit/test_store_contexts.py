@@ -16,6 +16,7 @@ from tier_rig import OTHER, PROMPT, ask, make_over, match
 from mamba_cache import InvalidArgumentError, Request
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
+from mamba_cache.context import tiering as tierings
 from mamba_cache.errors import TierInUseError
 from mamba_cache.stores import MemoryStore, StoreFault
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
@@ -359,11 +360,11 @@ def test_the_speed_of_the_store_is_measured(store, clock) -> None:
 
     context.store_tier._get = slow
     context._tiering.lower._patience = 1e9
-    before = link._store_planner.rates
+    before = link._planners.store.rates
     assert ask(context).wait() is PrefetchState.READY
     context.poll_tiers()
-    assert link._store_planner.rates.bytes_per_second < before.bytes_per_second / 100
-    assert link._planner.rates == prefetching._ASSUMED  # the disk's are its own
+    assert link._planners.store.rates.bytes_per_second < before.bytes_per_second / 100
+    assert link._planners.disk.rates == tierings._ASSUMED[1]  # the disk's are its own
     context.close()
 
 

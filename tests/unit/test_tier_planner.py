@@ -1,10 +1,12 @@
 """Load or compute: by the formula, with what was measured."""
 
+import math
+
 import pytest
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.tiers import LoadPlanner, Rates
-from mamba_cache.tiers.planner import Resumption
+from mamba_cache.tiers.planner import quickest
 
 STATE_BYTES, TOKEN_BYTES = 102.6e6, 16_384
 
@@ -13,8 +15,8 @@ def least_tokens(rates):
     """From how many tokens on the planner loads a prefix of Nemotron-H-8B."""
     planner = LoadPlanner(rates, learns=False)
     for tokens in range(1, 20_000):
-        load = Resumption(tokens, int(STATE_BYTES + TOKEN_BYTES * tokens))
-        if planner.choose([Resumption(0, 0), load], tokens + 1) == load:
+        num_bytes = int(STATE_BYTES + TOKEN_BYTES * tokens)
+        if planner.load_seconds(num_bytes) <= tokens / rates.tokens_per_second:
             return tokens
     return None
 
@@ -36,9 +38,7 @@ def test_a_link_below_what_prefill_makes_is_never_used():
 
 
 def test_of_equally_good_ones_the_longest():
-    planner = LoadPlanner(Rates(1e18, 0.0, 1e18), learns=False)
-    choices = [Resumption(0, 0), Resumption(8, 0), Resumption(4, 0)]
-    assert planner.choose(choices, 8).tokens == 8
+    assert quickest([2.0, 1.0, math.inf, 1.0, 3.0], None) == 3
 
 
 def test_rates_are_learned():

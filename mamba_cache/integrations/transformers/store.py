@@ -231,7 +231,7 @@ class PrefixStore:
         else:
             self.kv_blocks.deregister_blocks([block])
         if self.tiers is not None:
-            self.tiers.remove(kind, digest)
+            self.tiers.remove(kind, None, digest)
 
     def open(
         self,

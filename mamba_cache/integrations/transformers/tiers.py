@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -14,11 +14,13 @@ from typing import Any, Final
 import torch
 
 from mamba_cache._extras import installed_version
+from mamba_cache._guard import weak_callback
 from mamba_cache.cache import BlockHashChain, ExtraKey
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import Prefetch
-from mamba_cache.context.requests import PrefixMatch
-from mamba_cache.context.tier_memory import open_disk, tiering_over
+from mamba_cache.context.requests import PlannedLoad, PrefixMatch
+from mamba_cache.context.tier_memory import open_disk
+from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -26,12 +28,9 @@ from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPromp
 from mamba_cache.states import StateSpec, StateTensorSpec
 from mamba_cache.tiers import (
     CacheIdentity,
-    LoadPlanner,
     ModelIdentity,
     Numerics,
-    Rates,
     Refusal,
-    TierStats,
 )
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.jobs import QueuedTier
@@ -49,16 +48,13 @@ _END_SECONDS: Final = 5.0
 _UNDAMAGED: Final = frozenset({Refusal.ABORTED, Refusal.TIMEOUT, Refusal.IO_ERROR})
 """Why an entry that may be found again was not brought."""
 
-_UNMEASURED: Final = Rates(bytes_per_second=1e18, latency_seconds=0.0, tokens_per_second=1e-6)
-"""Rates until the first measurement: every load is tried."""
-
 _KERNEL_PACKAGES: Final = (
     "transformers", "accelerate", "peft", "kernels", "mamba-ssm", "causal-conv1d", "flash-attn",
     "flash-linear-attention",
 )  # fmt: skip
 
 
-class PrefixTiers:
+class PrefixTiers(Tiering):
     """The tiers below one prefix cache.
 
     What becomes findable is copied to host memory when its call is over, and from there to the
@@ -80,7 +76,6 @@ class PrefixTiers:
         shared: Any = None,
     ) -> None:
         self._store, self._runner = store, runner
-        self._has_kv = bool(store.tensors.blocks)
         self._config = CacheConfig(
             num_kv_blocks=1,
             max_slots=1,
@@ -107,38 +102,34 @@ class PrefixTiers:
                 "host_cache_gb and disk_cache_path need weights_check='full' or 'sample': prefixes "
                 "outlive the weights that they were computed with, and must not be used with others"
             )
-        if shared is not None or disk_cache_path is not None:
+        self._is_shared = shared is not None or disk_cache_path is not None
+        if self._is_shared:
             fingerprint.check_files()
         tensors = store.tensors
-        self._tiering = tiering_over(
+        super().__init__(
+            self._config,
             {EntryKind.STATE: [tensors.slots[None]], EntryKind.KV: tensors.blocks},
             store.layout.device,
-            self._config,
             store.kv_blocks,
             store.slots,
-            identity=self._identity(weights),
-            planner=LoadPlanner(_UNMEASURED),
-            disk_planner=LoadPlanner(_UNMEASURED),
-            store_planner=LoadPlanner(_UNMEASURED),
+            identity=self._identity_with(weights),
             is_waited_for=True,
         )
-        lower = self._tiering.lower
-        self._remote = None if lower is None else lower.store
-        for tier in reversed(self._below):  # that of the disk, if there is one, is kept
+        self._remote = self.lower.store
+        for tier in reversed(self.lower.tiers):  # that of the disk, if there is one, is kept
             self._closes = weakref.finalize(self, _end, tier)
 
     def _take_weights(self) -> None:
         """Take the weights as they are now, and open the disk tier for them."""
         weights = self._runner.fingerprint.weights_digest()
         self._knows_weights = weights is not None
-        identity = self._identity(weights or f"unknown {secrets.token_hex(16)}")
-        self._tiering.identify(identity)
-        lower = self._tiering.lower
-        if lower is not None:
-            lower.store = self._remote if self._knows_weights else None
-            if self._knows_weights and self._config.disk_cache_path is not None:
-                lower.tier = open_disk(self._config, identity, self._tiering.host)
-                self._closes = weakref.finalize(self, _end, lower.tier)
+        identity = self._identity_with(weights or f"unknown {secrets.token_hex(16)}")
+        self.identify(identity)
+        lower = self.lower
+        lower.store = self._remote if self._knows_weights else None
+        if self._knows_weights and self._config.disk_cache_path is not None:
+            lower.tier = open_disk(self._config, identity, self.host)
+            self._closes = weakref.finalize(self, _end, lower.tier)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the model's settings, in all processes.
@@ -152,8 +143,7 @@ class PrefixTiers:
             self._key = None
             return lora_id
         if lora_id not in self._keys:
-            is_shared = self._tiering.lower is not None
-            self._keys[lora_id] = fingerprint.portable_key() if is_shared else lora_id
+            self._keys[lora_id] = fingerprint.portable_key() if self._is_shared else lora_id
         self._key = self._keys[lora_id]
         return lora_id if self._key is None else self._key
 
@@ -162,40 +152,34 @@ class PrefixTiers:
 
         It is the sequence's block ``index``.
         """
-        tiering = self._tiering
-        if self._key is None or tiering.host.has(kind, chain.hashes.digest(index)):
+        if self._key is None or self.host.has(kind, chain.hashes.digest(index)):
             return
-        facts = tiering.entries(chain.hashes, None).facts(kind, index)  # digests have the salt
+        facts = self.entries(chain.hashes, None).facts(kind, index)  # digests have the salt
         if kind is EntryKind.STATE:
-            tiering.offer_slot(self._store.slots.get_slot(block), facts)
+            self.offer_slot(self._store.slots.get_slot(block), facts)
         elif self._has_kv:
-            tiering.offer_block(block, facts)
-
-    @property
-    def num_offers(self) -> int:
-        """What was offered and is not copied yet, some of it perhaps more than once."""
-        return self._tiering.num_offers
+            self.offer_block(block, facts)
 
     def spill(self) -> None:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
-        if self._tiering.num_offers:
-            self._tiering.pump()
-            self._tiering.transfers.wait()
-            self._tiering.poll()
+        if self.num_offers:
+            self.pump()
+            self.transfers.wait()
+            self.poll()
 
     @contextmanager
     def timed(self, num_tokens: int) -> Iterator[None]:
         """Measure what the forward inside takes, over ``num_tokens`` tokens of a prompt."""
-        self._tiering.begin_forward(num_tokens)
+        self.begin_forward(num_tokens)
         yield
-        self._tiering.end_forward()
+        self.end_forward()
 
     def bring(self, prompt: SoughtPrompt) -> None:
         """Bring the prefix of a prompt from below with which it is computed soonest."""
-        self._tiering.poll()
+        self.poll()
         if self._key is None:
             return
-        if self._below and self._may_fetch() and self._fetch(prompt):
+        if self.lower.tiers and self._may_fetch() and self._fetch(prompt):
             self._fetch(prompt)  # what is damaged is not found again: another boundary may be
         usable = len(prompt.tokens) - prompt.min_computed
         while (match := self._extended(prompt, usable)).loads_state:
@@ -212,24 +196,24 @@ class PrefixTiers:
         """Match a prompt of which ``usable`` tokens may be skipped, here and in host memory."""
         match = self._store.match(prompt)
         num_tokens = usable + self._config.min_computed_tokens
-        return self._tiering.extend(replace(match, prompt_tokens=num_tokens), prompt.chain.hashes)
+        return self.extend(replace(match, prompt_tokens=num_tokens), prompt.chain.hashes)
 
     def _fetch(self, prompt: SoughtPrompt) -> bool:
         """Bring what disk and store have of a prompt to host memory; say whether it was damaged."""
         match = self._extended(prompt, len(prompt.tokens) - prompt.min_computed)
-        entries = self._tiering.entries(prompt.chain.hashes, None)
+        entries = self.entries(prompt.chain.hashes, None)
         self._fetched_at = time.monotonic()
-        self._prefetch = self._tiering.prefetch(None, match, entries, _DEADLINE_SECONDS)
-        self._prefetch.go_on = self._tiering.poll
+        self._prefetch = self.prefetch(None, match, entries, _DEADLINE_SECONDS)
+        self._prefetch.go_on = weak_callback(self.poll)
         self._prefetch.wait()
-        self._tiering.poll()
+        self.poll()
         return self._prefetch.is_over and not _UNDAMAGED.issuperset(self._prefetch.refusals)
 
     def _load(self, prompt: SoughtPrompt, match: PrefixMatch) -> bool:
         """Bring what a match loads to blocks and a slot; say whether it is findable there."""
-        store, tiering, depth = self._store, self._tiering, match.state_matched_blocks
+        store, depth = self._store, match.state_matched_blocks
         kv_blocks, slots = store.kv_blocks, store.slots
-        load = tiering.read_rows(match, tiering.entries(prompt.chain.hashes, None))
+        load = self.read_rows(match, self.entries(prompt.chain.hashes, None))
         if load is None:
             return False
         held, slot, is_committed = list(match.block_ids[:depth]), None, False
@@ -243,14 +227,14 @@ class PrefixTiers:
             if slots.has_state(held[-1]):
                 return False
             [slot] = slots.reserve_slots([held[-1]])
-            if slot is None or not tiering.load([(load, blocks if self._has_kv else (), slot)]):
+            if slot is None or not self.load([(load, blocks if self._has_kv else (), slot)]):
                 return False
-            tiering.end_loads([load])
+            self.end_loads([load])
             if not load.is_damaged:
                 is_committed = self._publish(prompt, depth, blocks, slot)
             return is_committed
         finally:
-            tiering.cancel(load)
+            self.cancel(load)
             kv_blocks.release_memory_blocks(held)
             if slot is not None and not is_committed:
                 slots.cancel_reserved([slot])
@@ -275,54 +259,39 @@ class PrefixTiers:
         store.slots.commit_reserved([slot], [block], saved_tokens=[depth * size])
         return True
 
-    def remove(self, kind: EntryKind, digest: bytes) -> None:
-        """Have an entry that is known to be wrong not found again."""
-        self._tiering.remove(kind, None, digest)
-
-    def stats(self) -> tuple[TierStats, ...]:
-        """Return what each tier holds and did, from the top down."""
-        return self._tiering.stats()
-
-    @property
-    def _below(self) -> list[QueuedTier]:
-        return [] if self._tiering.lower is None else self._tiering.lower.tiers
-
     def let_go(self) -> None:
         """Take back what a call held that broke off."""
         self._prefetch = None
-        self._tiering.let_go()
+        super().let_go()
 
     def reset(self) -> None:
         """Forget what host memory holds. What is on the disk stays, and is found again."""
         self._prefetch = None
-        self._tiering.reset()
+        super().reset()
         self._keys.clear()
 
     def take_weights(self) -> None:
         """Take the weights as they are from now on: of others nothing below is found."""
-        for tier in self._below:
-            tier.flush()
-        lower = self._tiering.lower
-        if lower is not None and lower.tier is not None:
-            lower.tier = None
+        self.lower.flush()
+        if self.lower.tier is not None:
+            self.lower.tier = None
             self._closes()  # and forgets it, which would live as long as this otherwise
         self.reset()
         self._take_weights()
 
     def close(self) -> None:
         """Write what is still to be written, and give everything back."""
-        self._tiering.flush()
-        for tier in self._below:
-            tier.close()
-        self._tiering.host.close()
+        self.flush()
+        self.lower.close()
+        self.host.close()
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, loads: Iterable[PlannedLoad] = ()) -> None:
         """Check the books, between calls."""
-        self._tiering.check_invariants(())
-        for tier in self._below:
+        super().check_invariants(loads)
+        for tier in self.lower.tiers:
             tier.check_invariants()
 
-    def _identity(self, weights: str) -> CacheIdentity:
+    def _identity_with(self, weights: str) -> CacheIdentity:
         """Return what entries of this model have in common in all processes."""
         layout = self._store.layout
         versions = {name: installed_version(name) for name in _KERNEL_PACKAGES}
