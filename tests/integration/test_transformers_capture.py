@@ -148,7 +148,11 @@ def test_a_layer_that_hands_nothing_over_is_not_published(generator, monkeypatch
     """Its slot would hold what another prompt left there."""
     model = make_model("nemotron_h")
     cache = make_cache(model, placement=EveryNthBlock(1))
-    monkeypatch.setattr(capture_module, "_recurrent_tap", lambda *_: lambda *_: None)
+
+    def hand_over_nothing(update, run, rooms, to, *args, **options):
+        return update(*args, **options)
+
+    monkeypatch.setattr(capture_module, "_keep_states", hand_over_nothing)
     prompt = text(generator, 3 * BLOCK + 1)
     cache.generate(prompt, max_new_tokens=1, do_sample=False)
     cache.check_invariants()

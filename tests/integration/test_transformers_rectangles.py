@@ -19,6 +19,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model
 
 from mamba_cache import Request
+from mamba_cache.integrations.transformers import capture as capturing
 from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles, sizes
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep
@@ -258,22 +259,22 @@ def test_a_scan_is_never_given_no_tokens(generator):
 def test_the_window_of_a_fresh_prompt_begins_with_zeros_where_tokens_are_too_few(end, generator):
     full = torch.randn(2, 5, 9, generator=generator)
     padded = torch.cat([torch.zeros(2, 5, 4), full], dim=-1)
-    assert torch.equal(rectangles._window_before(full, end, 4), padded[..., end : end + 4])
-    assert torch.equal(rectangles._window_before(padded, 4 + end, 4), padded[..., end : end + 4])
+    assert torch.equal(capturing._window_before(full, end, 4), padded[..., end : end + 4])
+    assert torch.equal(capturing._window_before(padded, 4 + end, 4), padded[..., end : end + 4])
 
 
 def test_a_fresh_prompt_enters_convolutions_as_it_is(monkeypatch, generator):
     """Nothing is put before it, which would copy all of it in each layer."""
     cache, seen = make_cache(make_model("nemotron_h"), segment_tokens=32 * BLOCK), []
     batch(cache, prompts_of(generator, 5), max_new_tokens=1)  # the first call tries batches out
-    keep = rectangles._keep_windows
+    keep = capturing._keep_windows
 
     def looked_at(*args, **options):
         full = keep(*args, **options)
         seen.append((full.shape[-1], args[2].num_tokens))
         return full
 
-    monkeypatch.setattr(rectangles, "_keep_windows", looked_at)
+    monkeypatch.setattr(capturing, "_keep_windows", looked_at)
     batch(cache, prompts_of(generator, 5 * BLOCK), max_new_tokens=1)
     assert seen
     assert all(columns == size for columns, size in seen)

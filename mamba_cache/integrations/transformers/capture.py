@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMem
 from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.states import kernels_for
 
-__all__ = ["ScanRun", "StateCapture", "state_index"]
+__all__ = ["Rooms", "ScanRun", "StateCapture"]
 
 _INITIAL = frozenset({"initial_state", "initial_states"})
 _RETURNS_FINAL = frozenset({"output_final_state", "return_final_states"})
@@ -44,7 +44,7 @@ class ScanRun:
     bounds: torch.Tensor | None = None
     is_kernel: bool = False  # whether the scans are kernels, which compute step sizes in float32
     pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until taken
-    num_written: list[int] = field(default_factory=list)  # by cut, tensors that were captured
+    num_written: int = 0  # tensors of the model's states that were captured at all cuts
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -119,6 +119,22 @@ class ScanRun:
         return {}
 
 
+@dataclass(slots=True)
+class Rooms:
+    """Where the states at the cuts of a rectangle go, and where its rows end."""
+
+    # Of each cut, [rows] int64: rows whose states are kept, and their places in a room. Several
+    # rows may write the same state to the same place.
+    saved: list[tuple[torch.Tensor, torch.Tensor]]
+    ends: Sequence[Any]  # of each cut, in tokens of the rows: [rows] int64, or an int for all
+    # For each cut an iterator over the room of each state: [places, *shape], in order.
+    states: list[Iterator[torch.Tensor]]
+    # Likewise those of windows of attention: [1, heads, width, head_dim].
+    windows: list[Iterator[torch.Tensor]] = field(default_factory=list)
+    own_end: torch.Tensor | None = None  # [rows] int64 tokens of each row; None: all there are
+    kernels: Any = pieces_torch  # for rows that end at different tokens
+
+
 _current = threading.local()
 """The thread's ``run``: a scan wrapped for one thread is called by others as well."""
 
@@ -136,7 +152,7 @@ class StateCapture:
     def __init__(self, model: torch.nn.Module, layers: Sequence[LayerParts]) -> None:
         self._layers = layers
         self._scans = list(_find_scans(model))
-        self._num_tensors = sum(
+        self.num_tensors = sum(
             len(parts.convs) + len(parts.recurrents) + 2 * bool(parts.window) for parts in layers
         )
 
@@ -162,17 +178,17 @@ class StateCapture:
         positions = sorted(rooms)
         cuts = tuple(position - start for position in positions)
         widths = tuple(end - begin for begin, end in pairwise((0, *cuts, num_tokens)))
-        run = ScanRun(1, num_tokens, widths, num_written=[0] * len(cuts))
+        run, own = ScanRun(1, num_tokens, widths), [rooms[position] for position in positions]
         captured: set[int] = set()
         with ExitStack() as undo:
+            at = torch.zeros(1, dtype=torch.int64, device=own[0].states[0].device)
+            states = [iter(room.states) for room in own]
+            windows = [iter(room.windows) for room in own]
+            self.tap(undo, cache, run, Rooms([(at, at)] * len(cuts), cuts, states, windows))
             undo.enter_context(self.scanning(run))
-            self._tap_layers(undo, cache, run, [rooms[position] for position in positions])
             yield captured
-        captured.update(
-            position
-            for position, count in zip(positions, run.num_written, strict=True)
-            if count == self._num_tensors
-        )
+        if run.num_written == self.num_tensors:
+            captured.update(positions)
 
     @contextmanager
     def scanning(self, run: ScanRun) -> Iterator[None]:
@@ -184,116 +200,114 @@ class StateCapture:
             undo.callback(setattr, _current, "run", None)
             yield
 
-    def _tap_layers(
-        self, undo: ExitStack, cache: Any, run: ScanRun, rooms: Sequence[SequenceMemory]
-    ) -> None:
-        """Have the layers of the cache hand over what passes through them."""
-        states = [iter(room.states) for room in rooms]
-        windows = [iter(room.windows) for room in rooms]
+    def tap(self, undo: ExitStack, cache: Any, run: ScanRun, rooms: Rooms) -> None:
+        """Have the layers of the cache keep what passes through them, until it is undone."""
         for layer, parts in zip(cache.layers, self._layers, strict=True):
-            convs = {i: [next(of_room) for of_room in states] for i in parts.convs}
-            recurrents = {i: [next(of_room) for of_room in states] for i in parts.recurrents}
+            convs = {i: [next(of_cut) for of_cut in rooms.states] for i in parts.convs}
+            recurrents = {i: [next(of_cut) for of_cut in rooms.states] for i in parts.recurrents}
+            taps: dict[str, Callable[..., Any]] = {}
             if convs:
-                undo.enter_context(_tapped(layer, "update_conv_state", _conv_tap(run, convs)))
+                taps["update_conv_state"] = partial(
+                    _keep_windows, layer.update_conv_state, layer, run, rooms, convs
+                )
             if recurrents:
-                tap = _recurrent_tap(run, recurrents)
-                undo.enter_context(_tapped(layer, "update_recurrent_state", tap))
+                taps["update_recurrent_state"] = partial(
+                    _keep_states, layer.update_recurrent_state, run, rooms, recurrents
+                )
             if parts.window:
-                pairs = [(next(of_room), next(of_room)) for of_room in windows]
-                undo.enter_context(_tapped(layer, "update", _window_tap(run, pairs, layer)))
+                pairs = [(next(of_cut), next(of_cut)) for of_cut in rooms.windows]
+                taps["update"] = partial(_keep_tokens, layer.update, layer, run, pairs)
+            for name, tap in taps.items():
+                setattr(layer, name, tap)
+                undo.callback(delattr, layer, name)  # it refers to the layer
 
 
-_Tap = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-
-
-@contextmanager
-def _tapped(layer: Any, name: str, tap: _Tap) -> Iterator[None]:
-    """Call ``tap(layer, args, kwargs)`` before the layer's method, on this layer alone."""
-    method = getattr(layer, name)
-
-    @wraps(method)
-    def tapped(*args: Any, **kwargs: Any) -> Any:
-        tap(layer, args, kwargs)
-        return method(*args, **kwargs)
-
-    setattr(layer, name, tapped)
-    try:
-        yield
-    finally:
-        delattr(layer, name)  # uncovers the method of the class
-
-
-def state_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def _state_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return which of a layer's states an update is of, by its arguments after the state."""
     index: int = args[0] if args else kwargs.get("state_idx", 0)
     return index
 
 
-def _conv_tap(run: ScanRun, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
-    """The window before each cut is a slice of what enters the convolution."""
+def _keep_windows(
+    update: Callable[..., torch.Tensor],
+    layer: Any,
+    run: ScanRun,
+    rooms: Rooms,
+    to: Mapping[int, Sequence[torch.Tensor]],
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Do what a layer's ``update_conv_state`` does; its windows are those at the rows' own ends.
 
-    def tap(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = state_index(args[1:], kwargs)
-        new = args[0] if args else kwargs["conv_states"]
-        if index not in rooms or new.shape[0] != run.num_rows or new.shape[-1] != run.num_tokens:
-            return
-        width = rooms[index][0].shape[-1]
-        if run.cuts and run.cuts[0] < width:
-            new = torch.cat([_previous_window(layer, index, new, width), new], dim=-1)
-        offset = new.shape[-1] - run.num_tokens
-        for number, cut in enumerate(run.cuts):
-            end = offset + cut
-            rooms[index][number].copy_(new[..., end - width : end])
-            run.num_written[number] += 1
-
-    return tap
-
-
-def _previous_window(layer: Any, index: int, new: torch.Tensor, width: int) -> torch.Tensor:
-    """Return what the layer saw before, zeros before the first token."""
-    has_previous, states = layer.has_previous_state, layer.conv_states
-    if isinstance(states, dict):
-        has_previous, states = has_previous[index], states.get(index)
-    if has_previous and states is not None:
-        window: torch.Tensor = states[..., -width:]
-        return window
-    return new.new_zeros(*new.shape[:-1], width)
-
-
-def _recurrent_tap(run: ScanRun, rooms: Mapping[int, Sequence[torch.Tensor]]) -> _Tap:
-    """The layer that keeps a scan's last state is the one whose pieces these were."""
-
-    def tap(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pieces, run.pieces = run.pieces, None
-        index = state_index(args[1:], kwargs)
-        if pieces is None or index not in rooms:
-            return
-        for number, (room, state) in enumerate(zip(rooms[index], pieces, strict=True)):
-            if state.shape != room.shape:
-                return
-            room.copy_(state)
-            run.num_written[number] += 1
-
-    return tap
+    ``to`` has by the number of the convolution the room of each cut.
+    """
+    full = update(*args, **options)
+    new, index = args[0] if args else options["conv_states"], _state_index(args[1:], options)
+    # Other shapes are not the inputs of the whole rectangle.
+    if index in to and (new.shape[0], new.shape[-1]) == (run.num_rows, run.num_tokens):
+        num_before = full.shape[-1] - run.num_tokens
+        for (owners, places), end, room in zip(rooms.saved, rooms.ends, to[index], strict=True):
+            if torch.is_tensor(end):
+                rooms.kernels.copy_windows(full, end, room, owners, places)
+            else:
+                window = _window_before(full, num_before + end, room.shape[-1])
+                room.index_copy_(0, places, window.to(room.dtype))
+        if rooms.own_end is not None:
+            kept = layer.conv_states
+            window = kept[index] if isinstance(kept, dict) else kept
+            rooms.kernels.copy_windows(full, rooms.own_end, window)
+        run.num_written += 1
+    return full
 
 
-def _window_tap(
-    run: ScanRun, rooms: Sequence[tuple[torch.Tensor, torch.Tensor]], layer: Any
-) -> _Tap:
-    """The window before each cut is the end of what the layer kept and of what comes."""
-    before = [layer.keys, layer.values]
+def _window_before(full: torch.Tensor, end: int, width: int) -> torch.Tensor:
+    """Return the inputs of a convolution before column ``end``, zeros where there are too few."""
+    window = full[..., max(end - width, 0) : end]
+    return functional.pad(window, (width - window.shape[-1], 0))
 
-    def tap(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        new = [*args, kwargs.get("key_states"), kwargs.get("value_states")][:2]
-        size = run.num_rows, run.num_tokens
-        if any(x is None or (x.shape[0], x.shape[2]) != size for x in new):
-            return
-        for number, cut in enumerate(run.cuts):
-            for room, old, tokens in zip(rooms[number], before, new, strict=True):
+
+def _keep_states(
+    update: Callable[..., torch.Tensor],
+    run: ScanRun,
+    rooms: Rooms,
+    to: Mapping[int, Sequence[torch.Tensor]],
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Do what a layer's ``update_recurrent_state`` does, and keep the scan's states at the cuts."""
+    pieces, run.pieces = run.pieces, None
+    own = to.get(_state_index(args[1:], options))
+    if pieces is not None and own is not None:
+        shapes = [
+            (state.shape[1:], room.shape[1:]) for state, room in zip(pieces, own, strict=True)
+        ]
+        if all(shape == wanted for shape, wanted in shapes):
+            for (owners, places), state, room in zip(rooms.saved, pieces, own, strict=True):
+                # One row is its own owner; index_select would copy it once more.
+                kept = state if len(state) == 1 else state.index_select(0, owners)
+                room.index_copy_(0, places, kept.to(room.dtype))
+            run.num_written += 1
+    return update(*args, **options)
+
+
+def _keep_tokens(
+    update: Callable[..., Any],
+    layer: Any,
+    run: ScanRun,
+    rooms: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Do what a layer's ``update`` does, and keep the window of attention before each cut."""
+    before = layer.keys, layer.values
+    new = [*args, options.get("key_states"), options.get("value_states")][:2]
+    size = run.num_rows, run.num_tokens
+    if all(x is not None and (x.shape[0], x.shape[2]) == size for x in new):
+        for cut, pair in zip(run.cuts, rooms, strict=True):
+            for room, old, tokens in zip(pair, before, new, strict=True):
                 _fill_window(room, old, tokens[:, :, :cut])
-                run.num_written[number] += 1
-
-    return tap
+        run.num_written += 2
+    return update(*args, **options)
 
 
 def _fill_window(room: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.context import (
@@ -26,7 +25,7 @@ from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.batching.sizes import RectangleCosts
-from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture, state_index
+from mamba_cache.integrations.transformers.capture import Rooms, ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -84,19 +83,6 @@ class _Placed:
         return tuple(position - self.request.start for position, _ in self.request.checkpoints)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rooms:
-    """The slots of a rectangle's checkpoints, and where its rows are cut and end."""
-
-    # Of each checkpoint, [rows] int64: rows whose states are saved, and slots. Several rows may
-    # save the same state to the same slot.
-    saved: list[tuple[torch.Tensor, torch.Tensor]]
-    ends: list[Any]  # of each checkpoint, in tokens of the rows: [rows] int64, or an int for all
-    own_end: torch.Tensor | None  # [rows] int64 tokens of each row; None: all of the rectangle
-    is_fresh: bool  # the rectangle's
-    kernels: Any  # or their twins
-
-
 class PrefillStep:
     """Compute the chunks of a step in rectangles [rows, longest].
 
@@ -138,8 +124,6 @@ class PrefillStep:
         self._head = runner.model.get_output_embeddings()
         allocator = context.kv_block_allocator
         self._dummy_slot = allocator.dummy_block_id * context.config.block_size_tokens
-        parts = layout.layout.layers
-        self._num_states = sum(len(one.convs) + len(one.recurrents) for one in parts)
 
     def compute(self, step: Step, max_tokens: int, *, is_eager: str = "") -> list[ComputedChunks]:
         """Compute all chunks of a step: keys, values, live states and checkpoints are written.
@@ -305,15 +289,15 @@ class PrefillStep:
         ends = inputs[:, 3 : 3 + count]
         run = _make_run(shape, lengths, ends)
         slots_by_owner = inputs[:, 3 + count :].unbind(1)
-        rooms = _Rooms(
-            saved=[*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
-            ends=list(ends.unbind(1)) if shape.is_ragged else list(run.cuts),
+        saved = self._layout.views(self._context.slot_allocator.states.tensors)
+        rooms = Rooms(
+            [*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
+            list(ends.unbind(1)) if shape.is_ragged else run.cuts,
+            [iter(saved) for _ in range(count)],
             own_end=lengths if shape.is_ragged else None,
-            is_fresh=shape.is_fresh,
             kernels=self._kernels,
         )
         run.is_kernel = self._has_kernels
-        run.num_written = [0]
         cache = self._make_cache(shape, states)  # before the configuration is replaced
         with ExitStack() as during:
             during.enter_context(
@@ -327,7 +311,7 @@ class PrefillStep:
             )
             if self._capture is not None and shape.num_tokens > 1:
                 during.enter_context(self._capture.scanning(run))
-                self._tap(during, cache, run, rooms)
+                self._capture.tap(during, cache, run, rooms)
             last = None
             if shape.is_ragged:
                 last = torch.arange(shape.num_rows, device=inputs.device), lengths - 1
@@ -336,7 +320,7 @@ class PrefillStep:
             logits = self._runner.forward_rows(ids, positions, cache, logits_to_keep=needed)
         # A model that does not call its head computes the logits of all tokens.
         logits = logits[last] if last and logits.shape[1] > 1 else logits[:, -1]
-        has_all = run.num_written == [self._num_states]
+        has_all = self._capture is not None and run.num_written == self._capture.num_tensors
         if shape.is_ragged and not has_all:
             raise ModelChangedError(
                 "the model's layers no longer hand over their states as when the prefix cache was "
@@ -366,21 +350,6 @@ class PrefillStep:
                 layer.update = partial(self._attention.update, number)
                 number += 1
         return cache
-
-    def _tap(self, undo: ExitStack, cache: Any, run: ScanRun, rooms: _Rooms) -> None:
-        """Take each row's states at its end and its checkpoints from what layers are handed."""
-        slots = iter(self._layout.views(self._context.slot_allocator.states.tensors))
-        for layer, parts in zip(cache.layers, self._layout.layout.layers, strict=True):
-            convs = {i: next(slots) for i in parts.convs}
-            recurrents = {i: next(slots) for i in parts.recurrents}
-            if convs:
-                tap = partial(_keep_windows, layer.update_conv_state, layer, run, rooms, convs)
-                layer.update_conv_state = tap
-                undo.callback(delattr, layer, "update_conv_state")  # which refers to the layer
-            if recurrents:
-                tap = partial(_keep_states, layer.update_recurrent_state, run, rooms, recurrents)
-                layer.update_recurrent_state = tap
-                undo.callback(delattr, layer, "update_recurrent_state")
 
     @contextmanager
     def _needing(self, last: tuple[torch.Tensor, ...], num_tokens: int) -> Iterator[None]:
@@ -417,64 +386,6 @@ def _make_run(shape: RectangleShape, lengths: torch.Tensor, ends: torch.Tensor) 
     if shape.is_ragged:
         bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
     return ScanRun(shape.num_rows, shape.num_tokens, shape.widths, bounds)
-
-
-def _keep_windows(
-    update: Callable[..., torch.Tensor],
-    layer: Any,
-    run: ScanRun,
-    rooms: _Rooms,
-    slots: dict[int, torch.Tensor],
-    *args: Any,
-    **options: Any,
-) -> torch.Tensor:
-    """Do what a layer's ``update_conv_state`` does; its windows are those at the rows' own ends.
-
-    ``slots`` has the layer's part of all slots by the number of its convolution.
-    """
-    full = update(*args, **options)
-    index, kept = state_index(args[1:], options), layer.conv_states
-    window = kept[index] if isinstance(kept, dict) else kept
-    width, size = window.shape[-1], run.num_tokens
-    # Other shapes are not the inputs of the whole rectangle.
-    num_columns = max(size, width) if rooms.is_fresh else width + size
-    if full.shape[0] == run.num_rows and full.shape[-1] == num_columns:
-        for (owners, to), end in zip(rooms.saved, rooms.ends, strict=True):
-            if torch.is_tensor(end):
-                rooms.kernels.copy_windows(full, end, slots[index], owners, to)
-            else:
-                before = _window_before(full, num_columns - size + end, width)
-                slots[index].index_copy_(0, to, before.to(slots[index].dtype))
-        if rooms.own_end is not None:
-            rooms.kernels.copy_windows(full, rooms.own_end, window)
-        run.num_written[0] += 1
-    return full
-
-
-def _window_before(full: torch.Tensor, end: int, width: int) -> torch.Tensor:
-    """Return the inputs of a convolution before column ``end``, zeros where there are too few."""
-    window = full[..., max(end - width, 0) : end]
-    return functional.pad(window, (width - window.shape[-1], 0))
-
-
-def _keep_states(
-    update: Callable[..., torch.Tensor],
-    run: ScanRun,
-    rooms: _Rooms,
-    slots: dict[int, torch.Tensor],
-    *args: Any,
-    **options: Any,
-) -> torch.Tensor:
-    """Do what a layer's ``update_recurrent_state`` does, and keep the states at checkpoints."""
-    pieces, run.pieces = run.pieces, None
-    room = slots[state_index(args[1:], options)]
-    if pieces is not None and len(pieces) == len(rooms.saved):
-        for (owners, to), state in zip(rooms.saved, pieces, strict=True):
-            # One row is its own owner; index_select would copy it once more.
-            kept = state if len(state) == 1 else state.index_select(0, owners)
-            room.index_copy_(0, to, kept.to(room.dtype))
-        run.num_written[0] += 1
-    return update(*args, **options)
 
 
 def _at_last_tokens(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
