@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -45,17 +45,6 @@ _MAX_REFERENCES = 1 << 20
 
 # Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
 _ONE = np.int32(1)
-
-
-class _Registration(NamedTuple):
-    """Consecutive blocks of one sequence that are to be registered, checked."""
-
-    block_ids: list[int]
-    hash_ids: list[int]
-    digests: Sequence[bytes]
-    parent_hash: int | None
-    tokens: npt.NDArray[np.int32] | None
-    extra_keys: Sequence[tuple[Any, ...] | None] | None = None
 
 
 class KVBlockAllocator:
@@ -303,23 +292,37 @@ class KVBlockAllocator:
         ids = self._checked_ids(block_ids)
         blocks = as_rows(ids)
         self._rows.without_references(ids, blocks)
-        plan = _plan_registration(ids, block_hashes, parent_hash, tokens)
-        plan = plan._replace(extra_keys=extra_keys)
-        own = values_at(self._hash_at, self._hashes, blocks)
-        are_new = _check_carried_hashes(ids, own, plan.hash_ids)
-        parent = self.dummy_block_id
+        hash_ids, tokens = _check_registration(ids, block_hashes, tokens)
+        _check_carried_hashes(ids, values_at(self._hash_at, self._hashes, blocks), hash_ids)
+        parent: int | None = self.dummy_block_id
         if parent_hash is not None:
-            parent = self._block_of.get(plan.parent_hash or NONE, NONE)
-        if not self.enable_prefix_caching or parent == NONE:
+            parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
+            parent = self._block_of.get(parent_hash)
+        if not self.enable_prefix_caching or parent is None:
             return [None] * len(ids)
         self._guard.is_changing = True
-        if are_new and not isinstance(blocks, list) and self._add_chain(plan, blocks, parent):
-            self._tell_of(plan, range(len(ids)))
-            holders: list[int | None] = list(ids)
-        else:
-            holders = self._add_each(plan, parent)
+        holders = self._match(block_hashes)
+        start, end = len(holders), len(ids)
+        new = hash_ids[start:]
+        # All below a block go with it, so no known block follows a new one. An id that is known,
+        # then, belongs to another digest, and what follows it cannot be matched.
+        if not self._block_of.keys().isdisjoint(new) or len(set(new)) < len(new):
+            place, known = {h: i for i, h in reversed([*enumerate(new)])}, self._block_of
+            end = start + next(i for i, h in enumerate(new) if h in known or place[h] < i)
+            self.hash_collisions_total += 1
+        if start < end:
+            added, size = slice(start, end), None
+            if tokens is not None:
+                size = len(tokens) // len(ids)
+                tokens = tokens[start * size : end * size]
+            parent = holders[-1] if holders else parent
+            chain = ids[added], hash_ids[added], block_hashes.digests[added], parent
+            self._add_chain(*chain)
+            if self.listeners.wants(Stored):
+                extra = extra_keys and extra_keys[added]
+                self._tell_of(*chain, tokens=tokens, size=size, extra=extra)
         self.listeners.tell()
-        return holders
+        return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
@@ -331,7 +334,9 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
         """
-        _check_hashes(hashes)
+        return self._match(_check_hashes(hashes))
+
+    def _match(self, hashes: BlockHashes) -> list[int]:
         if not hashes or hashes[0] not in self._block_of:
             return []  # without a copy of the digests of a long prompt that nobody has seen
         block_ids = []
@@ -395,41 +400,26 @@ class KVBlockAllocator:
 
     # Registration. What follows trusts its arguments, and that the guard knows of the change.
 
-    def _add_chain(self, plan: _Registration, blocks: npt.NDArray[np.intp], parent: int) -> bool:
-        """Register many different blocks without hashes, if their hash ids are all new, too."""
-        block_ids, hash_ids = plan.block_ids, plan.hash_ids
-        are_known = not self._block_of.keys().isdisjoint(hash_ids)
-        if are_known or len(set(hash_ids)) < len(hash_ids):
-            return False
+    def _add_chain(
+        self, block_ids: list[int], hash_ids: list[int], digests: Sequence[bytes], parent: int
+    ) -> None:
+        """Register different blocks without hashes, each below the one before it."""
+        blocks = as_rows(block_ids)
         self._block_of.update(zip(hash_ids, block_ids, strict=True))
+        if isinstance(blocks, list):
+            for block_id, hash_id, digest in zip(block_ids, hash_ids, digests, strict=True):
+                self._hash_at[block_id], self._digests[block_id] = hash_id, digest
+                self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
+                self._attach(block_id, parent)
+                parent = block_id
+            return
         self._hashes[blocks] = hash_ids
-        self._digests[blocks] = plan.digests
+        self._digests[blocks] = digests
         self._parents[blocks[1:]], self._first_children[blocks[:-1]] = blocks[:-1], blocks[1:]
         self._next[blocks] = self._previous[blocks] = NONE
         self._num_cached_children[blocks] = 0
         self._first_child_at[block_ids[-1]] = NONE
         self._attach(block_ids[0], parent)
-        return True
-
-    def _add_each(self, plan: _Registration, parent: int) -> list[int | None]:
-        """Register blocks one by one: few, or some are known; return which block has each."""
-        holders: list[int | None] = []
-        new: list[int] = []
-        for index, (block_id, hash_id) in enumerate(zip(*plan[:2], strict=True)):
-            holder = self._block_of.setdefault(hash_id, block_id) if parent != NONE else None
-            if holder == block_id and self._hash_at[block_id] == NONE:
-                self._hash_at[block_id], self._digests[block_id] = hash_id, plan.digests[index]
-                self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
-                self._attach(block_id, parent)
-                new.append(index)
-            if holder is not None and self._digests[holder] != plan.digests[index]:
-                self.hash_collisions_total += 1
-                holder = None
-            holders.append(holder)
-            parent = NONE if holder is None else holder  # what follows it cannot be matched
-        if new:
-            self._tell_of(plan, new)
-        return holders
 
     def _attach(self, block_id: int, parent: int) -> None:
         """Make a used block the first child of its parent, which goes as a last resort then."""
@@ -441,29 +431,31 @@ class KVBlockAllocator:
         if not self._refs_at[parent]:
             self._offer([parent])
 
-    def _tell_of(self, plan: _Registration, new: Sequence[int]) -> None:
-        """Queue the event of those blocks of a plan that became findable, one below the other."""
-        if not self.listeners.wants(Stored):
-            return
-        block_ids, size, tokens = [plan.block_ids[index] for index in new], None, plan.tokens
-        parent = self._parent_at[block_ids[0]]
-        if tokens is not None:
-            size = len(tokens) // len(plan.block_ids)
-            tokens = tokens.reshape(-1, size)[list(new)].ravel()
-        is_first, extra = parent == self.dummy_block_id, plan.extra_keys
-        self.listeners.put(
-            Stored(
-                "block",
-                tuple(block_ids),
-                tuple(plan.hash_ids[index] for index in new),
-                digests=tuple(plan.digests[index] for index in new),
-                parent_hash=None if is_first else self._hash_at[parent],
-                parent_digest=None if is_first else self._digests[parent],
-                tokens=tokens,
-                extra_keys=None if extra is None else tuple(extra[index] for index in new),
-                block_size_tokens=size,
-            )
+    def _tell_of(
+        self,
+        block_ids: list[int],
+        hash_ids: list[int],
+        digests: tuple[bytes, ...],
+        parent: int,
+        *,
+        tokens: npt.NDArray[np.int32] | None,
+        size: int | None,
+        extra: Sequence[tuple[Any, ...] | None] | None,
+    ) -> None:
+        """Queue the event of blocks that became findable, one below the other."""
+        is_first = parent == self.dummy_block_id
+        stored = Stored(
+            "block",
+            tuple(block_ids),
+            tuple(hash_ids),
+            digests=digests,
+            parent_hash=None if is_first else self._hash_at[parent],
+            parent_digest=None if is_first else self._digests[parent],
+            tokens=tokens,
+            extra_keys=None if extra is None else tuple(extra),
+            block_size_tokens=size,
         )
+        self.listeners.put(stored)
 
     # Eviction.
 
@@ -648,18 +640,16 @@ class KVBlockAllocator:
         return self._block_of == dict(by_block) and len(self._block_of) == len(with_hash)
 
 
-def _plan_registration(
-    block_ids: list[int], block_hashes: BlockHashes, parent_hash: int | None, tokens: Any
-) -> _Registration:
-    """Check what is to be registered; the arguments are those of the public call."""
+def _check_registration(
+    block_ids: list[int], block_hashes: BlockHashes, tokens: Any
+) -> tuple[list[int], npt.NDArray[np.int32] | None]:
+    """Check what is to be registered; return the hash ids and the tokens."""
     hash_ids = list(_check_hashes(block_hashes))
     if len(block_ids) != len(hash_ids):
         raise InvalidArgumentError(
             "block_ids and block_hashes must be of one length, "
             f"got {len(block_ids)} and {len(hash_ids)}"
         )
-    if parent_hash is not None:
-        parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
     if tokens is not None:
         tokens = as_token_array(tokens)
         if len(tokens) % max(1, len(block_ids)) or bool(len(tokens)) != bool(block_ids):
@@ -667,13 +657,13 @@ def _plan_registration(
                 f"tokens must be equally many in each block, got {len(tokens)} of them for "
                 f"{len(block_ids)} blocks"
             )
-    return _Registration(block_ids, hash_ids, block_hashes.digests, parent_hash, tokens)
+    return hash_ids, tokens
 
 
-def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> bool:
-    """Check that no block would get a second hash beside its ``own``; say whether all are new."""
+def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> None:
+    """Check that no block would get a second hash beside its ``own``."""
     if own.count(NONE) == len(own) == len(set(block_ids)):
-        return True
+        return
     carried: dict[int, int] = {}
     for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
         before = carried.setdefault(block_id, own_hash)
@@ -682,7 +672,6 @@ def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[i
                 f"block {block_id} carries hash {before}, and cannot be registered as {hash_id}"
             )
         carried[block_id] = hash_id
-    return False
 
 
 def _check_hashes(hashes: object) -> BlockHashes:

@@ -113,7 +113,7 @@ def test_a_listener_may_not_call_in(warm, generator):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("kv_blocks", "_add_each"),
+        ("kv_blocks", "_add_chain"),
         ("slots", "_note_stored"),
         ("kv_blocks", "_offer"),
     ],
@@ -143,7 +143,7 @@ def test_a_change_that_breaks_off_resets_the_cache_at_its_next_call(
 def test_what_cannot_reset_itself_says_so_until_it_can(nemotron, warm, monkeypatch):
     cache, prompt = warm
     with monkeypatch.context() as patch:
-        strike(patch, cache._store.kv_blocks, "_add_each", OSError)
+        strike(patch, cache._store.kv_blocks, "_add_chain", OSError)
         with pytest.raises(OSError, match="struck"):
             cache.prefill([9, *prompt])
 

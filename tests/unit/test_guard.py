@@ -244,7 +244,7 @@ def change(slots):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        *((KVBlockAllocator, name) for name in ("_add_each", "_count_cached", "_forget")),
+        *((KVBlockAllocator, name) for name in ("_add_chain", "_count_cached", "_forget")),
         *((SlotPool, name) for name in ("_unassign", "_note_stored")),
         *((Rows, name) for name in ("take", "push", "hold", "release")),
         *((ConsumedSlotPolicy, name) for name in ("on_stored",)),
