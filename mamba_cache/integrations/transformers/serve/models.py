@@ -170,14 +170,10 @@ class ServedModel:
         with suppress(Exception):  # the server has read the request already, in its own way
             ids = options["input_ids"][0].tolist()
             checkpoints = request.checkpoints(options["tokenizer"], ids)
-        before = cache.stats()
 
         def count() -> None:
             # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
-            after = cache.stats()
-            is_reset = after.self_resets > before.self_resets
-            earlier = 0 if is_reset else before.skipped_tokens
-            request.cached_tokens = after.skipped_tokens - earlier
+            request.cached_tokens = cache.last_skipped_tokens
 
         listener = None
         if options.get("streamer") is not None:
@@ -284,14 +280,12 @@ class _Listener:
 
     def put(self, value: Any) -> None:
         """Take the prompt, and then each token."""
-        if self._is_prompt_next:
-            self._is_prompt_next = False
-            if not self._is_prompt_told:
-                self._is_prompt_told = True
-                self._streamer.put(value)
-            return
-        self._begin()
-        self._streamer.put(value)
+        is_prompt, self._is_prompt_next = self._is_prompt_next, False
+        if not is_prompt:
+            self._begin()
+        if not (is_prompt and self._is_prompt_told):
+            self._streamer.put(value)
+        self._is_prompt_told = True
 
     def end(self) -> None:
         self._begin()
