@@ -748,7 +748,7 @@ class LowerTierLink:
 
         if not tier.load(facts, self._host.buffer(lease), done):
             del self._flights[facts.key]
-            self._host.cancel(lease, "queue_full")
+            self._host.release(lease, "queue_full")
             prefetch.end_one(Refusal.ABORTED)
 
     def _ending(self, lease: RowLease) -> Callable[[Refusal | None], None]:

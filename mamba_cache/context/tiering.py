@@ -530,8 +530,7 @@ class Tiering:
         held += [lease for _, leases in self._retiring for lease in leases]
         held += [o.lease for _, offers in self._spills for o in offers if o.lease is not None]
         for kind, leases in self.host.leases.items():
-            mine = {each.number for each in held if each.facts.key.kind is kind}
-            if mine != {lease.number for lease in leases}:
+            if {each for each in held if each.facts.key.kind is kind} != set(leases):
                 raise InvariantError(f"rows of {kind} are held for nobody")
         watched = {id(offer) for offer in self._watched.values()}
         known = [o for _, offers in self._spills for o in offers] + self._offers
@@ -572,7 +571,7 @@ class Tiering:
         assert offer.lease is not None, "it has a row since it was begun"
         self._unpin(offer)
         self._forget(offer)
-        self.host.cancel(offer.lease, reason)
+        self.host.release(offer.lease, reason)
         offer.lease = None
 
     @property

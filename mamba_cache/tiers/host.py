@@ -235,12 +235,10 @@ class HostTier:
     def _end_lower(self, lease: RowLease, refusal: Refusal | None) -> None:
         if not self._entries[lease.facts.key.kind].pool.is_held(lease):
             return  # ended since: nobody waits for it
-        if not lease.writes:
-            self.release(lease)
-        elif refusal is None:
+        if lease.writes and refusal is None:
             self.complete(lease)
         else:
-            self.cancel(lease)
+            self.release(lease)
 
     @property
     def knows_prompts(self) -> bool:
@@ -291,13 +289,6 @@ class HostTier:
         return is_kept
 
     @guarded(nests=True, changes=True)
-    def cancel(self, lease: RowLease, reason: str | None = None) -> None:
-        """Give a row back whose entry will not come, once nothing writes it."""
-        self._entries[lease.facts.key.kind].pool.cancel(lease)
-        if reason is not None:
-            self.dropped[reason] += 1
-
-    @guarded(nests=True, changes=True)
     def read(self, facts: EntryFacts, *, for_lower: bool = False) -> RowLease | Refusal:
         """Find an entry and keep its row until ``release``.
 
@@ -327,9 +318,14 @@ class HostTier:
         return None if is_same else Refusal.PAYLOAD_DIGEST
 
     @guarded(nests=True, changes=True)
-    def release(self, lease: RowLease) -> None:
-        """End a reader's lease."""
+    def release(self, lease: RowLease, reason: str | None = None) -> None:
+        """End a lease: of a reader, or of an entry that will not come, once nothing writes it.
+
+        ``reason`` is what that counts as.
+        """
         self._entries[lease.facts.key.kind].pool.release(lease)
+        if reason is not None:
+            self.dropped[reason] += 1
 
     @guarded(nests=True, changes=True)
     def refuse(self, lease: RowLease, refusal: Refusal) -> None:
@@ -376,10 +372,7 @@ class HostTier:
         """End all leases of lower tiers, which have done what they were handed."""
         self.poll()
         for lease in self.lower_leases:
-            if lease.writes:
-                self.cancel(lease)
-            else:
-                self.release(lease)
+            self.release(lease)
 
     def end_later(self, lease: RowLease, refusal: Refusal | None) -> None:
         """End a lower tier's copy at the next ``poll``. Any thread may call it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +9,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache.cache.rows import EvictionQueue
+from mamba_cache.cache.rows import NONE, EvictionQueue, Rows
 from mamba_cache.errors import DoubleFreeError, InvariantError
 
 __all__ = ["RowLease", "RowPool"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowLease:
     """A claim on a row: of who writes it, or of who reads it."""
 
     row: int
     generation: int  # which of the row's entries it is for
-    number: int  # no two leases of a pool have the same
+    digest: bytes
     writes: bool
     facts: Any = None  # what its holder says of the entry
     is_lower: bool = False  # whether a lower tier holds it
@@ -31,7 +30,7 @@ class RowLease:
 class RowPool:
     """Rows that hold one entry each, found by their full digest.
 
-    A row is *free*, *arriving* (being written, not findable), *cached*, or *leaving* (given up
+    A row that is held is *awaited* (being written, not findable), read, or *leaving* (given up
     while somebody still reads or writes it: not findable, and free when the last one has ended). A
     row that is read or written is never given to another entry. Without a policy that knows prompts
     the least recently used goes first, and of those used in one call the last one named.
@@ -40,21 +39,18 @@ class RowPool:
     def __init__(self, num_rows: int, *, policy: Any = None) -> None:
         self.num_rows = num_rows
         self._policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
-        self.readers: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
         self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self._used_at: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        self.num_ready = 0
+        # A row that can be found is its own name.
+        self._names: npt.NDArray[np.int64] = np.full(num_rows, NONE, np.int64)
+        self.rows = Rows("row", num_rows, self._names)
+        self.rows.num_rows = self.rows.num_free = 0  # of those that are there already
         self.evicted_total = self.refused_total = 0
-        self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self._digests: list[bytes] = [b""] * num_rows
         self._row_of: dict[bytes, int] = {}
-        self._arriving: dict[int, bytes] = {}
-        self._awaited: dict[bytes, int] = {}
-        self._leaving: set[int] = set()
-        self._free: deque[int] = deque()
+        self._awaited: dict[bytes, RowLease] = {}
         self._queue = EvictionQueue()
-        self._leases: dict[int, RowLease] = {}
-        self.next_number = 0
+        self._leases: dict[RowLease, None] = {}
         self._clock = 0
         if policy is not None:
             policy.reset(num_rows)
@@ -68,9 +64,14 @@ class RowPool:
         return digest in self._row_of
 
     @property
+    def num_ready(self) -> int:
+        """Rows that can be used."""
+        return self.rows.num_rows
+
+    @property
     def leases(self) -> list[RowLease]:
         """All that are not ended: of writers and of readers."""
-        return list(self._leases.values())
+        return list(self._leases)
 
     def is_awaited(self, digest: bytes) -> bool:
         """Say whether an entry is being written."""
@@ -78,8 +79,8 @@ class RowPool:
 
     def add_rows(self, count: int) -> None:
         """Say that ``count`` more rows can be used, in the order of their numbers."""
-        first, self.num_ready = self.num_ready, self.num_ready + count
-        self._free.extend(range(first, self.num_ready))
+        first, self.rows.num_rows = self.num_ready, self.num_ready + count
+        self.rows.push([*reversed(range(first, self.num_ready))])
 
     @property
     def knows_prompts(self) -> bool:
@@ -94,7 +95,7 @@ class RowPool:
         """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
         assert self._policy is not None, "the caller has looked"
         accepted: list[bool]
-        accepted, _ = self._policy.admit(proposals, len(self._free), self._evictable())
+        accepted, _ = self._policy.admit(proposals, self.rows.num_free, self._evictable())
         self._policy.withdraw()
         return accepted
 
@@ -105,164 +106,133 @@ class RowPool:
         if digest in self._row_of or digest in self._awaited:
             return None
         policy = None if proposal is None else self._policy
-        if not (self._free or self._queue):
+        if not (self.rows.num_free or self._queue):
             return None
         if policy is None:
-            if not self._free:
+            if not self.rows.num_free:
                 self._evict()
         elif not self._admit(policy, proposal):
             self.refused_total += 1
+            policy.on_reserved([])
             return None
-        row = self._free.popleft()
+        [row] = self.rows.take(1)
+        if policy is not None:
+            policy.on_reserved([row])
         self.generations[row] += 1
-        self._arriving[row] = digest
-        self._awaited[digest] = row
-        return self._lease(row, facts, writes=True, is_lower=is_lower)
+        lease = self._lease(row, digest, facts, writes=True, is_lower=is_lower)
+        self._awaited[digest] = lease
+        return lease
 
     def complete(self, lease: RowLease, *, hash_id: int = 0, saved_tokens: int = 1) -> bool:
         """Make an entry findable that is written to its end."""
-        self._end(lease)
-        row = lease.row
-        if row in self._leaving:
-            self._free_leaving(row)
-            return False
-        digest = self._arriving.pop(row)
-        del self._awaited[digest]
-        self._digests[row] = digest
-        self._row_of[digest] = row
-        self._is_cached[row] = True
-        self._use([row])
-        if self._policy is not None:
-            self._policy.on_published([row], [hash_id], [saved_tokens])
-        return True
-
-    def cancel(self, lease: RowLease) -> None:
-        """Free the row of an entry that will not be written, once nothing writes it."""
-        self._end(lease)
-        row = lease.row
-        if row in self._leaving:
-            self._free_leaving(row)
-            return
-        del self._awaited[self._arriving.pop(row)]
-        self._free.append(row)
-        self._release_from_policy(row)
+        row, digest = lease.row, lease.digest
+        is_kept = self._awaited.get(digest) is lease
+        if is_kept:
+            del self._awaited[digest]
+            self._digests[row] = digest
+            self._row_of[digest] = self._names[row] = row
+        self.release(lease)
+        if is_kept:
+            self._use([row])
+            if self._policy is not None:
+                self._policy.on_published([row], [hash_id], [saved_tokens])
+        return is_kept
 
     def read(self, digest: bytes, facts: Any = None, *, is_lower: bool = False) -> RowLease | None:
         """Find an entry and keep it until ``release``; None if it cannot be found."""
         row = self._row_of.get(digest)
         if row is None:
             return None
-        self._queue.discard([row])
-        self.readers[row] += 1
-        return self._lease(row, facts, writes=False, is_lower=is_lower)
+        self._queue.discard(self.rows.hold([row], [row]))
+        return self._lease(row, digest, facts, writes=False, is_lower=is_lower)
 
     def release(self, lease: RowLease) -> None:
-        """End a reader's lease."""
-        self._end(lease)
+        """End a lease: of a reader, or of a writer whose entry does not come."""
         row = lease.row
-        self.readers[row] -= 1
-        if self.readers[row]:
-            return
-        if row in self._leaving:
-            self._free_leaving(row)
-        else:
+        if lease not in self._leases:
+            raise DoubleFreeError(f"{lease} was ended already, or is another pool's")
+        del self._leases[lease]
+        if self._awaited.get(lease.digest) is lease:
+            del self._awaited[lease.digest]
+            self._release_from_policy(row)
+        if self.rows.release([row], [row]):  # nobody else reads it
             self._queue.push(row, self._used_at.item(row))
 
     def drop(self, lease: RowLease) -> None:
         """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
-        row = lease.row
-        if row not in self._leaving:
-            self._forget(row)
-            self._leaving.add(row)
+        if self._names[lease.row] != NONE:
+            self._forget(lease.row)
 
     def use(self, leases: Iterable[RowLease]) -> None:
         """Record that entries were used by a hit: consecutive ones of a prefix, from its start."""
-        rows = [lease.row for lease in leases if lease.row not in self._leaving]
+        rows = [lease.row for lease in leases if self._names[lease.row] != NONE]
         self._use(rows)
         if self._policy is not None:
             self._policy.on_consumed(rows)
 
     def is_held(self, lease: RowLease) -> bool:
         """Say whether a lease is not ended."""
-        return self._leases.get(lease.number) is lease
+        return lease in self._leases
 
     def reset(self, keep: Iterable[RowLease] | None = None) -> None:
         """Make all entries unfindable. What is being read or written is free when that ends."""
-        kept = list(self._leases.values() if keep is None else keep)
-        self._leases = {lease.number: lease for lease in kept}
-        self._leaving = {lease.row for lease in kept}
-        self.readers[:] = 0
-        for lease in kept:
-            self.readers[lease.row] += not lease.writes
+        self._leases = dict.fromkeys(self._leases if keep is None else keep)
         self._row_of.clear()
-        self._is_cached[:] = False
-        self._arriving.clear()
         self._awaited.clear()
         self._queue.clear()
-        self._free = deque(row for row in range(self.num_ready) if row not in self._leaving)
+        self._names.fill(NONE)
+        self.rows.refs[:] = self._references()
+        self.rows.num_free = 0
+        self.rows.push((self.rows.refs[: self.num_ready] == 0).nonzero()[0][::-1].tolist())
         self.evicted_total = self.refused_total = 0
         if self._policy is not None:
             self._policy.reset(self.num_rows)
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
-        cached = set(self._row_of.values())
-        rows = sorted([*self._free, *self._arriving, *cached, *self._leaving])
-        readers = np.zeros(self.num_rows, np.int32)
-        writers = [lease.row for lease in self._leases.values() if lease.writes]
-        for lease in self._leases.values():
-            readers[lease.row] += not lease.writes
-        busy = set(np.flatnonzero(readers).tolist())
+        cached = set((self._names != NONE).nonzero()[0].tolist())
+        unread = set(self._evictable().tolist())
+        awaited = {lease.row for lease in self._awaited.values()}
         statements = {
-            "free + arriving + cached + leaving is every row once": (
-                rows == list(range(self.num_ready))
+            "each digest finds a row of that digest": (
+                all(self._digests[row] == digest for digest, row in self._row_of.items())
+                and sorted(self._row_of.values()) == sorted(cached)
             ),
-            "each digest finds a row of that digest": all(
-                self._digests[row] == digest for digest, row in self._row_of.items()
+            "nothing is both cached and awaited": (
+                not self._awaited.keys() & self._row_of.keys() and not awaited & cached
             ),
-            "cached rows are marked": set(np.flatnonzero(self._is_cached).tolist()) == cached,
-            "each arriving row is awaited": self._awaited
-            == {digest: row for row, digest in self._arriving.items()},
-            "nothing is both cached and awaited": not self._awaited.keys() & self._row_of.keys(),
-            "readers are counted right": np.array_equal(readers, self.readers),
-            "what is written is arriving, or was given up": (
-                len(set(writers)) == len(writers)
-                and self._arriving.keys() <= set(writers) <= self._arriving.keys() | self._leaving
+            "references are those of leases": np.array_equal(self._references(), self.rows.refs),
+            "what is awaited is written": all(
+                lease in self._leases and lease.writes for lease in self._awaited.values()
             ),
-            "rows that leave are read or written": self._leaving <= busy.union(writers),
             "the queue holds exactly the cached rows that nobody reads": (
-                {row for row in cached if row in self._queue} == cached - busy
-                and len(self._queue) == len(cached - busy)
+                all(row in self._queue for row in unread) and len(self._queue) == len(unread)
             ),
         }
-        breaches = [statement for statement, holds in statements.items() if not holds]
+        breaches = self.rows.breaches()
+        breaches += [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
         if self._policy is not None:
-            self._policy.check_invariants([*cached, *self._arriving])
+            self._policy.check_invariants([*cached, *awaited])
 
-    def _lease(self, row: int, facts: Any, *, writes: bool, is_lower: bool) -> RowLease:
-        generation = self.generations.item(row)
-        lease = RowLease(row, generation, self.next_number, writes, facts, is_lower)
-        self.next_number += 1
-        self._leases[lease.number] = lease
+    def _references(self) -> npt.NDArray[np.intp]:
+        """Count the leases of each row."""
+        return np.bincount([lease.row for lease in self._leases], minlength=self.num_rows)
+
+    def _lease(
+        self, row: int, digest: bytes, facts: Any, *, writes: bool, is_lower: bool
+    ) -> RowLease:
+        lease = RowLease(row, self.generations.item(row), digest, writes, facts, is_lower)
+        self._leases[lease] = None
         return lease
-
-    def _end(self, lease: RowLease) -> None:
-        if self._leases.get(lease.number) is not lease:
-            raise DoubleFreeError(f"{lease} was ended already, or is another pool's")
-        del self._leases[lease.number]
-
-    def _free_leaving(self, row: int) -> None:
-        self._leaving.discard(row)
-        self._free.append(row)
 
     def _use(self, rows: Sequence[int]) -> None:
         """Stamp rows, the first one as the most recent."""
         self._clock += len(rows)
         for age, row in enumerate(rows):
             self._used_at[row] = self._clock - age
-            if not self.readers[row]:
+            if not self.rows.refs[row]:
                 self._queue.push(row, self._clock - age)
 
     def _evict(self) -> None:
@@ -272,34 +242,33 @@ class RowPool:
         else:
             rows = self._evictable()
             [row] = self._policy.choose(1, rows, rows.astype(np.int32), self)
-            self._queue.discard([row])
         self._give_up(row)
 
     def _admit(self, policy: Any, proposal: Any) -> bool:
         """Ask a policy whether a state gets a row, and free one for it."""
         is_accepted: bool
-        [is_accepted], victims = policy.admit([proposal], len(self._free), self._evictable())
+        [is_accepted], victims = policy.admit([proposal], self.rows.num_free, self._evictable())
         for row in victims:
-            self._queue.discard([row])
             self._give_up(row)
-        policy.on_reserved([self._free[0]] if is_accepted else [])
         return is_accepted
 
     def _evictable(self) -> npt.NDArray[np.int64]:
         """Return the cached rows that nobody reads, ascending."""
-        rows: npt.NDArray[np.int64] = (self._is_cached & (self.readers == 0)).nonzero()[0]
+        rows: npt.NDArray[np.int64]
+        [rows] = ((self._names != NONE) & (self.rows.refs == 0)).nonzero()
         return rows
 
     def _give_up(self, row: int) -> None:
         """Free a cached row for another entry."""
+        self._queue.discard([row])
         self._forget(row)
+        self.rows.push([row])
         self.evicted_total += 1
-        self._free.append(row)
 
     def _forget(self, row: int) -> None:
         """Make a cached row unfindable."""
         del self._row_of[self._digests[row]]
-        self._is_cached[row] = False
+        self._names[row] = NONE
         self._release_from_policy(row)
 
     def _release_from_policy(self, row: int) -> None:

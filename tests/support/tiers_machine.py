@@ -176,7 +176,7 @@ class TieredMachine(ContextMachine):
         if rows:
             row, pool = rows[index % len(rows)], self.context.host_tier._entries[kind].pool
             self.turned.add(pool._digests[row])
-            if turn is flip_header and not pool.readers[row]:
+            if turn is flip_header and not pool.rows.refs[row]:
                 self.bad_headers ^= {(kind, row, pool.generations.item(row), bit)}
             turn(self.context, kind, row, bit)
 

@@ -386,7 +386,7 @@ def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:
     tier.end_loads()
     assert prefetch.state is PrefetchState.INCOMPLETE
     assert match(small).skip_tokens == 0
-    small.host_tier.cancel(lease)
+    small.host_tier.release(lease)
     assert_same_run(generate(small, PROMPT, 3), PROMPT)
     small.check_invariants()
 

@@ -118,8 +118,8 @@ class RowMachine(RuleBasedStateMachine):
             if alive:
                 self.stored[number] = lease.row
         else:
-            self.pool.cancel(lease)
-        for end in (self.pool.complete, self.pool.cancel, self.pool.release):
+            self.pool.release(lease)
+        for end in (self.pool.complete, self.pool.release):
             with pytest.raises(DoubleFreeError):
                 end(lease)
 
@@ -164,9 +164,10 @@ class RowMachine(RuleBasedStateMachine):
         assert len(self.pool) == len(self.stored)
         assert sorted(self.pool._row_of) == sorted(map(digest, self.stored))
         assert all(digest(number) in self.pool for number in self.stored)
-        assert len(self.pool._arriving) == sum(alive for *_, alive in self.writers)
-        held = [*self.pool._free, *self.pool._arriving, *self.pool._leaving]
-        assert len(held) + len(self.stored) == self.pool.num_ready
+        assert len(self.pool._awaited) == sum(alive for *_, alive in self.writers)
+        held = {x.row for _, x in self.readers} | {x.row for _, x, _ in self.writers}
+        busy = held | set(self.stored.values())
+        assert self.pool.rows.num_free + len(busy) == self.pool.num_ready
 
 
 TestRowMachine = RowMachine.TestCase
@@ -196,7 +197,7 @@ def test_an_entry_that_two_readers_find_wrong_is_dropped_once():
     for reader in readers:
         pool.release(reader)
     pool.check_invariants()
-    assert list(pool._free) == [0]
+    assert pool.rows.num_free == 1
 
 
 def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
@@ -237,14 +238,14 @@ def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda pool: pool._free.append(0),
+        lambda pool: pool.rows.push([0]),
         lambda pool: pool._digests.__setitem__(0, b"x"),
-        lambda pool: pool._awaited.update({digest(1): 0}),
-        lambda pool: pool.readers.__setitem__(1, 1),
+        lambda pool: pool._awaited.update({digest(1): pool._awaited[digest(3)]}),
+        lambda pool: pool.rows.refs.__setitem__(1, 1),
         lambda pool: pool._leases.clear(),
         lambda pool: pool._queue.clear(),
-        lambda pool: pool._leaving.add(2),
-        lambda pool: pool._is_cached.fill(True),
+        lambda pool: pool._row_of.clear(),
+        lambda pool: pool._names.fill(0),
     ],
 )
 def test_contradictions_are_found(spoil):
