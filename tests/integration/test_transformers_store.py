@@ -4,7 +4,7 @@ import pytest
 import torch
 from clocks import ManualClock
 from faulty_store import FaultyStore, Trouble
-from notebook_rig import REUSABLE, ask, prompts
+from notebook_rig import ask, prompts
 from remote_rig import PATIENCE
 from transformers_rig import make_cache, make_model, plain
 
@@ -30,20 +30,6 @@ def clock(monkeypatch):
 def open_cache(store, model, **settings):
     own = {"host_cache_gb": 0.01, "hash_secret": SECRET}
     return make_cache(model, store=store, **(own | settings))
-
-
-def test_damage_in_the_store_is_computed_anew() -> None:
-    store, model = MemoryStore(), make_model(FAMILY)
-    with open_cache(store, model) as first:
-        answers, _ = ask(first, prompts())
-    store._blobs = {
-        name: blob[:-3] + b"\0\1\2" if name.count("/") == 6 else blob
-        for name, blob in store._blobs.items()
-    }
-    with open_cache(store, model) as second:
-        found, skipped = ask(second, prompts())
-        assert (found, skipped) == (answers, 0)
-        assert set(second.tier_stats()[1].refused) == {"mac"}
 
 
 def test_a_store_that_fails_or_is_silent_is_not_waited_for(clock) -> None:
@@ -118,19 +104,3 @@ def test_a_call_has_its_patience_once(clock) -> None:
     [(left, expected)] = patience
     assert left == pytest.approx(expected)
     assert 0.010 < left < 0.030
-
-
-def test_disk_and_store_together(tmp_path) -> None:
-    store, model = MemoryStore(), make_model(FAMILY)
-    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
-    with open_cache(store, model, **on_disk) as first:
-        answers, _ = ask(first, prompts())
-    assert store._blobs
-    with open_cache(MemoryStore(), model, **on_disk) as second:  # all from the disk
-        assert ask(second, prompts()) == (answers, sum(REUSABLE))
-        assert [stats.name for stats in second.tier_stats()] == ["host", "disk", "store"]
-    elsewhere = {"disk_cache_path": tmp_path / "other", "disk_cache_gb": 0.05}
-    with open_cache(store, model, **elsewhere) as third:  # all from the store
-        found, skipped = ask(third, prompts())
-        assert found == answers
-        assert skipped == sum(REUSABLE)

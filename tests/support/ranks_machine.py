@@ -211,10 +211,7 @@ class RanksMachine(DiskMachine):
             self.end_everything()
             self.context.close()
         self.end_threads()
-        del self.context
-        self.prefetches.clear()
-        self.shared_kv = {}
-        self.forget()
+        self.forget_context()
 
     def end_threads(self):
         for thread in self.context.threads:

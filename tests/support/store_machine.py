@@ -3,16 +3,15 @@
 from unittest import mock
 
 from clocks import ManualClock
-from context_machine import STEM, TENANTS, Seen
+from context_machine import STEM, Seen
 from faulty_store import _TROUBLES, FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from remote_rig import let_see, wait_until
-from tiers_machine import PROMPTS, TieredMachine
+from tiers_machine import PROMPTS, LowerTierMachine
 
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.stores import MemoryStore, StoreFault
-from mamba_cache.tiers import ModelIdentity
 from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
 
@@ -20,15 +19,12 @@ MODULES = (jobs_module, remote_module, prefetching)
 TROUBLES = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
 
 
-class StoreMachine(TieredMachine):
+class StoreMachine(LowerTierMachine):
     """A host tier of few rows over a store, whose contexts come and go.
 
     Whatever the store does: answers are those of runs without a cache, every prefetch comes to an
     end, and when the store is quiet no row is held for nobody.
     """
-
-    host_rows = {"num_host_blocks": 9, "num_host_states": 4}
-    write_on_use = 1
 
     def __init__(self):
         super().__init__()
@@ -39,28 +35,9 @@ class StoreMachine(TieredMachine):
             patch.start()
         self.blobs = MemoryStore()
         self.store = FaultyStore(self.blobs, sleep=lambda seconds: None)
-        self.asked = []
-        self.prefetches = []
 
-    def more_settings(self):
-        own = {
-            "store": self.store,
-            "write_on_use": self.write_on_use,
-            "hash_secret": b"of this test",
-        }
-        return super().more_settings() | self.host_rows | own
-
-    def open_context(self, **options):
-        return super().open_context(identity=ModelIdentity(name="model", weights="w"), **options)
-
-    def forget(self):
-        """What the store has outlives a reset, and so does what is known of it."""
-        names = "published", "perhaps_saved", "snapshots", "turned"
-        kept = {name: getattr(self, name, None) for name in names}
-        super().forget()
-        if kept["published"] is not None:
-            vars(self).update(kept)
-            self.exact = False
+    def lower_settings(self):
+        return {"store": self.store}
 
     @property
     def tier(self):
@@ -134,29 +111,10 @@ class StoreMachine(TieredMachine):
                 blobs[other + chunk] = pair[0]
                 blobs[one + chunk] = pair[0] if pair[1] is None else pair[1]
 
-    @precondition(lambda self: self.copies)
-    @rule(
-        stem=st.sampled_from([0, 8, 24, 40]),
-        tail=st.lists(st.integers(0, 3), max_size=9),
-        tenant=st.just({}) | st.sampled_from(TENANTS),
-        seconds=st.sampled_from([None, None, 0.0, 3.0]),
-    )
-    def prefetch(self, stem, tail, tenant, seconds):
-        self.begin_prefetch(Seen((STEM[:stem] + tail or [1])[: self.longest], tenant), seconds)
-
-    def begin_prefetch(self, seen, seconds=None):
-        request = seen.request("prefetched", list(seen.prompt))
-        self.prefetches.append(self.context.prefetch(request, timeout_seconds=seconds))
-        return self.prefetches[-1]
-
     @precondition(lambda self: self.copies and self.prefetches)
     @rule(number=st.integers(0, 20))
     def cancel_prefetch(self, number):
         self.prefetches[number % len(self.prefetches)].cancel()
-
-    def ask(self, stem, tail, tenant):
-        super().ask(stem, tail, tenant)
-        self.asked.append((stem, tail, tenant))
 
     @precondition(lambda self: self.copies)
     @rule(
@@ -199,10 +157,7 @@ class StoreMachine(TieredMachine):
         """End a process."""
         self.end_everything()
         self.context.close()
-        del self.context
-        self.prefetches.clear()
-        self.shared_kv = {}
-        self.forget()
+        self.forget_context()
 
     @invariant()
     def books_agree(self):

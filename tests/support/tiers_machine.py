@@ -284,6 +284,58 @@ class TieredMachine(ContextMachine):
         self.context.check_invariants()
 
 
+class LowerTierMachine(TieredMachine):
+    """A host tier of few rows over a lower tier, which outlives contexts.
+
+    A class for each lower tier says by ``lower_settings`` what opens it, and what befalls it.
+    """
+
+    host_rows = {"num_host_blocks": 9, "num_host_states": 4}
+    write_on_use = 1
+
+    def __init__(self):
+        super().__init__()
+        self.prefetches = []
+
+    def more_settings(self):
+        own = {"write_on_use": self.write_on_use, "hash_secret": b"of this test"}
+        return super().more_settings() | self.host_rows | own | self.lower_settings()
+
+    def open_context(self, **options):
+        return super().open_context(identity=ModelIdentity(name="model", weights="w"), **options)
+
+    def forget(self):
+        """What lies below outlives a reset, and so does what is known of it."""
+        names = "published", "perhaps_saved", "snapshots", "turned"
+        kept = {name: getattr(self, name, None) for name in names}
+        super().forget()
+        if kept["published"] is not None:
+            vars(self).update(kept)
+            self.exact = False
+
+    @precondition(lambda self: self.copies)
+    @rule(
+        stem=st.sampled_from([16, 24, 32, 40]) | st.integers(0, 40),
+        tail=st.lists(st.integers(0, 3), max_size=9),
+        tenant=st.just({}) | st.sampled_from(TENANTS),
+        seconds=st.sampled_from([None, None, 0.0, 3.0]),
+    )
+    def prefetch(self, stem, tail, tenant, seconds):
+        self.begin_prefetch(Seen((STEM[:stem] + tail or [1])[: self.longest], tenant), seconds)
+
+    def begin_prefetch(self, seen, seconds=None):
+        request = seen.request("prefetched", list(seen.prompt))
+        self.prefetches.append(self.context.prefetch(request, timeout_seconds=seconds))
+        return self.prefetches[-1]
+
+    def forget_context(self):
+        """What a process that has ended takes along."""
+        del self.context
+        self.prefetches.clear()
+        self.shared_kv = {}
+        self.forget()
+
+
 class LateTier:
     """A lower tier that gets on when it is told to, so that the order of things is the test's.
 
@@ -378,20 +430,15 @@ CALLS = {name: getattr(os, name) for name, _, _ in DISK_FAULTS.values()}
 DAMAGES = ["a bit", "a bit", "a bit of a header", "zeroes", "another file", "an older file", "cut"]
 
 
-class DiskMachine(TieredMachine):
+class DiskMachine(LowerTierMachine):
     """A host tier of few rows over a disk of few rows, whose contexts come and go.
 
     Whatever happens to the disk and its files, and in whatever order: answers are those of runs
     without a cache, every prefetch comes to an end, no row is held for nobody, and as long as
     nothing was damaged, what is there is found.
-
-    Another tier below the host tier is one more class: ``lower_settings`` opens it, and
-    ``tier_rules`` of its own damage it.
     """
 
-    host_rows = {"num_host_blocks": 9, "num_host_states": 4}
     disk_rows = 8, 16
-    write_on_use = 1
 
     def __init__(self):
         super().__init__()
@@ -410,10 +457,6 @@ class DiskMachine(TieredMachine):
         self.faults = []
         self.old_files = {}
         self.asked = []
-        self.prefetches = []
-
-    def more_settings(self):
-        return super().more_settings() | self.host_rows | self.lower_settings()
 
     def lower_settings(self):
         """What opens the tiers below host memory."""
@@ -423,27 +466,15 @@ class DiskMachine(TieredMachine):
             "disk_cache_path": self.folder,
             "disk_cache_gb": 2 * max(states, blocks) * row_bytes / 2**30,
             "host_state_share": 0.5,
-            "write_on_use": self.write_on_use,
-            "hash_secret": b"of this test",
         }
 
     def open_context(self, **options):
-        identity = ModelIdentity(name="model", weights="w")
         with self.disk_fault():
-            context = super().open_context(identity=identity, **options)
+            context = super().open_context(**options)
         if context._tiering is not None:
             link = context._tiering.lower
             link.tier = LateTier(link.tier, self.disk_fault)
         return context
-
-    def forget(self):
-        """What lies below outlives a reset, and so does what is known of it."""
-        names = "published", "perhaps_saved", "snapshots", "turned"
-        kept = {name: getattr(self, name, None) for name in names}
-        super().forget()
-        if kept["published"] is not None:
-            vars(self).update(kept)
-            self.exact = False
 
     @property
     def late(self):
@@ -533,23 +564,6 @@ class DiskMachine(TieredMachine):
         path.write_bytes(content)
 
     @precondition(lambda self: self.copies)
-    @rule(
-        stem=st.sampled_from([16, 24, 32, 40]) | st.integers(0, 40),
-        tail=st.lists(st.integers(0, 3), max_size=9),
-        tenant=st.just({}) | st.sampled_from(TENANTS),
-        seconds=st.sampled_from([None, None, 0.0, 3.0]),
-    )
-    def prefetch(self, stem, tail, tenant, seconds):
-        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
-        self.begin_prefetch(seen, seconds)
-
-    def begin_prefetch(self, seen, seconds=None):
-        request = seen.request("prefetched", list(seen.prompt))
-        handle = self.context.prefetch(request, timeout_seconds=seconds)
-        self.prefetches.append(handle)
-        return handle
-
-    @precondition(lambda self: self.copies)
     @rule(number=st.integers(0, 20))
     def cancel_prefetch(self, number):
         if self.prefetches:
@@ -605,10 +619,7 @@ class DiskMachine(TieredMachine):
         else:
             self.end_everything()
             self.context.close()
-        del self.context
-        self.prefetches.clear()
-        self.shared_kv = {}
-        self.forget()
+        self.forget_context()
 
     @precondition(lambda self: self.copies)
     @rule(

@@ -21,7 +21,7 @@ from context_rig import (
 from fingerprints import fingerprint
 
 from mamba_cache import DeviceTokens
-from mamba_cache.cache import LruSlotPolicy, compute_block_hashes
+from mamba_cache.cache import LruSlotPolicy
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -77,33 +77,6 @@ def check_continuation(context, names, steps=2 * BLOCK):
 # What a fork is.
 
 
-@pytest.mark.parametrize("steps", [1, BLOCK - 2, BLOCK - 1])
-@pytest.mark.parametrize("prompt", [PROMPT, AT_BOUNDARY], ids=["inside", "at a boundary"])
-@pytest.mark.parametrize("drafts", [0, DRAFTS])
-def test_forks_equal_requests_of_their_own_bit_for_bit(prompt, steps, drafts):
-    """Each computed in a batch of its own, so that the same operations give the same bits."""
-    settings = {"num_speculative_tokens": drafts, "enable_prefix_caching": False}
-    forked, separate = (make_context(make_config(**settings)) for _ in range(2))
-    parent_of(forked, prompt, steps)
-    others = [(token + 1) % VOCAB for token in range(3)]
-    names = ["a", "b", "c"]
-    forked.fork("parent", names, last_tokens=others)
-    for name, token in zip(names, others, strict=True):
-        add(separate, name, prompt)
-        for index in range(steps):
-            step = separate.begin_step([] if not index else [name])
-            MODEL.forward(step.metadata, separate)
-            told = forked.output("parent")[index] if index < steps - 1 else token
-            separate.commit_step({name: told})
-    for _ in range(2 * BLOCK + 1):
-        for name in ("parent", *names):
-            logits = step_alone(forked, name)
-            if name in names:
-                assert torch.equal(logits, step_alone(separate, name))
-    for name in names:
-        assert forked.finish(name) == separate.finish(name)
-
-
 def test_forks_go_on_as_their_tokens_say():
     context = make_context(make_config(max_requests=6))
     parent_of(context, steps=3)
@@ -139,19 +112,6 @@ def test_full_blocks_are_shared_and_the_rest_is_copied():
         assert not tensor[:, row].isnan().any()
         for fork in forks.rows:
             assert torch.equal(tensor[:, fork], tensor[:, row])
-
-
-def test_at_a_block_boundary_nothing_but_the_state_is_copied():
-    context = make_context()
-    blocks = parent_of(context, AT_BOUNDARY)
-    free = context.stats().free_blocks
-    before = context.kv_cache.clone()
-    forks = context.fork("parent", ["a", "b"])
-    assert (forks.source_block, forks.blocks) == (None, ())
-    assert blocks_of(context, "a") == blocks_of(context, "b") == blocks
-    assert context.stats().free_blocks == free
-    assert torch.equal(context.kv_cache.view(torch.int64), before.view(torch.int64))
-    check_continuation(context, ["parent", "a", "b"])
 
 
 @pytest.mark.parametrize("num_forks", [1, 3])
@@ -207,28 +167,6 @@ def test_slots_in_int8_round_nothing_of_a_fork():
         assert torch.equal(tensor[:, row], tensor[:, row_of(context, "parent")])
     for _ in range(BLOCK):
         assert torch.equal(step_alone(context, "parent"), step_alone(context, "a"))
-
-
-@pytest.mark.parametrize("is_observed", [False, True])
-@pytest.mark.parametrize("steps", range(1, 2 * BLOCK + 2))
-def test_the_hashes_of_a_fork_are_those_of_its_tokens(steps, is_observed):
-    """Also where the parent has hashed the token that the fork replaces, and keys lie around it."""
-    keys = [(1, "a"), (BLOCK + 2, "b"), (2 * BLOCK + 1, "c"), (3 * BLOCK + 1, b"d")]
-    context = make_context()
-    request = {"cache_salt": "salt", "lora_id": 3, "multimodal_keys": keys}
-    parent_of(context, PROMPT[: BLOCK + 3], steps, **request)
-    if is_observed:
-        fingerprint(context)  # hashes what is known, the last token too
-    context.fork("parent", ["a", "b"], last_tokens=[7, 8])
-    for name in ("parent", "a", "b"):
-        wanted = compute_block_hashes(tokens_of(context, name), BLOCK, **request)
-        active = context.request_table.find(name)
-        assert active.hashes.digests == wanted.digests
-        assert active.request.cache_salt == "salt"
-    if steps + BLOCK + 3 == 3 * BLOCK:
-        assert (
-            context.request_table.find("a").hashes[-1] != context.request_table.find("b").hashes[-1]
-        )
 
 
 def test_forks_publish_what_they_fill():

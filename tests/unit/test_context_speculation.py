@@ -199,36 +199,6 @@ def test_steps_are_committed_collected_and_begun_in_order(context):
     assert context.finish("a") == [9, 4, 1]
 
 
-def test_a_step_without_accepted_tokens_leaves_a_request_where_it_was(context):
-    prefill(context, "a")
-    wanted = MODEL.forward(context.begin_step().metadata, context)[0]
-    context.commit_step({"a": []})
-    again = MODEL.forward(context.begin_step().metadata, context)[0]
-    assert torch.equal(again, wanted)
-
-
-def test_results_of_requests_that_gave_their_memory_back_are_left_out(context):
-    prefill(context, "a", "b", "c")
-    compute(context)
-    context.commit_step(on_device([4], [5], [6]))
-    context.preempt("a")
-    assert context.finish("b") == [9]
-    context.resume_request("a")  # it computes the lost token again
-    assert context.collect_step() == {"c": [6]}
-    context.check_invariants()
-    assert context.finish("a") == [9]
-
-
-def test_aborting_a_step_keeps_the_results_of_the_one_before(context):
-    """Found by search: they were dropped with the aborted step."""
-    prefill(context, "a", "b")
-    compute(context)
-    context.commit_step(on_device([4], [5]))
-    compute(context, decode_ids=["a"])
-    context.abort_step()
-    assert context.collect_step() == {"b": [5]}
-
-
 def test_a_device_token_that_is_none_loses_nothing(context):
     prefill(context, "a", "b")
     compute(context)
@@ -270,6 +240,18 @@ def test_a_state_that_the_step_before_might_have_reached_is_saved_by_the_next(co
     assert context.collect_step() == {"a": [1]}
     context.commit_step({"a": [2, 3]})
     assert saved_prefix_lengths(context, [*prompt, 0, 1]) == [1]
+
+
+def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_left(context):
+    for name, first in (("leaves", 1), ("stays", 2)):
+        prefill(context, name, prompt=[first, 3, 3, 3, 3, 3, 3], token=0)
+    compute(context)
+    context.commit_step(on_device([1], [2]))  # each ends a block
+    context.preempt("leaves")
+    assert context.collect_step() == {"stays": [2]}
+    context.check_invariants()
+    assert saved_prefix_lengths(context, [2, 3, 3, 3, 3, 3, 3, 0]) == [1]
+    assert context.stats().reserved_slots == 0
 
 
 def test_requests_that_cross_a_boundary_alike_in_one_step_share_its_state(context):

@@ -137,21 +137,6 @@ def test_a_step_moves_the_states_that_it_plans_and_no_padding(monkeypatch):
     assert saved == [[(saved_row, slot)]]
 
 
-def test_a_request_says_where_it_stands(context):
-    def progress():
-        return context.status("a"), len(context.output("a"))
-
-    add(context, "a", PROMPT, chunk_tokens=4)
-    assert progress() == (RequestStatus.SCHEDULED, 0)
-    run_step(context)
-    assert progress() == (RequestStatus.PREFILLING, 0)
-    context.schedule_prefill("a")
-    run_step(context)
-    assert progress() == (RequestStatus.DECODING, 1)
-    context.preempt("a")
-    assert progress() == (RequestStatus.PREEMPTED, 1)
-
-
 @pytest.mark.parametrize("start", [-1, 1.0, None])
 def test_an_answer_is_read_from_a_token_on(context, start):
     add(context, "a", OTHER)

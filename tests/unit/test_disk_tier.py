@@ -434,13 +434,6 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(tmp_path, monkeyp
 # One user at a time.
 
 
-def test_a_second_user_of_a_folder_is_refused(tier, tmp_path) -> None:
-    with pytest.raises(TierInUseError, match=f"in use by process {os.getpid()}"):
-        open_tier(tmp_path)
-    other = open_tier(tmp_path, identity=make_identity("other weights"))  # kept apart
-    other.close()
-
-
 def test_a_second_process_is_refused_and_the_first_ones_end_frees_the_folder(tmp_path) -> None:
     fork = get_context("fork")
     here, there = fork.Pipe()

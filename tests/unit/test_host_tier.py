@@ -7,7 +7,6 @@ import pytest
 import torch
 from context_rig import (
     MODEL,
-    MODEL_CONFIG,
     add,
     assert_same_run,
     generate,
@@ -38,7 +37,7 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
 )
-from mamba_cache.reference import Engine, HybridModel, SamplingParams, verify_greedy_on_device
+from mamba_cache.reference import Engine, SamplingParams, verify_greedy_on_device
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.tiers import LoadPlanner, Rates, Refusal
 from mamba_cache.tiers.identity import tenant_digest
@@ -116,17 +115,6 @@ def test_a_state_without_its_blocks_is_no_boundary_nor_are_these_without_it(kept
     assert host_stats(context).dropped == dropped
 
 
-def test_it_resumes_at_an_earlier_boundary_if_the_last_one_is_gone():
-    context = fill(make_tiered())
-    hashes = context.prepare(_request()).hashes
-    host = context.host_tier
-    row = host._entries[STATE].pool._row_of[hashes.digest(2)]
-    flip_header(context, STATE, row, 100)
-    admission = resume(context)
-    assert admission.skip_tokens == 16
-    assert sum(host_stats(context).refused.values()) == 1
-
-
 def _request():
     return Request(request_id="probe", prompt_tokens=PROMPT)
 
@@ -164,24 +152,6 @@ def test_models_without_attention_need_no_rows_for_blocks():
     context = DynamicInferenceContext(config, spec, KVCacheSpec(0, 1, 4, torch.float32))
     assert host_stats(context).rows == {"kv": 0, "state": 16}
     assert context._tiering._has_kv is False
-
-
-def test_models_without_attention_resume_too():
-    """There is nothing in their blocks that would have to be there."""
-    shape = dataclasses.replace(MODEL_CONFIG, layer_pattern="MM")
-    model = HybridModel(shape, dtype=torch.float64, seed=3)
-    sizes = {"num_kv_blocks": 14, "max_slots": 3, "num_host_blocks": 9, "num_host_states": 30}
-    context = make_context(
-        make_config(slot_policy="lru", **sizes), model=model, load_planner=always()
-    )
-    wanted = generate(context, PROMPT, 3, model=model)[0]
-    for prompt in OTHERS:
-        generate(context, prompt, 1, model=model)
-    tokens, _, admission = generate(context, PROMPT, 3, model=model)
-    assert tokens == wanted
-    assert (admission.skip_tokens, admission.loaded_blocks) == (24, 3)
-    assert host_stats(context).restored == 1
-    context.check_invariants()
 
 
 def test_what_a_tier_needs():
@@ -244,21 +214,16 @@ def test_a_bit_turned_in_the_bytes_is_found_before_anything_depends_on_it(kind):
     resume(context)
 
 
-def test_others_of_the_step_go_on():
-    """Their tokens are theirs, whether they are given by id or by place."""
-    for as_list in (True, False):
-        context = fill(make_tiered(num_kv_blocks=24))
-        flip_all(context, STATE, 3)
-        add(context, "first", [1, 2, 3])
-        add(context, "hurt", PROMPT)
-        add(context, "last", [4, 5, 6])
-        step = context.begin_step()
-        MODEL.forward(step.metadata, context)
-        assert step.sampling_ids == ("first", "hurt", "last")
-        tokens = [7, 8, 9] if as_list else {"first": 7, "hurt": 8, "last": 9}
-        assert context.commit_step(tokens) == ("hurt",)
-        assert [context.output(i) for i in ("first", "hurt", "last")] == [[7], [], [9]]
-        context.check_invariants()
+def test_who_loaded_right_bytes_in_the_same_step_goes_on():
+    context = fill(make_tiered(num_kv_blocks=24))
+    for name, prompt in {"fine": PROMPT, "hurt": OTHERS[0]}.items():
+        assert add(context, name, prompt).loads_state
+    flip(context, STATE, context.request_table.find("hurt").current_load.leases[-1].row, 3)
+    step = context.begin_step()
+    MODEL.forward(step.metadata, context)
+    assert context.commit_step({"fine": 7, "hurt": 8}) == ("hurt",)
+    assert context.output("fine") == [7]
+    context.check_invariants()
 
 
 def test_tokens_that_only_the_device_knows_are_dropped_too():

@@ -10,7 +10,6 @@ from work import lines_executed
 from mamba_cache.cache import AdaptiveSlotPolicy, BlockHashes, KVBlockAllocator, SlotPool
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
-    BlockCapacityError,
     HashConflictError,
     InvalidArgumentError,
     InvariantError,
@@ -49,42 +48,6 @@ def test_arrays_are_exposed_as_tensors_of_the_same_memory():
     assert tuple(array.dtype for array in arrays) == dtypes
     pool.reset()
     assert pool.block_hashes.tolist() == [-1] * 5
-
-
-def test_a_parent_is_never_evicted_before_its_child(pool):
-    """Megatron's LRU did, before it became leaf-first: the child could never match again."""
-    root, leaf = cache(pool, 1, 2)
-    pool.retain_memory_blocks([leaf])  # The child is now the more recent of the two.
-    pool.release_memory_blocks([leaf])
-    pool.allocate_memory_blocks(6)
-    assert pool.allocate_memory_blocks(1) == [leaf]
-    assert pool.match_prefix(prefix(1, 2)) == [root]
-    assert pool.allocate_memory_blocks(1) == [root]
-
-
-@pytest.mark.parametrize("has_slots", [False, True])
-def test_a_cached_parent_of_a_used_child_goes_last_but_goes(pool, has_slots):
-    """Found by search: nobody could have it, and a request that fitted was told that it did not.
-
-    The child's request holds a private duplicate of the parent, so the parent is cached.
-    """
-    slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
-    if has_slots:
-        pool.ask_states()
-    parent = cache(pool, 1)
-    duplicate, child = pool.allocate_memory_blocks(2)
-    assert pool.register_kv_block_hashes([duplicate, child], prefix(1, 2)) == [*parent, child]
-    newer = cache(pool, 3)
-    pool.allocate_memory_blocks(4)
-    before = snapshot(pool)
-    with pytest.raises(BlockCapacityError) as caught:
-        pool.allocate_memory_blocks(3)
-    assert (caught.value.required, caught.value.available) == (3, 2)
-    assert snapshot(pool) == before
-    assert pool.allocate_memory_blocks(2) == [*newer, *parent]
-    assert pool.match_prefix(prefix(1, 2)) == []
-    assert pool.block_hashes[child] == -1  # which could not be matched any more
-    slots.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -141,43 +104,6 @@ def test_listeners_see_finished_bookkeeping(pool):
     cache(pool, 1, 2)
     pool.allocate_memory_blocks(8)
     assert seen == [[None, None], [-1, -1]] * 2
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_listener_that_raises_loses_no_block_and_stops_no_other(pool, error):
-    told = []
-
-    def fail(event):
-        told.append("failed")
-        raise error("listener's own fault")
-
-    pool.listeners.add(fail, Removed)
-    pool.listeners.add(fail, Removed)
-    pool.listeners.add(lambda event: told.append(event.block_ids), Removed)
-    (block_id,) = cache(pool, 1)
-    with pytest.raises(error, match="listener's own fault"):
-        pool.allocate_memory_blocks(8)
-    assert told == ["failed", "failed", (block_id,)]
-    assert pool.num_free_blocks == 8
-    pool.check_invariants()
-
-
-@pytest.mark.parametrize("num_children", [2, 12])
-def test_what_was_computed_from_a_wrong_block_goes_with_it(num_children):
-    """It was found again as soon as somebody had computed the wrong block's tokens anew."""
-    pool = KVBlockAllocator(num_children + 4)
-    [parent] = cache(pool, 1)
-    children = pool.allocate_memory_blocks(num_children)
-    for block_id in children:
-        branch = prefix(1, 100 + block_id)
-        pool.register_kv_block_hashes([block_id], branch[1:], parent_hash=branch[0])
-    pool.release_memory_blocks(children[1:])
-    pool.deregister_blocks([parent])
-    pool.check_invariants()
-    assert (pool.num_cached_blocks, pool.num_used_blocks) == (0, 1)
-    [anew] = cache(pool, 1)
-    assert pool.match_prefix(prefix(1, 100 + children[0])) == [anew]
-    pool.check_invariants()
 
 
 def test_nothing_is_registered_below_a_block_that_is_not(pool):

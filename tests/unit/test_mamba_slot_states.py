@@ -17,7 +17,6 @@ from slot_rig import (
 
 from mamba_cache.cache import ConsumedSlotPolicy
 from mamba_cache.errors import InvalidArgumentError, MissingStateError
-from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
 
 
 @pytest.fixture
@@ -57,24 +56,6 @@ def test_bad_saves_are_refused(allocator, context, slots, requests, message):
     with pytest.raises(InvalidArgumentError, match=message):
         allocator.store_from_live_batch(slots, requests)
     assert all_slots(allocator) == before
-
-
-def test_a_restored_state_counts_as_consumed(allocator):
-    allocator.allocate_slots_batch([7, 8])
-    allocator.restore_to_live(0, 6)
-    allocator.allocate_slots_batch([9])
-    assert allocator.has_state(6)
-    assert not allocator.has_state(5)
-
-
-def test_rows_are_copied_to_slots_and_back(allocator, context):
-    slots, live = all_slots(allocator), all_live(context)
-    allocator.live_to_slots([1, PAD_SLOT_ID, 2], [0, 1, PAD_SLOT_ID])
-    assert all_slots(allocator) == [live[1], *slots[1:]]
-    rows = torch.tensor([3, 0, PAD_SLOT_ID], dtype=torch.int32)
-    allocator.restore_slots(torch.tensor([2, ZERO_SOURCE, 1], dtype=torch.int32), rows)
-    zero = state_bits(torch.zeros(2, 1, *CONV, dtype=DTYPES[0]), torch.zeros(2, 1, *SSM), 0)
-    assert all_live(context) == [zero, live[1], live[2], slots[2]]
 
 
 def test_the_embedder_may_put_other_live_states_in_place(allocator, context, generator):

@@ -67,23 +67,6 @@ def crowd(context, rng, count=12):
         generate(context, rng.integers(0, VOCAB, 4 * BLOCK).tolist(), 1)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_pinned_prompt_is_found_under_any_pressure_until_its_time_is_up(policy, rng):
-    context, clock = small_context(policy)
-    cache_system(context)
-    pin = context.pin(request(SYSTEM), ttl_seconds=60)
-    assert (pin.num_tokens, pin.expires_at, context.pins) == (len(SYSTEM), 160.0, (pin,))
-    clock.now += 59.9
-    crowd(context, rng)
-    context.check_invariants()
-    assert skipped(context, SYSTEM) == len(SYSTEM)
-    clock.now += 0.2
-    assert context.pins == ()
-    crowd(context, rng)
-    assert skipped(context, SYSTEM) == 0
-    context.check_invariants()
-
-
 def expired(num_requests=0):
     """A context with a pin whose time is up, and what it holds; the pin's call was the last one."""
     context, clock = small_context()

@@ -6,7 +6,6 @@ from slot_rig import books, make_pool, save
 
 from mamba_cache.cache import RefZeroSlotPolicy, ScoreSlotPolicy, SlotLease, SlotPool
 from mamba_cache.errors import (
-    DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
 )
@@ -144,17 +143,6 @@ def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
     assert not pool.is_current(lease)
     pool.unpin_slots([lease])
     assert slot in evictable(pool)
-
-
-def test_reset_forgets_everything_but_old_leases_and_reservations_stay_old(pool):
-    [lease] = pool.pin_slots([4])
-    pool.evicted_slots_total = 3
-    pool.reset()
-    assert books(pool) == books(make_pool(5, 10))
-    with pytest.raises(DoubleFreeError):
-        pool.cancel_reserved([2])
-    assert save(pool, 8, 7) == [3, 4]
-    assert not pool.is_current(lease)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import ast
 
 import pytest
-import torch
 from context_rig import (
     BLOCK,
     MODEL,
@@ -16,7 +15,7 @@ from context_rig import (
 from sources import sources
 from tier_rig import KV, STATE, LateTransfers, flip_all, install, make_tiered
 
-from mamba_cache.context import Request, RequestStatus
+from mamba_cache.context import Request
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(5 * BLOCK)]
 UNCACHED = UncachedRuns()
@@ -134,32 +133,3 @@ def test_nothing_is_unpickled():
                 assert ast.unparse(node.func) not in called, source.name
                 assert not any(word.arg == "allow_pickle" for word in node.keywords), source.name
             assert not names & known, source.name
-
-
-def test_a_request_that_was_preempted_by_damage_has_lost_no_token():
-    """What it had told before is told once."""
-    context = make_tiered(save_decode_states=True)
-    prompt = PROMPT[: 2 * BLOCK + 1]
-    add(context, "a", prompt)
-    for _ in range(BLOCK):
-        run_step(context)
-    context.preempt("a")
-    told = list(context.output("a"))
-    evict(context)
-    flip_all(context, KV, 9)
-    context.resume_request("a")
-    step = context.begin_step()
-    MODEL.forward(step.metadata, context)
-    assert context.commit_step({"a": 1}) == ("a",)
-    assert context.status("a") is RequestStatus.PREEMPTED
-    assert context.output("a") == told
-    while context.status("a") is RequestStatus.PREEMPTED:
-        context.resume_request("a")
-        step = context.begin_step()
-        logits = MODEL.forward(step.metadata, context)
-        context.commit_step({"a": int(logits[-1].argmax())})
-    tokens = context.finish("a")
-    assert tokens[: len(told)] == told
-    assert torch.is_tensor(logits)
-    run = generate(make_tiered(), prompt, len(tokens))
-    assert tokens == run[0]
