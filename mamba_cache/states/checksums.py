@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mamba_cache._torch import outside_inference_mode
@@ -62,12 +63,9 @@ class TensorChecksums:
         if self._done is not None:
             self._done.synchronize()
         self._measure(None)
-        sums, plan = self._sums.cpu(), self._plan
-        ends = [*plan.rests[1:], plan.num_chunks]
-        return [
-            torch.cat([sums[first : first + 1], sums[rest:end]]).numpy().tobytes()
-            for first, rest, end in zip(plan.firsts, plan.rests, ends, strict=True)
-        ]
+        parts = torch.split(self._sums.cpu(), np.diff(self._plan.bounds).tolist())
+        pairs = zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)
+        return [torch.cat(pair).numpy().tobytes() for pair in pairs]
 
     def start(self, *, stride: int = 1, phase: int = 0) -> None:
         """Begin to compare the tensors with what is expected."""
@@ -85,9 +83,10 @@ class TensorChecksums:
         for tensor, copy in self._gapped:
             copy.copy_(tensor.detach())
         self._changed.zero_()
-        heads, chunks = len(self._plan.parts), self._plan.num_chunks
+        plan, chunks = self._plan, self._plan.num_chunks
+        heads = plan.bounds[len(plan.parts) // 2]
         others = range(heads + phase, chunks, stride)
-        self._kernel(self._plan, self._entry, changed, slice(0, 1), heads, others, chunks)
+        self._kernel(plan, self._entry, changed, slice(0, 1), heads, others, chunks)
 
     def is_unchanged(self) -> bool:
         """Say whether all that ``start`` compared was as expected. It waits for that."""

@@ -55,8 +55,7 @@ class ChecksumPlan:
 
     parts: tuple[torch.Tensor, ...]  # [places, bytes] uint8 each, all on one device
     chunks: torch.Tensor  # [chunks, 4] int64: address, distance of places, bytes, is wide
-    firsts: tuple[int, ...]  # the number of each part's first chunk,
-    rests: tuple[int, ...]  # and of its second one, which the others follow
+    bounds: tuple[int, ...]  # the number of each part's first chunk, then how many there are
     sums_start: int  # where the checksums begin in an entry's row
     sums: torch.Tensor | None  # the only row, where it is no host memory
 
@@ -71,10 +70,13 @@ def plan_checksums(
 ) -> ChecksumPlan:
     """Plan checksums of parts, whose chunks follow each other part by part.
 
-    With ``heads_first`` the first chunks of all parts come before all others, and the plan has one
-    row, on the device.
+    With ``heads_first`` the first chunks of all are parts of their own before all others, and the
+    plan has one row, on the device.
     """
     device = parts[0].device if parts else torch.device("cpu")
+    if heads_first:
+        heads = [part[:, :CHUNK_BYTES] for part in parts]
+        parts = heads + [part[:, CHUNK_BYTES:] for part in parts]
     tables = [np.empty((0, 4), dtype=np.int64)]
     for part in parts:
         starts = np.arange(0, part.shape[1], CHUNK_BYTES, dtype=np.int64)
@@ -84,14 +86,10 @@ def plan_checksums(
         table[:, 2] = np.minimum(part.shape[1] - starts, CHUNK_BYTES)
         table[:, 3] = (table[:, :3] % _WIDE_BYTES == 0).all(axis=1)
         tables.append(table)
-    if heads_first:
-        tables = [table[:1] for table in tables] + [table[1:] for table in tables]
-    bounds = np.cumsum([len(table) for table in tables])
-    firsts = tuple(bounds[: len(parts)].tolist())
-    rests = tuple(bounds[len(parts) + 1 : -1].tolist() if heads_first else [n + 1 for n in firsts])
+    bounds = tuple(np.cumsum([len(table) for table in tables]).tolist())
     chunks = to_device(torch.from_numpy(np.concatenate(tables)), device)
     sums = torch.zeros(len(chunks), dtype=torch.int64, device=device) if heads_first else None
-    return ChecksumPlan(tuple(parts), chunks, firsts, rests, sums_start, sums)
+    return ChecksumPlan(tuple(parts), chunks, bounds, sums_start, sums)
 
 
 def checksum(  # noqa: PLR0917 - the kernel's signature
@@ -128,28 +126,23 @@ def _measure(
     numbers: list[int] = []
     sums = [torch.empty(0, dtype=torch.int64, device=plan.chunks.device)]
     ends: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for part, first, rest in zip(plan.parts, plan.firsts, plan.rests, strict=True):
-        content = part[place]
-        if not content.numel():  # no chunk: its number is that of the next part's first one
+    for part, first, stop in zip(plan.parts, plan.bounds[:-1], plan.bounds[1:], strict=True):
+        chosen = range(first, stop)
+        if first >= num_heads:
+            start, end = (-(-max(n - others.start, 0) // others.step) for n in (first, stop))
+            chosen = others[start:end]
+        if not chosen:
             continue
+        content = part[place]
         num_full, size = divmod(content.numel(), CHUNK_BYTES)
-        start = -(-max(rest - others.start, 0) // others.step)
-        end = -(-max(rest + num_full - 1 + bool(size) - others.start, 0) // others.step)
-        later = others[start:end]
-        has_first = first < num_heads or first in others
-        if size and (later and later[-1] - rest == num_full - 1 if num_full else has_first):
-            last = later[-1] if num_full else first
-            later, has_first = (later[:-1], has_first) if num_full else (later, False)
+        if size and chosen[-1] == stop - 1:
             num_rounds = -(-size // (UNROLLED_ROUNDS * ROUND_BYTES)) * UNROLLED_ROUNDS
-            ends[num_rounds].append((last, content[num_full * CHUNK_BYTES :]))
-        if has_first or later:
+            ends[num_rounds].append((stop - 1, content[num_full * CHUNK_BYTES :]))
+            chosen = chosen[:-1]
+        if chosen:
             full = _as_words(content[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
-        if has_first:
-            numbers.append(first)
-            sums.append(_sums_of(full[:1]))
-        if later:
-            numbers += later
-            sums.append(_sums_of(full[1 + later[0] - rest : 2 + later[-1] - rest : others.step]))
+            numbers += chosen
+            sums.append(_sums_of(full[chosen[0] - first : chosen[-1] - first + 1 : chosen.step]))
     for num_rounds, items in ends.items():
         for begin in range(0, len(items), _CHUNKS_AT_ONCE):
             some = items[begin : begin + _CHUNKS_AT_ONCE]
