@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import re
-import runpy
 import sys
 
 import numpy as np
@@ -80,23 +79,6 @@ def test_questions_on_one_text_compute_what_is_new_from_the_second_on(capsys):
     assert skipped == [0, 896, 896]
     computed = sum(int(length) for length, _ in rows) - sum(skipped)
     assert f"Prompt tokens computed: {computed:,} with the cache" in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "said"),
-    [
-        ("transformers_script", "transformers", r"needs transformers: .*-e '\.\[transformers\]'"),
-        ("transformers_server", "transformers", r"needs a server: .*pip install -e '\.\[serve\]'"),
-        ("megatron_core", "megatron", r"needs Megatron Core: .*pip install -e '\.\[megatron\]'"),
-    ],
-)
-def test_an_example_whose_engine_is_missing_says_what_to_install(monkeypatch, name, package, said):
-    for module in ("transformers", "transformers.serve", "megatron"):
-        importlib.import_module(f"mamba_cache.integrations.{module}")  # before it is blocked
-    # Blocked, so that the test is the same where the engine is installed.
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SystemExit, match=said):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
 def test_the_own_policy_keeps_what_was_used_most():

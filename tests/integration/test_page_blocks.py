@@ -121,12 +121,6 @@ def test_every_block_of_python_is_run() -> None:
         assert sum(needle in code for code in python_blocks(name)) == 1, (name, needle)
 
 
-def test_tests_that_run_blocks_elsewhere_exist() -> None:
-    for where in {why for why in ELSEWHERE.values() if "::" in why}:
-        file, test = where.split("::")
-        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), where
-
-
 # Pages about transformers.
 
 

@@ -7,6 +7,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 from batch_rig import batch, subject, tokens
 from drawn_traces import draw_agents, draw_conversations, draw_mixed
 from prefix_replay import replay, turns_of
+from slot_rig import Listening
 from transformers_rig import BLOCK, budgets
 
 from mamba_cache.cache import AdaptiveSlotPolicy, BlockHashChain
@@ -49,22 +50,6 @@ def test_malformed_hints_are_refused(nemotron, options, message):
 def test_a_batch_wants_a_hint_for_each_prompt(nemotron):
     with pytest.raises(InvalidArgumentError, match="will_continue must be one for all, or a list"):
         nemotron.cache().generate_batch([[5, 6]], will_continue=[True, False])
-
-
-class Listening(AdaptiveSlotPolicy):
-    """Keeps what it is told of requests, and what is proposed."""
-
-    def __init__(self):
-        self.told, self.proposed = [], []
-        super().__init__()
-
-    def on_request(self, facts):
-        self.told.append(facts)
-        return super().on_request(facts)
-
-    def admit(self, proposals, num_free, slots):
-        self.proposed += proposals
-        return super().admit(proposals, num_free, slots)
 
 
 def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):

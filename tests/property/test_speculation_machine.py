@@ -1,23 +1,12 @@
 """Steps with drafts under every order of calls."""
 
+from context_machine import WholeArrays
 from example_counts import examples
 from speculation_machine import SpeculationMachine
 
-from mamba_cache.context import request_table
 
-
-class WholeArraysMachine(SpeculationMachine):
-    """Requests are given blocks by whole arrays, as otherwise only many at once are."""
-
-    few = request_table._FEW
-
-    def __init__(self):
-        super().__init__()
-        request_table._FEW = 0
-
-    def teardown(self):
-        super().teardown()
-        request_table._FEW = self.few
+class WholeArraysMachine(WholeArrays, SpeculationMachine):
+    """By whole arrays."""
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase

@@ -3,7 +3,7 @@
 import torch
 
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import DynamicInferenceContext, Request
+from mamba_cache.context import DeviceTokens, DynamicInferenceContext, Request
 from mamba_cache.reference import HybridModel, HybridModelConfig
 
 BLOCK, CHUNK, VOCAB = 8, 4, 13
@@ -101,6 +101,14 @@ def assert_same_run(run, prompt):
     assert tokens == wanted_tokens
     for row, wanted in zip(logits, wanted_logits, strict=True):
         torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
+
+
+def on_device(*requests, num_drafts=2):
+    """Tokens of requests in batch order, as a sampler leaves them."""
+    tokens = torch.full((len(requests), 1 + num_drafts), -7)
+    for row, new in zip(tokens, requests, strict=True):
+        row[: len(new)] = torch.tensor(new)
+    return DeviceTokens(tokens, torch.tensor([len(new) for new in requests], dtype=torch.int32))
 
 
 def prepared(context, prompt):

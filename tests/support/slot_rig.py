@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mamba_cache.cache import LruSlotPolicy, SlotPool
+from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy, SlotPool
 from mamba_cache.slots import MambaSlotAllocator
 
 NUM_LAYERS, CONV, SSM = 2, (3, 2), (2, 5)
@@ -21,6 +21,22 @@ class Chosen(LruSlotPolicy):
     def choose(self, num_slots, slots, blocks, kv_blocks):
         self.offered = slots.tolist()
         return self.victims
+
+
+class Listening(AdaptiveSlotPolicy):
+    """Keeps what it is told of requests, and what is proposed."""
+
+    def __init__(self):
+        self.told, self.proposed = [], []
+        super().__init__()
+
+    def on_request(self, facts):
+        self.told.append(facts)
+        return super().on_request(facts)
+
+    def admit(self, proposals, num_free, slots):
+        self.proposed += proposals
+        return super().admit(proposals, num_free, slots)
 
 
 def make_pool(max_slots, num_blocks, *, victims=(), **options):

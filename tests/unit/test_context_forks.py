@@ -15,12 +15,12 @@ from context_rig import (
     add,
     make_config,
     make_context,
+    on_device,
     run_step,
     saved_prefix_lengths,
 )
 from fingerprints import fingerprint
 
-from mamba_cache import DeviceTokens
 from mamba_cache.cache import LruSlotPolicy
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
@@ -32,7 +32,6 @@ from mamba_cache.errors import (
 )
 
 PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(2 * BLOCK + 3)]
-AT_BOUNDARY = PROMPT[: 2 * BLOCK]
 DRAFTS = 2
 UNCACHED = UncachedRuns(24)
 
@@ -286,13 +285,6 @@ def test_forks_lie_where_the_context_does(drafts):
 
 
 # Speculation.
-
-
-def on_device(*requests):
-    tokens = torch.full((len(requests), 1 + DRAFTS), -7)
-    for row, new in zip(tokens, requests, strict=True):
-        row[: len(new)] = torch.tensor(new)
-    return DeviceTokens(tokens, torch.tensor([len(new) for new in requests], dtype=torch.int32))
 
 
 def test_tokens_that_only_the_device_knows_are_collected_first():

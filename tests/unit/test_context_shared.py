@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
+from slot_rig import Listening
 
-from mamba_cache.cache import AdaptiveSlotPolicy, KVBlockAllocator
+from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.pins import Pins
@@ -97,22 +98,6 @@ def test_observers_are_told_what_a_request_says(tells):
     [event] = [event for event in told if event.kind == "block"]
     assert (event.tokens is not None) == (tells is not False)
     assert event.extra_keys == ((("a",),) * len(event.block_ids) if tells is None else None)
-
-
-class Listening(AdaptiveSlotPolicy):
-    """Keeps what it is told of requests, and what is proposed."""
-
-    def __init__(self):
-        self.told, self.proposed = [], []
-        super().__init__()
-
-    def on_request(self, facts):
-        self.told.append(facts)
-        return super().on_request(facts)
-
-    def admit(self, proposals, num_free, slots):
-        self.proposed += proposals
-        return super().admit(proposals, num_free, slots)
 
 
 @pytest.mark.parametrize("refuses", [True, False])

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from context_rig import BLOCK, MODEL, VOCAB, add, make_config, make_context, saved_prefix_lengths
+from context_rig import (
+    BLOCK,
+    MODEL,
+    VOCAB,
+    add,
+    make_config,
+    make_context,
+    on_device,
+    saved_prefix_lengths,
+)
 from fingerprints import fingerprint
 
 from mamba_cache import DeviceTokens
@@ -40,14 +49,6 @@ def compute(context, **options):
     step = context.begin_step(**options)
     MODEL.forward(step.metadata, context)
     return step
-
-
-def on_device(*requests):
-    """Tokens of requests in batch order, as a sampler leaves them."""
-    tokens = torch.full((len(requests), 1 + DRAFTS), -7)
-    for row, new in zip(tokens, requests, strict=True):
-        row[: len(new)] = torch.tensor(new)
-    return DeviceTokens(tokens, torch.tensor([len(new) for new in requests], dtype=torch.int32))
 
 
 REFUSED_DRAFTS = {
