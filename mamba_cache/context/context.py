@@ -638,7 +638,6 @@ class DynamicInferenceContext:
             if damaged:  # what they computed is of no use
                 self._prefills = tuple(a for a in self._prefills if a not in damaged)
                 for active in damaged:
-                    active.was_refused = True
                     self._planner.release(active)
             if self._prefills:
                 chunks = [active.current_chunk for active in self._prefills]

@@ -130,7 +130,6 @@ class Planner:
             if load is not None:
                 return extended, load
             refused = extended  # an entry was damaged, and is not found again
-            active.was_refused = True
         return match, None
 
     def _enter(

@@ -401,7 +401,6 @@ class ActiveRequest:
     decode_lease: SlotLease | None = None  # the newest state saved while it decoded
     prompt_seen: object = None  # what the policy of the slots knows it by
     prompt_seen_below: object = None  # likewise that of the host tier
-    was_refused: bool = False  # whether bytes that it was to resume from were damaged
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
