@@ -52,7 +52,7 @@ from mamba_cache.context.stats import CacheStats, collect_stats, count_admission
 from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.tier_memory import identity_of, with_secret
-from mamba_cache.context.tiering import make_tiering
+from mamba_cache.context.tiering import Tiering, make_tiering
 from mamba_cache.context.verification import (
     HitToVerify,
     HitVerifier,
@@ -219,7 +219,7 @@ class DynamicInferenceContext:
             agreement=agreement,
         )
         self.agreement = agreement
-        if self._tiering is not None:
+        if isinstance(self._tiering, Tiering):
             self._tiering.host.join(self._guard)
             # Its threads and its lock would outlive a context that nobody closes.
             self._closes_lower = finalize(self, self._tiering.lower.abandon)
@@ -313,7 +313,9 @@ class DynamicInferenceContext:
             SequenceLengthError: As in ``prepare``.
         """
         _, tokens, chain = self._preparer.read(request)
-        self._guard.is_changing = self._tiering is not None  # which takes over what has arrived
+        self._guard.is_changing = (
+            self._tiering.host is not None
+        )  # which takes over what has arrived
         return self._planner.match(chain.hashes, len(tokens))
 
     @guarded()
@@ -340,8 +342,6 @@ class DynamicInferenceContext:
         own, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = True
         match = self._planner.match(chain.hashes, len(tokens))
-        if self._tiering is None:
-            return Prefetch(own.request_id, match.skip_tokens, timeout_seconds)
         entries = self._tiering.entries(chain.hashes, own.cache_salt)
         handle = self._tiering.prefetch(own.request_id, match, entries, timeout_seconds)
         handle.go_on = weak_callback(self.poll_tiers)
@@ -355,9 +355,8 @@ class DynamicInferenceContext:
         Over several ranks it is also where they find out together which prefetches are, so it is
         for all engines that use them there.
         """
-        if self._tiering is not None:
-            self._tiering.poll()
-            self._tiering.lower.agree()
+        self._tiering.poll()
+        self._tiering.agree()
 
     @guarded()
     def add_request(
@@ -570,9 +569,8 @@ class DynamicInferenceContext:
                 lease = active.current_chunk.lease
                 if lease is not None and not self.slot_allocator.is_current(lease):
                     self._planner.plan_again(active)
-            if self._tiering is not None and prefills:
-                for active in self._tiering.begin(self._prefills):  # those that cannot load
-                    self._planner.plan_again(active)
+            for active in self._tiering.begin(self._prefills):  # those that cannot load
+                self._planner.plan_again(active)
             chunks = [active.current_chunk for active in prefills]
             with outside:
                 metadata = self.step_buffers.fill(work, chunks, [*self._planned.items()])
@@ -585,8 +583,7 @@ class DynamicInferenceContext:
                     self.slot_allocator.slots_to_live(*restores)
                 ids = [active.request_id for active in prefills]
                 step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
-            if self._tiering is not None:
-                self._tiering.begin_forward(sum(chunk.num_tokens for chunk in chunks))
+            self._tiering.begin_forward(metadata.num_prefill_tokens)
             self._step = step
         except BaseException:
             self._preempt_all()
@@ -624,9 +621,7 @@ class DynamicInferenceContext:
         """
         sampled = self._read_sampled(new_tokens, counts)
         self._drop_unwritten()
-        damaged: Sequence[ActiveRequest] = ()
-        if self._tiering is not None and self._prefills:
-            damaged = self._tiering.verify(self._prefills)
+        damaged = self._tiering.verify(self._prefills)
         if self._speculation is not None:
             self._advance(self._speculation, sampled)
         # As planned: a request loses its checkpoint if the step before has reached it.
@@ -646,9 +641,8 @@ class DynamicInferenceContext:
                 for active in self._prefills:
                     self._count_admission(active)
             self._end_step()
-        if self._tiering is not None:
-            self._guard.is_changing = True
-            self._tiering.end_step()
+        self._guard.is_changing = True
+        self._tiering.end_step()
         return tuple([active.request_id for active in damaged])
 
     def _read_sampled(self, new_tokens: object, counts: object) -> Sampled | DeviceTokens:
@@ -826,9 +820,8 @@ class DynamicInferenceContext:
             self._take(group, rows, tokens, counts, planned)
             self._counters["computed_tokens"] += int(lengths.sum())
             self._uncollected = None
-        if self._tiering is not None:
-            self._guard.is_changing = True
-            self._tiering.pump()
+        self._guard.is_changing = True
+        self._tiering.pump()
         ids = (*group.ids, *(active.request_id for active in prefills))
         lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
         return {request_id: new[:number] for request_id, new, number in lists}
@@ -1265,8 +1258,7 @@ class DynamicInferenceContext:
             self._counters.clear()
             if self._verifier is not None:
                 self._verifier.reset()
-            if self._tiering is not None:
-                self._tiering.reset()
+            self._tiering.reset()
 
     def verify_pending(
         self,
@@ -1312,8 +1304,7 @@ class DynamicInferenceContext:
             self.slot_allocator.invalidate_block(block)
         else:
             self.kv_block_allocator.deregister_blocks([block])
-        if self._tiering is not None:
-            self._tiering.remove(kind, request.cache_salt, digest)
+        self._tiering.remove(kind, request.cache_salt, digest)
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
@@ -1325,23 +1316,23 @@ class DynamicInferenceContext:
     @property
     def host_tier(self) -> HostTier | None:
         """Entries in host memory; None without such a tier."""
-        return None if self._tiering is None else self._tiering.host
+        return self._tiering.host
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down; none without tiers."""
         self._guard.tidy()
-        return () if self._tiering is None else self._tiering.stats()
+        return self._tiering.stats()
 
     @property
     def disk_tier(self) -> DiskTier | None:
         """Entries on disk; None without such a tier."""
-        lower = None if self._tiering is None else self._tiering.lower
+        lower = self._tiering.lower
         return None if lower is None or not isinstance(lower.tier, DiskTier) else lower.tier
 
     @property
     def store_tier(self) -> RemoteTier | None:
         """Entries in a store that other processes share; None without such a tier."""
-        lower = None if self._tiering is None else self._tiering.lower
+        lower = self._tiering.lower
         return lower.store if lower is not None and isinstance(lower.store, RemoteTier) else None
 
     def close(self) -> None:
@@ -1351,7 +1342,7 @@ class DynamicInferenceContext:
         is called when the context is collected, or at the end of the process, but then what is
         queued for a tier is given up.
         """
-        if self._tiering is not None:
+        if isinstance(self._tiering, Tiering):
             self._tiering.flush()
             self._tiering.lower.close()
             self._closes_lower.detach()
@@ -1362,9 +1353,8 @@ class DynamicInferenceContext:
 
         For tests, benchmarks and a clean end. No step needs it.
         """
-        if self._tiering is not None:
-            self._tiering.wait()
-            self._tiering.flush()
+        self._tiering.wait()
+        self._tiering.flush()
 
     def check_invariants(self) -> None:
         """Prove that all bookkeeping agrees. Costs nothing when it is not called.
@@ -1382,16 +1372,13 @@ class DynamicInferenceContext:
         self._planner.check_invariants(chunks)
         for active in requests:
             self.request_table.check_request(active, is_in_step=active in in_step)
-        tiering = self._tiering
         leases = [*self._pins.leases, *(c.lease for c in chunks if c.lease is not None)]
-        if tiering is not None:
-            leases += tiering.pins
+        leases += self._tiering.pins
         planned = [checkpoint.slot for active in requests for checkpoint in active.checkpoints]
         self.slot_allocator.check_uses(planned, leases)
         self.request_table.check_invariants(self._pins.references)
         self._pins.check_invariants()
-        if tiering is not None:
-            tiering.check_invariants([c.load for c in chunks if c.load is not None])
+        self._tiering.check_invariants([c.load for c in chunks if c.load is not None])
 
     def _require_no_blocks_held(self) -> None:
         """Check that no request would lose its blocks."""

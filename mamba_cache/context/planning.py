@@ -31,7 +31,7 @@ from mamba_cache.context.requests import (
     RequestStatus,
     find_prefix,
 )
-from mamba_cache.context.tiering import Tiering
+from mamba_cache.context.tiering import NoTiers, Tiering
 from mamba_cache.errors import InvariantError, SequenceLengthError, TokenCapacityError
 from mamba_cache.events import Stored
 from mamba_cache.slots import MambaSlotAllocator
@@ -54,7 +54,7 @@ class Planner:
         slots: MambaSlotAllocator,
         placement: CheckpointPlacement,
         counters: Counter[str],
-        tiering: Tiering | None,
+        tiering: Tiering | NoTiers,
         refuses: bool,
     ) -> None:
         self._config = config
@@ -72,11 +72,7 @@ class Planner:
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         """Find how much of a sequence is cached; nothing changes."""
-        if self._tiering is None:
-            return self._match_on_gpu(hashes, num_tokens)
-        self._tiering.poll()  # what has arrived from below counts
-        match = self._tiering.extend(self._match_on_gpu(hashes, num_tokens), hashes)
-        return replace(match, arriving_tokens=self._tiering.lower.arriving_tokens(hashes))
+        return self._tiering.find(self._match_on_gpu(hashes, num_tokens), hashes)
 
     def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         if not self._config.enable_prefix_caching:
@@ -99,38 +95,16 @@ class Planner:
                 f"request {active.request_id!r} has {num_tokens} tokens; "
                 f"max_sequence_length is {self._config.max_sequence_length}: finish it"
             )
-        match = found = self._match_on_gpu(hashes, num_tokens)
-        load: PlannedLoad | None = None
-        if self._tiering is not None:
-            found, load = self._find_below(self._tiering, active, match)
+        match = self._match_on_gpu(hashes, num_tokens)
+        found, load = self._tiering.resume(active, match)
         try:
             admission = self._enter(active, found, chunk_tokens, load)
         except BaseException:
             self._cancel_load(load)
             raise
         active.state_position = match.skip_tokens
-        if self._tiering is not None:
-            self._tiering.offer_used(active, found.state_matched_blocks)
+        self._tiering.offer_used(active, found.state_matched_blocks)
         return admission
-
-    def _find_below(
-        self, tiering: Tiering, active: ActiveRequest, match: PrefixMatch
-    ) -> tuple[PrefixMatch, PlannedLoad | None]:
-        """Find where a request resumes, and keep the rows if it is by loading."""
-        tiering.poll()
-        refused: PrefixMatch | None = None
-        while (extended := tiering.extend(match, active.hashes)).loads_state:
-            assert extended != refused, "what was refused is not found again"
-            # Before anything is evicted for it: what raises later must have changed nothing.
-            index, blocks = extended.state_matched_blocks - 1, match.block_ids
-            block = blocks[index] if index < len(blocks) else None
-            if not self._slots.can_reserve(block, blocks):
-                break
-            load = tiering.read(active, extended)
-            if load is not None:
-                return extended, load
-            refused = extended  # an entry was damaged, and is not found again
-        return match, None
 
     def _enter(
         self,
@@ -328,7 +302,7 @@ class Planner:
 
     def _cancel_load(self, load: PlannedLoad | None) -> None:
         """Give back the rows that a load reads, if they were not."""
-        if load is not None and self._tiering is not None:
+        if load is not None:
             self._tiering.cancel(load)
 
     def _pin(self, blocks: tuple[int, ...] | list[int], state_blocks: int) -> SlotLease | None:
@@ -404,8 +378,7 @@ class Planner:
             extra_keys=extra,
         )
         active.num_published = end
-        if self._tiering is not None:
-            self._tiering.offer_blocks(active, first, blocks, holders)
+        self._tiering.offer_blocks(active, first, blocks, holders)
         return holders
 
     def _publish(self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]) -> None:
@@ -443,10 +416,9 @@ class Planner:
             if slot != now or is_loaded:
                 continue
             self._counters["saved_states"] += 1
-            if self._tiering is not None:
-                knows_prompt = active.prompt_seen_below is not None
-                proposal = self._propose(active, position) if knows_prompt else None
-                self._tiering.offer_state(active, position, slot, proposal)
+            knows_prompt = active.prompt_seen_below is not None
+            proposal = self._propose(active, position) if knows_prompt else None
+            self._tiering.offer_state(active, position, slot, proposal)
 
     def _supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -498,8 +470,7 @@ class Planner:
             request.source,
         )
         active.prompt_seen = self._slots.begin_request(facts)
-        if self._tiering is not None and self._tiering.host.knows_prompts:
-            active.prompt_seen_below = self._tiering.host.begin_request(facts)
+        active.prompt_seen_below = self._tiering.begin_request(facts)
 
     def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
         """Return where states of a request are worth saving after ``start`` and up to ``end``."""
@@ -528,7 +499,7 @@ class Planner:
         if active.prompt_seen is None:
             return []
         proposals = [self._propose(active, position) for position in positions]
-        if active.prompt_seen_below is None or self._tiering is None:
+        if active.prompt_seen_below is None:
             return proposals
         # What is worth a row but no slot must have one until it is copied.
         wanted = self._tiering.wants(active, proposals)

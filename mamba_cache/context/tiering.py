@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -18,6 +18,7 @@ from mamba_cache.cache import (
     BlockHashes,
     ExtraKey,
     KVBlockAllocator,
+    PromptFacts,
     SlotLease,
     SlotPool,
     StateProposal,
@@ -37,7 +38,7 @@ from mamba_cache.tiers.planner import quickest
 from mamba_cache.tiers.rows import RowLease
 from mamba_cache.tiers.transfers import CopyJob, Mark, Ticket
 
-__all__ = ["Tiering", "make_tiering"]
+__all__ = ["NoTiers", "Tiering", "make_tiering"]
 
 _MAX_COPIES: Final = 256
 """Entries whose copies to the host tier may be under way at once."""
@@ -156,6 +157,12 @@ class Tiering:
         """Entries whose copies to the host tier are under way."""
         return sum(len(offers) for _, offers in self._spills)
 
+    def find(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
+        """Return a match with what tiers have by now, and with what is on the way."""
+        self.poll()  # what has arrived from below counts
+        match = self.extend(match, hashes)
+        return replace(match, arriving_tokens=self.lower.arriving_tokens(hashes))
+
     def extend(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
         """Return a match with what the host tier has, if it is quicker to resume from there.
 
@@ -198,7 +205,26 @@ class Tiering:
             loads_state=True,
         )
 
-    def read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
+    def resume(
+        self, active: ActiveRequest, match: PrefixMatch
+    ) -> tuple[PrefixMatch, PlannedLoad | None]:
+        """Find where a request resumes, and keep the rows if it is by loading."""
+        self.poll()
+        refused: PrefixMatch | None = None
+        while (extended := self.extend(match, active.hashes)).loads_state:
+            assert extended != refused, "what was refused is not found again"
+            # Before anything is evicted for it: what raises later must have changed nothing.
+            index, blocks = extended.state_matched_blocks - 1, match.block_ids
+            block = blocks[index] if index < len(blocks) else None
+            if not self._slots.can_reserve(block, blocks):
+                break
+            load = self._read(active, extended)
+            if load is not None:
+                return extended, load
+            refused = extended  # an entry was damaged, and is not found again
+        return match, None
+
+    def _read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
         """Keep the rows that a match resumes from."""
         load = self.read_rows(match, self._entries(active))
         is_refused = True
@@ -231,6 +257,10 @@ class Tiering:
         with outside:
             largest = self._agreement.largest([float(flag) for flag in flags])
         return [value > 0 for value in largest]
+
+    def begin_request(self, facts: PromptFacts) -> object:
+        """Tell the host tier's policy of a prompt, if it knows prompts."""
+        return self.host.begin_request(facts) if self.host.knows_prompts else None
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to the lower tier what a request resumes from, if the host tier has it."""
@@ -518,6 +548,10 @@ class Tiering:
         """Return what each tier holds and did, from the top down."""
         return (self.host.stats(), *(tier.stats() for tier in self.lower.tiers))
 
+    def agree(self) -> None:
+        """Begin and end with all ranks what all of them can."""
+        self.lower.agree()
+
     def flush(self) -> None:
         """Wait until lower tiers have ended what they were given, and end it here too."""
         self.lower.flush()
@@ -601,6 +635,48 @@ class Tiering:
                 offer.is_gone = True
 
 
+class NoTiers:
+    """What a context without tiers has in their place: it finds nothing, and does nothing."""
+
+    host: None = None
+    lower: None = None
+    pins: Sequence[SlotLease] = ()
+
+    def find(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
+        """Return a match as it is."""
+        return match
+
+    def resume(self, active: ActiveRequest, match: PrefixMatch) -> tuple[PrefixMatch, None]:
+        """Resume where the GPU has the state."""
+        return match, None
+
+    def prefetch(
+        self,
+        request_id: Hashable,
+        match: PrefixMatch,
+        entries: object,
+        timeout_seconds: float | None,
+    ) -> Prefetch:
+        """Return a handle that is done."""
+        return Prefetch(request_id, match.skip_tokens, timeout_seconds)
+
+    def _nobody(self, *given: object) -> list[Any]:
+        return []
+
+    begin = verify = wants = _nobody
+
+    def _nothing(self, *given: object) -> Any:
+        pass
+
+    agree = begin_forward = begin_request = cancel = check_invariants = end_step = _nothing
+    entries = flush = offer_blocks = offer_state = offer_used = poll = _nothing
+    pump = remove = reset = wait = _nothing
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return none."""
+        return ()
+
+
 def make_tiering(
     config: CacheConfig,
     *,
@@ -611,13 +687,13 @@ def make_tiering(
     disk_planner: LoadPlanner | None = None,
     identity: CacheIdentity | None,
     agreement: RankAgreement | None = None,
-) -> Tiering | None:
-    """Make the tiers of a context that the settings ask for; None: none."""
+) -> Tiering | NoTiers:
+    """Make the tiers of a context that the settings ask for."""
     for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
         if given is not None:
             check_kind(name, given, LoadPlanner)
     if not config.has_host_tier or not config.enable_prefix_caching:
-        return None
+        return NoTiers()
     if kv_cache is None:
         raise InvalidArgumentError(
             "a host tier needs kv_spec: it cannot spill keys and values that the embedder keeps"

@@ -99,14 +99,14 @@ class TieredMachine(ContextMachine):
 
     def open_context(self, **options):
         context = super().open_context(load_planner=always(), **options)
-        if context._tiering is not None:
+        if context.host_tier is not None:
             context._tiering.transfers = Copies(context._tiering.transfers)
         return context
 
     @property
     def copies(self):
         tiering = self.context._tiering
-        return None if tiering is None else tiering.transfers
+        return None if tiering.host is None else tiering.transfers
 
     @precondition(lambda self: self.copies)
     @rule(
@@ -471,7 +471,7 @@ class DiskMachine(LowerTierMachine):
     def open_context(self, **options):
         with self.disk_fault():
             context = super().open_context(**options)
-        if context._tiering is not None:
+        if context.host_tier is not None:
             link = context._tiering.lower
             link.tier = LateTier(link.tier, self.disk_fault)
         return context

@@ -31,7 +31,7 @@ from tier_rig import (
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.context.tiering import make_tiering
+from mamba_cache.context.tiering import NoTiers, make_tiering
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -542,4 +542,4 @@ def test_a_host_tier_alone_is_polled_too():
 def test_a_steady_step_without_a_tier_calls_nothing():
     """Who sets nothing pays nothing."""
     context = make_context()
-    assert context._tiering is None
+    assert isinstance(context._tiering, NoTiers)
