@@ -546,9 +546,11 @@ class DiskMachine(LowerTierMachine):
             return
         if not (content := bytearray(path.read_bytes())):  # damage has left nothing of it before
             return
+        first, last = (0, 256) if "header" in how else (PAGE_BYTES, len(content))
+        if how == "a bit" and first >= last:  # it was cut before
+            return
         self.is_clean = False
         if how.startswith("a bit"):
-            first, last = (0, 256) if "header" in how else (PAGE_BYTES, len(content))
             at = first + bit // 8 % (last - first)
             content[at : at + 1] = bytes([content[at] ^ 1 << bit % 8]) if at < len(content) else b""
         elif how == "zeroes":
