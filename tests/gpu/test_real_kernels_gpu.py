@@ -76,6 +76,16 @@ def test_flex_attention_reads_block_tables(example):
     assert off < CLOSE[torch.float32]
 
 
+def test_initial_states_that_are_left_out_are_noticed(example, kernels):
+    right = only(example, kernels, "scan")
+
+    def scan(inputs, states, batch):
+        return right.scan(inputs, torch.zeros_like(states), batch)
+
+    off = off_the_reference(example, replace(right, scan=scan), shape=SHAPE, device="cuda")
+    assert off > 5 * CLOSE[torch.float32]
+
+
 def test_rows_of_padding_are_left_alone(example, kernels, generator):
     update = only(example, kernels, "update").update
     drawn = torch.randn(6, 16, 64, 128, generator=generator).cuda()

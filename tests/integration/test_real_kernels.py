@@ -4,6 +4,7 @@ The kernels of Megatron Core run in Triton's interpreter, from wheels in the fol
 MEGATRON_WHEELS names. Other signatures are stood in for by functions that compute token by token.
 """
 
+import importlib
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
@@ -56,6 +57,19 @@ def test_the_stand_ins_are_the_reference_model(example, reference):
 def test_flex_attention_reads_block_tables(example, reference):
     kernels = replace(reference, attention=example.flex_attention(flex_attention))
     assert 0 < off_the_reference(example, kernels) < CLOSE
+
+
+@unfused
+def test_flex_attention_that_sees_too_little_is_noticed(example, reference, monkeypatch):
+    paged = example._paged_mask
+
+    def one_earlier(kind, kv_cache, batch):
+        earlier = replace(batch.metadata, positions=batch.metadata.positions - 1)
+        return paged(kind, kv_cache, replace(batch, metadata=earlier))
+
+    monkeypatch.setattr(example, "_paged_mask", one_earlier)
+    kernels = replace(reference, attention=example.flex_attention(flex_attention))
+    assert not off_the_reference(example, kernels) < CLOSE
 
 
 def token_by_token(x, dt, A, B, C, bounds, chunk_bounds, initial, out, D, dt_bias):
@@ -146,6 +160,28 @@ def test_functions_of_both_signatures_compute_the_same(example, reference, scan,
     assert 0 < off_the_reference(example, kernels) < CLOSE
 
 
+def test_padding_of_vllm_would_leave_the_first_row_out(example, reference):
+    """As its default does: row 0 is a request's here."""
+
+    def by_default(*arguments, null_block_id=0, out=None, **options):
+        vllm_update(*arguments, null_block_id=0, out=out, **options)
+
+    kernels = replace(reference, update=example.state_update(by_default))
+    assert not off_the_reference(example, kernels) < CLOSE
+
+
+def later(call):
+    bounds = call["cu_chunk_seqlens"]
+    return (bounds + 1).clamp(max=bounds[-1])
+
+
+WRONG = {
+    "initial states left out": lambda call: call | {"initial_states": call["initial_states"] * 0},
+    "chunks of other sequences": lambda call: call | {"seq_idx": call["seq_idx"].clamp(max=0)},
+    "chunks that begin a token later": lambda call: call | {"cu_chunk_seqlens": later(call)},
+}
+
+
 WHEEL = find_wheels()
 ENDS = {version: WHEEL[version] for version in sorted({*list(WHEEL)[:1], *list(WHEEL)[-1:]})}
 """The oldest wheel and the newest: they differ in how chunk states are asked for."""
@@ -173,6 +209,18 @@ class TestMegatron:
         for part in ("scan", "update", "conv"):
             assert kernels.sources[part].startswith("megatron-core"), kernels.sources
         assert 0 < off_the_reference(example, kernels, shape=self.SHAPE) < CLOSE
+
+    @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+    def test_metadata_that_are_wrong_are_noticed(self, example, kernels, wrong):
+        module, name = example.CANDIDATES["scan"][0].module, example.CANDIDATES["scan"][0].name
+        right = getattr(importlib.import_module(module), name)
+
+        def scan(*arguments, **call):
+            return right(*arguments, **wrong(call))
+
+        scan.__signature__ = example.inspect.signature(right)
+        broken = replace(kernels, scan=example.packed_scan(scan))
+        assert not off_the_reference(example, broken, shape=self.SHAPE) < 100 * CLOSE
 
     def test_a_hit_equals_a_miss(self, example, kernels):
         sizes = example.Sizes(

@@ -22,8 +22,10 @@ from mamba_cache import Request
 from mamba_cache.integrations.transformers import capture as capturing
 from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles, sizes
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep
 from mamba_cache.integrations.transformers.batching.sizes import split_rows
+from mamba_cache.integrations.transformers.capture import ScanRun
 from mamba_cache.integrations.transformers.layers import read_layers
 
 REFUSED = ("inkling", "kimi_linear", "bailing_hybrid")
@@ -152,6 +154,38 @@ def test_each_row_of_a_rectangle_is_computed_as_alone(name, monkeypatch, generat
     assert any(one.num_padded for _, computed in rows.steps for one in computed) is (
         name not in ONE_LENGTH
     )
+
+
+FAULTS = [
+    *itertools.product(["nemotron_h", "qwen3_5", "falcon_h1"], ["masks", "windows"]),
+    *itertools.product(["nemotron_h", "falcon_h1"], ["steps"]),
+]
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_what_padding_must_not_do_is_noticed(name, fault, monkeypatch, generator):
+    """The controls: the comparison fails where padding is computed as tokens are."""
+    rows, prompts = Rows(name, monkeypatch), prompts_of(generator, *LENGTHS)
+    if fault == "windows":
+        right = pieces_torch.copy_windows
+        monkeypatch.setattr(
+            pieces_torch,
+            "copy_windows",
+            lambda full, ends, windows, *more: right(
+                full, torch.full_like(ends, full.shape[-1] - windows.shape[-1]), windows, *more
+            ),
+        )
+    elif fault == "steps":
+        monkeypatch.setattr(ScanRun, "_stop_steps", lambda *_: {})
+    else:
+        take = pieces_torch.take_piece
+
+        def unmasked(values, fills, bounds, number, width):
+            behind = torch.cat([bounds[:, : number + 1], bounds[:, -1:] * 0 + 10**6], dim=1)
+            return take(values, fills, behind, number, width)
+
+        monkeypatch.setattr(pieces_torch, "take_piece", unmasked)
+    assert max(rows.errors(prompts) for _ in rows.run(prompts, generator)) > 100 * BOUND
 
 
 SSD = {"x": (4, 16), "dt": (4,), "B": (2, 8), "C": (2, 8)}
