@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final
 
 from mamba_cache._guard import outside
@@ -20,10 +21,9 @@ from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.jobs import QueuedTier
+from mamba_cache.tiers.jobs import Done, QueuedTier
 from mamba_cache.tiers.planner import quickest
 from mamba_cache.tiers.remote import RemoteTier
-from mamba_cache.tiers.rows import RowLease
 
 __all__ = ["LowerTierLink", "Planners", "Prefetch", "PrefetchState", "PromptEntries"]
 
@@ -320,7 +320,7 @@ class _Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request of whose prefix a store may have more."""
+    """A request of whose prefix lower tiers may have more."""
 
     match: PrefixMatch  # what the GPU and the host tier had of it
     entries: PromptEntries
@@ -331,9 +331,10 @@ class _Asked:
 class _Flight:
     """One entry that is being brought, for all prefetches that want it."""
 
-    def __init__(self, prefetch: Prefetch) -> None:
+    def __init__(self, prefetch: Prefetch, end_row: Done) -> None:
         self._lock = threading.Lock()
         self._prefetches = [prefetch]
+        self._end_row = end_row
         self.is_over = False
 
     def join(self, prefetch: Prefetch) -> bool:
@@ -343,13 +344,13 @@ class _Flight:
                 self._prefetches.append(prefetch)
             return not self.is_over
 
-    def end(self, refusal: Refusal | None, end_row: Callable[[Refusal | None], None]) -> None:
+    def end(self, refusal: Refusal | None) -> None:
         """Give the row up or have it published, and only then tell the prefetches."""
         with self._lock:
             self.is_over = True
             if refusal is None and all(each.is_cancelled for each in self._prefetches):
                 refusal = Refusal.ABORTED
-            end_row(refusal)
+            self._end_row(refusal)
             for each in self._prefetches:
                 each.end_one(refusal)
 
@@ -376,8 +377,8 @@ class LowerTierLink:
         agreement: RankAgreement | None = None,
     ) -> None:
         self._agreement = agreement
-        # What ranks have not agreed on yet, in the order in which all of them began it.
-        self._open: list[Prefetch] = []
+        # What is not done, or not agreed on yet by ranks, which have all begun it in this order.
+        self._open: list[_Asked] = []
         self.tier, self.store = tier, store
         self._host, self._planners = host, planners
         self._block_size = config.block_size_tokens
@@ -388,7 +389,6 @@ class LowerTierLink:
         self._num_prefetches = 0
         # With the digest of the boundary that each brings, and who learns from it.
         self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
-        self._asked: list[_Asked] = []
         self._flights: dict[EntryKey, _Flight] = {}
         self._has_broken_off = False
 
@@ -428,7 +428,7 @@ class LowerTierLink:
             self._host.end_lower()
             for flight in self._flights.values():
                 if not flight.is_over:
-                    flight.end(Refusal.ABORTED, _nothing)
+                    flight.end(Refusal.ABORTED)
             self._flights.clear()
             self._has_broken_off = False
 
@@ -444,7 +444,8 @@ class LowerTierLink:
         lease = self._host.read(facts, for_lower=True)
         if isinstance(lease, Refusal):
             return
-        if not tier.put(facts, self._host.buffer(lease), self._ending(lease)):
+        end_row = partial(self._host.end_later, lease)
+        if not tier.put(facts, self._host.buffer(lease), end_row):
             self._host.release(lease)
 
     def offer_used(self, blocks: int, entries: PromptEntries) -> None:
@@ -481,21 +482,19 @@ class LowerTierLink:
         self._num_prefetches += 1
         is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
         asked = _Asked(match, entries, prefetch, is_trial)
+        if self._agreement is not None and match.state_matched_blocks >= self._usable_blocks(match):
+            prefetch.agree(PrefetchState.NOTHING)  # as it is on all ranks
+            return prefetch
         with self._taking_back():
             if self._ask(asked):
-                self._asked.append(asked)
+                prefetch.is_asking = True
             elif self._agreement is None:
                 self._begin(asked)
-            elif match.state_matched_blocks >= self._usable_blocks(match):
-                prefetch.agree(PrefetchState.NOTHING)
-                return prefetch
             else:
                 prefetch.is_asking = True
                 prefetch.answer()
-                self._asked.append(asked)
-        if self._agreement is not None:
-            self._open.append(prefetch)
-            self.agree()
+        self._open.append(asked)
+        self.agree()
         return prefetch
 
     def agree(self) -> None:
@@ -504,61 +503,29 @@ class LowerTierLink:
         A prefetch begins when the stores of all ranks have answered, so that all bring the same
         boundary, and is done when it is on all.
         """
-        if self._agreement is None or not self._open:
+        if not self._open:
             return
         pending = _STATES.index(PrefetchState.PENDING)
-        own = [
+        states: Sequence[float] = [
             (0 if each.is_answered else pending)
             if each.is_asking
             else _STATES.index(each.own_state)
-            for each in self._open
+            for each in (asked.prefetch for asked in self._open)
         ]
-        with outside:
-            states = self._agreement.largest(own)
-        asked = {id(each.prefetch): each for each in self._asked}
-        for prefetch, state in zip(list(self._open), states, strict=True):
+        if self._agreement is not None:
+            with outside:
+                states = self._agreement.largest(states)
+        for asked, state in zip(list(self._open), states, strict=True):
             if state == pending:
                 continue
             outcome = _STATES[int(state)]
-            if id(prefetch) in asked:
+            if asked.prefetch.is_asking:
                 with self._taking_back():
-                    is_begun = self._begin(asked[id(prefetch)])
-                self._asked.remove(asked[id(prefetch)])
-                if is_begun:
-                    continue
+                    if self._begin(asked):
+                        continue
                 outcome = PrefetchState.NOTHING
-            self._open.remove(prefetch)
-            prefetch.agree(outcome)
-
-    def _bring(
-        self,
-        prefetch: Prefetch,
-        wanted: Sequence[EntryFacts],
-        kept: Sequence[EntryFacts],
-        skip_tokens: int,
-    ) -> LoadPlanner | None:
-        """Begin to bring entries; return who learns from it: nobody if others bring some, too."""
-        read = [self._host.read(facts) for facts in kept]
-        held = [lease for lease in read if not isinstance(lease, Refusal)]
-        if self.store is None or self.tier is None:
-            are_in_tier = [self.store is None] * len(wanted)
-        else:
-            are_in_tier = self.tier.has_many([facts.key for facts in wanted])
-        num_bytes = sum(facts.payload_bytes for facts in wanted)
-        # What is under way already is there sooner, and teaches nobody what it takes.
-        is_alone = not any(facts.key in self._flights for facts in wanted)
-        of_store = not (all(are_in_tier) and is_alone)
-        prefetch.begin(skip_tokens, len(wanted), num_bytes, of_store=of_store)
-        for facts, is_in_tier in zip(wanted, are_in_tier, strict=True):
-            tier = self.tier if is_in_tier else self.store
-            assert tier is not None, "there is one of the two"
-            self._load(facts, prefetch, tier)
-        self._host.use(held)
-        for lease in held:
-            self._host.release(lease)
-        if not is_alone or any(are_in_tier) > all(are_in_tier):
-            return None
-        return self._planners.disk if all(are_in_tier) else self._planners.store
+            self._open.remove(asked)
+            asked.prefetch.agree(outcome)
 
     def remove(self, key: EntryKey) -> None:
         """Have an entry that is known to be wrong not found again."""
@@ -580,11 +547,8 @@ class LowerTierLink:
 
     def poll(self) -> None:
         """Forget what is over, learn from it, and go on where a store has answered."""
-        answered = [each for each in self._asked if each.prefetch.is_answered]
-        for asked in answered if self._agreement is None else ():
-            self._asked.remove(asked)
-            with self._taking_back():
-                self._begin(asked)
+        if self._agreement is None:
+            self.agree()
         for under_way in list(self._under_way):
             _, prefetch, planner = under_way
             if prefetch.is_over and prefetch.is_done:
@@ -600,13 +564,11 @@ class LowerTierLink:
             self._take_back()
         for _, prefetch, _ in self._under_way:
             prefetch.cancel()
-        for asked in self._asked:
+        for asked in self._open:
             asked.prefetch.cancel()
-        for prefetch in self._open:
-            prefetch.agree(PrefetchState.CANCELLED)
+            asked.prefetch.agree(PrefetchState.CANCELLED)
         self._open.clear()
         self._under_way.clear()
-        self._asked.clear()
         self._flights.clear()
 
     def _ask(self, asked: _Asked) -> bool:
@@ -625,39 +587,52 @@ class LowerTierLink:
         loading = self._planners.seconds(match.prompt_tokens - tokens, store_bytes=num_bytes)
         if not unknown or loading >= self._seconds_without(asked):
             return False
-        prefetch = asked.prefetch
-        prefetch.is_asking = True
-        if store.ask(unknown, lambda _: prefetch.answer()):
-            return True
-        prefetch.begin(match.skip_tokens, 0, 0)
-        return False
+        return store.ask(unknown, lambda _: asked.prefetch.answer())
 
     def _begin(self, asked: _Asked) -> bool:
         """Begin to bring what is best for a request; False if nothing is."""
         prefetch, skip_tokens = asked.prefetch, asked.match.skip_tokens
-        blocks, wanted, kept = self._plan(asked)
+        blocks, needed = self._plan(asked)
         if not blocks:
             prefetch.begin(skip_tokens, 0, 0)
             return False
         if self._is_waited_for:  # no longer than computing it takes
             num_tokens = blocks * self._block_size - skip_tokens
             prefetch.end_within(self._planners.seconds(num_tokens))
-        planner = self._bring(prefetch, wanted, kept, blocks * self._block_size)
+        read = [self._host.read(facts) for facts, place in needed if place is _Place.HOST]
+        held = [lease for lease in read if not isinstance(lease, Refusal)]
+        wanted = [(facts, place) for facts, place in needed if place is not _Place.HOST]
+        places = {place for _, place in wanted}
+        # What is under way already is there sooner, and teaches nobody what it takes.
+        is_alone = not any(facts.key in self._flights for facts, _ in wanted)
+        of_store = _Place.STORE in places or not is_alone
+        num_bytes = sum(facts.payload_bytes for facts, _ in wanted)
+        prefetch.begin(blocks * self._block_size, len(wanted), num_bytes, of_store=of_store)
+        for facts, place in wanted:
+            tier = self.tier if place is _Place.TIER else self.store
+            assert tier is not None, "it has the entry"
+            self._load(facts, prefetch, tier)
+        self._host.use(held)
+        for lease in held:
+            self._host.release(lease)
+        planner = None
+        if is_alone and len(places) == 1:
+            planner = self._planners.store if of_store else self._planners.disk
         boundary = asked.entries.hashes.digest(blocks - 1)
         self._under_way.append((boundary, prefetch, planner))
         return True
 
-    def _plan(self, asked: _Asked) -> tuple[int, list[EntryFacts], list[EntryFacts]]:
+    def _plan(self, asked: _Asked) -> tuple[int, list[tuple[EntryFacts, _Place]]]:
         """Choose how many blocks to bring; 0 if it is best to bring nothing.
 
-        With them come the entries to bring, in the order of the prefix, and the entries of the host
-        tier that are needed besides.
+        With them come the entries that are needed for it, in the order of the prefix, and where
+        they lie.
         """
         match, is_alone = asked.match, self._agreement is None
         first, usable = match.state_matched_blocks, self._usable_blocks(match)
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
         if first >= usable or (is_alone and not entries):
-            return 0, [], []
+            return 0, []
         keys = [asked.entries.key(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
         on_gpu = min(match.kv_matched_blocks, usable)
@@ -688,14 +663,10 @@ class LowerTierLink:
             )
         chosen = first - 1 + quickest(takes, self._agreement)
         if chosen < first:
-            return 0, [], []
+            return 0, []
         needed = [(EntryKind.STATE, chosen)]  # first: nothing else takes as long to read and verify
         needed += [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
-        return (
-            chosen + 1,
-            [asked.entries.facts(*each) for each in needed if where[each] is not _Place.HOST],
-            [asked.entries.facts(*each) for each in needed if where[each] is _Place.HOST],
-        )
+        return chosen + 1, [(asked.entries.facts(*each), where[each]) for each in needed]
 
     def _usable_blocks(self, match: PrefixMatch) -> int:
         """Return how many blocks of a prompt can be skipped at most."""
@@ -740,25 +711,9 @@ class LowerTierLink:
         if lease is None:
             prefetch.end_one(Refusal.ABORTED)  # there is no row, or a spill brings it just now
             return
-        flight = self._flights[facts.key] = _Flight(prefetch)
-        end_row = self._ending(lease)
-
-        def done(refusal: Refusal | None) -> None:
-            flight.end(refusal, end_row)
-
-        if not tier.load(facts, self._host.buffer(lease), done):
+        flight = _Flight(prefetch, partial(self._host.end_later, lease))
+        self._flights[facts.key] = flight
+        if not tier.load(facts, self._host.buffer(lease), flight.end):
             del self._flights[facts.key]
             self._host.release(lease, "queue_full")
             prefetch.end_one(Refusal.ABORTED)
-
-    def _ending(self, lease: RowLease) -> Callable[[Refusal | None], None]:
-        host = self._host
-
-        def end(refusal: Refusal | None) -> None:
-            host.end_later(lease, refusal)
-
-        return end
-
-
-def _nothing(_: Refusal | None) -> None:
-    """Do nothing with a row that is given back already."""

@@ -88,15 +88,15 @@ def test_a_call_has_its_patience_once(clock) -> None:
     store.inject("get_many_into", Trouble.HANG)
     with open_cache(store, model) as second:
         link = second._store.tiers.lower
-        bring, patience = link._bring, []
+        begin, patience = link._begin, []
 
-        def look(prefetch, *arguments):
-            planner = bring(prefetch, *arguments)
-            patience.append((prefetch._patience, 0.030 - 0.006 * len(asked)))
+        def look(request):
+            is_begun = begin(request)
+            patience.append((request.prefetch._patience, 0.030 - 0.006 * len(asked)))
             clock.now += 1.0
-            return planner
+            return is_begun
 
-        link._bring = look
+        link._begin = look
         found = ask(second, prompts()[:1])
         store.heal()
         assert second._store.tiers._remote.flush(PATIENCE)
