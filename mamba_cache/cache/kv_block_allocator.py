@@ -319,8 +319,9 @@ class KVBlockAllocator:
             chain = ids[added], hash_ids[added], block_hashes.digests[added], parent
             self._add_chain(*chain)
             if self.listeners.wants(Stored):
-                extra = extra_keys and extra_keys[added]
-                self._tell_of(*chain, tokens=tokens, size=size, extra=extra)
+                told = {"tokens": tokens, "block_size_tokens": size}
+                extra = None if extra_keys is None else tuple(extra_keys[added])
+                self._tell_of(*chain, **told, extra_keys=extra)
         self.listeners.tell()
         return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
 
@@ -437,24 +438,12 @@ class KVBlockAllocator:
         hash_ids: list[int],
         digests: tuple[bytes, ...],
         parent: int,
-        *,
-        tokens: npt.NDArray[np.int32] | None,
-        size: int | None,
-        extra: Sequence[tuple[Any, ...] | None] | None,
+        **told: Any,
     ) -> None:
         """Queue the event of blocks that became findable, one below the other."""
-        is_first = parent == self.dummy_block_id
-        stored = Stored(
-            "block",
-            tuple(block_ids),
-            tuple(hash_ids),
-            digests=digests,
-            parent_hash=None if is_first else self._hash_at[parent],
-            parent_digest=None if is_first else self._digests[parent],
-            tokens=tokens,
-            extra_keys=None if extra is None else tuple(extra),
-            block_size_tokens=size,
-        )
+        if parent != self.dummy_block_id:
+            told |= {"parent_hash": self._hash_at[parent], "parent_digest": self._digests[parent]}
+        stored = Stored("block", (*block_ids,), (*hash_ids,), digests=digests, **told)
         self.listeners.put(stored)
 
     # Eviction.
