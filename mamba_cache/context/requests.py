@@ -23,9 +23,9 @@ from mamba_cache.cache import (
     as_token_array,
 )
 from mamba_cache.config import CacheConfig
+from mamba_cache.context.tier_memory import Ticket
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.tiers.rows import RowLease
-from mamba_cache.tiers.transfers import Ticket
 
 __all__ = [
     "ActiveRequest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
@@ -18,15 +19,30 @@ from mamba_cache.protocols import RankAgreement
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import CacheIdentity, ModelIdentity, Numerics
-from mamba_cache.tiers.cuda import CudaTransfers, pinner_for
+from mamba_cache.tiers.cuda import CudaTicket, CudaTransfers, pinner_for
 from mamba_cache.tiers.directory import cache_secret
 from mamba_cache.tiers.disk import DiskTier
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier, RowFormat
 from mamba_cache.tiers.remote import RemoteTier
-from mamba_cache.tiers.transfers import PlainTransfers, RowLayout, Transfers
+from mamba_cache.tiers.transfers import PlainTicket, PlainTransfers, RowLayout
 
-__all__ = ["identity_of", "make_host_tier", "open_disk", "open_lower_tiers", "with_secret"]
+__all__ = [
+    "Ticket",
+    "Transfers",
+    "identity_of",
+    "make_host_tier",
+    "open_disk",
+    "open_lower_tiers",
+    "with_secret",
+]
+
+
+Ticket: TypeAlias = PlainTicket | CudaTicket
+"""Copies that were enqueued."""
+
+Transfers: TypeAlias = PlainTransfers | CudaTransfers
+"""What copies entries between the GPU's memory and rows of host memory."""
 
 
 def with_secret(

@@ -26,7 +26,7 @@ from mamba_cache.cache import (
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Planners, Prefetch, PromptEntries
 from mamba_cache.context.requests import ActiveRequest, PlannedLoad, PrefixMatch
-from mamba_cache.context.tier_memory import make_host_tier, open_lower_tiers
+from mamba_cache.context.tier_memory import Ticket, make_host_tier, open_lower_tiers
 from mamba_cache.errors import InvalidArgumentError, InvariantError, MambaCacheError
 from mamba_cache.events import Removed
 from mamba_cache.protocols import RankAgreement
@@ -36,7 +36,7 @@ from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.identity import tenant_digest
 from mamba_cache.tiers.planner import quickest
 from mamba_cache.tiers.rows import RowLease
-from mamba_cache.tiers.transfers import CopyJob, Mark, Ticket
+from mamba_cache.tiers.transfers import CopyJob, Mark
 
 __all__ = ["NoTiers", "Tiering", "make_tiering"]
 

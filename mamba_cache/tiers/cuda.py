@@ -20,9 +20,9 @@ from mamba_cache._torch import outside_inference_mode
 from mamba_cache.states.checksums import CHUNK_BYTES, EntryChecksums
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.memory import Pinner, RowMemory
-from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout, Ticket
+from mamba_cache.tiers.transfers import CopyJob, Mark, RowLayout
 
-__all__ = ["PIECE_BYTES", "CudaTransfers", "cuda_rectangles", "pinner_for"]
+__all__ = ["PIECE_BYTES", "CudaTicket", "CudaTransfers", "cuda_rectangles", "pinner_for"]
 
 PIECE_BYTES = 2**25
 """At most so much is measured at once, but for lines that are longer: 0.6 ms of a PCIe 5 link, and
@@ -213,7 +213,7 @@ class _Entries:
             yield from tensor.cut(lines)
 
 
-class _CudaTicket:
+class CudaTicket:
     """Copies that end with an event."""
 
     def __init__(
@@ -348,8 +348,12 @@ class CudaTransfers:
         self._loading = _Way(cuda_rectangles(to_device=True), device)
         self._now, self._summed = _event(), _event()
 
-    def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
-        """Copy entries to their rows, and their checksums with them."""
+    def spill(self, jobs: Sequence[CopyJob]) -> CudaTicket:
+        """Copy entries to their rows, and their checksums with them.
+
+        It reads what is enqueued on the current stream by now, and the stream does not wait for it.
+        Whoever calls it must know, when it is over, whether the entries were still there.
+        """
         way, begun = self._spilling, _event(timed=True)
         self._now.record(torch.cuda.current_stream(self._device))
         way.copies.wait_event(self._now)
@@ -372,10 +376,15 @@ class CudaTransfers:
         way.copies.wait_event(self._summed)
         ended = _event(timed=True)
         ended.record(way.copies)
-        return _CudaTicket(self._bytes_of(jobs), (begun, ended), ended)
+        return CudaTicket(self._bytes_of(jobs), (begun, ended), ended)
 
-    def load(self, jobs: Sequence[CopyJob]) -> Ticket:
-        """Copy entries from their rows, and compare them with their checksums."""
+    def load(self, jobs: Sequence[CopyJob]) -> CudaTicket:
+        """Copy entries from their rows, and compare them with their checksums.
+
+        It follows what is enqueued on the current stream by now, and what the stream is given from
+        then on follows the copies, but not the comparison: until that is over nobody may write
+        where they went, nor find it.
+        """
         way, begun = self._loading, _event(timed=True)
         current = torch.cuda.current_stream(self._device)
         # What is overwritten may still be in use.
@@ -417,7 +426,7 @@ class CudaTransfers:
             ended = _event()
             ended.record(way.launches)
         order = [index for group in groups for index in group.order]
-        return _CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
+        return CudaTicket(self._bytes_of(jobs), (begun, received), ended, verdicts, order)
 
     def wait(self) -> None:
         """Wait until all copies are over."""

@@ -357,7 +357,7 @@ class HostTier:
 
     def buffer(self, lease: RowLease) -> memoryview:
         """Return the bytes of a row, checksums included, for the lease's holder."""
-        return self._entries[lease.facts.key.kind].memory.buffer(lease.row)
+        return self._entries[lease.facts.key.kind].memory.array(lease.row).data
 
     def row_bytes(self, kind: EntryKind) -> int:
         """Return the bytes of one row: ``payload_bytes`` of its entries' facts."""

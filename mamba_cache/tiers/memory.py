@@ -40,7 +40,6 @@ class RowMemory:
         self.row_bytes, self.num_rows = row_bytes, num_rows
         self.rows_per_slab = max(1, slab_bytes // row_bytes)
         self.num_ready = 0
-        self._slabs: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
@@ -57,19 +56,13 @@ class RowMemory:
     def add_slab(self, slab: torch.Tensor) -> int:
         """Take the next slab, [bytes] uint8; return its rows."""
         rows = slab.view(-1, self.row_bytes)
-        self._slabs.append(rows)
         self._addresses.append(rows.data_ptr())
         self._arrays.append(rows.numpy())
         self.num_ready += rows.shape[0]
         return rows.shape[0]
 
-    def row(self, row: int) -> torch.Tensor:
-        """Return the bytes of a row that is there, [row_bytes] uint8, CPU."""
-        slab, index = divmod(row, self.rows_per_slab)
-        return self._slabs[slab][index]
-
     def array(self, row: int) -> npt.NDArray[np.uint8]:
-        """Return the same as an array, which takes a tenth of the time."""
+        """Return the bytes of a row that is there, [row_bytes]."""
         slab, index = divmod(row, self.rows_per_slab)
         array: npt.NDArray[np.uint8] = self._arrays[slab][index]
         return array
@@ -79,9 +72,9 @@ class RowMemory:
         slab, index = divmod(row, self.rows_per_slab)
         return self._addresses[slab] + index * self.row_bytes
 
-    def buffer(self, row: int) -> memoryview:
-        """Return the same as a writable buffer."""
-        return self.array(row).data
+    def row(self, row: int) -> torch.Tensor:
+        """Return the same as a tensor, which takes longer."""
+        return torch.from_numpy(self.array(row))
 
 
 def plain_slab(num_bytes: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -13,10 +13,10 @@ from mamba_cache.states.checksums import EntryChecksums
 from mamba_cache.tiers.entry import EntryKind, payload_digest
 from mamba_cache.tiers.memory import ROW_ALIGNMENT, RowMemory
 
-__all__ = ["CopyJob", "Mark", "PlainTransfers", "RowLayout", "Ticket", "Transfers"]
+__all__ = ["CopyJob", "Mark", "PlainTicket", "PlainTransfers", "RowLayout"]
 
 Mark: TypeAlias = Any
-"""A moment in the order of what is enqueued, as ``Transfers.mark`` makes it."""
+"""A moment in the order of what is enqueued, as ``mark`` of what copies makes it."""
 
 _PART_ALIGNMENT = 256
 _DIGEST_BYTES = 16
@@ -61,62 +61,7 @@ class RowLayout:
         return views
 
 
-class Ticket(Protocol):
-    """Copies that were enqueued."""
-
-    num_bytes: int
-
-    def is_done(self) -> bool:
-        """Say whether they are over; waits for nothing."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until they are over."""
-        ...
-
-    def damaged(self) -> list[int]:
-        """Once they are over: which of them, in order, brought other bytes than were written."""
-        ...
-
-    def seconds(self) -> float:
-        """Once they are over: how long they took."""
-        ...
-
-
-class Transfers(Protocol):
-    """Copies of entries between the GPU's memory and rows of host memory."""
-
-    def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
-        """Copy entries to their rows, and their checksums with them.
-
-        It reads what is enqueued on the current stream by now, and the stream does not wait for it.
-        Whoever calls it must know, when it is over, whether the entries were still there.
-        """
-        ...
-
-    def load(self, jobs: Sequence[CopyJob]) -> Ticket:
-        """Copy entries from their rows, and compare them with their checksums.
-
-        It follows what is enqueued on the current stream by now, and what the stream is given from
-        then on follows the copies, but not the comparison: until that is over nobody may write
-        where they went, nor find it.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Wait until all copies are over."""
-        ...
-
-    def mark(self) -> Mark:
-        """Mark the present moment in the order of what is enqueued on the current stream."""
-        ...
-
-    def seconds_between(self, begun: Mark, ended: Mark) -> float | None:
-        """Return the time between two moments; None if the second one is still to come."""
-        ...
-
-
-class _Over:
+class PlainTicket:
     """Copies that were over when they returned."""
 
     def __init__(self, num_bytes: int, seconds: float, damaged: Sequence[int] = ()) -> None:
@@ -147,7 +92,7 @@ class PlainTransfers:
     ) -> None:
         self._layouts, self._memory = layouts, memory
 
-    def spill(self, jobs: Sequence[CopyJob]) -> Ticket:
+    def spill(self, jobs: Sequence[CopyJob]) -> PlainTicket:
         """Copy entries to their rows, with a digest of each."""
         begun = time.perf_counter()
         for kind, place, row in jobs:
@@ -156,9 +101,9 @@ class PlainTransfers:
                 view[:, 0].copy_(tensor[:, place])
             digest = payload_digest(data.numpy()[: layout.payload_bytes])
             data[layout.checksums] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        return _Over(self._bytes_of(jobs), time.perf_counter() - begun)
+        return PlainTicket(self._bytes_of(jobs), time.perf_counter() - begun)
 
-    def load(self, jobs: Sequence[CopyJob]) -> Ticket:
+    def load(self, jobs: Sequence[CopyJob]) -> PlainTicket:
         """Copy entries from their rows, and compare them with their digests."""
         begun = time.perf_counter()
         damaged = []
@@ -169,7 +114,7 @@ class PlainTransfers:
             digest = payload_digest(data.numpy()[: layout.payload_bytes])
             if digest != data.numpy()[layout.checksums].tobytes():
                 damaged.append(index)
-        return _Over(self._bytes_of(jobs), time.perf_counter() - begun, damaged)
+        return PlainTicket(self._bytes_of(jobs), time.perf_counter() - begun, damaged)
 
     def wait(self) -> None:
         """Do nothing: no copy is under way when a call has returned."""

@@ -42,6 +42,7 @@ from models import FAMILIES, make_model
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PrefetchState, Request
+from mamba_cache.context.tier_memory import Transfers
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.reference import HybridModel, HybridModelConfig, hybrid_model
 from mamba_cache.reference.model_config import WeightMaker
@@ -51,7 +52,7 @@ from mamba_cache.tiers.cuda import CudaTransfers, cuda_rectangles, pinner_for
 from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier, RowFormat
-from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout, Transfers
+from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 PARTS = ("copies", "steps", "model", "first", "disk", "ready")
 """What it measures: copies beside plain ones; steps while copies run, which are matrix products

@@ -267,8 +267,8 @@ def test_rows_lie_in_slabs():
     assert memory.num_ready == 5
     for row in range(5):
         memory.row(row).fill_(row + 1)
-    assert [memory.buffer(row)[4095] for row in range(5)] == [1, 2, 3, 4, 5]
-    memory.buffer(3)[0] = 9
+    assert [memory.array(row)[4095] for row in range(5)] == [1, 2, 3, 4, 5]
+    memory.array(3)[0] = 9
     assert memory.row(3)[0] == 9
     assert RowMemory(4096, 0).num_slabs == 0
 
