@@ -488,8 +488,7 @@ def _from_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     # One pass finds both faults: the bits of all ids together make a valid id if and only if
     # each of them is one.
     if not 0 <= int(np.bitwise_or.reduce(tokens)) <= MAX_TOKEN_ID:
-        position = int(np.argmax((tokens < 0) | (tokens > MAX_TOKEN_ID)))
-        raise _bad_token(tokens[position], position)
+        raise _bad_token(tokens.tolist())
     return np.ascontiguousarray(tokens, dtype=_DTYPE)
 
 
@@ -499,29 +498,29 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
     # takes 20, and accepts bools.
     kinds = [*map(type, values)]
     if kinds.count(int) != len(values) and not all(map(_is_integer, set(kinds))):
-        position = next(i for i, kind in enumerate(kinds) if not _is_integer(kind))
-        raise _bad_token(values[position], position)
+        raise _bad_token(values)
     packed = bytearray(_DTYPE.itemsize * len(values))
     try:
         struct.pack_into(f"<{len(values)}i", packed, 0, *values)
     except struct.error:  # not an int of 32 bits
-        raise _out_of_range(values) from None
+        raise _bad_token(values) from None
     array: npt.NDArray[np.int32] = np.frombuffer(packed, dtype=_DTYPE)
     if values and array.min() < 0:
-        raise _out_of_range(values)
+        raise _bad_token(values)
     return array
-
-
-def _out_of_range(values: list[Any]) -> InvalidArgumentError:
-    position = next(i for i, token in enumerate(values) if not 0 <= token <= MAX_TOKEN_ID)
-    return _bad_token(values[position], position)
 
 
 def _is_integer(kind: type) -> bool:
     return issubclass(kind, (int, np.integer)) and not issubclass(kind, bool)
 
 
-def _bad_token(token: object, position: int) -> InvalidArgumentError:
+def _bad_token(values: list[Any]) -> InvalidArgumentError:
+    """Return the error for the first value that is no token id."""
+    position, token = next(
+        (position, token)
+        for position, token in enumerate(values)
+        if not _is_integer(type(token)) or not 0 <= token <= MAX_TOKEN_ID
+    )
     return InvalidArgumentError(
         f"token ids must be ints from 0 to {MAX_TOKEN_ID}, got {token!r} at position {position}"
     )
