@@ -27,7 +27,10 @@ EXPORTED = {
     if not source.module.split(".")[-1].startswith("_")
 }
 # These make faults and clocks; commands beside the tests print what they have measured.
-READ_CLOCKS = {f"tests/support/{name}.py" for name in ("clocks", "faulty_store", "store_kill_rig")}
+READ_CLOCKS = {
+    f"tests/support/{name}.py"
+    for name in ("clocks", "faulty_store", "store_kill_rig", "tier_fault_rig")
+}
 CLOCK = re.compile(r"^\s*(?:import|from) time(?:it)?\b|(?<![?&])\b(?:timeout|deadline)=(?!None\b)")
 
 
