@@ -109,40 +109,12 @@ def test_lost_state_without_another_starts_from_zero():
     context.check_invariants()
 
 
-def test_slot_being_read_is_not_evicted():
-    context = make_context(make_config(max_slots=1))
-    generate(context, PROMPT, 1)
-    assert add(context, "reader", PROMPT).state_matched_blocks == 3
-    add(context, "writer", [12, *PROMPT[1:]])  # wants the only slot for its own checkpoint
-    assert context.slot_allocator.num_reserved_slots == 0
-    run_step(context)
-    assert context.stats().skipped_checkpoints == 1
-    assert saved_prefix_lengths(context, PROMPT) == [3]
-
-
 def test_full_pool_is_not_an_error():
     """SGLang 36770, 40128: an assertion failed when every state was locked."""
     context = make_context(make_config(max_slots=0))
     assert_same_run(generate(context, PROMPT, 10), PROMPT)
     assert context.stats().skipped_checkpoints > 0
     assert generate(context, PROMPT, 2)[2].miss_reason is MissReason.NO_STATE
-
-
-def test_checkpoint_at_end_of_prompt_is_the_state_there():
-    """vLLM 55178: the state of a padded tail was stored for the boundary before it."""
-    prompt = PROMPT[: 3 * BLOCK]
-    context = make_context()
-    add(context, "x", prompt)
-    step = context.begin_step()
-    MODEL.forward(step.metadata, context)
-    live = {n: t[:, step.requests[0].row].clone() for n, t in context.live_states.tensors.items()}
-    context.commit_step({"x": 0})
-    assert saved_prefix_lengths(context, prompt) == [2, 3]
-    slots = context.slot_allocator
-    block = context.kv_block_allocator.match_prefix(prepared(context, prompt).hashes)[2]
-    slot = slots.get_slot(block)
-    assert torch.equal(slots.conv_states[:, slot], live["conv"])
-    assert torch.equal(slots.ssm_states[:, slot], live["ssm"])
 
 
 def test_shared_blocks_are_not_written_again():
@@ -158,30 +130,6 @@ def test_shared_blocks_are_not_written_again():
     MODEL.forward(step.metadata, context)
     context.commit_step({"again": 0})
     assert torch.equal(context.kv_cache[:, :, block], before)
-
-
-def test_preempted_request_continues_exactly():
-    """SGLang 22493, 35957: resumed without its recurrent state, accuracy fell from 0.85 to 0.32."""
-    context = make_context()
-    add(context, "x", PROMPT)
-    tokens, logits = [], []
-    for index in range(12):
-        if index in (1, 5, 9):
-            context.preempt("x")
-            context.check_invariants()
-            assert context.resume_request("x").skip_tokens > 0
-        row, token = run_step(context)["x"]
-        tokens.append(token)
-        logits.append(row)
-    assert_same_run((tokens, logits), PROMPT)
-    assert context.stats().preemptions == 3
-
-
-def test_recycled_row_starts_from_zero():
-    """vLLM 56524: a request that started fresh read its row's previous tenant."""
-    context = make_context(make_config(max_requests=1, enable_prefix_caching=False))
-    generate(context, [3] * 20, 5)
-    assert_same_run(generate(context, PROMPT, 5), PROMPT)
 
 
 def pinned_slots(context):
@@ -203,16 +151,6 @@ def test_admission_failure_gives_everything_back():
     assert not pinned_slots(context)
 
 
-def test_cancelled_before_its_step_gives_everything_back():
-    context = make_context()
-    generate(context, PROMPT, 1)
-    before = context.stats()
-    assert add(context, "x", PROMPT + [1] * 20).skip_tokens
-    assert context.finish("x") == []
-    assert context.stats() == before
-    assert not pinned_slots(context)
-
-
 def test_caller_may_reuse_its_token_array():
     context = make_context()
     tokens = torch.tensor(PROMPT, dtype=torch.int32)
@@ -222,17 +160,3 @@ def test_caller_may_reuse_its_token_array():
     assert_same_run(([token], [row]), PROMPT)
     context.finish("x")
     assert generate(context, PROMPT, 1)[2].skip_tokens == 3 * BLOCK
-
-
-def test_many_sequences_save_their_own_states():
-    """SGLang 31833, 33450: chunk indices per request met kernels that number the packed batch."""
-    context = make_context()
-    prompts = [[(i * n + n) % 13 for i in range(2 * BLOCK + n)] for n in (1, 2, 3, 5)]
-    for name, prompt in enumerate(prompts):
-        add(context, name, prompt)
-    run_step(context)
-    for name, prompt in enumerate(prompts):
-        context.finish(name)
-        tokens, logits, admission = generate(context, prompt, 2)
-        assert admission.skip_tokens == 2 * BLOCK
-        assert_same_run((tokens, logits), prompt)
