@@ -324,7 +324,7 @@ class DiskTier(QueuedTier):
             parts = _read_payload(fd, into, self._submit, mac.part)
             if not all(parts):
                 return Refusal.SHORT
-            if not hmac.compare_digest(mac.tag(parts), header.payload_tag):
+            if not hmac.compare_digest(mac.tag_of_table(b"".join(parts)), header.payload_tag):
                 return Refusal.MAC
             _use(fd, load.expected.prefix_tokens)
             return None

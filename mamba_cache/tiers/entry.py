@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -202,7 +202,7 @@ class EntryFacts:
 class EntryHeader(NamedTuple):
     """What the header of an entry has that its reader cannot derive."""
 
-    payload_tag: bytes  # [16]: ``payload_digest`` in host memory, ``PayloadMac.tag`` elsewhere
+    payload_tag: bytes  # [16]: ``payload_digest`` in host memory, a ``PayloadMac``'s elsewhere
     generation: int = 0  # of the row
     nonce: bytes = bytes(NONCE_BYTES)  # that no other entry outside host memory has
 
@@ -325,18 +325,16 @@ class PayloadMac:
         """Return the MAC of a part, [16] bytes."""
         return self._encrypt(number.to_bytes(12, "little"), b"", content)
 
-    def tag(self, parts: Sequence[bytes]) -> bytes:
-        """Return the MAC of a payload, [16] bytes, by those of all its parts in order."""
-        return self.tag_of_table(b"".join(parts))
-
     def tag_of_table(self, table: bytes) -> bytes:
-        """Return the MAC of what holds the MACs of all parts, [16] bytes."""
+        """Return the MAC of what holds the MACs of all parts in order, [16] bytes."""
         return self._encrypt(_LAST_NONCE, b"", table)
 
     def tag_of(self, payload: memoryview) -> bytes:
         """Return the MAC of a payload, [16] bytes."""
         parts = enumerate(parts_of(len(payload)))
-        return self.tag([self.part(number, payload[part]) for number, part in parts])
+        return self.tag_of_table(
+            b"".join(self.part(number, payload[part]) for number, part in parts)
+        )
 
 
 def payload_digest(payload: Any) -> bytes:

@@ -75,9 +75,9 @@ class _Part(NamedTuple):
     """A chunk or the manifest of an entry, and the MAC that it must have if it is read."""
 
     job: Any  # that of the entry
-    number: int
     name: str
     payload: memoryview
+    number: int = 0
     payload_mac: Any = None
     mac: bytes = b""
 
@@ -401,16 +401,23 @@ class RemoteTier(QueuedTier):
             self._probe(worker, first)
 
     def _call(
-        self, worker: _Worker, call: Callable[[], Sequence[_T]], *, connects: bool = False
+        self,
+        worker: _Worker,
+        call: Callable[..., Sequence[_T]],
+        names: list[str],
+        *buffers: Sequence[memoryview],
+        connects: bool = False,
     ) -> Sequence[_T]:
-        """Call the store, by the deadline; count what it did not do."""
+        """Call the store, by the deadline; count what it did not do. It is not asked of nothing."""
+        if not names:
+            return []
         with self._lock:
             seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
             began = time.monotonic()
             worker.deadline = began + seconds
             is_read = bool(worker.jobs) and isinstance(worker.jobs[0], (_Ask, LoadJob))
             worker.reads_since = began if is_read else None
-            future = self._submit(call)
+            future = self._submit(partial(call, names, *buffers))
             future.add_done_callback(lambda _: self._tell(worker))
             while not future.done() and worker.deadline is not None:
                 if not worker.call_ended.wait(seconds):
@@ -450,7 +457,7 @@ class RemoteTier(QueuedTier):
     def _answer(self, worker: _Worker, ask: _Ask) -> None:
         """Ask the store what it has."""
         names = [str(key) for key in ask.keys]
-        answers = self._call(worker, lambda: self.store.exists_many(names)) if names else []
+        answers = self._call(worker, self.store.exists_many, names)
         for key, fault in zip(ask.keys, answers, strict=True):
             self._know(key, is_there=fault is None)
         self._end(ask)
@@ -458,7 +465,7 @@ class RemoteTier(QueuedTier):
     def _probe(self, worker: _Worker, probe: Job) -> None:
         """Look whether the store is there."""
         is_first = bool(worker.jobs)
-        self._call(worker, lambda: [self.store.health().fault], connects=is_first)
+        self._call(worker, lambda _: [self.store.health().fault], ["health"], connects=is_first)
         if is_first:
             self._end(probe)
 
@@ -473,7 +480,8 @@ class RemoteTier(QueuedTier):
         """Read entries: their manifests, and then the chunks of those that match."""
         sizes = [_manifest_bytes(each.expected.payload_bytes, self._chunk_bytes) for each in loads]
         buffers = self._buffers(worker, sizes)
-        answers = self._get(worker, [str(each.expected.key) for each in loads], buffers)
+        names = [str(each.expected.key) for each in loads]
+        answers = self._call(worker, self.store.get_many_into, names, buffers)
         chunks: list[_Part] = []
         for load, answer, buffer in zip(loads, answers, buffers, strict=True):
             manifest = self._manifest_in(load, answer, buffer)
@@ -481,18 +489,17 @@ class RemoteTier(QueuedTier):
                 self._refuse(load, manifest, has_manifest=False)
                 continue
             payload_mac, chunk_macs = manifest
-            parts = self._parts(load.expected, load.into)
+            parts = self._parts(load, load.expected, load.into)
             chunks += [
-                _Part(load, *part, payload_mac, mac)
+                part._replace(payload_mac=payload_mac, mac=mac)
                 for part, mac in zip(parts, chunk_macs, strict=True)
             ]
         left = Counter(chunk.job for chunk in chunks)
         for group in _grouped(chunks, _CHUNKS_READ_AT_ONCE):
             taken = [each for each in group if each.job in self._taken]  # not of a refused one
-            if not taken:
-                continue
             buffers = self._buffers(worker, [len(chunk.payload) for chunk in taken])
-            answers = self._get(worker, [chunk.name for chunk in taken], buffers)
+            names = [chunk.name for chunk in taken]
+            answers = self._call(worker, self.store.get_many_into, names, buffers)
             for chunk, answer, buffer in zip(taken, answers, buffers, strict=True):
                 load = chunk.job
                 if load not in self._taken:
@@ -507,11 +514,6 @@ class RemoteTier(QueuedTier):
                 if not left[load]:
                     self._know(load.expected.key, is_there=True)
                     self._end(load)
-
-    def _get(
-        self, worker: _Worker, names: list[str], buffers: list[memoryview]
-    ) -> Sequence[int | StoreFault]:
-        return self._call(worker, lambda: self.store.get_many_into(names, buffers))
 
     def _manifest_in(
         self, load: LoadJob, answer: int | StoreFault, buffer: memoryview
@@ -546,8 +548,8 @@ class RemoteTier(QueuedTier):
     def _remove(self, worker: _Worker, names: list[str]) -> bool:
         """Remove an entry's parts, its manifest first; say whether they are gone."""
         answers = [
-            *self._call(worker, lambda: self.store.remove(names[-1:])),
-            *self._call(worker, lambda: self.store.remove(names[:-1])),
+            *self._call(worker, self.store.remove, names[-1:]),
+            *self._call(worker, self.store.remove, names[:-1]),
         ]
         return not any(answer not in (None, StoreFault.MISSING) for answer in answers)
 
@@ -556,10 +558,13 @@ class RemoteTier(QueuedTier):
         count = -(-facts.payload_bytes // self._chunk_bytes)
         return [*(str(replace(facts.key, chunk=index)) for index in range(count)), str(facts.key)]
 
-    def _parts(self, facts: EntryFacts, payload: memoryview) -> list[tuple[int, str, memoryview]]:
-        """Return the number of each of an entry's chunks, its key, and its bytes."""
-        parts = [payload[part] for part in _chunk_slices(facts.payload_bytes, self._chunk_bytes)]
-        return list(zip(range(len(parts)), self._names(facts)[:-1], parts, strict=True))
+    def _parts(self, job: Job, facts: EntryFacts, payload: memoryview) -> list[_Part]:
+        """Return the chunks of an entry."""
+        slices = _chunk_slices(facts.payload_bytes, self._chunk_bytes)
+        return [
+            _Part(job, name, payload[part], number)
+            for number, (name, part) in enumerate(zip(self._names(facts)[:-1], slices, strict=True))
+        ]
 
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """Write entries: chunks, and manifests when all of them are there; each confirmed.
@@ -568,23 +573,18 @@ class RemoteTier(QueuedTier):
         """
         self._end_bad(worker, puts)
         self._end_stored(worker, [put for put in puts if put in self._taken])
-        chunks = [
-            _Part(put, *each)
-            for put in puts
-            if put in self._taken
-            for each in self._parts(put.facts, put.payload)
-        ]
-        payload_macs = {put: self._macs.payload_mac(put.facts.key.identity) for put in puts}
-        chunk_macs = self._write(worker, chunks, _CHUNKS_AT_ONCE, payload_macs)
-        manifests = []
+        chunks, manifests = [], []
         for put in puts:
             if put in self._taken:
-                *names, name = self._names(put.facts)
-                own = [chunk_macs[each] for each in names]
+                parts = self._parts(put, put.facts, put.payload)
+                payload_mac = self._macs.payload_mac(put.facts.key.identity)
+                macs = [payload_mac.part(part.number, part.payload) for part in parts]
                 manifest = _write_manifest(
-                    put.facts, self._chunk_bytes, own, self._macs, payload_macs[put]
+                    put.facts, self._chunk_bytes, macs, self._macs, payload_mac
                 )
-                manifests.append(_Part(put, 0, name, memoryview(manifest)))
+                chunks += parts
+                manifests.append(_Part(put, str(put.facts.key), memoryview(manifest)))
+        self._write(worker, chunks, _CHUNKS_AT_ONCE)
         self._write(worker, manifests, _ENTRIES_AT_ONCE)
         for put in puts:
             if put in self._taken:
@@ -607,10 +607,8 @@ class RemoteTier(QueuedTier):
 
     def _end_stored(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """End those that somebody has stored meanwhile, or the store does not answer for."""
-        if not puts:
-            return
         names = [str(put.facts.key) for put in puts]
-        answers = self._call(worker, lambda: self.store.exists_many(names))
+        answers = self._call(worker, self.store.exists_many, names)
         for put, fault in zip(puts, answers, strict=True):
             if fault is None:
                 self._know(put.facts.key, is_there=True)
@@ -618,43 +616,25 @@ class RemoteTier(QueuedTier):
             elif fault is not StoreFault.MISSING:
                 self._end(put, _refusal_of(fault), fault.value)
 
-    def _write(
-        self,
-        worker: _Worker,
-        parts: Sequence[_Part],
-        at_once: int,
-        payload_macs: Mapping[PutJob, PayloadMac] | None = None,
-    ) -> dict[str, bytes]:
-        """Put parts of entries, but none of one that has ended; return the MACs of chunks by key.
+    def _write(self, worker: _Worker, parts: Sequence[_Part], at_once: int) -> None:
+        """Put parts of entries, but none of one that has ended.
 
         That a store took them does not say that they can be found: so it is asked.
         """
-        macs = {}
         for group in _grouped(parts, at_once):
             taken = [part for part in group if part.job in self._taken]
-            if not taken:
-                continue
             buffers = self._buffers(worker, [len(part.payload) for part in taken])
             for part, buffer in zip(taken, buffers, strict=True):
                 _copy(buffer, part.payload)
-                if payload_macs is not None:
-                    macs[part.name] = payload_macs[part.job].part(part.number, buffer)
             names = [part.name for part in taken]
-            answers = self._call(worker, partial(self.store.put_many, names, buffers))
-            self._end_failed(worker, taken, answers, StoreFault.MISSING.value)
+            answers = self._call(worker, self.store.put_many, names, buffers)
+            self._end_failed(taken, answers, StoreFault.MISSING.value)
         taken = [part for part in parts if part.job in self._taken]
-        if taken:
-            names = [part.name for part in taken]
-            answers = self._call(worker, partial(self.store.exists_many, names))
-            self._end_failed(worker, taken, answers, "unconfirmed")
-        return macs
+        answers = self._call(worker, self.store.exists_many, [part.name for part in taken])
+        self._end_failed(taken, answers, "unconfirmed")
 
     def _end_failed(
-        self,
-        worker: _Worker,
-        parts: Sequence[_Part],
-        answers: Sequence[StoreFault | None],
-        missing: str,
+        self, parts: Sequence[_Part], answers: Sequence[StoreFault | None], missing: str
     ) -> None:
         """End the puts of parts of which an answer is a fault."""
         for part, fault in zip(parts, answers, strict=True):

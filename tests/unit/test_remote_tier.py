@@ -165,6 +165,7 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     name = str(replace(facts_of(1).key, chunk=2))
     bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
     assert bench.load(1) is Refusal.MAC
+    bench.end()
     assert bench.ask(1) == [False]
     assert bench.put(1) is Refusal.IO_ERROR
     assert bench.tier.stats().dropped == {"not_removed": 1}

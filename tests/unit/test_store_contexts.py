@@ -218,14 +218,14 @@ def test_a_store_that_fails_for_one_entry_is_not_waited_for(store) -> None:
     """A dead holder fails for each entry in turn, and quickly; all of them would take long."""
     context = make(store)
     store.inject("get_many_into", Trouble.FAIL, times=1, fault=StoreFault.TRANSFER_FAILED)
-    reads, is_first, goes_on = context.store_tier._get, iter([True]), threading.Event()
+    reads, is_first, goes_on = store.get_many_into, iter([True]), threading.Event()
 
     def dying(*arguments):
         if not next(is_first, False):
             assert goes_on.wait(PATIENCE)
         return reads(*arguments)
 
-    context.store_tier._get = dying
+    store.get_many_into = dying
     prefetch = ask(context)
     assert prefetch.wait() is PrefetchState.INCOMPLETE
     assert prefetch.num_arrived < prefetch.num_entries
@@ -263,13 +263,13 @@ def test_who_waited_for_an_answer_waits_less_for_what_it_is_about(store, clock) 
 def test_a_store_that_moves_is_waited_for(store, clock) -> None:
     """Each answer is a sign of life: only the deadline ends it."""
     context = make(store)
-    reads = context.store_tier._get
+    reads = store.get_many_into
 
     def slow(*arguments):
         clock.now += 0.03
         return reads(*arguments)
 
-    context.store_tier._get = slow
+    store.get_many_into = slow
     assert ask(context).wait() is PrefetchState.READY
     assert skipped(context) == 56
     context.close()
@@ -351,14 +351,14 @@ def test_a_store_that_is_slower_than_computing_is_not_asked(store) -> None:
 def test_the_speed_of_the_store_is_measured(store, clock) -> None:
     context = make(store)
     link = context._tiering.lower
-    reads = context.store_tier._get
+    reads = store.get_many_into
 
     def slow(*arguments):
         with context.store_tier._lock:
             clock.now += 10.0
         return reads(*arguments)
 
-    context.store_tier._get = slow
+    store.get_many_into = slow
     context._tiering.lower._patience = 1e9
     before = link._planners.store.rates
     assert ask(context).wait() is PrefetchState.READY
