@@ -924,7 +924,6 @@ class DynamicInferenceContext:
         table.check_forks_fit(len(ids))
         if not ids:
             return Forks((), row, (), None, ())
-        copiers = self._copiers
         self._guard.is_changing = True
         rows, blocks = table.fork(row, tokens, ids)
         forks: list[ActiveRequest] = []
@@ -940,7 +939,7 @@ class DynamicInferenceContext:
                 source_block = table.block_tables.item(row, computed // table.block_size_tokens)
             made = Forks(tuple(ids), row, tuple(rows), source_block, tuple(blocks))
             with outside:
-                self._copy_to_forks(copiers, made, tokens)
+                self._copy_to_forks(made, tokens)
             for fork in forks:
                 table.set_status(fork, RequestStatus.DECODING)
             table.add_all(forks)
@@ -953,11 +952,9 @@ class DynamicInferenceContext:
         self._counters["forks"] += len(forks)
         return made
 
-    def _copy_to_forks(
-        self, copiers: tuple[StateCopier, StateCopier | None], made: Forks, tokens: Int64Array
-    ) -> None:
+    def _copy_to_forks(self, made: Forks, tokens: Int64Array) -> None:
         """Enqueue the copies of the live state and of the unfinished block."""
-        copy_states, copy_kv = copiers
+        copy_states, copy_kv = self._copiers
         row, rows = made.source_row, list(made.rows)
         if self._speculation is None:
             copy_states.copy([row] * len(rows), rows)
