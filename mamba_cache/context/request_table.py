@@ -83,11 +83,11 @@ class RequestTable:
         self.scheduled_rows: dict[int, int] = {}
         self.num_scheduled_tokens = 0  # tokens of those chunks together
         self.decoding_rows: set[int] = set()  # rows whose requests decode
-        self.num_changes = 0  # how often ``decoding_rows`` has changed
         self._stamp = 0
         self._requests: dict[Hashable, ActiveRequest] = {}
-        # Of what ``num_changes`` these are.
-        self._group_made_at = self._named_at = -1
+        # All that decode, and those named last, as long as ``decoding_rows`` stays the same.
+        self._group: DecodingGroup | None = None
+        self._named: DecodingGroup | None = None
         self.reset()
 
     def __iter__(self) -> Iterator[ActiveRequest]:
@@ -143,14 +143,18 @@ class RequestTable:
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
         """Return the requests that decode in the next step."""
-        if request_ids is not None:
-            return self._find_decoding(request_ids)
-        if self._group_made_at != self.num_changes:
-            self._group = NO_REQUESTS
-            if self.decoding_rows:
-                self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
-            self._group_made_at = self.num_changes
-        return self._group
+        if request_ids is None:
+            if self._group is None:
+                self._group = NO_REQUESTS
+                if self.decoding_rows:
+                    self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
+            return self._group
+        ids = as_items("decode_ids", request_ids, "request ids")
+        found = [self.find(request_id, RequestStatus.DECODING) for request_id in ids]
+        chosen = tuple(dict.fromkeys(found))
+        if self._named is None or chosen != self._named.requests:
+            self._named = DecodingGroup(chosen)
+        return self._named
 
     def holding_memory(self) -> list[ActiveRequest]:
         """Return the requests that have a row and blocks."""
@@ -354,7 +358,7 @@ class RequestTable:
     def reset(self) -> None:
         """Forget all requests; the KV blocks' allocator is reset by its owner."""
         self._requests.clear()
-        self._group = self._named = NO_REQUESTS
+        self._group = self._named = None
         self._free_rows = list(range(len(self.block_tables)))  # a heap
         self.block_tables[:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(np.arange(len(self.block_tables)))
@@ -366,14 +370,13 @@ class RequestTable:
         self.scheduled_rows.clear()
         self.num_scheduled_tokens = 0
         self.decoding_rows.clear()
-        self.num_changes += 1
 
     def set_status(self, active: ActiveRequest, status: RequestStatus) -> None:
         """Set where a request with a row stands, and what it does in the next step."""
         active.status, row = status, active.row
         is_decoding = status is RequestStatus.DECODING
         if is_decoding != (row in self.decoding_rows):
-            self.num_changes += 1
+            self._group = self._named = None
             (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
         self.num_scheduled_tokens -= self.scheduled_rows.pop(row, 0)
         if status is RequestStatus.SCHEDULED:
@@ -564,16 +567,6 @@ class RequestTable:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size_tokens)
-
-    def _find_decoding(self, request_ids: Iterable[Hashable]) -> DecodingGroup:
-        ids = as_items("decode_ids", request_ids, "request ids")
-        found = [self.find(request_id, RequestStatus.DECODING) for request_id in ids]
-        chosen = list(dict.fromkeys(found))
-        is_kept = self._named_at == self.num_changes
-        if not is_kept or tuple(chosen) != self._named.requests:
-            # Kept, for an engine that names the same ones in each step.
-            self._named, self._named_at = DecodingGroup(chosen), self.num_changes
-        return self._named
 
     def _with_status(self, status: RequestStatus) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.status is status]

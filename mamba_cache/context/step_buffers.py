@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -84,9 +84,10 @@ class StepBuffers:
         self._table_offset = layout.add("block_tables", (requests, blocks))
         self._row_bytes = blocks * torch.int32.itemsize
         self._device_buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        self._tensors = layout.views(self._device_buffer)
+        # By name, those of every step's metadata: what a CUDA graph may read.
+        self.tensors = layout.views(self._device_buffer)
         names = StepMetadata.__dataclass_fields__
-        self._in_order = [self._tensors[name] for name in names if name in self._tensors]
+        self._in_order = [self.tensors[name] for name in names if name in self.tensors]
         hosts = [
             _HostSide(layout, self._device_buffer)
             for _ in range(_PINNED_BUFFERS if device.type == "cuda" else 1)
@@ -95,14 +96,9 @@ class StepBuffers:
         self._cpu_arrays = hosts[0].arrays if device.type == "cpu" else None
         self._counts = {"restores": 0, "boundaries": 0}
 
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of every step's metadata, by name: what a CUDA graph may read."""
-        return self._tensors
-
     def checkpoint_fields(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
         """Return the fields of the first checkpoints inside prefill chunks; None: of all."""
-        return tuple([self._tensors[name][:num_checkpoints] for name in CHECKPOINT_FIELDS])
+        return tuple([self.tensors[name][:num_checkpoints] for name in CHECKPOINT_FIELDS])
 
     def entries(self, name: str) -> list[Any]:
         """Return the "restores" or the "boundaries" of the last step, from and to; [] for none.
@@ -115,7 +111,7 @@ class StepBuffers:
         if self._cpu_arrays is not None:
             return [self._cpu_arrays[each][:count].tolist() for each in _SIDE_BY_SIDE[name]]
         return [  # pragma: no cover - tests/gpu run it
-            self._tensors[each][:count] for each in _SIDE_BY_SIDE[name]
+            self.tensors[each][:count] for each in _SIDE_BY_SIDE[name]
         ]
 
     def fill(

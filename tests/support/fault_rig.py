@@ -276,7 +276,7 @@ def check_tokens(prompt, tokens):
 _SKIPPED = (
     *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
     # What was answered last, kept for the next time it is asked; a tensor's array among it.
-    *("_group", "_group_made_at", "_named", "_named_at", "_made"),
+    *("_group", "_named", "_made"),
     # Plans of copies, made anew for other live states.
     *("_live", "_live_places", "_live_storage", "_live_to_slots", "_slots_to_live"),
 )
