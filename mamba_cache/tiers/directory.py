@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -28,7 +29,7 @@ from typing import Final
 from weakref import finalize
 
 from mamba_cache.errors import InvalidArgumentError, TierInUseError
-from mamba_cache.tiers.entry import EntryKey
+from mamba_cache.tiers.entry import EntryKey, EntryKind
 from mamba_cache.tiers.identity import CacheIdentity
 
 __all__ = [
@@ -54,6 +55,7 @@ _SECRET_FILE: Final = "secret"
 _SECRET_BYTES: Final = 32
 _PATIENCE: Final = 0.05
 _PREFIX: Final = "mc1-"
+_ENTRY: Final = re.compile(r"([0-9a-f]{32})-([sk])-((?:[0-9a-f]{32}){1,2})-(0|[1-9][0-9]{0,9})")
 _FORMER: Final = ("states.slab", "kv.slab")
 """Files of former versions, which nothing reads any more."""
 
@@ -184,10 +186,11 @@ def entry_name(key: EntryKey) -> str:
 
 def named_entry(identity: CacheIdentity, name: str) -> EntryKey | None:
     """Return the entry whose file has a name; None if the name is no entry's."""
-    try:
-        return EntryKey.parse(f"mc1/{identity.digest.hex()}/{name.replace('-', '/')}")
-    except InvalidArgumentError:
+    if (found := _ENTRY.fullmatch(name)) is None:
         return None
+    tenant, kind, digest, rank = found.groups()
+    tenant, digest = bytes.fromhex(tenant), bytes.fromhex(digest)
+    return EntryKey(identity.digest, tenant, EntryKind(kind), digest, int(rank))
 
 
 def folders(path: Path) -> list[CacheFolder]:

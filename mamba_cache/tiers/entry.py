@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from mamba_cache._checks import INT32_MAX
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 
@@ -47,10 +46,7 @@ _MAGIC: Final = b"mambacE1"
 _VERSION: Final = 3
 _KEY_VERSION: Final = "mc1"
 _NO_CHUNK: Final = 2**32 - 1
-_IDENTITY_BYTES: Final = 32
-_TENANT_BYTES: Final = 16
 _TAG_BYTES: Final = 16
-_DIGEST_SIZES: Final = (16, 32)
 _CHECKSUM_BYTES: Final = 16
 _LAST_NONCE: Final = b"\xff" * 12
 _MAX_IDENTITIES: Final = 16
@@ -162,32 +158,6 @@ class EntryKey:
         if self.chunk is not None:
             parts.append(str(self.chunk))
         return "/".join(parts)
-
-    @classmethod
-    def parse(cls, text: str) -> EntryKey:
-        """Return the key that is spelled so."""
-        try:
-            version, identity, tenant, kind, digest, rank, *chunks = text.split("/")
-            key = cls(
-                bytes.fromhex(identity),
-                bytes.fromhex(tenant),
-                EntryKind(kind),
-                bytes.fromhex(digest),
-                int(rank),
-                *(int(chunk) for chunk in chunks),
-            )
-        except (AttributeError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"no entry's key: {text!r}") from error
-        is_one = (
-            (version, str(key)) == (_KEY_VERSION, text)
-            and (len(key.identity), len(key.tenant)) == (_IDENTITY_BYTES, _TENANT_BYTES)
-            and len(key.digest) in _DIGEST_SIZES
-            and 0 <= key.rank <= INT32_MAX
-            and 0 <= (key.chunk or 0) <= INT32_MAX
-        )
-        if not is_one:
-            raise InvalidArgumentError(f"no entry's key: {text!r}")
-        return key
 
 
 @dataclass(frozen=True, slots=True)

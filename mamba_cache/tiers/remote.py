@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import os
 import struct
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -189,7 +190,8 @@ class RemoteTier(QueuedTier):
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether this process knows that the store has it, without asking."""
         now = time.monotonic()
-        return [_is_recent(self._stored, key, now) for key in keys]
+        # What was learnt does not hold for ever: others use the store, too.
+        return [now - self._stored.get(key, -math.inf) < _BELIEVED_SECONDS for key in keys]
 
     def _absence(self, key: EntryKey) -> Refusal | None:
         return Refusal.MISSING if key in self._bad else None
@@ -560,10 +562,10 @@ class RemoteTier(QueuedTier):
 
     def _parts(self, job: Job, facts: EntryFacts, payload: memoryview) -> list[_Part]:
         """Return the chunks of an entry."""
-        slices = _chunk_slices(facts.payload_bytes, self._chunk_bytes)
+        chunks = _grouped(payload, self._chunk_bytes)
         return [
-            _Part(job, name, payload[part], number)
-            for number, (name, part) in enumerate(zip(self._names(facts)[:-1], slices, strict=True))
+            _Part(job, name, chunk, number)
+            for number, (name, chunk) in enumerate(zip(self._names(facts), chunks, strict=False))
         ]
 
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
@@ -661,7 +663,7 @@ def _copy(into: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _grouped(items: Sequence[_T], count: int) -> list[Sequence[_T]]:
+def _grouped(items: Any, count: int) -> list[Any]:
     return [items[first : first + count] for first in range(0, len(items), count)]
 
 
@@ -673,24 +675,12 @@ def _refusal_of(fault: StoreFault) -> Refusal:
     return Refusal.TIMEOUT if fault is StoreFault.TIMED_OUT else Refusal.IO_ERROR
 
 
-def _is_recent(known: Mapping[EntryKey, float], key: EntryKey, now: float) -> bool:
-    """Say whether something was learnt of a key that holds still: others use the store, too."""
-    known_at = known.get(key)
-    return known_at is not None and now - known_at < _BELIEVED_SECONDS
-
-
 def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -> None:
     """Put a key last, and forget the oldest ones beyond what is kept."""
     known[key] = value
     known.move_to_end(key)
     if len(known) > _MAX_REMEMBERED:
         known.popitem(last=False)
-
-
-def _chunk_slices(payload_bytes: int, chunk_bytes: int) -> list[slice]:
-    """Return where the chunks of a payload lie in it; the last one may be shorter."""
-    starts = range(0, payload_bytes, chunk_bytes)
-    return [slice(start, min(start + chunk_bytes, payload_bytes)) for start in starts]
 
 
 def _manifest_bytes(payload_bytes: int, chunk_bytes: int) -> int:

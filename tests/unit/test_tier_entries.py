@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from disk_rig import IDENTITY
 
-from mamba_cache import InvalidArgumentError
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import entry as entries
+from mamba_cache.tiers.directory import entry_name, named_entry
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     EntryFacts,
@@ -42,22 +43,25 @@ def test_keys_are_spelled_and_read(chunk, kind, digest) -> None:
     key = EntryKey(b"i" * 32, b"t" * 16, kind, digest, 3, chunk)
     tail = "" if chunk is None else f"/{chunk}"
     assert str(key) == f"mc1/{'69' * 32}/{'74' * 16}/{kind.value}/{digest.hex()}/3{tail}"
-    assert EntryKey.parse(str(key)) == key
+    assert named_entry(IDENTITY, entry_name(replace(key, identity=IDENTITY.digest))) == (
+        replace(key, identity=IDENTITY.digest) if chunk is None else None
+    )
+
+
+NAME = entry_name(KEY)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "mc1", str(KEY) + "/", str(KEY) + "/1/2", str(KEY).replace("mc1", "mc2"),
-        str(KEY).replace("/s/", "/x/"), str(KEY).upper(), str(KEY)[:-1] + "03",
-        str(KEY).replace("69", "zz"), str(KEY)[:-1] + "-1", str(KEY)[:-1] + str(2**31), None,
-        str(KEY) + "/-1", str(KEY) + f"/{2**31}", str(KEY).replace("6969", "69"),
-        str(KEY).replace("7474", "74"), str(KEY).replace("64" * 16, "64" * 17),
+        "", NAME + "-", NAME + "-1-2", NAME.replace("-s-", "-x-"), NAME.upper(), NAME[:-1] + "03",
+        NAME.replace("64", "zz"), NAME[:-1] + "-1", NAME + ".new", NAME + "\n", "\u0661" + NAME[1:],
+        NAME.replace("7474", "74"), NAME.replace("64" * 16, "64" * 17), f"mc1-{NAME}",
     ],
 )  # fmt: skip
-def test_other_text_is_no_key(text) -> None:
-    with pytest.raises(InvalidArgumentError, match="no entry's key"):
-        EntryKey.parse(text)
+def test_other_names_are_no_entrys(text) -> None:
+    assert named_entry(IDENTITY, NAME) is not None
+    assert named_entry(IDENTITY, text) is None
 
 
 def test_a_header_is_read_as_it_was_written() -> None:
