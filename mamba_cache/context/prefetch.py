@@ -13,7 +13,6 @@ from enum import Enum
 from functools import partial
 from typing import Final
 
-from mamba_cache._guard import outside
 from mamba_cache.cache import BlockHashes
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import PrefixMatch
@@ -22,7 +21,7 @@ from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.jobs import Done, QueuedTier
-from mamba_cache.tiers.planner import quickest
+from mamba_cache.tiers.planner import largest, quickest
 from mamba_cache.tiers.remote import RemoteTier
 
 __all__ = ["LowerTierLink", "Planners", "Prefetch", "PrefetchState", "PromptEntries"]
@@ -506,15 +505,13 @@ class LowerTierLink:
         if not self._open:
             return
         pending = _STATES.index(PrefetchState.PENDING)
-        states: Sequence[float] = [
+        own = [
             (0 if each.is_answered else pending)
             if each.is_asking
             else _STATES.index(each.own_state)
             for each in (asked.prefetch for asked in self._open)
         ]
-        if self._agreement is not None:
-            with outside:
-                states = self._agreement.largest(states)
+        states = largest(own, self._agreement)
         for asked, state in zip(list(self._open), states, strict=True):
             if state == pending:
                 continue

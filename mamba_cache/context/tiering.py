@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from mamba_cache._checks import check_kind
-from mamba_cache._guard import outside, weak_callback
+from mamba_cache._guard import weak_callback
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     BlockHashes,
@@ -34,7 +34,7 @@ from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, Rates, Refusal, TierStats
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.identity import tenant_digest
-from mamba_cache.tiers.planner import quickest
+from mamba_cache.tiers.planner import largest, quickest
 from mamba_cache.tiers.rows import RowLease
 from mamba_cache.tiers.transfers import CopyJob, Mark
 
@@ -252,11 +252,7 @@ class Tiering:
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Say of each of some facts whether it holds on this rank or another one."""
-        if self._agreement is None:
-            return list(flags)
-        with outside:
-            largest = self._agreement.largest([float(flag) for flag in flags])
-        return [value > 0 for value in largest]
+        return [value > 0 for value in largest([float(flag) for flag in flags], self._agreement)]
 
     def begin_request(self, facts: PromptFacts) -> object:
         """Tell the host tier's policy of a prompt, if it knows prompts."""

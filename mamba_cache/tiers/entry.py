@@ -46,7 +46,6 @@ _MAGIC: Final = b"mambacE1"
 _VERSION: Final = 3
 _KEY_VERSION: Final = "mc1"
 _NO_CHUNK: Final = 2**32 - 1
-_TAG_BYTES: Final = 16
 _CHECKSUM_BYTES: Final = 16
 _LAST_NONCE: Final = b"\xff" * 12
 _MAX_IDENTITIES: Final = 16

@@ -10,7 +10,7 @@ from mamba_cache._guard import outside
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import RankAgreement
 
-__all__ = ["LoadPlanner", "Rates", "quickest"]
+__all__ = ["LoadPlanner", "Rates", "largest", "quickest"]
 
 _WEIGHT = 0.9
 """Of what was measured before, each time that something is measured."""
@@ -98,10 +98,15 @@ class LoadPlanner:
         )
 
 
+def largest(values: Sequence[float], agreement: RankAgreement | None) -> Sequence[float]:
+    """Return each value of the rank where it is largest; None: there is one rank."""
+    with outside:
+        return values if agreement is None else agreement.largest(values)
+
+
 def quickest(seconds: Sequence[float], agreement: RankAgreement | None) -> int:
     """Return which takes the least time on the rank that takes longest; of equals the last."""
-    with outside:
-        longest = seconds if agreement is None else agreement.largest(seconds)
+    longest = largest(seconds, agreement)
     return min(range(len(longest)), key=lambda index: (longest[index], -index))
 
 
