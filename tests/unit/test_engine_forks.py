@@ -61,14 +61,12 @@ def test_the_first_answer_may_end_at_its_first_token(rng, max_new_tokens):
     assert engine.context.stats().forks == 4
 
 
-def test_one_that_fits_nowhere_fails_with_all_its_forks(rng):
-    engine = make_engine(num_kv_blocks=2)
-    engine.submit(draw_prompt(rng, 40), SAMPLING, n=3, request_id="x")
-    done = run_checked(engine)
-    assert len(done) == 3
-    for completion in done.values():
-        assert completion.finish_reason is FinishReason.FAILED
-        assert completion.tokens == ()
+def test_an_answer_that_is_cancelled_before_the_first_token_is_not_forked(rng):
+    engine = make_engine()
+    engine.submit(draw_prompt(rng, 9), SAMPLING, n=3, request_id="x")
+    engine.cancel(("x", 1))
+    assert set(run_checked(engine)) == {"x", ("x", 2)}
+    assert engine.context.stats().forks == 1
 
 
 def test_what_is_refused(rng):

@@ -105,26 +105,6 @@ def submit_two(engine, rng, *, root_blocks=6):
         engine.submit(prompt, greedy(3), request_id=name)
 
 
-def test_the_second_waits_while_the_first_computes_what_they_share(rng):
-    engine = make_engine(max_tokens=2 * BLOCK)
-    submit_two(engine, rng)
-    for _ in range(3):
-        step_checked(engine)
-        assert num_running(engine) == 1
-    step_checked(engine)
-    assert num_running(engine) == 2
-
-
-def test_nobody_waits_for_one_that_was_cancelled(rng):
-    engine = make_engine(max_tokens=2 * BLOCK)
-    submit_two(engine, rng)
-    step_checked(engine)
-    engine.cancel("a")
-    step_checked(engine)
-    assert engine.context.status("b") is RequestStatus.PREFILLING
-    assert {event.request_id for event in engine.stream()} == {"b"}
-
-
 def test_waiting_ends_after_max_wait_steps(rng):
     engine = make_engine(max_tokens=2 * BLOCK + 3, max_wait_steps=2)
     submit_two(engine, rng, root_blocks=20)
