@@ -311,17 +311,18 @@ class KVBlockAllocator:
             end = start + next(i for i, h in enumerate(new) if h in known or place[h] < i)
             self.hash_collisions_total += 1
         if start < end:
-            added, size = slice(start, end), None
-            if tokens is not None:
-                size = len(tokens) // len(ids)
-                tokens = tokens[start * size : end * size]
-            parent = holders[-1] if holders else parent
+            added, parent = slice(start, end), holders[-1] if holders else parent
             chain = ids[added], hash_ids[added], block_hashes.digests[added], parent
             self._add_chain(*chain)
             if self.listeners.wants(Stored):
-                told = {"tokens": tokens, "block_size_tokens": size}
-                extra = None if extra_keys is None else tuple(extra_keys[added])
-                self._tell_of(*chain, **told, extra_keys=extra)
+                told: dict[str, Any] = {}
+                if extra_keys is not None:
+                    told["extra_keys"] = tuple(extra_keys[added])
+                if tokens is not None:  # as they are now
+                    size = len(tokens) // len(ids)
+                    own = tokens[start * size : end * size].copy()
+                    told |= {"tokens": own, "block_size_tokens": size}
+                self._tell_of(*chain, **told)
         self.listeners.tell()
         return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
 
