@@ -1246,7 +1246,6 @@ class DynamicInferenceContext:
         with self._guard.ending(self.listeners, renews=True):
             self._end_step()
             self._uncollected = None
-            self._planner.forget()
             self.request_table.reset()
             # Before the KV blocks, which tell the slots: these may contradict each other by now.
             self.slot_allocator.reset()
@@ -1366,7 +1365,6 @@ class DynamicInferenceContext:
         if self._step is not None:  # one that is only half begun is none
             in_step = {*self._work.group.requests, *self._prefills}
         chunks = [a.chunk for a in requests if a.chunk is not None]
-        self._planner.check_invariants(chunks)
         for active in requests:
             self.request_table.check_request(active, is_in_step=active in in_step)
         leases = [*self._pins.leases, *(c.lease for c in chunks if c.lease is not None)]

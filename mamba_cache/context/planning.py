@@ -32,7 +32,7 @@ from mamba_cache.context.requests import (
     find_prefix,
 )
 from mamba_cache.context.tiering import NoTiers, Tiering
-from mamba_cache.errors import InvariantError, SequenceLengthError, TokenCapacityError
+from mamba_cache.errors import SequenceLengthError, TokenCapacityError
 from mamba_cache.events import Stored
 from mamba_cache.slots import MambaSlotAllocator
 
@@ -66,7 +66,6 @@ class Planner:
         self._tiering = tiering
         self._refuses = refuses
         self._block_size = config.block_size_tokens
-        self._room = config.checkpoints_per_step
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
 
@@ -134,20 +133,19 @@ class Planner:
         active.num_published = match.kv_matched_blocks
         # What is loaded is written by the load, and by nothing else.
         active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
-        active.chunk = self._chunk(
-            active, match.skip_tokens, num_tokens, is_first=True, lease=lease
-        )
-        self._rows.set_status(active, RequestStatus.SCHEDULED)
+        chunk = self._chunk(active, match.skip_tokens, num_tokens, is_first=True, lease=lease)
+        active.chunk = chunk
         try:
             if load is not None:
                 first = load.first_block
                 load.blocks = self._blocks_between(active, first, first + load.num_blocks)
                 load.checkpoint = self._reserve_for_load(active, match.skip_tokens)
-                active.chunk.load = load
-            self._plan(active, active.chunk, is_new=True)
+                chunk.load = load
+            self._plan(active, chunk, is_new=True)
         except BaseException:
             self.release(active)
             raise
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
         return admission
 
     def schedule(
@@ -165,11 +163,11 @@ class Planner:
             active.wanted_boundaries |= wanted_boundaries
             chunk = self._chunk(active, start, num_tokens)
             self._plan(active, chunk)
-            active.chunk = chunk
         except BaseException:
             active.wanted_boundaries = wanted
             self._rows.shrink(active.row, start, active.num_shared_blocks)
             raise
+        active.chunk = chunk
         self._rows.set_status(active, RequestStatus.SCHEDULED)
 
     def plan_again(self, active: ActiveRequest) -> None:
@@ -180,6 +178,7 @@ class Planner:
         """
         num_tokens = active.current_chunk.num_tokens
         self._drop_chunk(active)
+        self._rows.set_status(active, RequestStatus.PREFILLING)
         admission = active.admission
         assert admission is not None, "only a first chunk resumes"
         active.num_shared_blocks = active.num_published  # blocks to be loaded are not
@@ -188,7 +187,8 @@ class Planner:
         start = state_blocks * self._block_size
         lease = self._pin(shared, state_blocks)
         self._rows.num_computed[active.row] = active.state_position = start
-        active.chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease)
+        chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease)
+        active.chunk = chunk
         active.admission = replace(
             admission,
             state_matched_blocks=state_blocks,
@@ -197,7 +197,8 @@ class Planner:
             loaded_blocks=0,
             loads_state=False,
         )
-        self._plan(active, active.chunk)
+        self._plan(active, chunk)
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
 
     def release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
@@ -215,7 +216,6 @@ class Planner:
         chunk, active.chunk = active.chunk, None
         if chunk is not None:
             self._cancel(chunk.checkpoints)
-            self._room += len(chunk.inside)
             self._unpin(chunk.lease)
             self._cancel_load(chunk.load)
 
@@ -244,7 +244,6 @@ class Planner:
                 self._slots.note_consumed([chunk.lease.slot])
         self._publish([(a, c.checkpoints) for a, c in zip(prefills, chunks, strict=True)])
         for active, chunk in zip(prefills, chunks, strict=True):
-            self._room += len(chunk.inside)
             self._unpin(chunk.lease)  # it may be evicted from now on
             active.chunk = None
             status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
@@ -259,13 +258,9 @@ class Planner:
         """Give up the states inside a request's chunk."""
         inside = active.current_chunk.inside
         self._cancel(inside)
-        self._room += len(inside)
         active.chunk = replace(active.current_chunk, inside=())
+        self._rows.set_status(active, RequestStatus.SCHEDULED)
         self._counters["unwritten_states"] += len(inside)
-
-    def forget(self) -> None:
-        """Forget what is planned; the owner resets what it is planned with."""
-        self._room = self._config.checkpoints_per_step
 
     def _chunk(
         self,
@@ -325,13 +320,13 @@ class Planner:
             self._tell_policies(active)
         if not positions:
             return
-        without_room = max(0, len(positions) - (positions[-1] == end) - self._room)
+        room = self._config.checkpoints_per_step - self._rows.num_planned_checkpoints
+        without_room = max(0, len(positions) - (positions[-1] == end) - room)
         self._slots.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
         [kept] = self._reserve([(active, positions[without_room:])])
         if kept and kept[-1].position == end:
             chunk.boundary = kept.pop()
-        self._room -= len(kept)
         chunk.inside = tuple(kept)
 
     def _reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
@@ -524,13 +519,3 @@ class Planner:
     def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
         if checkpoints:
             self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])
-
-    def check_invariants(self, chunks: Sequence[Chunk]) -> None:
-        """Prove that the room left is what the planned chunks leave."""
-        planned = sum(len(chunk.inside) for chunk in chunks)
-        room = self._config.checkpoints_per_step
-        if self._room + planned != room:
-            raise InvariantError(
-                f"{planned} checkpoints are planned and there is room for {self._room} more, "
-                f"but the buffers hold {room}"
-            )

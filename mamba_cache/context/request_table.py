@@ -12,7 +12,7 @@ import numpy as np
 from mamba_cache._checks import as_items
 from mamba_cache.cache import BlockHashChain, KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.requests import ActiveRequest, RequestStatus
+from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.errors import (
     BlockCapacityError,
     InvalidArgumentError,
@@ -80,8 +80,8 @@ class RequestTable:
         # The newest tokens by position: of the unfinished block, and those that end it.
         self._tail_width = self.block_size_tokens + self._max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
-        self.scheduled_rows: dict[int, int] = {}
-        self.num_scheduled_tokens = 0  # tokens of those chunks together
+        self.scheduled_chunks: dict[int, Chunk] = {}  # by row, what is computed of prompts
+        self.num_scheduled_tokens = self.num_planned_checkpoints = 0  # of these chunks together
         self.decoding_rows: set[int] = set()  # rows whose requests decode
         self._stamp = 0
         self._requests: dict[Hashable, ActiveRequest] = {}
@@ -135,7 +135,7 @@ class RequestTable:
         """Return the requests that have a chunk for the next step, oldest first."""
         found: list[ActiveRequest] = []
         for active in reversed(self._requests.values()):  # they are among the newest
-            if len(found) == len(self.scheduled_rows):
+            if len(found) == len(self.scheduled_chunks):
                 break
             if active.status is RequestStatus.SCHEDULED:
                 found.append(active)
@@ -172,7 +172,7 @@ class RequestTable:
     def check_forks_fit(self, count: int) -> None:
         """Check that scheduled chunks leave room for the tokens of new decoding requests."""
         required, room = count * self._max_decode_tokens, self.token_room()
-        if self.scheduled_rows and required > room:
+        if self.scheduled_chunks and required > room:
             hint = "chunks are scheduled for it: fork before them, or when it is committed"
             raise TokenCapacityError(required, max(0, room), hint)
 
@@ -367,8 +367,8 @@ class RequestTable:
             self.next_events, self.place_shifts, self.saves_states, self.last_tokens, self._tails,
         ):  # fmt: skip
             array[:] = 0
-        self.scheduled_rows.clear()
-        self.num_scheduled_tokens = 0
+        self.scheduled_chunks.clear()
+        self.num_scheduled_tokens = self.num_planned_checkpoints = 0
         self.decoding_rows.clear()
 
     def set_status(self, active: ActiveRequest, status: RequestStatus) -> None:
@@ -378,10 +378,15 @@ class RequestTable:
         if is_decoding != (row in self.decoding_rows):
             self._group = self._named = None
             (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
-        self.num_scheduled_tokens -= self.scheduled_rows.pop(row, 0)
+        if (before := self.scheduled_chunks.pop(row, None)) is not None:
+            self._count_chunk(before, -1)
         if status is RequestStatus.SCHEDULED:
-            self.scheduled_rows[row] = active.current_chunk.num_tokens
-            self.num_scheduled_tokens += self.scheduled_rows[row]
+            self.scheduled_chunks[row] = active.current_chunk
+            self._count_chunk(active.current_chunk, 1)
+
+    def _count_chunk(self, chunk: Chunk, sign: int) -> None:
+        self.num_scheduled_tokens += sign * chunk.num_tokens
+        self.num_planned_checkpoints += sign * len(chunk.inside)
 
     def collect(self, active: ActiveRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Take the newest tokens of a request over from its row, if it has one; return them."""
@@ -462,15 +467,19 @@ class RequestTable:
         self.check_rows([active.row for active in self.holding_memory()], others)
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
         scheduled = self._with_status(RequestStatus.SCHEDULED)
-        due = {a.row: a.chunk.num_tokens for a in scheduled if a.chunk is not None}
-        if (decoding, due) != (self.decoding_rows, self.scheduled_rows):
+        due = {active.row: active.chunk for active in scheduled}
+        if (decoding, due) != (self.decoding_rows, self.scheduled_chunks):
             raise InvariantError(
                 f"rows {sorted(decoding)} decode and {due} are scheduled, but "
-                f"{self.decoding_rows} and {self.scheduled_rows} are marked so"
+                f"{self.decoding_rows} and {self.scheduled_chunks} are marked so"
             )
-        if sum(due.values()) != self.num_scheduled_tokens:
+
+        counted = self.num_scheduled_tokens, self.num_planned_checkpoints
+        chunks = self.scheduled_chunks.values()
+        total = sum(chunk.num_tokens for chunk in chunks), sum(len(c.inside) for c in chunks)
+        if counted != total:
             raise InvariantError(
-                f"{sum(due.values())} tokens are scheduled, but {self.num_scheduled_tokens} counted"
+                f"{total} tokens and checkpoints are scheduled, but {counted} are counted"
             )
 
     def check_request(self, active: ActiveRequest, *, is_in_step: bool) -> None:

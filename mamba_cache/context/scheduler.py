@@ -213,7 +213,7 @@ class Scheduler(Generic[_Request]):
             self._fill_step()
         drafts = self._propose(self._with_status(RequestStatus.DECODING)) if self._propose else {}
         while self._has_work():
-            holds_back = self.is_lockstep and self._context.request_table.scheduled_rows
+            holds_back = self.is_lockstep and self._context.request_table.scheduled_chunks
             try:
                 return self._context.begin_step(() if holds_back else None, drafts=drafts or None)
             except BlockCapacityError as error:
@@ -382,7 +382,7 @@ class Scheduler(Generic[_Request]):
 
     def _has_work(self) -> bool:
         table = self._context.request_table
-        return bool(table.decoding_rows or table.scheduled_rows)
+        return bool(table.decoding_rows or table.scheduled_chunks)
 
     def _holding(self) -> list[_Request]:
         return self._with_status(*(set(RequestStatus) - {RequestStatus.PREEMPTED}))

@@ -1,5 +1,7 @@
 """What the context refuses, and that it is as it was afterwards."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -262,6 +264,10 @@ def add_to(array, row, number=1):
     array[row] += number
 
 
+def add_chunk(context, chunk):
+    context.request_table.scheduled_chunks[chunk.row] = chunk
+
+
 BREACHES = {
     "events": (lambda c: add_to(c.request_table.next_events, row_of(c)), "events of rows"),
     "places": (lambda c: add_to(c.request_table.place_shifts, row_of(c)), "events of rows"),
@@ -269,14 +275,21 @@ BREACHES = {
     "lengths": (lambda c: add_to(c.request_table.num_tokens, row_of(c)), "decodes, with"),
     "counted tokens": (
         lambda c: setattr(c.request_table, "num_scheduled_tokens", 21),
-        "tokens are scheduled, but 21 counted",
+        r"are scheduled, but \(21, ",
+    ),
+    "lost room": (
+        lambda c: add_to(vars(c.request_table), "num_planned_checkpoints"),
+        "are counted",
+    ),
+    "a chunk of before": (
+        lambda c: add_chunk(c, replace(c.request_table.find("scheduled").chunk)),
+        "are marked so",
     ),
     "a checkpoint of no step": (
         lambda c: setattr(c.request_table.find("decoding"), "checkpoint", Checkpoint(BLOCK, 0)),
         "is in no step, but has",
     ),
     "a lost reservation": (give_back_a_reservation, "are reserved, but"),
-    "lost room": (lambda c: add_to(vars(c._planner), "_room", -1), "room for"),
     "a table": (lambda c: add_to(c.request_table.block_tables[row_of(c)], -1), "block table"),
     "a lost row": (lambda c: c.request_table._free_rows.pop(), "rows are lost"),
     "a block too much": (
