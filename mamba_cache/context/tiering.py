@@ -54,7 +54,6 @@ _UNMEASURED: Final = Rates(bytes_per_second=1e18, latency_seconds=0.0, tokens_pe
 class _Offer:
     """An entry on the GPU that is to be spilled."""
 
-    kind: EntryKind  # what it is
     place: int  # its slot, or its KV block
     facts: EntryFacts
     generation: int = 0  # of its slot: which of the slot's states it is
@@ -256,7 +255,7 @@ class Tiering:
 
     def begin_request(self, facts: PromptFacts) -> object:
         """Tell the host tier's policy of a prompt, if it knows prompts."""
-        return self.host.begin_request(facts) if self.host.knows_prompts else None
+        return self.host.begin_request(facts)
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to the lower tier what a request resumes from, if the host tier has it."""
@@ -402,7 +401,7 @@ class Tiering:
     def offer_block(self, block: int, facts: EntryFacts) -> None:
         """Offer a block that is findable, unless it was offered."""
         if block not in self._watched:
-            offer = _Offer(EntryKind.KV, block, facts)
+            offer = _Offer(block, facts)
             self._watched[block] = offer
             self._offers.append(offer)
 
@@ -447,7 +446,7 @@ class Tiering:
     ) -> None:
         """Offer the state of a slot, which is findable."""
         generation = self._slots.generations.item(slot)
-        self._offers.append(_Offer(EntryKind.STATE, slot, facts, generation, proposal))
+        self._offers.append(_Offer(slot, facts, generation, proposal))
 
     def pump(self) -> None:
         """End the copies that are over, and begin those of what was offered. It does not wait."""
@@ -564,7 +563,7 @@ class Tiering:
                 raise InvariantError(f"rows of {kind} are held for nobody")
         watched = {id(offer) for offer in self._watched.values()}
         known = [o for _, offers in self._spills for o in offers] + self._offers
-        of_blocks = {id(o) for o in known if o.kind is EntryKind.KV and not o.is_gone}
+        of_blocks = {id(o) for o in known if o.facts.key.kind is EntryKind.KV and not o.is_gone}
         if watched != of_blocks:
             raise InvariantError("blocks are watched for spills that there are not")
 
@@ -579,7 +578,7 @@ class Tiering:
 
     def _is_there(self, offer: _Offer) -> bool:
         """Say whether an entry is still where it was when it was offered."""
-        if offer.kind is EntryKind.KV:
+        if offer.facts.key.kind is EntryKind.KV:
             return not offer.is_gone
         return self._slots.generations.item(offer.place) == offer.generation
 
@@ -620,7 +619,7 @@ class Tiering:
 
     def _forget(self, offer: _Offer) -> None:
         """Stop to watch an offer's block."""
-        if offer.kind is EntryKind.KV and self._watched.get(offer.place) is offer:
+        if offer.facts.key.kind is EntryKind.KV and self._watched.get(offer.place) is offer:
             del self._watched[offer.place]
 
     def _on_removed(self, event: Removed) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mamba_cache._checks import check_int
 from mamba_cache.stores.protocols import (
     MAX_BLOB_BYTES,
+    BlobStore,
     StoreFault,
     StoreHealth,
     check_blobs,
@@ -17,7 +18,7 @@ from mamba_cache.stores.protocols import (
 __all__ = ["MemoryStore"]
 
 
-class MemoryStore:
+class MemoryStore(BlobStore):
     """A ``BlobStore`` that no other process sees. It keeps what it has: full is ``FULL``.
 
     Args:
@@ -36,12 +37,6 @@ class MemoryStore:
         self._num_bytes = 0
         self._is_closed = False
         self._lock = threading.Lock()
-
-    def register(self, memory: memoryview) -> StoreFault | None:
-        """Do nothing."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Do nothing."""
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Say of each key whether it is there."""

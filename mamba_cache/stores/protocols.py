@@ -129,9 +129,11 @@ class BlobStore(Protocol):
         Returns:
             None, or why it was not registered.
         """
+        return None
 
     def unregister(self, memory: memoryview) -> None:
         """Take that back, with the same memory, while no call uses it."""
+        return  # nothing, for the stores that need no such memory
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Say of each key whether it can be read now.

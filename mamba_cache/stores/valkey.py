@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 from mamba_cache._checks import check_int, check_number
 from mamba_cache.stores.protocols import (
     MAX_BLOB_BYTES,
+    BlobStore,
     StoreFault,
     StoreHealth,
     check_blobs,
@@ -49,7 +50,7 @@ _FAULTS: Final = {
 """By the first word of an error."""
 
 
-class ValkeyStore:
+class ValkeyStore(BlobStore):
     """A ``BlobStore`` in a Valkey or Redis server. Connections are made when they are needed.
 
     Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` in the server: nothing else bounds what
@@ -101,12 +102,6 @@ class ValkeyStore:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._last_error = ""
-
-    def register(self, memory: memoryview) -> StoreFault | None:
-        """Do nothing: sockets read and write any memory."""
-
-    def unregister(self, memory: memoryview) -> None:
-        """Do nothing."""
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Ask EXISTS of each key."""

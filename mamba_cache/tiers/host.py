@@ -240,11 +240,6 @@ class HostTier:
         else:
             self.release(lease)
 
-    @property
-    def knows_prompts(self) -> bool:
-        """Whether the states' policy is one that must be told of requests."""
-        return self._entries[EntryKind.STATE].pool.knows_prompts
-
     @guarded(nests=True, changes=True)
     def begin_request(self, facts: Any) -> Any:
         """Tell the states' policy of a request; return what stands for its prompt in proposals."""

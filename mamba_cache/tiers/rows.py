@@ -82,11 +82,6 @@ class RowPool:
         first, self.rows.num_rows = self.num_ready, self.num_ready + count
         self.rows.push([*reversed(range(first, self.num_ready))])
 
-    @property
-    def knows_prompts(self) -> bool:
-        """Whether the policy is one that must be told of requests."""
-        return self._policy is not None
-
     def begin_request(self, facts: Any) -> Any:
         """Tell a policy that knows prompts of a request; return what stands for its prompt."""
         return None if self._policy is None else self._policy.on_request(facts)

@@ -86,7 +86,7 @@ class RowMachine(RuleBasedStateMachine):
         assert len(before) - len(self.stored) <= 1
         self.writers.append((number, lease, True))
 
-    @precondition(lambda self: self.pool.knows_prompts)
+    @precondition(lambda self: self.pool._policy is not None)
     @rule(number=st.integers(0, 7), is_asked=st.booleans(), depth=st.integers(1, 3))
     def propose(self, number, is_asked, depth):
         """A state of a prompt that is as long as its number says, or less."""
