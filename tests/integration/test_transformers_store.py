@@ -70,37 +70,3 @@ def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next() -> None:
         found, skipped = ask(third, longer)
         assert found == expected
         assert skipped >= 0.9 * len(answers[0])
-
-
-def test_a_call_has_its_patience_once(clock) -> None:
-    """Slow answers to what a store has leave less of it for what they are about."""
-    store, model = FaultyStore(MemoryStore()), make_model(FAMILY)
-    with open_cache(store, model) as first:
-        answers, _ = ask(first, prompts()[:1])
-    exists, asked = store.exists_many, []
-
-    def slow(names):
-        asked.append(len(names))
-        clock.now += 0.006
-        return exists(names)
-
-    store.exists_many = slow
-    store.inject("get_many_into", Trouble.HANG)
-    with open_cache(store, model) as second:
-        link = second._store.tiers.lower
-        begin, patience = link._begin, []
-
-        def look(request):
-            is_begun = begin(request)
-            patience.append((request.prefetch._patience, 0.030 - 0.006 * len(asked)))
-            clock.now += 1.0
-            return is_begun
-
-        link._begin = look
-        found = ask(second, prompts()[:1])
-        store.heal()
-        assert second._store.tiers._remote.flush(PATIENCE)
-    assert found == (answers, 0)
-    [(left, expected)] = patience
-    assert left == pytest.approx(expected)
-    assert 0.010 < left < 0.030

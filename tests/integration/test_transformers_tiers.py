@@ -12,7 +12,7 @@ import pytest
 import torch
 from clocks import ManualClock
 from disk_rig import entry_files, turn_bits
-from notebook_rig import LENGTHS, REUSABLE, ask, open_cache, prompts
+from notebook_rig import REUSABLE, ask, open_cache, prompts
 from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
 
 from mamba_cache.context import prefetch
@@ -21,7 +21,6 @@ from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import entry, remote, transfers
 from mamba_cache.tiers.disk import PAGE_BYTES
-from mamba_cache.tiers.entry import EntryKind
 
 FAMILY = "granite 4"
 
@@ -190,19 +189,6 @@ def test_a_full_cache_takes_what_there_is_room_for(tmp_path, model, expected) ->
     probe = make_cache(model)
     with open_cache(tmp_path, model, **budgets(probe, slots=1, blocks=4)) as tiny:
         assert ask(tiny, prompts())[0] == expected
-
-
-def test_no_more_is_brought_than_there_are_rows_for(tmp_path, model, expected) -> None:
-    """A part of a prefix in host memory is of no use, and would be brought at each call."""
-    with open_cache(tmp_path, model) as first:
-        ask(first, prompts()[1:2])
-        sizes = {kind: first._store.tiers.host.row_bytes(kind) for kind in EntryKind}
-    budget = 2 * max(5 * sizes[EntryKind.KV], sizes[EntryKind.STATE])
-    small = {"host_cache_gb": budget / 2**30, "disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
-    with make_cache(model, **small) as second:
-        assert second.tier_stats()[0].rows["kv"] == 5 < LENGTHS[1] // BLOCK
-        assert ask(second, prompts()[1:2])[0] == expected[1:2]
-        assert second.tier_stats()[1].restored == 0
 
 
 def test_a_call_that_breaks_off_leaves_the_tiers_usable(
