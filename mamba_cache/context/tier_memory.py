@@ -110,23 +110,34 @@ def open_lower_tiers(
     config: CacheConfig, identity: CacheIdentity | None, host: HostTier
 ) -> tuple[DiskTier | None, RemoteTier | None]:
     """Open the tiers below host memory that the settings ask for."""
-    store = _open_store(config, identity)
+    for name in ("disk_cache_path", "store"):
+        if identity is None and getattr(config, name) is not None:
+            raise InvalidArgumentError(
+                f"{name} needs identity (tiers.CacheIdentity.of): other processes use its entries, "
+                "and nothing else says which model and weights they are of"
+            )
+    if identity is None:
+        return None, None
+    assert config.hash_secret is not None, "the identity has it"
+    store, remote = config.store, None
+    if store is not None:
+        remote = RemoteTier(
+            open_store(store) if isinstance(store, str) else store,
+            secret=config.hash_secret,
+            write_on_use=config.write_on_use,
+            owns_store=isinstance(store, str),
+        )
     try:
         disk = None if config.disk_cache_path is None else open_disk(config, identity, host)
     except BaseException:
-        if store is not None:
-            store.close()
+        if remote is not None:
+            remote.close()
         raise
-    return disk, store
+    return disk, remote
 
 
-def open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTier) -> DiskTier:
+def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> DiskTier:
     """Open the disk tier that the settings ask for."""
-    if identity is None:
-        raise InvalidArgumentError(
-            "disk_cache_path needs identity (tiers.CacheIdentity.of): entries outlive this "
-            "process, and nothing else says which model and weights they are of"
-        )
     assert config.disk_cache_path is not None, "the caller has looked"
     assert config.disk_cache_gb is not None, "the settings have both or none"
     sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
@@ -139,25 +150,6 @@ def open_disk(config: CacheConfig, identity: CacheIdentity | None, host: HostTie
         state_bytes=sizes[EntryKind.STATE],
         kv_bytes=sizes[EntryKind.KV],
         write_on_use=config.write_on_use,
-    )
-
-
-def _open_store(config: CacheConfig, identity: CacheIdentity | None) -> RemoteTier | None:
-    """Make the tier over a store; None if there is no store."""
-    store = config.store
-    if store is None:
-        return None
-    if identity is None:
-        raise InvalidArgumentError(
-            "store needs identity (tiers.CacheIdentity.of): other processes use its entries, and "
-            "nothing else says which model and weights they are of"
-        )
-    assert config.hash_secret is not None, "the identity has it"
-    return RemoteTier(
-        open_store(store) if isinstance(store, str) else store,
-        secret=config.hash_secret,
-        write_on_use=config.write_on_use,
-        owns_store=isinstance(store, str),
     )
 
 
