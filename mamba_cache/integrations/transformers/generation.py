@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache.cache import ExtraKey
-from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChangedError
+from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
@@ -22,7 +22,6 @@ from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
     stack_memories,
-    write_layers,
 )
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller, PrefillTask
@@ -100,8 +99,6 @@ class Generation:
         self._ids: torch.Tensor | None = None
         self._columns: list[torch.Tensor] = []
         self._answers: list[list[int]] = []
-        self._captured: set[int] = set()
-        self._is_retry = False
         self._streamer: _EarlyStreamer | None = None
         self.cache: Any = runner.new_cache()
         self.bypass: BypassReason | None = None
@@ -123,15 +120,11 @@ class Generation:
         _armed[id(self.cache)] = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Disarm it, and let go of the prompts."""
+        """Disarm it, and let go of the prompts; of a call that raised the guard does that."""
         self._disarm()
-        try:
+        if error is None:
             for prefill in self._prefills.values():
                 prefill.record.close()
-        except MambaCacheError:
-            if error is None:
-                raise
-            # What broke off in the midst of the books is what the caller must hear of.
 
     def _disarm(self) -> None:
         _armed.pop(id(self.cache), None)
@@ -224,13 +217,9 @@ class Generation:
             return forward(**kwargs)
         if (output := self._compute_batch(forward, prompts)) is not None:
             return output
-        while True:
-            try:
-                with self._runner.within(forward):
-                    return self._compute(forward, kwargs, prompts)
-            except torch.OutOfMemoryError as error:  # noqa: PERF203 - it ends with the memory
-                if _is_batch(prompts) or not self._retries(error):
-                    raise
+        with self._runner.within(forward):
+            compute = self._compute_padded if _is_batch(prompts) else self._compute_one
+            return compute(partial(self._compute_rest, forward, kwargs, prompts), prompts)
 
     def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
         """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""
@@ -329,49 +318,38 @@ class Generation:
         kind = transformers().modeling_outputs.CausalLMOutputWithPast
         return kind(logits=logits[:, None], past_key_values=self.cache)
 
-    def _retries(self, error: BaseException) -> bool:
-        """Prepare for trying the one prompt again; it must have been begun, and get smaller."""
-        prefills, self._prefills = [*self._prefills.values()], {}
-        self._is_retry = True
-        return bool(prefills) and all(self._prefiller.retry(p, error) for p in prefills)
-
-    def _compute(
-        self, forward: Callable[..., Any], kwargs: dict[str, Any], prompts: Sequence[Prompt]
+    def _compute_rest(
+        self,
+        forward: Callable[..., Any],
+        kwargs: dict[str, Any],
+        prompts: Sequence[Prompt],
+        start: int,
     ) -> Any:
-        start, layout = self._fill(prompts), self._store.layout
+        """Compute the columns from ``start`` on; those before it are in the cache."""
         kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., start:]
         # Without padding, or without attention, the mask says nothing about the tokens left.
-        if not (layout.has_attention and any(prompt.padding for prompt in prompts)):
+        has_attention = self._store.layout.has_attention
+        if not (has_attention and any(prompt.padding for prompt in prompts)):
             kwargs.pop("attention_mask", None)
-        with self._capturing(prompts) as self._captured:
-            output = forward(**kwargs)
-        # The forward is enqueued by now, and no token has left: a streamer gets the first one soon.
-        self._runner.fingerprint.confirm()
-        self._store.counters["computed_tokens"] += sum(
-            len(prompt.tokens) + prompt.padding - start for prompt in prompts
-        )
-        return output
+        return forward(**kwargs)
 
-    @contextmanager
-    def _capturing(self, prompts: Sequence[Prompt]) -> Iterator[set[int]]:
-        """Capture states from a forward over a prompt alone; those of a batch are not its."""
-        if _is_batch(prompts):
-            yield set()
-            return
-        [prefill] = self._prefills.values()
-        with self._prefiller.captured(prefill, prefill.segments[-1]) as captured:
-            yield captured
+    def _compute_one(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
+        """Compute a prompt; ``generate``'s own forward computes its last segment."""
+        [prompt] = prompts
+        checkpoints = self._checkpoints_of(prompts)[prompt.key]
+        prefill = self._prefill(prompt, 0, checkpoints, self.cache, compute_rest)
+        self._rows = [_Row(prompt, prefill)]
+        return prefill.output
 
-    def _fill(self, prompts: Sequence[Prompt]) -> int:
-        """Fill the cache; return how many columns of the batch are in it."""
-        if not _is_batch(prompts):
-            return self._fill_one(prompts[0])
+    def _compute_padded(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
+        """Compute all prompts but their last tokens, which ``generate``'s own forward computes."""
+        layout, left = self._store.layout, self._tokens_left(prompts)
         named = self._checkpoints_of(prompts)
         for prompt in prompts:
-            self._prefill_but_last(prompt, self._tokens_left(prompts), named[prompt.key])
-        layout, left = self._store.layout, self._tokens_left(prompts)
+            if prompt.key not in self._prefills:
+                self._prefill(prompt, left, named[prompt.key], self._runner.new_cache())
         prefills = [self._prefills[prompt.key] for prompt in prompts]
         memories = [
             read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
@@ -382,28 +360,35 @@ class Generation:
         num_columns = prompts[0].padding + len(prompts[0].tokens)
         batch = stack_memories(memories, num_columns - left)
         if batch.num_tokens:
-            write_layers(self.cache, layout.layers, batch)
+            self._prefiller.filler.fill(self.cache, batch)
         for prefill in prefills:
             prefill.cache = None
         self._rows = [_Row(*pair) for pair in zip(prompts, prefills, strict=True)]
-        return batch.num_tokens
+        output = compute_rest(batch.num_tokens)
+        self._runner.fingerprint.confirm()
+        self._store.counters["computed_tokens"] += left * len(prompts)
+        return output
 
-    def _fill_one(self, prompt: Prompt) -> int:
-        """All but the last segment, which ``generate``'s own forward computes."""
-        tokens = prompt.tokens
+    def _prefill(
+        self,
+        prompt: Prompt,
+        left: int,
+        checkpoints: Collection[int],
+        cache: Any,
+        last_forward: Callable[[int], Any] | None = None,
+    ) -> Prefill:
+        """Compute all but the ``left`` last tokens of a prompt."""
         task = PrefillTask(
-            tokens=tokens,
-            end=len(tokens),
-            min_computed=1,
+            tokens=prompt.tokens,
+            end=len(prompt.tokens) - left,
+            min_computed=max(left, 1),
             cache_salt=self._cache_salt,
             hint=self._hint,
-            checkpoints=self._checkpoints[0] if self._checkpoints else (),
+            checkpoints=checkpoints,
         )
-        prefill = self._prefiller.begin(task, self.cache, is_retry=self._is_retry)
+        prefill = self._prefiller.compute(task, cache, last_forward)
         self._prefills[prompt.key] = prefill
-        self._prefiller.run(prefill, prefill.segments[:-1])
-        self._rows = [_Row(prompt, prefill)]
-        return prefill.segments[-1].start
+        return prefill
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
         """Return how many tokens of each row the forward of the batch computes."""
@@ -424,19 +409,6 @@ class Generation:
             named[prompts[row * len(prompts) // len(self._checkpoints)].key].update(checkpoints)
         return named
 
-    def _prefill_but_last(self, prompt: Prompt, left: int, checkpoints: Collection[int]) -> None:
-        if prompt.key in self._prefills:
-            return
-        task = PrefillTask(
-            tokens=prompt.tokens,
-            end=len(prompt.tokens) - left,
-            min_computed=left,
-            cache_salt=self._cache_salt,
-            hint=self._hint,
-            checkpoints=checkpoints,
-        )
-        self._prefills[prompt.key] = self._prefiller.compute(task, self._runner.new_cache())
-
     def _memory(self) -> SequenceMemory:
         """Everything in the cache of the batch now."""
         assert self._ids is not None
@@ -452,7 +424,7 @@ class Generation:
             row.prefill.record.publish(
                 memory.row(index, row.prompt.padding),
                 len(row.prompt.tokens) - num_decoded,
-                captured=self._captured,
+                captured=row.prefill.captured,
                 is_end=row.prefill.saves_end and not num_decoded,
             )
 

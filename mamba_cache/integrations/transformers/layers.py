@@ -21,7 +21,6 @@ __all__ = [
     "learn_layers",
     "read_layers",
     "stack_memories",
-    "write_layers",
 ]
 
 _KNOWN_LAYERS = (
@@ -189,24 +188,6 @@ def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Ten
     return torch.cat([row[:, :, row.shape[2] - length :] for row in padded])
 
 
-def write_layers(cache: Any, layers: tuple[LayerParts, ...], memory: SequenceMemory) -> None:
-    """Fill a cache that no forward has used; it copies what it is given.
-
-    Raises:
-        InvalidArgumentError: The cache is not of the kind that was learned.
-    """
-    fresh = _layers(cache)
-    _check_kinds(fresh, layers)
-    states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
-    for layer, parts in zip(fresh, layers, strict=True):
-        _write_states(layer, parts, states)
-        if parts.window:
-            layer.update(next(windows), next(windows))
-            layer.cumulative_length = memory.num_tokens
-        elif parts.has_tokens:
-            layer.update(next(tokens), next(tokens))
-
-
 def copier_of(cache: Any) -> Callable[[], Any]:
     """Return what copies an empty cache; no two copies share anything that is written to."""
     layers = [(type(layer), *_split(vars(layer))) for layer in _layers(cache)]
@@ -246,7 +227,13 @@ class CacheFiller:
     def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
         self._layers = layers
         before = [_copied(vars(layer)) for layer in _layers(fresh)]
-        write_layers(fresh, layers, sample)
+        _check_kinds(_layers(fresh), layers)
+        states, windows, tokens = iter(sample.states), iter(sample.windows), iter(sample.tokens)
+        for layer, parts in zip(_layers(fresh), layers, strict=True):
+            _write_states(layer, parts, states)
+            if parts.window or parts.has_tokens:
+                kept = windows if parts.window else tokens
+                layer.update(next(kept), next(kept))
         changes: list[dict[str, Any]] = [
             {name: value for name, value in vars(layer).items() if not _same(value, old.get(name))}
             for layer, old in zip(_layers(fresh), before, strict=True)
@@ -257,7 +244,7 @@ class CacheFiller:
         self._changes = [_split(changed) for changed in changes]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
-        """Make a fresh cache own the tensors of ``memory``, one row, that nobody else has.
+        """Make a fresh cache own the tensors of ``memory``, which nothing else may use.
 
         Raises:
             InvalidArgumentError: The cache is not of the kind that was learned.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,8 +69,10 @@ class Prefill:
     tokens: npt.NDArray[np.int32]  # its token ids
     cache: Any  # the transformers cache that it is computed into
     record: SequenceRecord  # what of it is cached
-    segments: list[Segment]  # what is left to compute; empty if all of it was restored
+    segments: list[Segment]  # what was left to compute; empty if all of it was restored
     saves_end: bool  # a state is wanted where the prompt ends, and that is a block boundary
+    output: Any = None  # what the caller's own forward of the last segment returned
+    captured: Collection[int] = ()  # positions whose states that forward wrote into their slots
 
 
 class Prefiller:
@@ -102,20 +104,25 @@ class Prefiller:
     ) -> None:
         self._runner = runner
         self._store = store
-        self._filler = filler
+        self.filler = filler
         self._capture = capture
         self._placement = placement
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
         self.fewest_tokens = fewest_tokens
 
-    def begin(self, task: PrefillTask, cache: Any, *, is_retry: bool = False) -> Prefill:
-        """Restore the longest cached prefix of a prompt, and plan the rest.
+    def compute(
+        self, task: PrefillTask, cache: Any, last_forward: Callable[[int], Any] | None = None
+    ) -> Prefill:
+        """Restore the longest cached prefix of a prompt, and compute the rest.
+
+        A prompt whose forward runs out of memory begins again in smaller segments, if it can.
 
         Args:
             task: The prompt.
             cache: A fresh transformers cache; it is filled.
-            is_retry: The prompt is counted already.
+            last_forward: Computes the last segment, given its first position, in the place of the
+                model. The caller publishes what that completes.
 
         Returns:
             The prompt; close its record when it is done.
@@ -123,66 +130,48 @@ class Prefiller:
         Raises:
             InvalidArgumentError: The tokens or the salt are of a wrong kind, or the cache is.
         """
+        is_retry = False
+        while True:
+            prefill = self._begin(task, cache, is_retry=is_retry)
+            try:
+                self._run(prefill, last_forward)
+            except torch.OutOfMemoryError:
+                if not self._shrink(prefill):
+                    raise
+            else:
+                return prefill
+            prefill.record.close()
+            vars(cache).clear()
+            vars(cache).update(vars(self._runner.new_cache()))
+            is_retry = True
+
+    def _begin(self, task: PrefillTask, cache: Any, *, is_retry: bool) -> Prefill:
+        """Restore what is cached, and plan the rest; a prompt that is tried again is counted."""
         tokens, end, hint = task.tokens, task.end, task.hint
         record = self._open(task, task.min_computed)
         if 0 < end - record.match.skip_tokens < self.fewest_tokens and record.match.skip_tokens:
             record.close()
             record = self._open(task, len(tokens) - end + self.fewest_tokens)
-        try:
-            start = record.match.skip_tokens
-            if (restored := record.load()) is not None:
-                self._filler.fill(cache, restored)
-            positions = self._positions(record, task, start)  # may raise
-            segments = self._plan(positions, start, end)
-            size = self._store.layout.block_size_tokens
-            record.asked = frozenset(p // size * size for p in task.checkpoints)
-        except BaseException:
-            record.close()
-            raise
+        start = record.match.skip_tokens
+        if (restored := record.load()) is not None:
+            self.filler.fill(cache, restored)
+        positions = self._positions(record, task, start)
+        segments = self._plan(positions, start, end)
+        size = self._store.layout.block_size_tokens
+        record.asked = frozenset(p // size * size for p in task.checkpoints)
         if not is_retry:
             self._count(record, hint)
             record.tell_policy(hint, len(tokens) - task.min_computed)
         return Prefill(tokens, cache, record, segments, len(tokens) in positions)
 
-    def compute(self, task: PrefillTask, cache: Any) -> Prefill:
-        """Restores the longest cached prefix of a prompt, as ``begin`` does, and computes the rest.
-
-        Returns:
-            The prompt; close its record when it is done.
-        """
-        is_retry = False
-        while True:
-            prefill = self.begin(task, cache, is_retry=is_retry)
-            try:
-                self.run(prefill, prefill.segments)
-            except BaseException as error:
-                prefill.record.close()
-                if not self.retry(prefill, error):
-                    raise
-                is_retry = True
-            else:
-                return prefill
-
-    def retry(self, prefill: Prefill, error: BaseException) -> bool:
-        """Prepare for computing a prompt again, in smaller segments, if that can help.
-
-        Args:
-            prefill: It failed. Its record is closed, and its cache is as fresh as it was.
-            error: What was raised.
-
-        Returns:
-            Whether memory ran out, and it makes sense to begin again.
-        """
+    def _shrink(self, prefill: Prefill) -> bool:
+        """Make segments half as long as the longest of a prompt; return whether that can be."""
         longest = max((s.end - s.start for s in prefill.segments), default=0)
         size = self._store.layout.block_size_tokens
         smaller = longest // 2 // size * size
-        may_help = self._may_shrink and smaller > 0
-        if not may_help or not isinstance(error, torch.OutOfMemoryError):
+        if not self._may_shrink or not smaller:
             return False
         self._segment_tokens = smaller
-        prefill.record.close()
-        vars(prefill.cache).clear()
-        vars(prefill.cache).update(vars(self._runner.new_cache()))
         return True
 
     def _open(self, task: PrefillTask, min_computed: int) -> SequenceRecord:
@@ -193,20 +182,28 @@ class Prefiller:
             min_computed=min_computed,
         )
 
-    def run(self, prefill: Prefill, segments: Sequence[Segment]) -> None:
-        """Compute segments, and cache what they complete after each."""
-        for segment in segments:
+    def _run(self, prefill: Prefill, last_forward: Callable[[int], Any] | None) -> None:
+        """Compute the segments, and cache what they complete after each."""
+        for segment in prefill.segments:
             tokens = prefill.tokens[segment.start : segment.end]
-            with self.captured(prefill, segment) as captured:
-                self._runner.forward(tokens, prefill.cache, segment.start)
-            self._store.counters["computed_tokens"] += len(tokens)
+            is_last = segment is prefill.segments[-1]
+            with self._capturing(prefill, segment) as captured:
+                if is_last and last_forward is not None:
+                    prefill.output = last_forward(segment.start)
+                else:
+                    self._runner.forward(tokens, prefill.cache, segment.start)
+            # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
-            is_end = segment.end in segment.checkpoints or segment is prefill.segments[-1]
+            self._store.counters["computed_tokens"] += len(tokens)
+            if is_last and last_forward is not None:
+                prefill.captured = captured
+                return
+            is_end = is_last or segment.end in segment.checkpoints
             memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
             prefill.record.publish(memory, segment.end, captured=captured, is_end=is_end)
 
     @contextmanager
-    def captured(self, prefill: Prefill, segment: Segment) -> Iterator[set[int]]:
+    def _capturing(self, prefill: Prefill, segment: Segment) -> Iterator[set[int]]:
         """Capture the states inside a segment from the forward that runs inside.
 
         Yields:

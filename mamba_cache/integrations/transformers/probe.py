@@ -14,7 +14,7 @@ import torch
 from mamba_cache._torch import all_digits, has_all_digits
 from mamba_cache.errors import UnresumableModelError
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers, write_layers
+from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory, read_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 
@@ -79,7 +79,7 @@ def _judge(
 ) -> tuple[str | None, bool]:
     """Return why several tokens at once do not go on from a prefix, and if single ones do."""
     layout, saved = _save_prefix(runner, prefix)
-    whole = _run(runner, layout, layout.initial, [tokens])
+    whole = _run(runner, layout, None, [tokens])
     with _refused_if_it_fails(runner):
         steps = _differences(whole, _run(runner, layout, saved, [[token] for token in suffix]))
     dtype = runner.placement()[1]
@@ -118,7 +118,7 @@ def _noise(
         generator = torch.Generator().manual_seed(seed)
         hook = embedding.register_forward_hook(partial(_round, generator))
         try:
-            noisy = _differences(whole, _run(runner, layout, layout.initial, [tokens]))
+            noisy = _differences(whole, _run(runner, layout, None, [tokens]))
         finally:
             hook.remove()
         most = list(map(max, most, noisy))
@@ -210,8 +210,8 @@ def _refused_if_it_fails(runner: ModelRunner) -> Iterator[None]:
         ) from error
 
 
-def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayout, SequenceMemory]:
-    """Compute one block, and return it from where it was saved."""
+def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayout, PrefixTensors]:
+    """Compute one block, and return where it was saved."""
     cache = runner.new_cache()
     with _refused_if_it_fails(runner):
         runner.forward(prefix, cache, 0)
@@ -221,16 +221,18 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
     tensors = PrefixTensors(layout, num_slots=1, num_blocks=1)
     tensors.save_state(0, live)
     tensors.save_tokens([0], live, 0, len(prefix))
-    return layout, tensors.load(0, [0], len(prefix))
+    return layout, tensors
 
 
 def _run(
-    runner: ModelRunner, layout: PrefixLayout, start: SequenceMemory, parts: list[list[int]]
+    runner: ModelRunner, layout: PrefixLayout, saved: PrefixTensors | None, parts: list[list[int]]
 ) -> list[_Trace]:
-    """Go on from ``start``; return what it leaves behind in the order of the layers."""
-    cache, position, logits = runner.new_cache(), start.num_tokens, []
-    if position:
-        write_layers(cache, layout.layers, start)
+    """Go on from a saved block, if any; return what is left behind in the order of the layers."""
+    cache, position, logits = runner.new_cache(), 0, []
+    if saved is not None:
+        position = layout.block_size_tokens
+        filler = CacheFiller(runner.new_cache(), layout.layers, layout.sample)
+        filler.fill(cache, saved.load(0, [0], position))
     for part in parts:
         logits.append(runner.forward(part, cache, position, logits_to_keep=0))
         position += len(part)
