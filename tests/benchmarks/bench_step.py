@@ -38,7 +38,8 @@ def measure_decode_steps(
     """Time ``begin_step`` and ``commit_step`` beside a plain loop over request objects.
 
     The requests stand at different places of their blocks, so that each step fills some. Tokens
-    and drafts are given as arrays.
+    and drafts are given as arrays, and no states are saved; with default settings they are saved,
+    and tokens are given by name.
     """
     for count in num_requests:
         progress(f"decode with {count:,} requests")
@@ -46,8 +47,10 @@ def measure_decode_steps(
         loop = _LoopOfSteps(lengths)
         plain = _ContextOfSteps(lengths, num_drafts=0)
         drafting = _ContextOfSteps(lengths, num_drafts=_NUM_DRAFTS)
+        default = _ContextOfSteps(lengths, num_drafts=0, is_default=True)
         with _one_thread():
-            times = _interleaved([loop.step, plain.step, drafting.step], runs)
+            steps = [loop.step, plain.step, drafting.step, default.step]
+            times = _interleaved(steps, runs)
         yield from _compared(count, times, runs)
 
 
@@ -177,8 +180,11 @@ class _LoopOfSteps:
 class _ContextOfSteps:
     """Requests that decode; with drafts one is accepted in each step, beside the token after it."""
 
-    def __init__(self, lengths: Sequence[int], *, num_drafts: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, num_drafts: int, is_default: bool = False
+    ) -> None:
         count = len(lengths)
+        self._is_default = is_default
         self._rng = np.random.default_rng()
         self._num_drafts = num_drafts
         self._count = count
@@ -190,7 +196,7 @@ class _ContextOfSteps:
                 max_sequence_length=_MAX_SEQUENCE,
                 num_kv_blocks=64 * count,
                 max_slots=8 * count,
-                save_decode_states=False,
+                save_decode_states=is_default,
                 num_speculative_tokens=num_drafts,
             ),
             smallest_state(),
@@ -209,17 +215,22 @@ class _ContextOfSteps:
             tokens[:, 0], counts = drafts[:, 0], np.full(self._count, 2)
         else:
             tokens = tokens[:, 0]
+        given = dict(enumerate(tokens.tolist())) if self._is_default else tokens
         start = time.process_time()
         self._context.begin_step(drafts=drafts)
-        self._context.commit_step(tokens, counts)
+        self._context.commit_step(given, counts)
         return time.process_time() - start
 
 
 def _compared(count: int, times: Sequence[list[float]], runs: int) -> Iterator[Measurement]:
-    loop, plain, drafting = times
-    loop_us = statistics.median(loop) * 1e6
-    for name, seconds in (("", plain), (f" and {_NUM_DRAFTS} drafts each", drafting)):
-        own = statistics.median(seconds) * 1e6
+    loop, plain, drafting, default = times
+    loop_us = statistics.mean(loop) * 1e6
+    for name, seconds in (
+        ("", plain),
+        (f" and {_NUM_DRAFTS} drafts each", drafting),
+        (", default settings", default),
+    ):
+        own = statistics.mean(seconds) * 1e6  # a median would leave out steps that end blocks
         yield Measurement(
             f"begin and commit a step, {count:,} requests{name}",
             own,
