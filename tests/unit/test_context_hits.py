@@ -27,15 +27,6 @@ from mamba_cache.errors import InvalidArgumentError
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
 
-def test_identical_prompt_hits():
-    """SGLang 21158: a look-up capped one token before the end found nothing of the same prompt."""
-    context, prompt = make_context(), PROMPT[: 3 * BLOCK]
-    generate(context, prompt, 1)
-    tokens, logits, admission = generate(context, prompt, 4)
-    assert (admission.kv_matched_blocks, admission.state_matched_blocks) == (3, 2)
-    assert_same_run((tokens, logits), prompt)
-
-
 def test_a_match_says_what_is_cached_and_what_of_it_is_usable():
     context = make_context()
     generate(context, PROMPT, 1)
@@ -82,34 +73,6 @@ def test_branch_point_is_saved_for_the_third_request():
     stem = PROMPT[: 2 * BLOCK]
     skipped = [generate(context, stem + tail, 1)[2].skip_tokens for tail in tails]
     assert skipped == [0, 0, 2 * BLOCK]
-
-
-def test_wanted_checkpoint_makes_the_second_request_hit():
-    """SGLang 22935, 38625; vLLM 45238: a long shared prefix was missed until the third prompt."""
-    context = make_context()
-    stem = PROMPT[: 2 * BLOCK + 3]
-    generate(context, stem + [1] * 10, 1, checkpoint_positions=[len(stem)])
-    tokens, logits, admission = generate(context, stem + [2] * 10, 3)
-    assert admission.skip_tokens == 2 * BLOCK
-    assert_same_run((tokens, logits), stem + [2] * 10)
-
-
-def test_long_prompt_does_not_flood_the_slots():
-    """SGLang 36935: the chunk states of one huge prompt pushed all others out."""
-    context = make_context(make_config(max_sequence_length=256, max_slots=8))
-    generate(context, PROMPT, 1)
-    generate(context, [i % 11 for i in range(30 * BLOCK + 1)], 1)
-    assert saved_prefix_lengths(context, PROMPT) == [3]
-    assert context.slot_allocator.num_cached_slots == 2
-
-
-def test_next_turn_reuses_the_answer():
-    context = make_context()
-    answer = generate(context, PROMPT, 14)[0]
-    turn = PROMPT + answer + [4, 5, 6]
-    tokens, logits, admission = generate(context, turn, 3)
-    assert admission.skip_tokens == (len(PROMPT) + 13) // BLOCK * BLOCK
-    assert_same_run((tokens, logits), turn)
 
 
 def test_what_was_decoded_can_be_left_out_altogether():
