@@ -1,4 +1,7 @@
-"""What every store must do, with real servers where there are some (tests/engines/stores.sh)."""
+"""What every store must do, with real servers where there are some (tests/engines/stores.sh).
+
+The checks are functions of a store: stores that are wrong on purpose show that each can fail.
+"""
 
 import contextlib
 import os
@@ -162,6 +165,50 @@ CHECKS = [check_roundtrip, check_missing_among_others, check_first_bytes_stay, c
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_store(store, check, rng, prefix):
     check(store, rng, prefix)
+
+
+class Overwriting(MemoryStore):
+    def put_many(self, keys, buffers):
+        self.remove(keys)
+        return super().put_many(keys, buffers)
+
+
+class Inventive(MemoryStore):
+    """Finds what it does not have."""
+
+    def _get(self, key, buffer):
+        size = super()._get(key, buffer)
+        return 1 if size is MISSING else size
+
+
+def troubled(call, trouble):
+    store = FaultyStore(MemoryStore())
+    store.inject(call, trouble)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("make", "check"),
+    [
+        (lambda: troubled("put_many", Trouble.DROP), check_roundtrip),
+        (lambda: troubled("put_many", Trouble.LOSE), check_roundtrip),
+        (lambda: troubled("put_many", Trouble.FAIL), check_roundtrip),
+        (lambda: troubled("exists_many", Trouble.FAIL), check_roundtrip),
+        (lambda: troubled("get_many_into", Trouble.FAIL), check_roundtrip),
+        (lambda: troubled("get_many_into", Trouble.FLIP), check_roundtrip),
+        (lambda: troubled("get_many_into", Trouble.TRUNCATE), check_roundtrip),
+        (lambda: troubled("get_many_into", Trouble.ZERO), check_roundtrip),
+        (lambda: troubled("get_many_into", Trouble.TEAR), check_roundtrip),
+        (lambda: troubled("get_many_into", Trouble.SWAP), check_missing_among_others),
+        (Inventive, check_missing_among_others),
+        (Overwriting, check_first_bytes_stay),
+        (lambda: troubled("remove", Trouble.DROP), check_remove),
+        (lambda: troubled("remove", Trouble.FAIL), check_remove),
+    ],
+)
+def test_the_checks_find_a_store_that_is_wrong(make, check, rng):
+    with pytest.raises(AssertionError):
+        check(make(), rng, "k")
 
 
 @pytest.mark.parametrize("kind", REAL)

@@ -1,6 +1,8 @@
 """No step waits for a store: by what its thread enters and which locks it meets, not by clocks."""
 
+import socket
 import threading
+from concurrent.futures import Future
 
 import pytest
 from clocks import ManualClock
@@ -14,6 +16,7 @@ from mamba_cache.context import prefetch as prefetching
 from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import PayloadMac
+from mamba_cache.tiers.remote import RemoteTier
 
 OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
 
@@ -109,3 +112,33 @@ def test_steps_go_on_while_a_store_hangs(watch, filled, monkeypatch) -> None:
     assert not +watch.with_locks
     faulty.heal()
     context.close()
+
+
+@pytest.mark.parametrize(
+    "breach", ["calls under its lock", "asks in the step's thread", "connects"]
+)
+def test_the_watch_finds_who_breaks_this(watch, filled, monkeypatch, breach) -> None:
+    if breach == "calls under its lock":
+
+        def submit(tier, call):
+            future = Future()
+            with tier._lock:
+                future.set_result(call())
+            return future
+
+        monkeypatch.setattr(RemoteTier, "_submit", submit)
+    elif breach == "asks in the step's thread":
+        monkeypatch.setattr(RemoteTier, "has_many", lambda tier, keys: [
+            fault is None for fault in tier.store.exists_many([str(key) for key in keys])
+        ])  # fmt: skip
+    else:
+        has_many = RemoteTier.has_many
+
+        def connect(tier, keys):
+            socket.socket().close()
+            return has_many(tier, keys)
+
+        monkeypatch.setattr(RemoteTier, "has_many", connect)
+    serve(watch, filled, monkeypatch)
+    assert bool(+watch.with_locks) is (breach == "calls under its lock")
+    assert bool(watch.entered) is (breach != "calls under its lock")
