@@ -416,12 +416,17 @@ def test_entries_are_worth_the_tokens_before_their_boundary(
     tier.end_loads()
 
 
-@pytest.mark.parametrize(("timeout", "seconds"), [(None, 56), (60, 56), (10, 10)])
+@pytest.mark.parametrize(
+    ("timeout", "on_gpu", "seconds"), [(None, 0, 56), (60, 0, 56), (10, 0, 10), (None, 16, 40)]
+)
 def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
-    context, tier, monkeypatch, timeout, seconds
+    context, tier, monkeypatch, timeout, on_gpu, seconds
 ) -> None:
     clock, tiering = ManualClock(), context._tiering
     monkeypatch.setattr(prefetching, "time", clock)
+    if on_gpu:
+        generate(context, PROMPT[: on_gpu + 1], 1)
+        tier.end_puts()
     tiering.lower._is_waited_for = True
     tiering.planners.host.rates = Rates(tokens_per_second=1.0)
     prefetch = ask(context, timeout_seconds=timeout)
