@@ -365,29 +365,19 @@ class _Reading:
     lists, tuples, dicts, sets and library objects of those. Anything else is foreign. What a call
     of a cache has replaced for its length counts as what was there before. Hooks are only looked at
     for where they come from, and are not held.
-
-    Attributes:
-        values: What was read, by path; beside it a number that holds in this process only.
-        tensors: The tensors that were found, by path; one that is found twice has the first path.
-        modules: The modules that were found, by path.
-        owners_of_tensors: Their dicts of parameters and of buffers, the empty ones left out.
-        modules_of_code: Names of the Python modules whose code is part of the model, libraries not
-            counted.
-        foreign: Where the first foreign code of each kind is.
-        unknown: Identities of all that is foreign, by path.
-        digest: Names all settings; empty before the walk.
     """
 
     def __init__(self, known: _Known) -> None:
         self._known = known
+        # All by path. The number beside a value holds in this process only.
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
         self.owners_of_tensors: list[dict[str, Any]] = []
-        self.modules_of_code: set[str] = set()
-        self.foreign: dict[ForeignKind, str] = {}
-        self.unknown: dict[str, int] = {}
-        self.digest = ""
+        self.modules_of_code: set[str] = set()  # Python modules, libraries not counted
+        self.foreign: dict[ForeignKind, str] = {}  # where the first of each kind is
+        self.unknown: dict[str, int] = {}  # identities of all foreign code, by path
+        self.digest = ""  # names all settings; empty before the walk
         self._own: set[str] = set()
         self._names: dict[int, str] = {}  # of all modules
         self._paths: dict[int, str] = {}  # of all that was read
@@ -565,9 +555,6 @@ class _Reading:
             return
         self._say_code(path, "object", kind)
         self._add_code(kind.__module__)
-        self._read_attributes(path, value)
-
-    def _read_attributes(self, path: str, value: Any) -> None:
         attributes = vars(value)
         self._watch(path, attributes)
         for name in sorted(attributes):

@@ -456,12 +456,10 @@ class Generation:
         if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
             return
         record = row.prefill.record.fork()
-        try:
-            record.append(answer)
-            memory = replace(memory, states=row.states, windows=row.windows)
-            record.publish(memory, row.boundary, is_end=True)
-        finally:
-            record.close()
+        record.append(answer)
+        memory = replace(memory, states=row.states, windows=row.windows)
+        record.publish(memory, row.boundary, is_end=True)
+        record.close()
 
     def _read_columns(self, end: int) -> None:
         """Bring the generated tokens of the first ``end`` columns to the host."""

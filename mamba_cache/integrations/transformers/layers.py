@@ -216,9 +216,9 @@ def _split(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, 
 class CacheFiller:
     """Fills fresh caches with tensors that they may keep, without copying or allocating.
 
-    Going through the methods of each layer costs several launches a state. What these methods do to
-    a layer beside storing tensors is the same for every sequence, whatever the version of
-    transformers: it is looked up once, in the fresh cache ``fresh``, which they fill with a sample.
+    Going through the methods of each layer costs several launches a state. The other attributes
+    that these methods set are the same for every sequence: they are taken from the fresh cache
+    ``fresh``, which the methods fill with a sample.
 
     Raises:
         InvalidArgumentError: The cache is not of the kind that was learned.
@@ -226,22 +226,17 @@ class CacheFiller:
 
     def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
         self._layers = layers
-        before = [_copied(vars(layer)) for layer in _layers(fresh)]
         _check_kinds(_layers(fresh), layers)
         states, windows, tokens = iter(sample.states), iter(sample.windows), iter(sample.tokens)
         for layer, parts in zip(_layers(fresh), layers, strict=True):
             _write_states(layer, parts, states)
             if parts.window or parts.has_tokens:
-                kept = windows if parts.window else tokens
-                layer.update(next(kept), next(kept))
-        changes: list[dict[str, Any]] = [
-            {name: value for name, value in vars(layer).items() if not _same(value, old.get(name))}
-            for layer, old in zip(_layers(fresh), before, strict=True)
-        ]
-        for changed in changes:
-            for name in _TENSORS & changed.keys():
-                changed[name] = _emptied(changed[name])
-        self._changes = [_split(changed) for changed in changes]
+                own = windows if parts.window else tokens
+                layer.update(next(own), next(own))
+            for name in _TENSORS & vars(layer).keys():
+                kept = getattr(layer, name)
+                setattr(layer, name, dict.fromkeys(kept) if isinstance(kept, dict) else None)
+        self._filled = [_split(vars(layer)) for layer in _layers(fresh)]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
         """Make a fresh cache own the tensors of ``memory``, which nothing else may use.
@@ -252,7 +247,7 @@ class CacheFiller:
         fresh = _layers(cache)
         _check_kinds(fresh, self._layers)
         states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
-        for layer, parts, (plain, nested) in zip(fresh, self._layers, self._changes, strict=True):
+        for layer, parts, (plain, nested) in zip(fresh, self._layers, self._filled, strict=True):
             vars(layer).update(plain)
             for name, value in nested:
                 setattr(layer, name, value.copy())
@@ -266,22 +261,6 @@ class CacheFiller:
 
 
 _TENSORS = {"conv_states", "recurrent_states", "keys", "values"}
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: dict(x) if isinstance(x, dict) else x for name, x in attributes.items()}
-
-
-def _emptied(value: Any) -> Any:
-    return dict.fromkeys(value) if isinstance(value, dict) else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if torch.is_tensor(one) or torch.is_tensor(other):
-        return one is other
-    return bool(one == other)
 
 
 def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.Tensor]) -> None:

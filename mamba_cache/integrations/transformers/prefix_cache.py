@@ -263,7 +263,7 @@ class PrefixCache:
             fewest_tokens=1 if is_step_exact else 2,
             is_eager=self._why_eager(),
         )
-        self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.sample)
+        self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.initial)
         hash_secret = settings.hash_secret
         if hash_secret is None and settings.disk_cache_path is not None:
             hash_secret = cache_secret(settings.disk_cache_path)
@@ -742,10 +742,8 @@ class PrefixCache:
             checkpoints=named,
         )
         prefill = self._prefiller.compute(task, past)
-        try:
-            self._runner.fingerprint.confirm()
-        finally:
-            prefill.record.close()
+        self._runner.fingerprint.confirm()
+        prefill.record.close()
         return past
 
     @guarded(waits=True)
@@ -793,12 +791,10 @@ class PrefixCache:
             lora_id=self._runner.fingerprint.key,
             min_computed=0,
         )
-        try:
-            self._runner.fingerprint.confirm()
-            blocks, num_tokens = record.restored_blocks, record.match.skip_tokens
-            return self._store.pins.add(blocks, num_tokens, ttl_seconds)
-        finally:
-            record.close()
+        self._runner.fingerprint.confirm()
+        pin = self._store.pins.add(record.restored_blocks, record.match.skip_tokens, ttl_seconds)
+        record.close()
+        return pin
 
     @guarded(waits=True)
     def unpin(self, pin: Pin) -> None:

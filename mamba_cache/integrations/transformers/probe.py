@@ -231,7 +231,7 @@ def _run(
     cache, position, logits = runner.new_cache(), 0, []
     if saved is not None:
         position = layout.block_size_tokens
-        filler = CacheFiller(runner.new_cache(), layout.layers, layout.sample)
+        filler = CacheFiller(runner.new_cache(), layout.layers, layout.initial)
         filler.fill(cache, saved.load(0, [0], position))
     for part in parts:
         logits.append(runner.forward(part, cache, position, logits_to_keep=0))

@@ -60,7 +60,6 @@ class PrefixLayout:
         bytes_per_block: Bytes of one KV block; 0 if the model has no layer that keeps all tokens.
         device: Where the sample was.
         initial: What a cache holds before the first token: one row.
-        sample: What it holds of one token, one row of zeros.
     """
 
     def __init__(
@@ -95,15 +94,8 @@ class PrefixLayout:
         self.initial = SequenceMemory(
             0,
             [torch.zeros_like(state) for state in sample.states],
-            [window[:, :, :0] for window in sample.windows],
+            [window[:, :, :0].clone() for window in sample.windows],
             [tokens[:, :, :0].clone() for tokens in sample.tokens],
-        )
-
-        self.sample = SequenceMemory(
-            1,
-            [torch.zeros_like(state) for state in sample.states],
-            [torch.zeros_like(window[:, :, :1]) for window in sample.windows],
-            [torch.zeros_like(tokens[:, :, :1]) for tokens in sample.tokens],
         )
 
     @property
