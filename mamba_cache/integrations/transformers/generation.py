@@ -141,12 +141,11 @@ class Generation:
                 self._streamer.tell_first(input_ids[:, -1])
             if not self._is_batched and self._rows:  # none of a call that bypasses the cache
                 self._publish_prompts()
+        self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
         if self._is_batched:
             assert self._batcher is not None
             self._batcher.take_rows(input_ids[:, -1].tolist())
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
-        if self._keeps_answers:
+        elif self._keeps_answers:
             self._keep_boundaries()
             # A copy: processors and criteria are given these ids, and may write to them.
             self._columns.append(input_ids[:, -1].clone())

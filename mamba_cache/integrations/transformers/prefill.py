@@ -227,21 +227,10 @@ class Prefiller:
             What the model's layers keep of it.
         """
         end, cache = len(tokens), self._runner.new_cache()
-        cuts = {*self._segment_ends(0, end), end}
-        for start, stop in pairwise([0, *self._divided(0, cuts)]):
-            self._runner.forward(tokens[start:stop], cache, start)
+        for part in self._plan(set(), 0, end):
+            self._runner.forward(tokens[part.start : part.end], cache, part.start)
         self._runner.fingerprint.confirm()  # of other weights nothing is known to be wrong
         return read_layers(cache, self._store.layout.layers, end)
-
-    def _divided(self, start: int, ends: set[int]) -> list[int]:
-        """Return where forwards end, none of which is given fewer tokens than it must be."""
-        ordered = sorted(ends - {start})
-        if self.fewest_tokens > 1:
-            # No cut leaves a single token before it or after it.
-            ordered = [one for one, after in pairwise([*ordered, 0]) if one + 1 != after]
-            if len(ordered) > 1 and ordered[0] == start + 1:
-                del ordered[0]
-        return ordered
 
     def _count(self, record: SequenceRecord, hint: PromptHint) -> None:
         tokens, chain, (salt, _) = record.prompt
@@ -269,16 +258,18 @@ class Prefiller:
         return {p for p in positions if p > start}
 
     def _plan(self, checkpoints: set[int], start: int, end: int) -> list[Segment]:
-        cuts = set(self._segment_ends(start, end))
+        """Divide a part of a prompt because of the memory that it needs, and at checkpoints."""
+        first = start // self._segment_tokens + 1
+        cuts = {end, *range(first * self._segment_tokens, end, self._segment_tokens)}
         if self._capture is None:
             cuts |= {p for p in checkpoints if p < end}
-        ends = self._divided(start, {*cuts, end})
+        ends = sorted(cuts - {start})
+        if self.fewest_tokens > 1:
+            # No cut leaves a single token before it or after it.
+            ends = [one for one, after in pairwise([*ends, 0]) if one + 1 != after]
+            if len(ends) > 1 and ends[0] == start + 1:
+                del ends[0]
         return [
             Segment(begin, stop, tuple(p for p in sorted(checkpoints) if begin < p <= stop))
-            for begin, stop in zip([start, *ends], ends, strict=False)
+            for begin, stop in pairwise([start, *ends])
         ]
-
-    def _segment_ends(self, start: int, end: int) -> range:
-        """Return where a part of a prompt is divided because of the memory that it needs."""
-        first = start // self._segment_tokens + 1
-        return range(first * self._segment_tokens, end, self._segment_tokens)

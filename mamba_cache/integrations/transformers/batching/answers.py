@@ -50,6 +50,11 @@ class AnswerSettings:
     stops: Any = None  # the library's criterion that looks for stop strings; None: there are none
     _longest_stop: int = field(default=0)
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether the next token is that of the largest logit."""
+        return self.is_greedy and self.make_processors is None
+
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
         """Say whether an answer ends with a stop string."""
         if self.stops is None:

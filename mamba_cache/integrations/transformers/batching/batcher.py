@@ -634,9 +634,7 @@ class Batcher:
         by_row: list[BatchRequest | None] = [None] * size
         for row, request in zip(rows.tolist(), requests, strict=True):
             by_row[row] = request
-        is_simple = all(
-            one.settings.is_greedy and one.settings.make_processors is None for one in requests
-        )
+        is_simple = all(one.settings.is_simple for one in requests)
         return _Decoding(ids, requests, by_row, size, is_simple)
 
     def _size_for(self, count: int) -> int:

@@ -78,7 +78,7 @@ class Sampler:
         Returns:
             [rows] int64 on the device.
         """
-        if all(one is None or _is_simple(one.settings) for one in draws):
+        if all(one is None or one.settings.is_simple for one in draws):
             return logits.argmax(-1)
         scores = logits.float()
         special = [i for i, one in enumerate(draws) if one and one.processors is not None]
@@ -135,10 +135,6 @@ class Sampler:
             most,
         )
         return self._limits
-
-
-def _is_simple(settings: AnswerSettings) -> bool:
-    return settings.is_greedy and settings.make_processors is None
 
 
 def _is_limited(settings: AnswerSettings) -> bool:
