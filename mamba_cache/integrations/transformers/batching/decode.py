@@ -90,12 +90,8 @@ class DecodeStep:
 
     def _cache(self, num_rows: int) -> Any:
         """Return a cache of the model whose states are the live ones."""
-        cache = self._caches.get(num_rows)
-        if cache is None:
-            cache = self._caches[num_rows] = self._make_cache(num_rows)
-        return cache
-
-    def _make_cache(self, num_rows: int) -> Any:
+        if num_rows in self._caches:
+            return self._caches[num_rows]
         first = {name: tensor[:, :num_rows] for name, tensor in self._live.items()}
         spec = self._layout.kv_spec
         nothing = torch.empty(
@@ -110,4 +106,5 @@ class DecodeStep:
             if parts.has_tokens:
                 layer.update = partial(self.attention.update, number)
                 number += 1
+        self._caches[num_rows] = cache
         return cache

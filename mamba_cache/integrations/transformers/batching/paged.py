@@ -106,14 +106,15 @@ class PagedAttention:
                 ("decode_inputs", decode_inputs_torch),
             )
         )
-        configs = (getattr(module, "config", None) for module in (model, *model.modules()))
-        self._configs = list({id(c): c for c in configs if hasattr(c, _FIELD)}.values())
-        self._configs += [
-            own
-            for config in self._configs[:]
-            if (own := _text_config(config)) is not None
-            and all(own is not known for known in self._configs)
+        of_modules: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        configs = {id(c): c for c in of_modules if hasattr(c, _FIELD)}
+        of_text = [
+            c.get_text_config(decoder=True)
+            for c in configs.values()
+            if hasattr(c, "get_text_config")
         ]
+        configs |= {id(c): c for c in of_text if hasattr(c, _FIELD)}
+        self._configs = list(configs.values())
         self._layer = -1
         self._written: set[int] = set()  # layers of which the forward wrote keys and values
         self._slots = self._places = torch.empty(0)
@@ -198,11 +199,6 @@ class PagedAttention:
             query, keys, values, *self._seen, scale
         )
         return output
-
-
-def _text_config(config: Any) -> Any:
-    own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-    return own if hasattr(own, _FIELD) else None
 
 
 def _substitute_for(config: Any) -> Callable[[Any], str]:
