@@ -409,13 +409,14 @@ def test_whole_pages_are_read_and_written_past_the_page_cache_where_that_can_be(
     tier.close()
 
 
-def test_a_file_that_may_not_be_opened_directly_is_an_error(tier, monkeypatch) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_opened_directly_is_an_error(tier, monkeypatch, number) -> None:
     assert put(tier, 1, KV) is None
     system_open = os.open
 
     def refuse(path, flags, *args, **kwargs):
         if flags & os.O_DIRECT:
-            raise PermissionError(errno.EACCES, "no file")
+            raise OSError(number, "no file")
         return system_open(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(disks.os, "open", refuse)
