@@ -55,6 +55,25 @@ def test_a_sample_notices_changes_of_small_weights_too(name, generator):
     check_change(kind, model, generator, weights_check="sample")
 
 
+@pytest.mark.parametrize("size", [6, 24])
+def test_a_sliding_window_of_another_size_is_noticed(size, generator):
+    """A hit had the window that the cache was made with, and other logits than the model."""
+    model = make_model("inkling")
+    cache, prompt = make_cache(model), text(generator, 8 * BLOCK)
+    cache.generate(prompt, **GREEDY)
+    model.config.sliding_window_size = size
+    for module in model.modules():
+        if "sliding_window" in vars(module):
+            module.sliding_window = size
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=rf"sliding window had 12 .* {size} now"):
+            cache.generate(prompt, **GREEDY)
+    cache.check_invariants()
+    again = make_cache(model)
+    for _ in range(2):
+        assert_same(again.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
+
+
 class Midway:
     """A streamer that changes the model while it answers."""
 

@@ -151,6 +151,11 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
             memory.states.append(conv)
         memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
         if parts.window:
+            if layer.sliding_window != parts.window + 1:  # what a slot has room for
+                raise ModelChangedError(
+                    f"the model's sliding window had {parts.window + 1} tokens when the prefix "
+                    f"cache was made and has {layer.sliding_window} now: make a new prefix cache"
+                )
             memory.windows += [_last(x, parts.window) for x in (layer.keys, layer.values)]
         elif parts.has_tokens:
             memory.tokens += [layer.keys, layer.values]
