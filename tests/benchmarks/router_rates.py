@@ -19,7 +19,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_json_option(parser)
     options = parser.parse_args()
-    routers = {name: kind for name, (kind, is_here) in KINDS.items() if is_here}
+    is_here = {"vllm-router": two.find_vllm_router() is not None, "dynamo": two.has_dynamo()}
+    routers = {name: kind for name, kind in KINDS.items() if is_here[name]}
     cases = [
         *((name, kind, LOAD, 2, SIZES, "reachable") for name, kind in routers.items()),
         ("round robin", two.RoundRobin, LOAD, 2, SIZES, "reachable"),

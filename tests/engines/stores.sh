@@ -5,7 +5,7 @@
 #
 # They are installed into an environment of their own, that sees the packages of this one. Mooncake needs
 # system libraries (libibverbs1 librdmacm1 libnuma1 libcurl4); as root on Debian or Ubuntu they are installed
-# too. What cannot be had here is said, and its tests are skipped.
+# too. What cannot be had here is said, and its tests do not run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -37,9 +37,12 @@ if [ -d "$site/mooncake" ] && ! loads; then
     rm -rf "$site/mooncake"
 fi
 
-timeout 900 python -m pytest -q -p no:cacheprovider tests/integration/test_stores.py \
+marks=""  # with the tests of a Valkey server, if one could be had
+PYTHONPATH=$PYTHONPATH:tests/support python -c 'import sys, store_rig; sys.exit(not store_rig.find_valkey())' || marks="not engine"
+
+timeout 900 python -m pytest -q -m "$marks" -p no:cacheprovider tests/integration/test_stores.py \
     tests/integration/test_store_processes.py "$@"
-timeout 300 python -m pytest -q -p no:cacheprovider tests/integration/test_transformers_serve.py -k share_a_store || {
+timeout 300 python -m pytest -q -m "$marks" -p no:cacheprovider tests/integration/test_transformers_serve.py -k share_a_store || {
     [ $? -eq 5 ] && echo "SKIPPED: two servers over one store need the extra serve"
 }
 # Mooncake says much on stderr, of which only a failure is worth the reading.

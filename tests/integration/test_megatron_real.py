@@ -35,7 +35,7 @@ SKIPPED = [0, 0, 3 * BLOCK, 2 * BLOCK, BLOCK, 0]
 """What the requests of ``megatron_steps`` skip: a branch, a prompt's end, and one block less."""
 
 pytestmark = [
-    pytest.mark.skipif(not FOUND, reason=f"{WHEELS} names no folder with wheels"),
+    pytest.mark.engine,
     pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
 ]
 
@@ -43,6 +43,7 @@ pytestmark = [
 @pytest.fixture(scope="module", params=list(VERSIONS) or ["no wheels"])
 def imported(request, tmp_path_factory):
     """A version of Megatron Core."""
+    assert FOUND, f"{WHEELS} must name a folder with wheels"
     folder = tmp_path_factory.mktemp("megatron")
     with megatron_core(VERSIONS[request.param], folder) as parts:
         yield parts

@@ -13,13 +13,7 @@ from router_rig import FEW, FEW_SLOTS, KINDS, LOAD, SIZES, TWICE, run, two  # no
 
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 
-ROUTERS = [
-    pytest.param(
-        kind, id=name, marks=pytest.mark.skipif(not found, reason="needs the extra routers")
-    )
-    for name, (kind, found) in KINDS.items()
-]
-dynamo_only = pytest.mark.skipif(not two.has_dynamo(), reason="needs the extra routers")
+ROUTERS = [pytest.param(kind, id=name, marks=pytest.mark.engine) for name, kind in KINDS.items()]
 
 POINTS = 0.03
 
@@ -119,7 +113,7 @@ class Prompts:
         raise AssertionError([(worth, service.credit(tokens)) for tokens, worth in worths])
 
 
-@dynamo_only
+@pytest.mark.engine
 @pytest.mark.parametrize("mode", ["resident", "reachable"])
 def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, rng):
     draw, books = random.Random(int(rng.integers(2**32))), Books(64, 16)
@@ -155,7 +149,7 @@ def test_a_router_that_comes_late_and_loses_batches_credits_what_is_held(mode, r
         assert publisher.stats().replays > 1
 
 
-@dynamo_only
+@pytest.mark.engine
 def test_a_router_forgets_what_the_process_before_told_at_the_same_address():
     first, second = Books(), Books()
     with ExitStack() as stack:

@@ -13,7 +13,6 @@ from restart_rig import PROMPT_TOKENS, uncached
 from store_rig import (
     LOOPBACK,
     find_mooncake_master,
-    find_valkey,
     mooncake_master,
     valkey_server,
 )
@@ -27,13 +26,10 @@ SERVERS = {
     "mooncake": (mooncake_master, "?segment=64MiB"),
 }
 REAL = [
-    pytest.param(
-        "valkey",
-        marks=pytest.mark.skipif(find_valkey() is None, reason="needs a Valkey server"),
-    ),
+    pytest.param("valkey", marks=pytest.mark.engine),
     pytest.param(
         "mooncake",
-        marks=pytest.mark.skipif(find_mooncake_master() is None, reason="needs extra mooncake"),
+        marks=pytest.mark.skipif(find_mooncake_master() is None, reason="needs the extra mooncake"),
     ),
 ]
 

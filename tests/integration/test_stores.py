@@ -21,7 +21,6 @@ from store_rig import (
     LOOPBACK,
     PAUSE,
     find_mooncake_master,
-    find_valkey,
     free_port,
     mooncake_master,
     valkey_server,
@@ -40,8 +39,10 @@ from mamba_cache.stores import (
 MISSING = StoreFault.MISSING
 SIZES = (1, 13, 4096, 65_537, 2**20 + 13, 4 * 2**20)
 
-with_valkey = pytest.mark.skipif(find_valkey() is None, reason="needs a Valkey server")
-with_mooncake = pytest.mark.skipif(find_mooncake_master() is None, reason="needs extra mooncake")
+with_valkey = pytest.mark.engine
+with_mooncake = pytest.mark.skipif(
+    find_mooncake_master() is None, reason="needs the extra mooncake"
+)
 REAL = [pytest.param("valkey", marks=with_valkey), pytest.param("mooncake", marks=with_mooncake)]
 
 

@@ -40,7 +40,7 @@ from serve_rig import (  # noqa: E402
     save,
 )
 from sources import ROOT  # noqa: E402
-from store_rig import find_valkey, valkey_server  # noqa: E402
+from store_rig import valkey_server  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     LlamaConfig,
@@ -795,7 +795,7 @@ def test_a_server_keeps_its_prefixes_over_a_restart(
     assert hits == [0, reused(prompt_ids(question).shape[1])]
 
 
-@pytest.mark.skipif(find_valkey() is None, reason="needs a Valkey server")
+@pytest.mark.engine
 def test_servers_share_a_store_and_answer_without_it(
     uninstalled, folders, words, monkeypatch
 ) -> None:

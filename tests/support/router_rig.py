@@ -16,11 +16,7 @@ def _load_example():
 
 two = _load_example()
 
-KINDS = {
-    "vllm-router": (two.VllmRouter, two.find_vllm_router() is not None),
-    "dynamo": (two.DynamoRouter, two.has_dynamo()),
-}
-"""Each router, and whether it is here."""
+KINDS = {"vllm-router": two.VllmRouter, "dynamo": two.DynamoRouter}
 
 LOAD = two.Load(conversations=40, turns=3, question_tokens=80)
 SIZES = {"num_blocks": 512, "num_slots": 128}
