@@ -348,6 +348,21 @@ def test_attention_that_is_computed_otherwise_in_a_batch_is_noticed(nemotron, mo
         cache.generate_batch([[5, 6]])
 
 
+def test_rows_without_a_request_attend_to_nothing(nemotron, monkeypatch):
+    """Their place is -1, of which the kernel must not read a block table."""
+    right, seen = paged_attention_torch.paged_attention, []
+
+    def noted(query, keys, values, tables, places, starts, lengths, scale):
+        if query.shape[2] == 1:
+            seen.extend(zip(places.tolist(), lengths.tolist(), strict=True))
+        return right(query, keys, values, tables, places, starts, lengths, scale)
+
+    monkeypatch.setattr(paged_attention_torch, "paged_attention", noted)
+    nemotron.cache().generate_batch([[5, 6], [7], [8, 9, 10]], max_new_tokens=3)
+    assert {length for place, length in seen if place < 0} == {0}
+    assert {length for place, length in seen if place >= 0} == {1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
