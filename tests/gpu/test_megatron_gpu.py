@@ -26,8 +26,8 @@ FOUND = find_wheels()
 VERSIONS = {".".join(version.split(".")[:2]): wheel for version, wheel in FOUND.items()}
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not FOUND, reason=f"{WHEELS} names no folder with wheels"),
+    pytest.mark.engine,  # and not gpu: tests/engines/megatron.sh is given this file
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # Megatron's, of what it would need for training
 ]
 
@@ -35,6 +35,7 @@ pytestmark = [
 @pytest.fixture(scope="module", params=list(VERSIONS) or ["no wheels"])
 def imported(request, tmp_path_factory):
     """A version of Megatron Core."""
+    assert FOUND, f"{WHEELS} must name a folder with wheels"
     folder = tmp_path_factory.mktemp("megatron")
     with megatron_core(VERSIONS[request.param], folder) as parts:
         yield parts
