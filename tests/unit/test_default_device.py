@@ -103,6 +103,7 @@ def test_layers_are_told_on_the_host_which_requests_prefill(elsewhere):
         idx_mapping=torch.tensor([2, 0], device="cpu"),
         num_scheduled_tokens=np.array([1, 5]),
         is_prefilling_np=np.array([False, True]),
+        prefill_runs_as_decode_np=None,
         seq_lens_cpu_upper_bound=torch.tensor([4, 5], device="cpu"),
         num_draft_tokens_per_req=np.array([0, 0]),
     )
