@@ -14,9 +14,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.batching import batcher as batcher_module
-from mamba_cache.integrations.transformers.batching import rectangles
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
 from mamba_cache.integrations.transformers.batching.kernels import decode_inputs
+from mamba_cache.integrations.transformers.capture import ScanRun
 
 pytestmark = pytest.mark.gpu
 
@@ -267,9 +267,7 @@ def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low
         ends, own = torch.tensor(cuts).cuda()[part], torch.tensor(lengths).cuda()[part]
         bounds = torch.cat([torch.zeros_like(own)[:, None], ends, own[:, None]], 1)
         widths = tuple((bounds[:, 1:] - bounds[:, :-1]).amax(0).tolist())
-        shape = rectangles.RectangleShape(len(rows), size, widths, is_ragged=True)
-        run = rectangles._make_run(shape, own, ends)
-        run.is_kernel = True
+        run = ScanRun(len(rows), size, widths, bounds, is_kernel=True)
         named = {name: cut(value) for name, value in options.items()}
         named[initial] = states[part]
         output, final = run.compute(scan, [cut(value) for value in args], named, initial)

@@ -152,8 +152,8 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     lengths = [4, 5, 6, 7, 4, 20, 4, 3 * BLOCK]
     configs = [nemotron.config(max_new_tokens=length) for length in lengths]
     sizes = []
-    compute = cache.generate_batch([[5]], max_new_tokens=1) and cache._batcher._decode.compute
-    cache._batcher._decode.compute = lambda size: sizes.append(size) or compute(size)
+    compute = cache.generate_batch([[5]], max_new_tokens=1) and cache._batcher._forwards.decode
+    cache._batcher._forwards.decode = lambda size: sizes.append(size) or compute(size)
     outputs = batch(cache, prompts, generation_config=configs)
     wanted = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert answers(outputs) == wanted
@@ -168,7 +168,7 @@ def test_rows_of_nobody_write_to_the_dummy_block_alone(nemotron, generator):
     cache = nemotron.cache()
     batch(cache, [tokens(generator, 5)])
     batcher, written = cache._batcher, []
-    context, compute = batcher.context, batcher._decode.compute
+    context, compute = batcher.context, batcher._forwards.decode
     pool = context.kv_cache.flatten(2, 3)
     dummy = context.kv_block_allocator.dummy_block_id
 
@@ -186,7 +186,7 @@ def test_rows_of_nobody_write_to_the_dummy_block_alone(nemotron, generator):
         written.append(size - decoding)
         return logits
 
-    batcher._decode.compute = watched
+    batcher._forwards.decode = watched
     prompts = [tokens(generator, n) for n in (5, 2 * BLOCK, 9)]
     assert answers(batch(cache, prompts)) == [nemotron.answer(prompt, 6) for prompt in prompts]
     assert max(written) > 0

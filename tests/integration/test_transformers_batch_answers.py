@@ -1,5 +1,7 @@
 """How the answers of a batch are made: draws, limits, stop strings, streams."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
@@ -22,7 +24,7 @@ from transformers_rig import BLOCK, VOCABULARY
 
 from mamba_cache.integrations.transformers.batching import answers as answer_settings
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
-from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler, uniforms
+from mamba_cache.integrations.transformers.batching.sampling import Sampler, uniforms
 
 DRAWN = {"do_sample": True, "temperature": 3.0, "top_k": 0}
 
@@ -37,6 +39,11 @@ def settings(**changes):
         **{"max_new_tokens": 1, "num_answers": 1, "eos_token_ids": frozenset(), "is_greedy": False}
         | changes
     )
+
+
+def drawing(own, seed, number):
+    """What the sampler reads of a request that has so many tokens of its answer."""
+    return SimpleNamespace(settings=own, seed=seed, answer=range(number), processors=None)
 
 
 def librarys_shares(logits, *warpers):
@@ -69,8 +76,8 @@ def test_draws_follow_the_librarys_probabilities(generator, together):
     rows = [settings(**changes) for changes, _ in LIMITS.values()]
     groups = [list(range(len(rows)))] if together else [[index] for index in range(len(rows))]
     for group in groups:
-        draws = [Draw(rows[i], seed=7, number=n) for n in range(count) for i in group]
-        chosen = sampler.choose(logits[group].repeat(count, 1), draws).view(count, len(group))
+        requests = [drawing(rows[i], seed=7, number=n) for n in range(count) for i in group]
+        chosen = sampler.choose(logits[group].repeat(count, 1), requests).view(count, len(group))
         for column, index in enumerate(group):
             expected = librarys_shares(logits[index : index + 1], *[*LIMITS.values()][index][1])[0]
             found = torch.bincount(chosen[:, column], minlength=13) / count
@@ -83,8 +90,8 @@ def test_draws_follow_the_librarys_probabilities(generator, together):
 
 def test_rows_that_draw_and_rows_that_do_not(generator):
     logits = torch.randn(3, 50, generator=generator)
-    draws = [Draw(settings(is_greedy=True), 0, 0), None, Draw(settings(top_k=1), 3, 1)]
-    chosen = Sampler(torch.device("cpu")).choose(logits, draws)
+    requests = [drawing(settings(is_greedy=True), 0, 0), None, drawing(settings(top_k=1), 3, 1)]
+    chosen = Sampler(torch.device("cpu")).choose(logits, requests)
     assert chosen[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
 
 

@@ -149,7 +149,7 @@ def test_a_layer_that_hands_nothing_over_is_not_published(generator, monkeypatch
     model = make_model("nemotron_h")
     cache = make_cache(model, placement=EveryNthBlock(1))
 
-    def hand_over_nothing(update, run, rooms, to, *args, **options):
+    def hand_over_nothing(update, run, to, *args, **options):
         return update(*args, **options)
 
     monkeypatch.setattr(capture_module, "_keep_states", hand_over_nothing)

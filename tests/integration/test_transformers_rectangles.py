@@ -20,10 +20,10 @@ from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, mak
 
 from mamba_cache import Request
 from mamba_cache.integrations.transformers import capture as capturing
-from mamba_cache.integrations.transformers.batching import decode, graphs, paged, rectangles, sizes
+from mamba_cache.integrations.transformers.batching import forwards, graphs, paged, sizes
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.forwards import BatchForwards
 from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
-from mamba_cache.integrations.transformers.batching.rectangles import PrefillStep
 from mamba_cache.integrations.transformers.batching.sizes import split_rows
 from mamba_cache.integrations.transformers.capture import ScanRun
 from mamba_cache.integrations.transformers.layers import read_layers
@@ -52,7 +52,7 @@ class Rows:
             cache._runner, cache._store, cache._filler, cache._capture, cache._batcher_settings
         )
         self.runner, self.context = cache._runner, self.batcher.context
-        self.layers, self.layout = cache._store.layout.layers, self.batcher._layout
+        self.layers, self.layout = cache._store.layout.layers, cache._store.layout
         self.steps = []  # what was computed in each
         self._alone = {}
 
@@ -70,7 +70,7 @@ class Rows:
             self._begin(left, number, partial(self.context.add_request, request), drawn)
         while left:
             step = self.context.begin_step()
-            self.steps.append((step.prefills, self.batcher._prefill.compute(step, 10**6)))
+            self.steps.append((step.prefills, self.batcher._forwards.prefill(step, 10**6)))
             firsts = [0] * sum(part.samples for part in step.prefills)
             self.context.commit_step(firsts)
             yield
@@ -111,12 +111,14 @@ class Rows:
                 prompt, end = prompts[part.request_id], part.start + part.num_tokens
                 memory, logits = self.alone(prompt, end)
                 found.append(off(chunks.logits[row], logits))
-                live = self.layout.views(
+                live = self.layout.state_views(
                     {n: t[:, part.row : part.row + 1] for n, t in tensors.items()}
                 )
                 found += [off(a, b) for a, b in zip(live, memory.states, strict=True)]
                 for position, slot in part.checkpoints:
-                    kept = self.layout.views({n: t[:, slot : slot + 1] for n, t in saved.items()})
+                    kept = self.layout.state_views(
+                        {n: t[:, slot : slot + 1] for n, t in saved.items()}
+                    )
                     wanted = self.alone(prompt, position)[0].states
                     found += [off(a, b) for a, b in zip(kept, wanted, strict=True)]
                 if memory.tokens:
@@ -230,8 +232,7 @@ def compute(scan, call, given, states, *, is_cut):
     lengths, ends = torch.tensor(SIZES), torch.tensor(ENDS)[:, : 2 if is_cut else 0]
     bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], 1)
     widths = tuple((bounds[:, 1:] - bounds[:, :-1]).max(0).values.tolist())
-    shape = rectangles.RectangleShape(len(SIZES), max(SIZES), widths, is_ragged=True)
-    run = rectangles._make_run(shape, lengths, ends)
+    run = ScanRun(len(SIZES), max(SIZES), widths, bounds)
     args, kwargs = call(**given, states=states)
     initial = next(name for name in kwargs if name.startswith("initial_state"))
     output, final = run.compute(scan, args, kwargs, initial)
@@ -279,8 +280,7 @@ def test_a_scan_is_never_given_no_tokens(generator):
         assert x.shape[1]
         return x, initial_state + x.sum(1)
 
-    shape = rectangles.RectangleShape(1, 8, (3, 5, 0), is_ragged=True)
-    run = rectangles._make_run(shape, torch.tensor([8]), torch.tensor([[3, 8]]))
+    run = ScanRun(1, 8, (3, 5, 0), torch.tensor([[0, 3, 8, 8]]))
     output, final = run.compute(
         summed, [given], {"initial_state": torch.zeros(1, 4)}, "initial_state"
     )
@@ -343,10 +343,10 @@ def test_rectangles_of_captured_sizes_are_computed_as_others_are(name, monkeypat
         for _ in rows.run(prompts, generator):
             assert rows.errors(prompts) < BOUND
         rows.batcher.context.kv_block_allocator.reset()
-    shapes = {(shape.num_rows, shape.num_tokens) for shape in rows.batcher._prefill._inputs}
+    shapes = {(shape.num_rows, shape.num_tokens) for shape in rows.batcher._forwards._inputs}
     assert shapes <= set(itertools.product((1, 2, 4, 8), (8, 24)))
     assert rows.batcher.counts["prefill_replays"] >= 3
-    assert rows.batcher.counts["eager_prefills"] == len(rows.batcher._prefill._inputs)
+    assert rows.batcher.counts["eager_prefills"] == len(rows.batcher._forwards._inputs)
     assert rows.batcher.stats().graph_shapes >= 2
 
 
@@ -428,13 +428,13 @@ def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured
 
 
 def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
-    one, shapes, forward = subject("nemotron_h"), [], PrefillStep.forward
+    one, shapes, forward = subject("nemotron_h"), [], BatchForwards.forward
 
     def noted(self, shape, inputs):
         shapes.append(shape)
         return forward(self, shape, inputs)
 
-    monkeypatch.setattr(PrefillStep, "forward", noted)
+    monkeypatch.setattr(BatchForwards, "forward", noted)
     monkeypatch.setitem(sizes._FORWARD_TOKENS, "cpu", (10**6, 0))
     cache, prompts = one.cache(), prompts_of(generator, 5, 30, 9, 14, 21, 2)
     cache.prepare_batches()
@@ -465,7 +465,7 @@ def test_batches_with_a_gpus_kernels_answer_as_with_their_twins(family, generato
     found = []
     for uses_triton in (False, True):
         if uses_triton:
-            for module in (paged, decode):
+            for module in (paged, forwards):
                 monkeypatch.setattr(module, "kernels_for", kernels_in_triton)
         cache = make_cache(make_model(family), max_requests=4)
         found.append([answers(batch(cache, one, max_new_tokens=3)) for one in rounds])

@@ -20,18 +20,16 @@ from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMem
 from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.states import kernels_for
 
-__all__ = ["Rooms", "ScanRun", "StateCapture"]
+__all__ = ["ScanRun", "StateCapture"]
 
 _INITIAL = frozenset({"initial_state", "initial_states"})
 _RETURNS_FINAL = frozenset({"output_final_state", "return_final_states"})
-
-
 _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
 
 
 @dataclass(slots=True)
 class ScanRun:
-    """How the scans of one forward over a rectangle of tokens are computed.
+    """How the scans of one forward over a rectangle of tokens are computed, and what is kept.
 
     A scan is divided into calls, one for each piece of the rows, so that it hands over its states
     between them. The pieces of all rows have the same tokens, or each row has its own ``bounds``.
@@ -42,9 +40,25 @@ class ScanRun:
     widths: tuple[int, ...]  # tokens of each piece, padding included
     # [rows, pieces + 1] int64: where each row's pieces begin, and where the last one ends.
     bounds: torch.Tensor | None = None
+    # Of each cut, [rows] int64: rows whose states are kept, and their places in a room. Several
+    # rows may write the same state to the same place.
+    saved: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    # For each cut an iterator over the room of each state: [places, *shape], in order.
+    states: Sequence[Iterator[torch.Tensor]] = ()
+    # Likewise those of windows of attention: [1, heads, width, head_dim].
+    windows: Sequence[Iterator[torch.Tensor]] = ()
     is_kernel: bool = False  # whether the scans are kernels, which compute step sizes in float32
     pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until taken
     num_written: int = 0  # tensors of the model's states that were captured at all cuts
+    ends: Sequence[Any] = field(init=False)  # of each cut: [rows] int64, or an int for all rows
+    kernels: Any = field(init=False)  # for rows that end at different tokens
+
+    def __post_init__(self) -> None:
+        self.ends, self.kernels = self.cuts, None
+        if self.bounds is not None:
+            self.ends = self.bounds[:, 1:-1].unbind(1)
+            device = self.bounds.device
+            self.kernels = kernels_for("auto", device, kernels=_KERNELS, twins=pieces_torch)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -65,7 +79,6 @@ class ScanRun:
         fills = {} if self.bounds is None else self._stop_steps(scan, given, len(args))
         values = [given[key] for key in sequences]
         padding = [fills.get(key, 0.0) for key in sequences]
-        kernels = kernels_for("auto", values[0].device, kernels=_KERNELS, twins=pieces_torch)
         numbers = [number for number, width in enumerate(self.widths) if width]
         state, outputs, states, first = given[initial], [], [], 0
         for number, width in enumerate(self.widths):
@@ -73,7 +86,7 @@ class ScanRun:
                 if self.bounds is None:
                     parts = [value[:, first : first + width] for value in values]
                 else:
-                    parts = kernels.take_piece(values, padding, self.bounds, number, width)
+                    parts = self.kernels.take_piece(values, padding, self.bounds, number, width)
                 part = {**given, **dict(zip(sequences, parts, strict=True)), initial: state}
                 output, state = scan(
                     *(part[place] for place in range(len(args))),
@@ -84,7 +97,8 @@ class ScanRun:
             first += width
         self.pieces = states[:-1]
         if self.bounds is not None:
-            return kernels.join_pieces(outputs, numbers, self.bounds, self.num_tokens), state
+            joined = self.kernels.join_pieces(outputs, numbers, self.bounds, self.num_tokens)
+            return joined, state
         return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), state
 
     def _is_sequence(self, value: Any) -> bool:
@@ -117,22 +131,6 @@ class ScanRun:
         neutral = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
         given.update({name: x for name, x in neutral.items() if name in given})
         return {}
-
-
-@dataclass(slots=True)
-class Rooms:
-    """Where the states at the cuts of a rectangle go, and where its rows end."""
-
-    # Of each cut, [rows] int64: rows whose states are kept, and their places in a room. Several
-    # rows may write the same state to the same place.
-    saved: list[tuple[torch.Tensor, torch.Tensor]]
-    ends: Sequence[Any]  # of each cut, in tokens of the rows: [rows] int64, or an int for all
-    # For each cut an iterator over the room of each state: [places, *shape], in order.
-    states: list[Iterator[torch.Tensor]]
-    # Likewise those of windows of attention: [1, heads, width, head_dim].
-    windows: list[Iterator[torch.Tensor]] = field(default_factory=list)
-    own_end: torch.Tensor | None = None  # [rows] int64 tokens of each row; None: all there are
-    kernels: Any = pieces_torch  # for rows that end at different tokens
 
 
 _current = threading.local()
@@ -178,44 +176,51 @@ class StateCapture:
         positions = sorted(rooms)
         cuts = tuple(position - start for position in positions)
         widths = tuple(end - begin for begin, end in pairwise((0, *cuts, num_tokens)))
-        run, own = ScanRun(1, num_tokens, widths), [rooms[position] for position in positions]
+        own = [rooms[position] for position in positions]
+        at = torch.zeros(1, dtype=torch.int64, device=own[0].states[0].device)
+        run = ScanRun(
+            1,
+            num_tokens,
+            widths,
+            saved=[(at, at)] * len(cuts),
+            states=[iter(room.states) for room in own],
+            windows=[iter(room.windows) for room in own],
+        )
         captured: set[int] = set()
-        with ExitStack() as undo:
-            at = torch.zeros(1, dtype=torch.int64, device=own[0].states[0].device)
-            states = [iter(room.states) for room in own]
-            windows = [iter(room.windows) for room in own]
-            self.tap(undo, cache, run, Rooms([(at, at)] * len(cuts), cuts, states, windows))
-            undo.enter_context(self.scanning(run))
+        with self.scanning(run, cache):
             yield captured
         if run.num_written == self.num_tensors:
             captured.update(positions)
 
     @contextmanager
-    def scanning(self, run: ScanRun) -> Iterator[None]:
-        """Have ``run`` compute the scans of the thread's forward while the body runs."""
+    def scanning(self, run: ScanRun, cache: Any) -> Iterator[None]:
+        """Have ``run`` compute the scans of the thread's forward, and keep what it leaves.
+
+        The layers of its ``cache`` hand over what passes through them while the body runs.
+        """
         with ExitStack() as undo:
+            self._tap(undo, cache, run)
             for owner, name in self._scans:
                 undo.enter_context(replaced(self, owner, name, _computed_by_runs))
             _current.run = run
             undo.callback(setattr, _current, "run", None)
             yield
 
-    def tap(self, undo: ExitStack, cache: Any, run: ScanRun, rooms: Rooms) -> None:
-        """Have the layers of the cache keep what passes through them, until it is undone."""
+    def _tap(self, undo: ExitStack, cache: Any, run: ScanRun) -> None:
         for layer, parts in zip(cache.layers, self._layers, strict=True):
-            convs = {i: [next(of_cut) for of_cut in rooms.states] for i in parts.convs}
-            recurrents = {i: [next(of_cut) for of_cut in rooms.states] for i in parts.recurrents}
+            convs = {i: [next(of_cut) for of_cut in run.states] for i in parts.convs}
+            recurrents = {i: [next(of_cut) for of_cut in run.states] for i in parts.recurrents}
             taps: dict[str, Callable[..., Any]] = {}
             if convs:
                 taps["update_conv_state"] = partial(
-                    _keep_windows, layer.update_conv_state, layer, run, rooms, convs
+                    _keep_windows, layer.update_conv_state, layer, run, convs
                 )
             if recurrents:
                 taps["update_recurrent_state"] = partial(
-                    _keep_states, layer.update_recurrent_state, run, rooms, recurrents
+                    _keep_states, layer.update_recurrent_state, run, recurrents
                 )
             if parts.window:
-                pairs = [(next(of_cut), next(of_cut)) for of_cut in rooms.windows]
+                pairs = [(next(of_cut), next(of_cut)) for of_cut in run.windows]
                 taps["update"] = partial(_keep_tokens, layer.update, layer, run, pairs)
             for name, tap in taps.items():
                 setattr(layer, name, tap)
@@ -232,7 +237,6 @@ def _keep_windows(
     update: Callable[..., torch.Tensor],
     layer: Any,
     run: ScanRun,
-    rooms: Rooms,
     to: Mapping[int, Sequence[torch.Tensor]],
     *args: Any,
     **options: Any,
@@ -246,16 +250,16 @@ def _keep_windows(
     # Other shapes are not the inputs of the whole rectangle.
     if index in to and (new.shape[0], new.shape[-1]) == (run.num_rows, run.num_tokens):
         num_before = full.shape[-1] - run.num_tokens
-        for (owners, places), end, room in zip(rooms.saved, rooms.ends, to[index], strict=True):
+        for (owners, places), end, room in zip(run.saved, run.ends, to[index], strict=True):
             if torch.is_tensor(end):
-                rooms.kernels.copy_windows(full, end, room, owners, places)
+                run.kernels.copy_windows(full, end, room, owners, places)
             else:
                 window = _window_before(full, num_before + end, room.shape[-1])
                 room.index_copy_(0, places, window.to(room.dtype))
-        if rooms.own_end is not None:
+        if run.bounds is not None:
             kept = layer.conv_states
             window = kept[index] if isinstance(kept, dict) else kept
-            rooms.kernels.copy_windows(full, rooms.own_end, window)
+            run.kernels.copy_windows(full, run.bounds[:, -1], window)
         run.num_written += 1
     return full
 
@@ -269,7 +273,6 @@ def _window_before(full: torch.Tensor, end: int, width: int) -> torch.Tensor:
 def _keep_states(
     update: Callable[..., torch.Tensor],
     run: ScanRun,
-    rooms: Rooms,
     to: Mapping[int, Sequence[torch.Tensor]],
     *args: Any,
     **options: Any,
@@ -282,7 +285,7 @@ def _keep_states(
             (state.shape[1:], room.shape[1:]) for state, room in zip(pieces, own, strict=True)
         ]
         if all(shape == wanted for shape, wanted in shapes):
-            for (owners, places), state, room in zip(rooms.saved, pieces, own, strict=True):
+            for (owners, places), state, room in zip(run.saved, pieces, own, strict=True):
                 # One row is its own owner; index_select would copy it once more.
                 kept = state if len(state) == 1 else state.index_select(0, owners)
                 room.index_copy_(0, places, kept.to(room.dtype))

@@ -36,7 +36,6 @@ from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
-from mamba_cache.integrations.transformers.batching.layout import BatchLayout
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
@@ -118,9 +117,10 @@ class PrefixStore:
         # A state is read by a copy that is enqueued at once, so a slot may be given up although its
         # block is held: the state that a prompt went on from makes room for the one at its end.
         try:
-            spec = BatchLayout(self.layout).state_spec
+            self.layout.kv_spec()
         except InvalidArgumentError:
             return SlotPool(num_slots, self.kv_blocks, policy=slot_policy, evicts_held=True)
+        spec = self.layout.state_spec
         fields = SimpleNamespace(
             kv_block_allocator=self.kv_blocks,
             device=self.layout.device,
@@ -137,13 +137,12 @@ class PrefixStore:
         )
 
     @outside_inference_mode
-    def share(self, layout: BatchLayout) -> CacheMemory:
-        """Return what a context that keeps ``layout`` needs to have its prefixes here as well."""
+    def share(self) -> CacheMemory:
+        """Return what a context of the model needs to have its prefixes here as well."""
         assert isinstance(self.slots, MambaSlotAllocator)  # of each model that has such a layout
-        kv_cache = layout.kv_cache(self.tensors.blocks, self.kv_blocks.pool_size)
         return CacheMemory(
             slots=self.slots,
-            kv_cache=kv_cache,
+            kv_cache=self.tensors.kv_cache(),
             counters=self.counters,
             on_admitted=None if self.verifier is None else weak_callback(self._admitted),
             pins=self.pins,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from mamba_cache._torch import outside_inference_mode, to_device
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
+from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
 
 __all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device"]
 
@@ -48,18 +52,6 @@ class PrefixLayout:
     restored by one copy. A block holds keys and values of all other layers.
 
     It is learned from what such a cache held of some sequence, one row.
-
-    Attributes:
-        layers: What each layer of the model's cache keeps.
-        block_size_tokens: Tokens of one block.
-        state_kinds: The kinds of layers that keep a state, by name, and what one of them keeps.
-        state_places: By state, in the order of ``SequenceMemory.states``, what it is called in a
-            pool of states, and which of those of this name it is.
-        bytes_per_state: Bytes of the states and windows in a slot.
-        bytes_per_slot: Bytes of one slot: a state, and what aligns its tensors.
-        bytes_per_block: Bytes of one KV block; 0 if the model has no layer that keeps all tokens.
-        device: Where the sample was.
-        initial: What a cache holds before the first token: one row.
     """
 
     def __init__(
@@ -75,15 +67,17 @@ class PrefixLayout:
             for window, width in zip(sample.windows, self._widths, strict=True)
         ]
         states = [tuple(state.shape[1:]) for state in sample.states]
-        self.bytes_per_state = sum(
+        self.bytes_per_state = sum(  # of the states and windows in a slot
             math.prod(shape) * tensor.dtype.itemsize
             for shape, tensor in zip(
                 [*states, *windows], [*sample.states, *sample.windows], strict=True
             )
         )
         dtypes = [x.dtype for x in (*sample.states, *sample.windows)]
-        self.state_kinds, self.state_places = _sort_states(layers, sample.states)
-        names = [name for name, _ in self.state_places] + [""] * len(windows)
+        kinds, self._state_places = _sort_states(layers, sample.states)
+        self.state_spec = StateSpec.of(*kinds)  # of a state in a pool, without windows
+        self.num_state_layers = sum(kind.num_layers for kind in kinds)
+        names = [name for name, _ in self._state_places] + [""] * len(windows)
         self._slot_groups, self.bytes_per_slot = _arrange([*states, *windows], dtypes, names)
         self.token_groups = _group(sample.tokens)
         self.bytes_per_block = block_size_tokens * sum(
@@ -91,7 +85,7 @@ class PrefixLayout:
             for group in self.token_groups
         )
         self.device = sample.states[0].device
-        self.initial = SequenceMemory(
+        self.initial = SequenceMemory(  # what a cache holds before the first token: one row
             0,
             [torch.zeros_like(state) for state in sample.states],
             [window[:, :, :0].clone() for window in sample.windows],
@@ -134,6 +128,42 @@ class PrefixLayout:
                 views[group.name] = typed.as_strided(shape, strides, group.start)
         return views
 
+    def state_views(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the states of tensors [num_layers, rows, *shape] as layers see them.
+
+        [rows, *shape] each, in the order of ``SequenceMemory.states``; not copied.
+        """
+        return [tensors[name][layer] for name, layer in self._state_places]
+
+    def kv_spec(self) -> KVCacheSpec:
+        """Return what one token's keys and values are in a context.
+
+        Raises:
+            InvalidArgumentError: A context has no place for what a layer keeps.
+        """
+        windows = [i for i, parts in enumerate(self.layers) if parts.window]
+        if windows:
+            raise InvalidArgumentError(
+                f"generate_batch cannot serve this model: layers {windows} have a sliding window, "
+                "and a context keeps the keys and values of all tokens; generate serves it"
+            )
+        if not self.token_groups:
+            return KVCacheSpec(num_layers=0, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+        if len(self.token_groups) > 1:
+            shapes = sorted(str((g.heads, g.head_dim, g.dtype)) for g in self.token_groups)
+            raise InvalidArgumentError(
+                "generate_batch cannot serve this model: its attention layers must have keys and "
+                f"values of one shape, got (heads, size of a head, dtype) {shapes}; generate "
+                "serves it"
+            )
+        [group] = self.token_groups
+        return KVCacheSpec(
+            num_layers=len(group.indices) // 2,
+            num_kv_heads=group.heads,
+            head_dim=group.head_dim,
+            dtype=group.dtype,
+        )
+
     def pad_windows(self, memory: SequenceMemory) -> list[torch.Tensor]:
         """Return a sequence's windows, widened to their full size with zeros at the end."""
         return [
@@ -150,19 +180,15 @@ class PrefixLayout:
 
 
 class PrefixTensors:
-    """Room for saved states and for keys and values. Whose they are is for others to know.
-
-    Attributes:
-        slots: [num_slots, bytes_per_slot] uint8.
-        blocks: [layers, num_blocks + 1, block_size_tokens, heads, head_dim] of each group of
-            layers. Of a layer keys come first, then values; padding is written to the last block.
-    """
+    """Storage for saved states and KV blocks; ownership is tracked by the index."""
 
     @outside_inference_mode
     def __init__(self, layout: PrefixLayout, *, num_slots: int, num_blocks: int) -> None:
         self._layout = layout
+        self._num_blocks = num_blocks
         size, device = layout.block_size_tokens, layout.device
         self.slots = torch.zeros(num_slots, layout.bytes_per_slot, dtype=torch.uint8, device=device)
+        # Of a layer keys come first, then values; padding is written to the last block.
         self.blocks = [
             torch.zeros(
                 (len(group.indices), num_blocks + 1, size, group.heads, group.head_dim),
@@ -171,6 +197,19 @@ class PrefixTensors:
             )
             for group in layout.token_groups
         ]
+
+    def kv_cache(self) -> torch.Tensor:
+        """Return the KV blocks as a context has them, not copied.
+
+        [num_layers, 2, num_blocks + 1, block_size_tokens, num_kv_heads, head_dim].
+        """
+        if self.blocks:
+            keys = self.blocks[0]
+            return keys.view(len(keys) // 2, 2, *keys.shape[1:])
+        layout = self._layout
+        return layout.kv_spec().allocate(
+            self._num_blocks + 1, layout.block_size_tokens, layout.device
+        )
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -224,16 +263,11 @@ def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor(values, device="cpu"), device)
 
 
-_Kind = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""What a layer keeps: of each state what it is called within the layer, its shape and dtype."""
-
-
 def _sort_states(
     layers: Sequence[LayerParts], states: Sequence[torch.Tensor]
-) -> tuple[dict[str, tuple[int, _Kind]], list[tuple[str, int]]]:
-    """Sort layers by what they keep; return the kinds of layers, and each state's place."""
-    names: dict[_Kind, str] = {}
-    kinds: dict[str, tuple[int, _Kind]] = {}
+) -> tuple[list[LayerKind], list[tuple[str, int]]]:
+    """Sort layers by what they keep; return their kinds, and each state's name and number."""
+    counts: Counter[tuple[Any, ...]] = Counter()
     places: list[tuple[str, int]] = []
     left = iter(states)
     for parts in layers:
@@ -241,15 +275,12 @@ def _sort_states(
         labels += [f"recurrent{i}" for i in parts.recurrents]
         if not labels:
             continue
-        own = [next(left) for _ in labels]
-        kind = tuple(
-            (label, tuple(state.shape[1:]), state.dtype)
-            for label, state in zip(labels, own, strict=True)
-        )
-        name = names.setdefault(kind, f"kind{len(names)}")
-        number = kinds[name][0] if name in kinds else 0
-        kinds[name] = number + 1, kind
-        places += [(f"{name}.{label}", number) for label in labels]
+        own = zip(labels, left, strict=False)
+        kind = tuple((label, tuple(state.shape[1:]), state.dtype) for label, state in own)
+        counts[kind] += 1
+        name = f"kind{[*counts].index(kind)}"
+        places += [(f"{name}.{label}", counts[kind] - 1) for label in labels]
+    kinds = [LayerKind(f"kind{i}", count, kind) for i, (kind, count) in enumerate(counts.items())]
     return kinds, places
 
 

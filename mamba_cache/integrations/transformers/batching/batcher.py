@@ -30,13 +30,11 @@ from mamba_cache.errors import (
     SequenceLengthError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
-from mamba_cache.integrations.transformers.batching.decode import DecodeStep, padded_sizes
+from mamba_cache.integrations.transformers.batching.forwards import BatchForwards, ComputedChunks
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
-from mamba_cache.integrations.transformers.batching.layout import BatchLayout
-from mamba_cache.integrations.transformers.batching.paged import PagedAttention
-from mamba_cache.integrations.transformers.batching.rectangles import ComputedChunks, PrefillStep
 from mamba_cache.integrations.transformers.batching.requests import BatchRequest
-from mamba_cache.integrations.transformers.batching.sampling import Draw, Sampler
+from mamba_cache.integrations.transformers.batching.sampling import Sampler
+from mamba_cache.integrations.transformers.batching.sizes import padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -179,7 +177,6 @@ class Batcher:
         self._store = store
         self._settings = settings
         layout = store.layout
-        self._layout = BatchLayout(layout)
         self._placement = _AtTheEnd(settings.placement)
         block_size, num_blocks = layout.block_size_tokens, store.kv_blocks.pool_size - 1
         self.context = DynamicInferenceContext(
@@ -199,23 +196,19 @@ class Batcher:
                 hash_algorithm=store.hasher.algorithm,
                 hash_secret=store.hash_secret,
             ),
-            self._layout.state_spec,
-            self._layout.kv_spec,
+            layout.state_spec,
+            layout.kv_spec(),
             device=layout.device,
             placement=self._placement,
-            shared=store.share(self._layout),
+            shared=store.share(),
         )
-        assert self.context.kv_cache is not None
-        self._attention = PagedAttention(runner.model, self.context.kv_cache)
-        self._decode = DecodeStep(runner, self.context, self._layout, filler, self._attention)
         self.counts: Counter[str] = Counter()
         self._graphs = StepGraphs(self.context.device, self.counts)
-        self._prefill = PrefillStep(
+        self._forwards = BatchForwards(
             runner,
             self.context,
-            self._layout,
+            layout,
             filler,
-            self._attention,
             graphs=self._graphs,
             capture=capture,
             fewest_tokens=settings.fewest_tokens,
@@ -443,14 +436,17 @@ class Batcher:
         largest = self._size_for(count)
         sizes = [] if self._is_eager else [size for size in self._sizes if size <= largest]
         self._graphs.prepare(
-            sizes, self._decode.compute, self._decode.clear_step, shows_progress=shows_progress
+            sizes,
+            self._forwards.decode,
+            self._forwards.clear_decodes,
+            shows_progress=shows_progress,
         )
 
     def prepare(self) -> None:
         """Capture all sizes; call it while no request runs. Nothing of it stays cached."""
         self.begin()
         self.warm_up(self._settings.max_requests, shows_progress=True)
-        if not self._is_eager and not self._prefill.why_eager:
+        if not self._is_eager and not self._forwards.why_eager:
             self._capture_rectangles()  # pragma: no cover - tests/gpu run it
 
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
@@ -461,7 +457,7 @@ class Batcher:
         known: set[tuple[int, int]] = set()
         with bars.tqdm(desc="Capturing rectangles") as bar:
             # The first ones show how large a rectangle may be that a graph pays for.
-            while sizes := [size for size in self._prefill.costs.sizes(most) if size not in known]:
+            while sizes := [size for size in self._forwards.costs.sizes(most) if size not in known]:
                 known.update(sizes)
                 bar.reset(total=len(known))
                 bar.update(len(known) - len(sizes))
@@ -491,7 +487,7 @@ class Batcher:
         ]
         with suppress(CapacityError), self._unseen(prompts, saves_states):
             step = self.context.begin_step()
-            self._prefill.compute(step, self._settings.chunk_tokens, is_eager=is_eager)
+            self._forwards.prefill(step, self._settings.chunk_tokens, is_eager=is_eager)
             self.context.commit_step([0] * len(lengths))
 
     def step(self) -> list[BatchRequest]:
@@ -533,7 +529,7 @@ class Batcher:
         """Compute a step: what is computed of prompts, and the logits of decoding requests."""
         computed, most = [], self._scheduler.max_chunk_tokens
         if step.prefills:
-            computed = self._prefill.compute(step, most, is_eager=self._is_eager)
+            computed = self._forwards.prefill(step, most, is_eager=self._is_eager)
         return computed, self._compute_decodes(step)
 
     def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
@@ -605,7 +601,7 @@ class Batcher:
             decoding.ids = ids
         idle = self._idle_rows(decoding.size)
         size = decoding.size
-        compute = partial(self._decode.compute, size)
+        compute = partial(self._forwards.decode, size)
         with self._kept(idle) if idle else nullcontext():
             logits = self._graphs.run(size, compute, is_eager=self._is_eager)
         self.counts["decode_steps"] += 1
@@ -654,23 +650,24 @@ class Batcher:
         decoding, size = self._decoding, 0
         if logits is not None:
             size = decoding.size
-            draws: list[Draw | None] = [None] * size
-            if not decoding.is_simple:
-                draws = [one.draw() if one else None for one in decoding.by_row]
-            self._add(pieces, probabilities, logits, draws)
+            rows = [None] * size if decoding.is_simple else decoding.by_row
+            self._add(pieces, probabilities, logits, rows)
         chosen: list[BatchRequest] = []
         for chunks in computed:
-            rows, draws = [], []
+            numbers: list[int] = []
+            sampling: list[BatchRequest] = []
             for number, part in enumerate(chunks.requests):
                 if not part.samples:
                     continue
                 request = self._scheduler.find(part.request_id)
                 for one in (request, *self._forks_of(request)):
-                    chosen.append(one)
-                    rows.append(number)
-                    draws.append(one.draw())
-            if rows:
-                self._add(pieces, probabilities, _rows_of(chunks.logits, rows), draws)
+                    if not one.answer:
+                        one.begin_answer()
+                    numbers.append(number)
+                    sampling.append(one)
+            if sampling:
+                chosen += sampling
+                self._add(pieces, probabilities, _rows_of(chunks.logits, numbers), sampling)
         if not pieces:
             return np.zeros(0, dtype=np.int64), {}
         host = _fetch(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
@@ -699,9 +696,9 @@ class Batcher:
         pieces: list[torch.Tensor],
         probabilities: list[torch.Tensor],
         logits: torch.Tensor,
-        draws: Sequence[Draw | None],
+        requests: Sequence[BatchRequest | None],
     ) -> None:
-        tokens = self._sampler.choose(logits, draws)
+        tokens = self._sampler.choose(logits, requests)
         pieces.append(tokens)
         if self._wants_logprobs:
             chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, None])
@@ -804,10 +801,10 @@ class Batcher:
         """
         with self._unseen([tokens[:-1] for tokens in sequences]):
             step = self.context.begin_step()
-            self._prefill.compute(step, self.context.config.max_tokens, is_eager="it is tried out")
+            self._forwards.prefill(step, self.context.config.max_tokens, is_eager="it is tried out")
             self.context.commit_step([tokens[-1] for tokens in sequences])
             rows = self.context.begin_step().decode_rows.tolist()
-            logits = self._decode.compute(self._size_for(max(rows) + 1))
+            logits = self._forwards.decode(self._size_for(max(rows) + 1))
             return [logits[row].clone() for row in rows]
 
     @contextmanager
@@ -848,13 +845,12 @@ class Batcher:
             graph_bytes=graphs.num_bytes,
             warm_up_seconds=graphs.warm_up_seconds,
             eager_reason=graphs.eager_reason,
-            prefill_eager_reason=self._is_eager or self._prefill.why_eager,
+            prefill_eager_reason=self._is_eager or self._forwards.why_eager,
         )
 
     def drop(self) -> None:
         """End all requests and a step in flight; cached prefixes stay."""
-        self._attention.put_back()
-        self._prefill.put_back()
+        self._forwards.put_back()
         self._clear()
         self.context.reset(preserve_prefix_cache=True)
 
@@ -863,8 +859,7 @@ class Batcher:
 
         Graphs may be kept when only values of weights have changed: they read the same memory.
         """
-        self._attention.put_back()
-        self._prefill.put_back()
+        self._forwards.put_back()
         self._clear()
         if not keeps_graphs:
             self._graphs.forget()

@@ -17,7 +17,7 @@ from mamba_cache.integrations.transformers.batching.kernels import (
     paged_attention_torch,
 )
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.replacement import put_back, replaced
+from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.states import kernels_for
 
 __all__ = ["PAGED", "PagedAttention", "register_attention"]
@@ -156,10 +156,6 @@ class PagedAttention:
                     "the model left nothing in its cache where keys and values are expected: a "
                     "layer was removed or replaced, so make a new prefix cache"
                 )
-
-    def put_back(self) -> None:
-        """Undo the replacements of a step that did not end."""
-        put_back(self)
 
     def update(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any

@@ -11,7 +11,6 @@ from mamba_cache.context import Admission
 from mamba_cache.context.scheduler import QueuedRequest
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
-from mamba_cache.integrations.transformers.batching.sampling import Draw
 
 __all__ = ["BatchRequest"]
 
@@ -68,20 +67,14 @@ class BatchRequest(QueuedRequest):
         self.is_over = True
         self.finished_time = time.perf_counter()
 
-    def draw(self) -> Draw:
-        """Return how its next token is chosen."""
-        tokens: list[int] = []
-        if not self.answer:  # a fork that found no room draws its first token once more
-            self.logprobs.clear()
+    def begin_answer(self) -> None:
+        """Make the processors of its answer; a fork that found no room begins once more."""
+        self.logprobs.clear()
         if self.settings.make_processors is not None:
-            tokens = [*self.prompt, *self.answer]
-            if not self.answer:
-                try:
-                    self.processors = self.settings.make_processors(self.prompt)
-                except Exception as error:  # of this request's settings: the others go on
-                    self.refuse(error)
-        number = len(self.answer)
-        return Draw(self.settings, self.seed, number, tokens, self.processors, self.refuse)
+            try:
+                self.processors = self.settings.make_processors(self.prompt)
+            except Exception as error:  # of this request's settings: the others go on
+                self.refuse(error)
 
     def refuse(self, error: Exception) -> None:
         """Note that its own settings, processors or streamer keep it from going on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,24 +13,11 @@ import torch
 
 from mamba_cache._torch import to_device
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 
-__all__ = ["Draw", "Sampler", "uniforms"]
+__all__ = ["Sampler", "uniforms"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-@dataclass(slots=True)
-class Draw:
-    """Whose token is chosen."""
-
-    settings: AnswerSettings  # how
-    seed: int  # of its draws
-    number: int  # tokens of the answer before it
-    # Prompt and answer so far, where the library's processors are given them.
-    tokens: Sequence[int] = ()
-    processors: Any = None  # these; None: there are none
-    # Called with what they raise, for which no token of this answer is chosen.
-    refuse: Callable[[Exception], None] | None = None
 
 
 @dataclass(slots=True)
@@ -68,46 +55,39 @@ class Sampler:
         self._device = device
         self._limits: _Limits | None = None
 
-    def choose(self, logits: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
-        """Choose a token for each row.
+    def choose(self, logits: torch.Tensor, requests: Sequence[BatchRequest | None]) -> torch.Tensor:
+        """Choose the next token of each request.
 
         Args:
             logits: [rows, vocabulary] on the device.
-            draws: Whose each row is; None: nobody's.
+            requests: The request of each row, if it has one.
 
         Returns:
             [rows] int64 on the device.
         """
-        if all(one is None or one.settings.is_simple for one in draws):
+        if all(one is None or one.settings.is_simple for one in requests):
             return logits.argmax(-1)
         scores = logits.float()
-        special = [i for i, one in enumerate(draws) if one and one.processors is not None]
+        special = [(i, one) for i, one in enumerate(requests) if one and one.processors is not None]
         if special:
             scores = scores.clone()
-            for index in special:
-                one = draws[index]
-                assert one is not None
-                ids = torch.tensor([one.tokens], device=self._device)
+            for index, one in special:
+                ids = torch.tensor([[*one.prompt, *one.answer]], device=self._device)
                 try:
                     scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
-                except Exception as error:  # whatever they raise is no matter of the others
-                    if one.refuse is None:
-                        raise
+                except Exception as error:  # of this request alone: the others go on
                     one.refuse(error)
-        limits = self._limits_of(draws)
+        limits = self._limits_of(requests)
         greedy = scores.argmax(-1)
-        if all(one is None or one.settings.is_greedy for one in draws):
+        if all(one is None or one.settings.is_greedy for one in requests):
             return greedy
-        drawn = _draw(scores, limits, self._uniforms(draws))
-        return torch.where(limits.is_greedy, greedy, drawn)
+        seeds = np.array([one.seed if one else 0 for one in requests], dtype=np.uint64)
+        numbers = np.array([len(one.answer) if one else 0 for one in requests], dtype=np.uint64)
+        uniform = to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
+        return torch.where(limits.is_greedy, greedy, _draw(scores, limits, uniform))
 
-    def _uniforms(self, draws: Sequence[Draw | None]) -> torch.Tensor:
-        seeds = np.array([one.seed if one else 0 for one in draws], dtype=np.uint64)
-        numbers = np.array([one.number if one else 0 for one in draws], dtype=np.uint64)
-        return to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
-
-    def _limits_of(self, draws: Sequence[Draw | None]) -> _Limits:
-        settings = tuple(one.settings if one else None for one in draws)
+    def _limits_of(self, requests: Sequence[BatchRequest | None]) -> _Limits:
+        settings = tuple(one.settings if one else None for one in requests)
         known = self._limits
         if known is not None and len(known.settings) == len(settings):  # noqa: SIM102
             if all(a is b for a, b in zip(known.settings, settings, strict=True)):

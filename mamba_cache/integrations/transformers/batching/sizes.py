@@ -1,4 +1,4 @@
-"""How chunks are divided into rectangles, and which of these have CUDA graphs, by their costs."""
+"""Sizes of batches: how chunks are divided into rectangles, and which sizes have CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RectangleCosts", "split_rows"]
+__all__ = ["RectangleCosts", "padded_sizes", "split_rows"]
 
 _FORWARD_TOKENS = {"cpu": (0, 16), "cuda": (2048, 128)}
 """By device, in tokens computed: the least cost of a forward, and its cost beside its tokens.
@@ -33,6 +33,13 @@ _SHORT_TOKENS = 512
 """Of more tokens a forward's launches may wait for the GPU."""
 _LONG_TOKENS = 1024
 """Of fewer tokens a forward takes hardly less time on the GPU."""
+
+
+def padded_sizes(max_requests: int) -> tuple[int, ...]:
+    """Return the sizes of decode batches: few enough to capture a CUDA graph for each."""
+    sizes = {size for size in (1, 2, 4, 8, 12, 16, 24, 32, 48) if size < max_requests}
+    sizes |= {*range(64, max_requests, 32), max_requests}
+    return tuple(sorted(sizes))
 
 
 class RectangleCosts:

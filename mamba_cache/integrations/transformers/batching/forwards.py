@@ -1,4 +1,4 @@
-"""Prefills of a step: chunks of any length, from any position, padded behind to rectangles."""
+"""The forwards of a batch: decode steps in the rows of the live states, and chunks of prompts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ from mamba_cache.context import (
 )
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
-from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
-from mamba_cache.integrations.transformers.batching.layout import BatchLayout
+from mamba_cache.integrations.transformers.batching.kernels import decode_inputs_torch
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.batching.sizes import RectangleCosts
-from mamba_cache.integrations.transformers.capture import Rooms, ScanRun, StateCapture
-from mamba_cache.integrations.transformers.layers import CacheFiller, read_layers
+from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
+from mamba_cache.integrations.transformers.layers import (
+    CacheFiller,
+    SequenceMemory,
+    read_layers,
+)
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.states import kernels_for
 
-__all__ = ["ComputedChunks", "PrefillStep", "RectangleShape"]
+__all__ = ["BatchForwards", "ComputedChunks", "RectangleShape"]
 
 _MAX_CAPTURED_CHECKPOINTS = 3
-_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.decode_inputs"
 
 _current = threading.local()
 """The thread's ``last_tokens``: the rows and columns whose logits are needed, if not all."""
@@ -83,8 +87,11 @@ class _Placed:
         return tuple(position - self.request.start for position, _ in self.request.checkpoints)
 
 
-class PrefillStep:
-    """Compute the chunks of a step in rectangles [rows, longest].
+class BatchForwards:
+    """Compute the decode step of a batch, and the chunks of a step in rectangles [rows, longest].
+
+    All tensors that they read have fixed addresses and nothing waits for the device, so both can be
+    captured in CUDA graphs.
 
     A few numbers per row tell a rectangle where its metadata is. It starts from copies of its rows'
     live states, writes the final states back, and writes keys, values and checkpoints to their
@@ -95,43 +102,79 @@ class PrefillStep:
     rectangle have one length.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         runner: ModelRunner,
         context: DynamicInferenceContext,
-        layout: BatchLayout,
+        layout: PrefixLayout,
         filler: CacheFiller,
-        attention: PagedAttention,
         *,
         graphs: StepGraphs,
         capture: StateCapture | None,
         fewest_tokens: int,
     ) -> None:
+        assert context.kv_cache is not None
         self._runner = runner
         self._context = context
         self._layout = layout
+        self._kv_spec = layout.kv_spec()
         self._filler = filler
-        self._attention = attention
+        self._attention = PagedAttention(runner.model, context.kv_cache)
         self._graphs = graphs
+        self._decode_caches: dict[int, Any] = {}  # by rows
         self._inputs: dict[RectangleShape, torch.Tensor] = {}  # of captured shapes
         self.costs = RectangleCosts(context.device)
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
-        self._kernels = kernels_for("auto", context.device, kernels=_KERNELS, twins=pieces_torch)
+        self._kernels = kernels_for(
+            "auto", context.device, kernels=_KERNELS, twins=decode_inputs_torch
+        )
         self._fewest_tokens = fewest_tokens
+        self._live = context.live_states.tensors
         self._metadata = context.step_buffers.tensors
         self._head = runner.model.get_output_embeddings()
         allocator = context.kv_block_allocator
         self._dummy_slot = allocator.dummy_block_id * context.config.block_size_tokens
 
-    def compute(self, step: Step, max_tokens: int, *, is_eager: str = "") -> list[ComputedChunks]:
+    def decode(self, num_rows: int) -> torch.Tensor:
+        """Compute a token of each decoding request whose metadata is on the device.
+
+        Row i of the batch is row i of the live states, which layers read and write in place. Rows
+        without a decoding request are computed too: their keys and values go to the dummy block,
+        and their live states change.
+
+        Returns [num_rows, vocabulary] logits, undefined for rows that do not decode.
+        """
+        if num_rows not in self._decode_caches:
+            first = {name: tensor[:, :num_rows] for name, tensor in self._live.items()}
+            self._decode_caches[num_rows] = self._make_cache(num_rows, first)
+        cache, metadata = self._decode_caches[num_rows], self._metadata
+        places, tokens, positions, slots = self._kernels.sort_by_row(
+            metadata["decode_state_rows"][:, 0],
+            metadata["token_ids"],
+            metadata["positions"],
+            metadata["kv_slot_mapping"],
+            num_rows,
+            self._dummy_slot,
+        )
+        is_known = (places >= 0).long()
+        with self._attention.during(
+            slots, metadata["block_tables"], places, positions, lengths=is_known
+        ):
+            logits = self._runner.forward_rows(tokens[:, None], positions[:, None], cache)
+        return logits[:, -1]
+
+    def clear_decodes(self) -> None:
+        """Mark every row as idle until the next step's metadata arrive."""
+        self._metadata["decode_state_rows"].fill_(-1)
+
+    def prefill(self, step: Step, max_tokens: int, *, is_eager: str = "") -> list[ComputedChunks]:
         """Compute all chunks of a step: keys, values, live states and checkpoints are written.
 
-        Args:
-            step: The step in flight.
-            max_tokens: Tokens of a forward with more than one row, padding included.
-            is_eager: Why no CUDA graphs are to be used, if so.
+        A forward with more than one row has at most ``max_tokens``, padding included. ``is_eager``
+        is the reason for using no CUDA graphs, if any.
         """
         computed, is_captured = [], True
         most = 0 if is_eager or self.why_eager else max_tokens
@@ -191,6 +234,7 @@ class PrefillStep:
 
     def put_back(self) -> None:
         """Undo the replacements of a forward that did not end."""
+        put_back(self._attention)
         put_back(self)
 
     def _place(self, step: Step) -> list[_Placed]:
@@ -257,21 +301,13 @@ class PrefillStep:
     def forward(self, shape: RectangleShape, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Compute a rectangle whose step's metadata are on the device.
 
-        All that differs between rectangles of one shape is in tensors, and nothing waits for the
-        device.
-
-        Args:
-            shape: Its shape.
-            inputs: [rows, 3 + 3 * checkpoints] int64: each row's place in the step, its first
-                token there, how many it has; where it is cut, in tokens; and for each cut the row
-                whose state is saved, and the slot.
+        ``inputs`` are [rows, 3 + 3 * checkpoints] int64: each row's place in the step, its first
+        token there, how many it has; where it is cut, in tokens; and for each cut the row whose
+        state is saved, and the slot.
 
         Returns:
             [rows, vocabulary] logits after each row's last token; and whether all checkpoints were
             saved whole.
-
-        Raises:
-            ModelChangedError: The model no longer computes scans as it did.
         """
         metadata, count = self._metadata, shape.num_checkpoints
         # Each attention layer's kernel reads them as rows.
@@ -284,21 +320,23 @@ class PrefillStep:
         slots = slots.masked_fill(is_lost, self._dummy_slot).flatten()
         positions = metadata["positions"][at]
         live_rows = metadata["state_rows"][places].long()
-        live = self._context.live_states.tensors
-        states = {name: tensor.index_select(1, live_rows) for name, tensor in live.items()}
-        ends = inputs[:, 3 : 3 + count]
-        run = _make_run(shape, lengths, ends)
+        states = {name: tensor.index_select(1, live_rows) for name, tensor in self._live.items()}
+        ends, bounds = inputs[:, 3 : 3 + count], None
+        if shape.is_ragged:
+            bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
         slots_by_owner = inputs[:, 3 + count :].unbind(1)
-        saved = self._layout.views(self._context.slot_allocator.states.tensors)
-        rooms = Rooms(
-            [*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
-            list(ends.unbind(1)) if shape.is_ragged else run.cuts,
-            [iter(saved) for _ in range(count)],
-            own_end=lengths if shape.is_ragged else None,
-            kernels=self._kernels,
+        saved = self._layout.state_views(self._context.slot_allocator.states.tensors)
+        run = ScanRun(
+            shape.num_rows,
+            shape.num_tokens,
+            shape.widths,
+            bounds,
+            saved=[*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
+            states=[iter(saved) for _ in range(count)],
+            is_kernel=self._has_kernels,
         )
-        run.is_kernel = self._has_kernels
-        cache = self._make_cache(shape, states)  # before the configuration is replaced
+        # Before the configuration is replaced.
+        cache = self._make_cache(shape.num_rows, None if shape.is_fresh else states)
         with ExitStack() as during:
             during.enter_context(
                 self._attention.during(
@@ -310,8 +348,7 @@ class PrefillStep:
                 )
             )
             if self._capture is not None and shape.num_tokens > 1:
-                during.enter_context(self._capture.scanning(run))
-                self._capture.tap(during, cache, run, rooms)
+                during.enter_context(self._capture.scanning(run, cache))
             last = None
             if shape.is_ragged:
                 last = torch.arange(shape.num_rows, device=inputs.device), lengths - 1
@@ -327,24 +364,23 @@ class PrefillStep:
                 "made: make a new prefix cache"
             )
         self._keep(cache, states)
-        for name, tensor in live.items():
+        for name, tensor in self._live.items():
             tensor.index_copy_(1, live_rows, states[name])
         return logits, has_all or not count
 
-    def _make_cache(self, shape: RectangleShape, states: dict[str, torch.Tensor]) -> Any:
-        """Return a cache of the model that begins with ``states`` and reads KV blocks."""
-        spec = self._layout.kv_spec
+    def _make_cache(self, num_rows: int, states: dict[str, torch.Tensor] | None) -> Any:
+        """Return a cache of the model that reads KV blocks, and begins with states, if given."""
+        spec, cache = self._kv_spec, self._runner.new_cache()
         nothing = torch.empty(
-            (spec.num_layers, 2, shape.num_rows, spec.num_kv_heads, 0, spec.head_dim),
+            (spec.num_layers, 2, num_rows, spec.num_kv_heads, 0, spec.head_dim),
             dtype=spec.dtype,
             device=self._context.device,
         )
-        cache = self._runner.new_cache()
-        if not shape.is_fresh:
-            memory = self._layout.memory(self._layout.views(states), nothing, 1)
-            self._filler.fill(cache, memory)
+        if states is not None:
+            views, tokens = self._layout.state_views(states), [*nothing.flatten(0, 1).unbind()]
+            self._filler.fill(cache, SequenceMemory(1, views, [], tokens))
         number = 0
-        for layer, parts in zip(cache.layers, self._layout.layout.layers, strict=True):
+        for layer, parts in zip(cache.layers, self._layout.layers, strict=True):
             if parts.has_tokens:
                 layer.keys, layer.values = nothing[number]
                 layer.update = partial(self._attention.update, number)
@@ -366,8 +402,8 @@ class PrefillStep:
 
     def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
         """Copy states that layers replaced, instead of writing to them, into ``states``."""
-        left = read_layers(cache, self._layout.layout.layers, 1)
-        for view, now in zip(self._layout.views(states), left.states, strict=True):
+        left = read_layers(cache, self._layout.layers, 1)
+        for view, now in zip(self._layout.state_views(states), left.states, strict=True):
             if now.data_ptr() != view.data_ptr():
                 view.copy_(now)
 
@@ -378,14 +414,6 @@ def _fit(shape: RectangleShape, size: tuple[int, int]) -> RectangleShape:
     # The first piece of a row can be all of it.
     widths = [min(max(64, 1 << (width - 1).bit_length()), tokens) for width in shape.widths]
     return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
-
-
-def _make_run(shape: RectangleShape, lengths: torch.Tensor, ends: torch.Tensor) -> ScanRun:
-    """Say how the scans of a rectangle are computed, each row cut at its own ``ends``."""
-    bounds = None
-    if shape.is_ragged:
-        bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
-    return ScanRun(shape.num_rows, shape.num_tokens, shape.widths, bounds)
 
 
 def _at_last_tokens(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
