@@ -4,7 +4,8 @@ Three replicas get one question each, behind the same system prompt, from a rout
 nothing. With the store the second and third compute only what is new, without it everything. The
 model is small and what it says means nothing, but with the store and without it must say the same.
 
-Without an argument the replicas are engines of this process, and the store is in its memory.
+Without an argument the replicas are engines of this process, and so is the store: a class of one's
+own. What a store must do stands in ``mamba_cache.stores.BlobStore``.
 Machines share a server by its URL: ``several_machines.py valkey://127.0.0.1:6379``, or
 ``mooncake://...`` (docs/how-to/stores.md). Routers that know more: docs/how-to/stores.md.
 """
@@ -12,18 +13,68 @@ Machines share a server by its URL: ``several_machines.py valkey://127.0.0.1:637
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mamba_cache import CacheConfig
 from mamba_cache.reference import Completion, Engine, HybridModel, SamplingParams
-from mamba_cache.stores import open_store
+from mamba_cache.stores import BlobStore, StoreFault, StoreHealth, open_store
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
 
 SYSTEM = list(b"You answer letters for the town library, kindly and in one sentence. " * 10)
 QUESTIONS = (b"Is it open on Sundays?", b"May I bring my dog?", b"Who reads to the children?")
 SAMPLING = SamplingParams(max_new_tokens=16)
+
+
+class OwnStore(BlobStore):
+    """A dict of blobs. A call never raises because of the store: it answers faults key by key."""
+
+    name, max_blob_bytes = "own", 2**29
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+
+    def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
+        """Say of each key whether it can be read."""
+        return [None if key in self._blobs else StoreFault.MISSING for key in keys]
+
+    def put_many(
+        self, keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[StoreFault | None]:
+        """Keep copies; what is there stays as it is."""
+        for key, buffer in zip(keys, buffers, strict=True):
+            self._blobs.setdefault(key, bytes(buffer))
+        return [None] * len(keys)
+
+    def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[memoryview]
+    ) -> list[int | StoreFault]:
+        """Copy blobs to the buffers, and return their sizes."""
+        return [self._get(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def _get(self, key: str, buffer: memoryview) -> int | StoreFault:
+        blob = self._blobs.get(key)
+        if blob is None:
+            return StoreFault.MISSING
+        if len(blob) > len(buffer):
+            return StoreFault.SHORT
+        buffer[: len(blob)] = blob
+        return len(blob)
+
+    def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
+        """Forget blobs."""
+        for key in keys:
+            self._blobs.pop(key, None)
+        return [None] * len(keys)
+
+    def health(self) -> StoreHealth:
+        """Say that all is well."""
+        return StoreHealth(None, f"{len(self._blobs)} blobs")
+
+    def close(self) -> None:
+        """Keep everything."""
 
 
 def make_replica(model: HybridModel, store: Any) -> Engine:
@@ -38,7 +89,6 @@ def make_replica(model: HybridModel, store: Any) -> Engine:
         num_host_states=8,
         store=store,
         write_on_use=1,  # everything; by default what was used twice
-        store_patience_seconds=5.0,
         hash_secret=b"the same on all machines",
     )
     # Which model this is, and with which weights: others' entries are never found.
@@ -55,10 +105,14 @@ def ask(replica: Engine, question: bytes) -> Completion:
     return next(e.completion for e in replica.stream() if e.request_id == name and e.completion)
 
 
-def main(url: str = "memory://") -> int:
+def main(url: str = "") -> int:
     """Ask each replica, with the store and without; compare; return the exit status."""
     torch.set_num_threads(1)
-    model, store, agree = HybridModel(dtype=torch.float64), open_store(url), []
+    model, store, agree = (
+        HybridModel(dtype=torch.float64),
+        open_store(url) if url else OwnStore(),
+        [],
+    )
     computed = {"with": 0, "without": 0}
     print("replica  question                    prompt  computed with the store  without")
     for name, question in zip("ABC", QUESTIONS, strict=True):

@@ -111,8 +111,6 @@ class CacheConfig:
         store: A store that several processes share, as a tier below the host tier and the disk: a
             ``stores.BlobStore``, or the URL of one. It needs ``hash_secret``, the same in all
             processes, and an identity of model and weights.
-        store_patience_seconds: For how long a request waits for a store that owes an answer; then
-            it is computed. 0: no request waits for the store.
         hash_algorithm: Hash function of block digests. "blake2b" is keyed with ``hash_secret``, and
             a client cannot craft a prompt that matches another one. "sha256" is as safe, with
             digests of 32 bytes. "xxh3_128" is fast, and only for where every client is trusted.
@@ -156,7 +154,6 @@ class CacheConfig:
     verify_hits: float = 0.0
     max_pinned_share: float = 0.25
     store: Any = field(default=None, repr=False)  # its URL may hold a password
-    store_patience_seconds: float = 0.03
     hash_algorithm: HashAlgorithm = "blake2b"
     hash_secret: bytes | None = field(default=None, repr=False)
 
@@ -290,7 +287,7 @@ _LEAST: Final = {
 _MOST: Final = {
     "cache_gb": _MAX_GB, "kv_cache_gb": _MAX_GB, "mamba_cache_gb": _MAX_GB,
     "host_cache_gb": _MAX_GB, "disk_cache_gb": _MAX_GB, "state_share": 1, "host_state_share": 1,
-    "verify_hits": 1, "max_pinned_share": 1, "store_patience_seconds": 1e9,
+    "verify_hits": 1, "max_pinned_share": 1,
 }  # fmt: skip
 """The most that each number, from 0 on, may be."""
 

@@ -27,14 +27,6 @@ COMMANDS = {
         "replay",
         "Replay a trace of requests: what it hits with each policy and number of slots.",
     ),
-    "du": (
-        "disk",
-        "Show what a disk cache takes: one folder for each model, weights, rank and settings.",
-    ),
-    "rm": (
-        "disk",
-        "Delete a disk cache. Folders that a process uses stay, and the exit code is 1.",
-    ),
     "serve": (
         "serve",
         "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
@@ -76,7 +68,8 @@ def run(arguments: Sequence[str]) -> int:
         module = import_module(f"mamba_cache.cli.{COMMANDS[name][0]}")
         command = getattr(module, name)
         parsers[name].description = command.__doc__
-        module.add_options(parsers[name])
+        if hasattr(module, "add_options"):
+            module.add_options(parsers[name])
         if name != "serve":
             parsers[name].add_argument(
                 "--json", action="store_true", help="print one JSON object, no table"

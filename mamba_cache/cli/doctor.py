@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import threading
-import time
-import uuid
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from queue import Empty, SimpleQueue
 from typing import Literal
 
-import numpy as np
 import torch
 
 from mamba_cache._extras import install_hint
 from mamba_cache._version import __version__
 from mamba_cache.cli.output import print_json, print_table
 from mamba_cache.config import CacheConfig
-from mamba_cache.errors import MissingExtraError
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
-from mamba_cache.stores import BlobStore, StoreFault, open_store
 
-__all__ = ["Check", "add_options", "check_hits", "check_machine", "check_store", "doctor"]
+__all__ = ["Check", "check_hits", "check_machine", "doctor"]
 
 _EXTRAS = {
     "transformers": ("transformers", "prefix caching for transformers models"),
@@ -36,25 +29,6 @@ _EXTRAS = {
 
 _BLOCK = 128
 _HIT_PROMPTS = 4
-_STORE_CHUNKS = 16
-_STORE_CHUNK_BYTES = 2**22
-_STORE_SECONDS = 30.0
-_LEASE_WAITS, _LEASE_WAIT_SECONDS = 60, 0.25  # Mooncake's is 10 s by default
-_STORE_ADVICE = {
-    StoreFault.UNREACHABLE: "is the server running, and its port open from here?",
-    StoreFault.TIMED_OUT: "the server takes connections and does not answer: does it hang?",
-    StoreFault.DENIED: "look at user, password and certificates, and at the user's rights",
-    StoreFault.FULL: "no memory: give it more, or, for Valkey, maxmemory-policy allkeys-lru; "
-    "Mooncake has what processes give it by ?segment=",
-    StoreFault.TRANSFER_FAILED: "a process that holds memory of the store is gone, or its ports "
-    "cannot be reached from here",
-    StoreFault.TOO_LARGE: "the server's limit for one value is below 4 MB",
-    StoreFault.LEASED: "others read the chunks, or the master's --default_kv_lease_ttl is long",
-    StoreFault.MISSING: "the server evicts at once, or says stored and stores nothing: what does "
-    "its log say?",
-    StoreFault.REJECTED: "is it a server of this kind, in a version that docs/how-to/stores.md "
-    "names?",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +41,13 @@ class Check:
     advice: str = ""
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "--store",
-        metavar="URL",
-        help="check this store and nothing else: put, find, get, compare and remove 64 MB, "
-        "e.g. valkey://127.0.0.1:6379 or mooncake://127.0.0.1:50051",
-    )
-
-
 def doctor(options: Namespace) -> int:
     """Check versions, extras, the GPU, and that a hit equals a miss.
 
     A GPU is not needed. What is absent is shown with what to do about it; only what is wrong makes
     the exit code 1.
     """
-    checks = list(check_machine() if options.store is None else check_store(options.store))
+    checks = list(check_machine())
     counts = Counter(check.status for check in checks)
     if options.json:
         print_json({"passed": not counts["failed"], "checks": [asdict(one) for one in checks]})
@@ -157,96 +121,3 @@ def check_hits() -> Check:
     detail += "other answers" if skipped else "no hit"
     advice = "do not trust hits on this machine; report it with this table"
     return Check("a hit equals a miss", "failed", detail, advice)
-
-
-def check_store(url: str) -> Iterator[Check]:
-    """Put chunks into a store, find, read, compare and remove them, and time it."""
-    try:
-        store = open_store(url)
-    except MissingExtraError as error:
-        yield Check("store", "failed", str(error))
-        return
-    found: SimpleQueue[Check | None] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            for check in _store_checks(store):
-                found.put(check)
-        except Exception as error:  # a store answers with faults
-            found.put(Check("answer", "failed", f"the store raised {error!r}"))
-        found.put(None)
-
-    # A store may hang for ever, so that its thread is abandoned.
-    threading.Thread(target=work, daemon=True).start()
-    last = "connecting"
-    try:
-        while (check := found.get(timeout=_STORE_SECONDS)) is not None:
-            yield check
-            last = check.name
-    except Empty:
-        detail = f"no answer within {_STORE_SECONDS:.0f} s after: {last}"
-        yield Check("answer", "failed", detail, _STORE_ADVICE[StoreFault.TIMED_OUT])
-    else:
-        store.close()
-
-
-def _store_checks(store: BlobStore) -> Iterator[Check]:
-    """Check a store; after a check that failed, those that need it are left out."""
-    health = store.health()
-    if health.fault is not None:
-        yield Check("store", "failed", health.detail, _STORE_ADVICE.get(health.fault, ""))
-        return
-    yield Check("store", "ok", health.detail)
-    prefix = f"mamba-cache-doctor/{uuid.uuid4().hex}"
-    keys = [f"{prefix}/{number}" for number in range(_STORE_CHUNKS)]
-    shape = _STORE_CHUNKS, _STORE_CHUNK_BYTES
-    written = np.random.default_rng().integers(0, 256, shape, np.uint8)
-    read = np.zeros_like(written)
-    for memory in (written, read):
-        store.register(memory.data)
-    calls: dict[str, Callable[[], Sequence[int | StoreFault | None]]] = {
-        "put": lambda: store.put_many(keys, [chunk.data for chunk in written]),
-        "exists": lambda: store.exists_many(keys),
-        "get": lambda: store.get_many_into(keys, [chunk.data for chunk in read]),
-    }
-    for name, call in calls.items():
-        start = time.perf_counter()
-        answers = call()
-        milliseconds = 1e3 * (time.perf_counter() - start)
-        if any(isinstance(answer, StoreFault) for answer in answers):
-            yield _failed(store, name, answers)
-            break
-        if name == "get" and not np.array_equal(read, written):
-            detail = "the chunks are not what was put"
-            advice = "do not use it: entries are verified, so that they would only miss"
-            yield Check(name, "failed", detail, advice)
-            break
-        chunks = f"{_STORE_CHUNKS} chunks of {_STORE_CHUNK_BYTES / 2**20:.0f} MiB"
-        yield Check(name, "ok", f"{chunks} in {milliseconds:,.1f} ms")
-    yield _remove(store, keys)
-
-
-def _remove(store: BlobStore, keys: list[str]) -> Check:
-    answers = store.remove(keys)
-    for _ in range(_LEASE_WAITS):
-        if StoreFault.LEASED not in answers:
-            break
-        time.sleep(_LEASE_WAIT_SECONDS)
-        answers = store.remove(keys)
-    if any(answers):
-        return _failed(store, "remove", answers)
-    left = store.exists_many(keys)
-    if any(answer is not StoreFault.MISSING for answer in left):
-        return _failed(store, "remove", left)
-    return Check("remove", "ok", "what was removed is not found")
-
-
-def _failed(store: BlobStore, name: str, answers: Sequence[int | StoreFault | None]) -> Check:
-    """Say how many chunks fared how, and what helps against the first fault."""
-    faults = [answer for answer in answers if isinstance(answer, StoreFault)]
-    counts = Counter(fault.value for fault in faults)
-    if len(faults) < len(answers):
-        counts["there"] = len(answers) - len(faults)
-    said = ", ".join(f"{count} {value}" for value, count in counts.items())
-    advice = _STORE_ADVICE.get(faults[0], "") if faults else ""
-    return Check(name, "failed", f"of the chunks {said}; {store.health().detail}", advice)

@@ -92,8 +92,7 @@ class PrefetchState(str, Enum):
     waits for the rest, which is verified and kept like anything else."""
 
     TIMED_OUT = "timed_out"
-    """The deadline has passed, or a store owes an answer for longer than anybody waits for one.
-    What arrives later is verified and kept like anything else."""
+    """The deadline has passed. What arrives later is verified and kept like anything else."""
 
     CANCELLED = "cancelled"
     """Somebody cancelled it. What arrives later is dropped."""
@@ -112,9 +111,6 @@ _STATES: Final = (
 
 _FAILURES: Final = frozenset({Refusal.TIMEOUT, Refusal.IO_ERROR})
 """What a tier that is dead says; it would say the same of each entry, one after the other."""
-
-_LEAST_PATIENCE: Final = 1 / 3
-"""Of a request's patience with a store, what is left for the entries after slow answers."""
 
 
 class Prefetch:
@@ -146,8 +142,6 @@ class Prefetch:
         skip_tokens: int,
         timeout_seconds: float | None,
         *,
-        silence: Callable[[], float] | None = None,
-        patience_seconds: float = 0.0,
         needs_agreement: bool = False,
     ) -> None:
         self._needs_agreement = needs_agreement
@@ -161,8 +155,9 @@ class Prefetch:
         self.is_cancelled = self._is_late = False
         self._began = time.monotonic()
         self._ended = self._began
-        self._deadline = None if timeout_seconds is None else self._began + timeout_seconds
-        self._silence, self._patience = silence, patience_seconds
+        self._deadline = math.inf
+        if timeout_seconds is not None:
+            self.end_within(timeout_seconds)
         self.is_asking = self._is_answered = False
         self._thread = threading.get_ident()
         self.go_on: Callable[[], object] | None = None
@@ -194,7 +189,7 @@ class Prefetch:
             if self.has_failed:
                 return PrefetchState.INCOMPLETE
             # Once late, it is late for good, whatever arrives.
-            self._is_late = any(seconds <= 0 for seconds in self._seconds_left())
+            self._is_late = self._seconds_left <= 0
             return PrefetchState.TIMED_OUT if self._is_late else PrefetchState.PENDING
 
     @property
@@ -214,8 +209,8 @@ class Prefetch:
             with self._changed:
                 while not self.is_done and not self._can_go_on:
                     is_pending = self.own_state is PrefetchState.PENDING
-                    left = self._seconds_left() if is_pending else ()
-                    self._changed.wait(max(0.0, min(left, default=threading.TIMEOUT_MAX)))
+                    left = self._seconds_left if is_pending else threading.TIMEOUT_MAX
+                    self._changed.wait(max(0.0, min(left, threading.TIMEOUT_MAX)))
                 if self.is_done:
                     return self.state
             assert self.go_on is not None, "it can go on"
@@ -229,12 +224,9 @@ class Prefetch:
             return self.is_answered or self.own_state is not PrefetchState.PENDING
         return self.is_asking and self._is_answered
 
-    def _seconds_left(self) -> list[float]:
-        """Return the seconds to its deadline, and for how long yet a store may be silent."""
-        left = [] if self._deadline is None else [self._deadline - time.monotonic()]
-        if self._silence is not None:
-            left.append(self._patience - self._silence())
-        return left
+    @property
+    def _seconds_left(self) -> float:
+        return self._deadline - time.monotonic()
 
     def cancel(self) -> None:
         """Say that nobody wants it any more. Rows are free when their reads are over."""
@@ -246,26 +238,17 @@ class Prefetch:
     def end_within(self, seconds: float) -> None:
         """Bring the deadline forward to so many seconds from now."""
         with self._changed:
-            deadline = time.monotonic() + seconds
-            if self._deadline is None or deadline < self._deadline:
-                self._deadline = deadline
+            self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def answer(self) -> None:
         """Say that it can be known now."""
         with self._changed:
-            # The longer it took, the less the request waits for what it is about.
-            waited_seconds = time.monotonic() - self._began
-            self._patience = max(self._patience - waited_seconds, _LEAST_PATIENCE * self._patience)
             self._is_answered = True
             self._changed.notify_all()
 
-    def begin(
-        self, skip_tokens: int, num_entries: int, num_bytes: int, *, of_store: bool = False
-    ) -> None:
-        """Say what is brought, and whether any of it by a store, which may be silent."""
+    def begin(self, skip_tokens: int, num_entries: int, num_bytes: int) -> None:
+        """Say what is brought."""
         with self._changed:
-            if not of_store:
-                self._silence = None
             self.skip_tokens, self.num_entries, self.num_bytes = skip_tokens, num_entries, num_bytes
             self.is_asking = False
             self._began = time.monotonic()
@@ -383,7 +366,6 @@ class LowerTierLink:
         self._block_size = config.block_size_tokens
         self._min_computed = config.min_computed_tokens
         self._has_kv = has_kv
-        self._patience = config.store_patience_seconds
         self._is_waited_for = is_waited_for
         self._num_prefetches = 0
         # With the digest of the boundary that each brings, and who learns from it.
@@ -474,10 +456,11 @@ class LowerTierLink:
             request_id,
             match.skip_tokens,
             timeout_seconds,
-            silence=None if self.store is None else self.store.silence,
-            patience_seconds=self._patience,
             needs_agreement=self._agreement is not None,
         )
+        if self._is_waited_for:  # no longer than computing what could be skipped takes
+            num_tokens = self._usable_blocks(match) * self._block_size - match.skip_tokens
+            prefetch.end_within(self._planners.seconds(num_tokens))
         self._num_prefetches += 1
         is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
         asked = _Asked(match, entries, prefetch, is_trial)
@@ -571,7 +554,7 @@ class LowerTierLink:
     def _ask(self, asked: _Asked) -> bool:
         """Ask the store what it has of a prefix; False if there is nothing to ask or to gain."""
         store, match = self.store, asked.match
-        if store is None or not store.is_healthy or store.silence() >= self._patience:
+        if store is None or not store.is_healthy:
             return False
         entries = self._entries_of(match)
         keys = [asked.entries.key(*each) for each in entries]
@@ -602,9 +585,8 @@ class LowerTierLink:
         places = {place for _, place in wanted}
         # What is under way already is there sooner, and teaches nobody what it takes.
         is_alone = not any(facts.key in self._flights for facts, _ in wanted)
-        of_store = _Place.STORE in places or not is_alone
         num_bytes = sum(facts.payload_bytes for facts, _ in wanted)
-        prefetch.begin(blocks * self._block_size, len(wanted), num_bytes, of_store=of_store)
+        prefetch.begin(blocks * self._block_size, len(wanted), num_bytes)
         for facts, place in wanted:
             tier = self.tier if place is _Place.TIER else self.store
             assert tier is not None, "it has the entry"
@@ -614,6 +596,7 @@ class LowerTierLink:
             self._host.release(lease)
         planner = None
         if is_alone and len(places) == 1:
+            of_store = _Place.STORE in places
             planner = self._planners.store if of_store else self._planners.disk
         boundary = asked.entries.hashes.digest(blocks - 1)
         self._under_way.append((boundary, prefetch, planner))

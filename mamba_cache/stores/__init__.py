@@ -1,6 +1,5 @@
 """Stores: blobs by key, in a place that several processes share."""
 
-from mamba_cache.stores.memory import MemoryStore
 from mamba_cache.stores.mooncake import MooncakeStore
 from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth
 from mamba_cache.stores.urls import open_store
@@ -8,7 +7,6 @@ from mamba_cache.stores.valkey import ValkeyStore
 
 __all__ = [
     "BlobStore",
-    "MemoryStore",
     "MooncakeStore",
     "StoreFault",
     "StoreHealth",

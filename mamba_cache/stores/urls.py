@@ -10,7 +10,6 @@ from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.stores.memory import MemoryStore
 from mamba_cache.stores.mooncake import MooncakeStore
 from mamba_cache.stores.protocols import BlobStore
 from mamba_cache.stores.valkey import ValkeyStore
@@ -31,8 +30,6 @@ def open_store(url: str) -> BlobStore:
     ``rediss://`` are the same. Options: ``password_env`` (the variable of the environment that
     holds the password, so that no URL does), ``timeout`` and ``ttl`` (seconds), and for TLS the
     files ``ca``, ``cert`` and ``key``.
-
-    ``memory://`` is in this process, for tests; option ``max``.
 
     Args:
         url: As above. Options follow a ``?``, divided by ``&``.
@@ -69,10 +66,6 @@ def _split(url: str) -> tuple[SplitResult, int | None]:
     if any("@" in part for part in (parts.path, parts.fragment, *names)):
         raise ValueError
     return parts, parts.port
-
-
-def _memory(parts: SplitResult, port: int | None, options: dict[str, str]) -> BlobStore:
-    return MemoryStore(_size(options, "max", "1GiB"))
 
 
 def _mooncake(parts: SplitResult, port: int | None, options: dict[str, str]) -> BlobStore:
@@ -164,6 +157,5 @@ _SCHEMES: Final[dict[str, tuple[_Maker, tuple[str, ...]]]] = {
     "valkeys": (_valkey, _OF_TLS),
     "redis": (_valkey, _OF_VALKEY),
     "rediss": (_valkey, _OF_TLS),
-    "memory": (_memory, ("max",)),
 }
 """What makes the store of a scheme, and the options that it knows."""

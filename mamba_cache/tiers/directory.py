@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,7 +52,6 @@ _IDENTITY_FILE: Final = "identity.json"
 _LOCK_FILE: Final = "lock"
 _SECRET_FILE: Final = "secret"
 _SECRET_BYTES: Final = 32
-_PATIENCE: Final = 0.05
 _PREFIX: Final = "mc1-"
 _ENTRY: Final = re.compile(r"([0-9a-f]{32})-([sk])-((?:[0-9a-f]{32}){1,2})-(0|[1-9][0-9]{0,9})")
 _FORMER: Final = ("states.slab", "kv.slab")
@@ -65,10 +63,8 @@ class CacheFolder:
     """The folder of one identity."""
 
     path: Path
-    identity: CacheIdentity
     num_bytes: int  # that its files take on the disk
     used_at: float  # when it was last opened, in seconds since 1970
-    is_in_use: bool  # whether a process holds it
 
 
 class FolderLock:
@@ -77,13 +73,14 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
-            # Whoever looks whether it is held holds it for that moment: so not at the first try.
-            if not _is_held(self._fd) and not _is_held(self._fd, after=_PATIENCE):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 holder = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip()
                 raise TierInUseError(
                     f"{folder} is in use by process {holder or 'unknown'}: a folder of a disk "
                     "cache has one user at a time; give this process another path"
-                )
+                ) from None
             if not _is_same_file(self._fd, folder / _LOCK_FILE):
                 raise TierInUseError(f"{folder} was removed while it was opened; open it again")
             os.ftruncate(self._fd, 0)
@@ -198,8 +195,6 @@ def folders(path: Path) -> list[CacheFolder]:
 
     Only folders of this user with the marker of a disk cache count; all else is passed over.
     """
-    if not path.is_dir():
-        raise InvalidArgumentError(f"there is no directory {path}")
     with _own_folder(path) as root:
         names = os.listdir(root)
     found = []
@@ -348,11 +343,11 @@ def _put_marker(folder: int, path: Path, identity: CacheIdentity) -> None:
 
 def _look_at(path: Path) -> CacheFolder:
     with _own_folder(path) as fd:
-        identity = _read_marker(fd, path)
+        _read_marker(fd, path)
         used_at = os.fstat(fd).st_mtime
         stats = [os.stat(name, dir_fd=fd, follow_symlinks=False) for name in os.listdir(fd)]
     num_bytes = sum(each.st_blocks * 512 for each in stats)
-    return CacheFolder(path, identity, num_bytes, used_at, _is_in_use(path))
+    return CacheFolder(path, num_bytes, used_at)
 
 
 def _read_marker(fd: int, path: Path) -> CacheIdentity:
@@ -364,27 +359,6 @@ def _read_marker(fd: int, path: Path) -> CacheIdentity:
     except (FileNotFoundError, InvalidArgumentError):
         pass
     raise InvalidArgumentError(f"{path} is not a folder of a disk cache of this user")
-
-
-def _is_in_use(folder: Path) -> bool:
-    try:
-        fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _is_held(fd)
-    finally:
-        os.close(fd)
-
-
-def _is_held(fd: int, *, after: float = 0) -> bool:
-    """Take the lock if nobody has it, and say whether it is held now."""
-    time.sleep(after)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_same_file(fd: int, path: Path) -> bool:

@@ -273,10 +273,9 @@ class DiskTier(QueuedTier):
         for other in list(self._others):
             if self._fits(num_bytes):
                 return
-            if not other.is_in_use:
-                with suppress(TierInUseError, InvalidArgumentError, OSError):  # since it was listed
-                    remove_folder(other)
-                    self._others.remove(other)
+            with suppress(TierInUseError, InvalidArgumentError, OSError):
+                remove_folder(other)
+                self._others.remove(other)
         while not self._fits(num_bytes):
             with self._lock:
                 key = next(iter(self._entries), None)

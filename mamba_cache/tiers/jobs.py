@@ -327,8 +327,9 @@ class QueuedTier(ABC):
         """Whether it failed again and again, and was not asked since with success."""
         return self._failures >= _FAILURES_TO_REST
 
-    def _count_failure(self) -> None:
-        self._failures += 1
+    def _count_failure(self, *, is_overdue: bool = False) -> None:
+        """Count a failure; an answer that is overdue counts as enough of them."""
+        self._failures += _FAILURES_TO_REST if is_overdue else 1
         if self._has_failed:
             self._rest()
 

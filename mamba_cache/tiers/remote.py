@@ -90,7 +90,6 @@ class _Worker:
     call_ended: threading.Condition
     jobs: Sequence[Job] = ()
     deadline: float | None = None  # of its call; None: there is none, or it is late
-    reads_since: float | None = None
     memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
@@ -104,8 +103,8 @@ class RemoteTier(QueuedTier):
     Nobody who calls waits for the store: threads of this object do, and others make its calls, each
     with a deadline. A call that does not return by it is given up with its thread and the memory
     that it reads or writes, and another thread takes its place; what it brings later is not looked
-    at. After two failures in a row the store is left alone, and asked every five seconds whether
-    it is back.
+    at. After such a call, or two failures in a row, the store is left alone, and asked every five
+    seconds whether it is back.
 
     Whatever is wrong is a counted miss. An entry that is not what its key says is not asked for
     again by this process until it has put it anew, and removed from the store. Any thread may call;
@@ -152,26 +151,13 @@ class RemoteTier(QueuedTier):
         # What the store had, with when that was known, and what in it was bad.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
         self._bad: OrderedDict[EntryKey, None] = OrderedDict()
-        self._heard_at = self._failed_at = self._reads_since = 0.0
-        self._is_told = self._is_closed = False
+        self._failed_at = 0.0
+        self._has_answered = self._is_told = self._is_closed = False
         self._num_callers = self._num_hung = 0
         self._workers = [_Worker(threading.Condition(self._lock)) for _ in range(num_threads)]
         for _ in self._workers:
             self._add_caller()
         self._threads = self._start(*[partial(self._work, each) for each in self._workers])
-
-    def silence(self) -> float:
-        """Return for how many seconds the store has owed an answer to somebody who reads.
-
-        An answer to one call is no sign of life for another, which may ask a machine that is dead.
-        0 if nobody waits for any.
-        """
-        with self._lock:
-            if not self._owes_reads():
-                return 0.0
-            heard_at = max(self._heard_at, self._reads_since)
-            calls = [each.reads_since for each in self._workers if each.reads_since is not None]
-            return max(0.0, time.monotonic() - min([heard_at, *calls]))
 
     def ask(self, keys: Sequence[EntryKey], done: Done) -> bool:
         """Queue a question which entries the store has; ``has_many`` knows when ``done`` is called.
@@ -258,16 +244,6 @@ class RemoteTier(QueuedTier):
         is_alive = not self._has_failed and self._num_hung < self._most_callers
         return is_alive and not self._is_closing
 
-    def _add(self, queue: deque[Any], job: Job) -> None:
-        if isinstance(job, (_Ask, LoadJob)) and not self._owes_reads():
-            self._reads_since = time.monotonic()
-        super()._add(queue, job)
-
-    def _owes_reads(self) -> bool:
-        """Say whether somebody waits for what the store says or brings."""
-        is_queued = self._asks or self._loads
-        return bool(is_queued) or any(isinstance(j, (_Ask, LoadJob)) for j in self._taken)
-
     @property
     def _most_callers(self) -> int:
         """Threads that hang keep their memory, so they are not replaced without end."""
@@ -308,7 +284,7 @@ class RemoteTier(QueuedTier):
             if worker.deadline is not None and (self._is_closed or worker.deadline <= now):
                 worker.deadline = None
                 worker.call_ended.notify()
-                self._count_failure()
+                self._count_failure(is_overdue=True)
 
     # What threads do.
 
@@ -340,7 +316,7 @@ class RemoteTier(QueuedTier):
         with self._lock:
             jobs = [] if self._takes_calls else self._take_queued()
             # It has never answered, or fails again and again.
-            has_failed = self._counts["opened"] or (self._failures and not self._heard_at)
+            has_failed = self._counts["opened"] or (self._failures and not self._has_answered)
             is_news = bool(has_failed) and not self._is_told and not self._is_closing
             self._is_told |= is_news
             faults = ", ".join(self._faults) or "timed_out"
@@ -351,7 +327,7 @@ class RemoteTier(QueuedTier):
         if is_news:
             _log.warning(
                 "store: %s does not answer (%s). Requests go on without it, and it is asked "
-                "again; `mamba-cache doctor --store URL` says what is wrong",
+                "again; open_store(URL).health() says what is wrong",
                 self.store.name,
                 faults,
             )
@@ -417,8 +393,6 @@ class RemoteTier(QueuedTier):
             seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
             began = time.monotonic()
             worker.deadline = began + seconds
-            is_read = bool(worker.jobs) and isinstance(worker.jobs[0], (_Ask, LoadJob))
-            worker.reads_since = began if is_read else None
             future = self._submit(partial(call, names, *buffers))
             future.add_done_callback(lambda _: self._tell(worker))
             while not future.done() and worker.deadline is not None:
@@ -427,7 +401,7 @@ class RemoteTier(QueuedTier):
                 if not future.done():
                     self._find_late()
             is_late = worker.deadline is None
-            worker.deadline = worker.reads_since = None
+            worker.deadline = None
             if is_late:
                 self._give_up(worker, future)
                 raise _GivenUpError
@@ -438,7 +412,7 @@ class RemoteTier(QueuedTier):
             if any(each.is_of_the_store for each in faults):
                 self._count_failure()
             else:
-                self._heard_at = time.monotonic()
+                self._has_answered = True
                 if began >= self._failed_at:  # a call that began before says nothing of what came
                     self._count_success()
         return answers
@@ -447,9 +421,9 @@ class RemoteTier(QueuedTier):
         with self._lock:
             worker.call_ended.notify()
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, *, is_overdue: bool = False) -> None:
         had_failed = self._has_failed
-        super()._count_failure()
+        super()._count_failure(is_overdue=is_overdue)
         self._failed_at = time.monotonic()
         if self._has_failed:
             self._counts["opened"] += not had_failed

@@ -293,7 +293,6 @@ def _engine(setting: _Setting, *, with_store: bool = True) -> Engine:
         num_host_states=40,
         store=setting.url if with_store else None,
         write_on_use=1,
-        store_patience_seconds=_WAIT_SECONDS,
         hash_secret=setting.secret,
     )
     identity = ModelIdentity(name="bench", weights="of seed 1", numerics=Numerics.of(device))
@@ -361,8 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run every measurement, one after the other."""
     parser = parser_for(__doc__)
     add = parser.add_argument
-    about = "a store; may come several times; default: memory://"
-    add("--store", action="append", metavar="URL", help=about)
+    about = "a store; may come several times"
+    add("--store", action="append", required=True, metavar="URL", help=about)
     add("--device", metavar="NAME", help="where models are; default: a GPU, else the CPU")
     add("--small", action="store_true", help="tiny entries: to see that it runs")
     add("--rounds", type=int, metavar="N", default=10, help="rounds of steps")
@@ -373,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     device = str(usable_device(options.device))
     results: list[Measurement] = []
-    for url in options.store or ["memory://"]:
+    for url in options.store:
         results += _measure_moves(url, small=options.small)
         if not url.startswith("memory:"):  # which other processes do not see
             setting = _Setting(url, device, options.small, secrets.token_bytes(16))

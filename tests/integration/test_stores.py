@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from faulty_store import FaultyStore, Trouble
+from memory_store import MemoryStore
 from sources import ROOT
 from store_rig import (
     LOOPBACK,
@@ -28,7 +29,6 @@ from store_rig import (
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import (
-    MemoryStore,
     MooncakeStore,
     StoreFault,
     StoreHealth,

@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 from clocks import ManualClock
+from memory_store import MemoryStore
 from notebook_rig import REUSABLE, ask, prompts
 from transformers_rig import budgets, make_cache, make_model
 
 from mamba_cache.context import prefetch, tiering
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import disk, remote
 
 FAST = 1e4

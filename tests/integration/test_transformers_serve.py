@@ -766,7 +766,7 @@ def test_uninstalling_leaves_nothing(uninstalled):
         ({"hash_algorithm": "md5"}, "hash_algorithm must be one of"),
         ({"hash_secret": b""}, "hash_secret must be bytes, at least one of them"),
         ({"disk_cache_path": "cache"}, "disk_cache_path needs a host tier"),
-        ({"store": "memory://", "host_cache_gb": 1}, "store needs hash_secret"),
+        ({"store": "valkey://127.0.0.1:1", "host_cache_gb": 1}, "store needs hash_secret"),
         ({"weights_check": "some"}, "weights_check must be one of"),
         ({"events_mode": "all"}, "events_mode must be one of"),
         ({"block_size": 32}, r"no settings \['block_size'\]"),

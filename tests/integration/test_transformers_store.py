@@ -4,13 +4,14 @@ import pytest
 import torch
 from clocks import ManualClock
 from faulty_store import FaultyStore, Trouble
+from memory_store import MemoryStore
 from notebook_rig import ask, prompts
 from remote_rig import PATIENCE
 from transformers_rig import make_cache, make_model, plain
 
 from mamba_cache.context import prefetch
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.stores import MemoryStore, StoreFault
+from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import remote
 
 FAMILY = "granite 4"

@@ -12,13 +12,13 @@ import pytest
 import torch
 from clocks import ManualClock
 from disk_rig import entry_files, turn_bits
+from memory_store import MemoryStore
 from notebook_rig import REUSABLE, ask, open_cache, prompts
 from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
 
 from mamba_cache.context import prefetch
 from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import entry, remote, transfers
 from mamba_cache.tiers.disk import PAGE_BYTES
 

@@ -7,8 +7,8 @@ import disk_rig
 from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of
 from faulty_store import FaultyStore
+from memory_store import MemoryStore
 
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import EntryKind
@@ -75,6 +75,11 @@ class Bench:
         """Turn the clock, and let the tier see it."""
         self.clock.now += seconds
         let_see(self.tier)
+
+    def recover(self):
+        """Wait until a store that was left alone is asked again, and answers."""
+        self.turn(5.1)
+        wait_until(lambda: self.tier.is_healthy)
 
     def names(self):
         """What the store has, in order."""

@@ -184,7 +184,7 @@ def write(url, shared):
 
 
 def read(url, shared, flips):
-    """The work of a reader. As ``context.prefetch`` does, it waits while the store talks."""
+    """The work of a reader. As ``context.prefetch`` does, it waits up to a deadline."""
 
     def work(tell):
         jobs_module.REST_SECONDS = PROBE_SECONDS
@@ -203,14 +203,12 @@ def read(url, shared, flips):
                 over.set()
 
             started = time.perf_counter()
-            taken = tier.is_healthy and tier.silence() < PATIENCE
-            taken = taken and tier.load(expected, memoryview(into), done)
+            taken = tier.is_healthy and tier.load(expected, memoryview(into), done)
             in_call = time.perf_counter() - started
             if not taken:
                 outcome = "not asked"
             else:
-                while not over.is_set() and (left := PATIENCE - tier.silence()) > 0:
-                    over.wait(left)
+                over.wait(PATIENCE)
                 outcome = "gave up waiting"
                 if over.is_set():
                     refusal = refusals[0]

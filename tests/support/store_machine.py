@@ -7,11 +7,12 @@ from context_machine import STEM, Seen
 from faulty_store import _TROUBLES, FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from memory_store import MemoryStore
 from remote_rig import let_see, wait_until
 from tiers_machine import PROMPTS, LowerTierMachine
 
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.stores import MemoryStore, StoreFault
+from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
 

@@ -89,9 +89,7 @@ class Rig:
             num_readers=2,
         )
         self.link = LowerTierLink(
-            SimpleNamespace(
-                block_size_tokens=1, min_computed_tokens=1, store_patience_seconds=PATIENCE
-            ),
+            SimpleNamespace(block_size_tokens=1, min_computed_tokens=1),
             self.host,
             Planners(*(LoadPlanner() for _ in range(3))),
             has_kv=True,

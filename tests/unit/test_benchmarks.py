@@ -16,6 +16,7 @@ import measuring
 import pytest
 import torch
 from clocks import ManualClock
+from memory_store import MemoryStore
 
 from mamba_cache.tiers import remote
 
@@ -88,8 +89,9 @@ def test_tiers(keep, tmp_path):
 
 def test_store(keep, monkeypatch):
     monkeypatch.setattr(remote, "time", ManualClock())
+    monkeypatch.setattr(bench_store, "open_store", lambda url: MemoryStore())
     options, read = keep
-    bench_store.main(["--device", "cpu", "--small", *options])
+    bench_store.main(["--device", "cpu", "--small", "--store", "memory://", *options])
     assert len(read()["measurements"]) == 3
 
 

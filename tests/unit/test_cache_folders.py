@@ -42,7 +42,7 @@ def test_a_foreign_folder_with_our_prefix_is_not_deleted(tmp_path) -> None:
     assert sorted(each.name for each in foreign.iterdir()) == ["thesis.txt"]
     assert [each.path for each in folders(tmp_path)] == [folder_of(tmp_path, IDENTITY)]
     with pytest.raises(InvalidArgumentError, match="not a folder of a disk cache"):
-        remove_folder(CacheFolder(foreign, IDENTITY, 0, 0.0, is_in_use=False))
+        remove_folder(CacheFolder(foreign, 0, 0.0))
     assert (foreign / "thesis.txt").exists()
 
 

@@ -11,7 +11,6 @@ import shutil
 import threading
 from contextlib import suppress
 from multiprocessing import get_context
-from types import SimpleNamespace
 
 import disk_rig
 import pytest
@@ -468,23 +467,6 @@ def test_a_folder_that_is_removed_while_it_is_opened_is_not_used(tmp_path, monke
     lock.release()
 
 
-def test_who_only_looks_whether_a_folder_is_held_is_in_nobodys_way(tmp_path, monkeypatch) -> None:
-    """It holds the lock for a moment, so a second try comes a little later."""
-    open_tier(tmp_path).close()
-    folder, slept = folder_of(tmp_path, IDENTITY), []
-    looking = os.open(folder / "lock", os.O_RDWR)
-    assert directories._is_held(looking)
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if seconds:
-            os.close(looking)
-
-    monkeypatch.setattr(directories, "time", SimpleNamespace(sleep=sleep))
-    directories.FolderLock(folder).release()
-    assert slept == [0, directories._PATIENCE]
-
-
 def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> None:
     """It has the lock's file open as well; nor does it let the folder go when it ends."""
     tier = open_tier(tmp_path)
@@ -545,7 +527,7 @@ def test_room_that_others_use_is_not_taken(tmp_path, clock) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("why", ["opened meanwhile", "not ours to delete"])
+@pytest.mark.parametrize("why", ["in use", "not ours to delete"])
 def test_behind_a_folder_that_cannot_be_removed_another_makes_room(
     tmp_path, monkeypatch, why
 ) -> None:
@@ -553,9 +535,7 @@ def test_behind_a_folder_that_cannot_be_removed_another_makes_room(
     for age, other in enumerate(others):
         os.utime(other.folder, (1000 + age, 1000 + age))
     others[1].close()
-    if why == "opened meanwhile":
-        monkeypatch.setattr(directories, "_is_in_use", lambda folder: False)
-    else:
+    if why == "not ours to delete":
         others[0].close()
         monkeypatch.setattr(disks, "remove_folder", refuse_once(disks.remove_folder))
     tier = open_tier(tmp_path, states=3, blocks=0)
@@ -579,20 +559,15 @@ def refuse_once(remove):
 
 
 def test_folders_are_listed_and_removed(tmp_path) -> None:
-    with pytest.raises(InvalidArgumentError, match="there is no directory"):
-        folders(tmp_path / "nowhere")
     assert folders(tmp_path) == []
     tier = open_tier(tmp_path)
     assert put(tier, 1) is None
     [folder] = folders(tmp_path)
-    assert (folder.identity, folder.is_in_use) == (IDENTITY, True)
+    assert folder.path == folder_of(tmp_path, IDENTITY)
     with pytest.raises(TierInUseError):
         remove_folder(folder)
     tier.close()
-    [folder] = folders(tmp_path)
-    assert not folder.is_in_use
     (folder.path / "lock").unlink()
-    assert not folders(tmp_path)[0].is_in_use
     remove_folder(folder)
     assert folders(tmp_path) == []
     assert not folder.path.exists()
@@ -621,7 +596,7 @@ def test_folders_that_go_or_may_not_be_read_are_left_and_in_nobodys_way(
     def look(folder):
         raise error(errno.EACCES, "no look")
 
-    monkeypatch.setattr(directories, "_is_in_use", look)
+    monkeypatch.setattr(directories, "_look_at", look)
     assert folders(tmp_path) == []
     assert put(tier, 1) is None
     assert tier.stats().io_errors == 0

@@ -24,11 +24,11 @@ from disk_rig import (
     payload_of,
     put,
 )
+from memory_store import MemoryStore
 from remote_rig import Bench
 
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import MissingExtraError
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers.disk import PAGE_BYTES

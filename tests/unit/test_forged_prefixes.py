@@ -8,6 +8,7 @@ import torch
 from clocks import ManualClock
 from context_rig import MODEL_CONFIG, generate, make_context
 from forged import BLOCK, FORGED, PUBLIC, VOCABULARY
+from memory_store import MemoryStore
 from restart_rig import slow_prefill
 
 from mamba_cache.cache import BlockHasher, compute_block_hashes
@@ -15,7 +16,6 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request, prefetch
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import HybridModel
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import ModelIdentity, remote
 
 MODEL = HybridModel(

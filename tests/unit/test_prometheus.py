@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from context_rig import generate, make_context
+from memory_store import MemoryStore
 from notebook_rig import ask as ask_cache
 from notebook_rig import open_cache
 from notebook_rig import prompts as cache_prompts
@@ -26,7 +27,6 @@ from mamba_cache.integrations.prometheus import (
     CacheCollector,
     CallDurations,
 )
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import Refusal
 
 

@@ -7,6 +7,7 @@ import torch
 from clocks import ManualClock
 from context_rig import UncachedRuns
 from fingerprints import fingerprint
+from memory_store import MemoryStore
 from ranks_rig import Exchange, RankedModel, Ranks
 from tier_rig import (
     STATE,
@@ -19,7 +20,6 @@ from tiers_machine import LateTier
 from mamba_cache import Request
 from mamba_cache.context import PrefetchState, RequestStatus
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal, remote
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(30)]
@@ -288,7 +288,7 @@ def test_ranks_that_wait_find_out_together(disks, clock, seconds):
 
 def test_ranks_share_a_store_by_identity_and_rank(clock):
     """New processes find what those of the same rank have left, once all stores have answered."""
-    shared = {"store": MemoryStore(), "write_on_use": 1, "store_patience_seconds": 60}
+    shared = {"store": MemoryStore(), "write_on_use": 1}
     first = make_ranks(shared, shared)
     run(first, PROMPT)
     first.wait_for_tiers()

@@ -9,16 +9,17 @@ import restart_rig
 from clocks import ManualClock
 from context_rig import assert_same_run, generate, make_config, make_context
 from faulty_store import FaultyStore, Trouble
+from memory_store import MemoryStore
 from remote_rig import PATIENCE, let_see, wait_until
 from restart_rig import PROMPT_TOKENS
 from tier_rig import OTHER, PROMPT, ask, make_over, match
 
 from mamba_cache import InvalidArgumentError, Request
-from mamba_cache.context import PrefetchState
+from mamba_cache.context import PrefetchState, tier_memory
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context import tiering as tierings
 from mamba_cache.errors import TierInUseError
-from mamba_cache.stores import MemoryStore, StoreFault
+from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import jobs as jobs_module
@@ -165,7 +166,7 @@ def key_of(context, prompt, index):
 def test_an_engine_skips_what_another_one_computed() -> None:
     """At least 95% of the prompts' tokens; the answers are those without a cache."""
     store = MemoryStore()
-    first, second = (restart_rig.make_engine("memory://", store=store) for _ in range(2))
+    first, second = (restart_rig.make_engine("store://", store=store) for _ in range(2))
     answers, skips = restart_rig.run(first, 1)
     assert set(skips) == {0}
     first.context.close()
@@ -180,15 +181,13 @@ def test_an_engine_skips_what_another_one_computed() -> None:
 
 
 def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) -> None:
-    """30 ms by default, from the moment on at which the store owes an answer; then nobody does."""
     context = make(store)
     store.inject("exists_many", Trouble.HANG)
-    prefetch = ask(context)
+    prefetch = ask(context, timeout_seconds=0.03)
     clock.now += 0.029
     assert prefetch.state is PrefetchState.PENDING
     clock.now += 0.002
     assert prefetch.state is prefetch.wait() is PrefetchState.TIMED_OUT
-    assert ask(context).state is PrefetchState.NOTHING  # it is silent: who comes later waits not
     assert_same_run(generate(context, PROMPT, 3), PROMPT)
     store.heal()
     context.store_tier.flush(PATIENCE)
@@ -197,10 +196,33 @@ def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) 
     context.close()
 
 
+@pytest.mark.parametrize("call", ["exists_many", "get_many_into"])
+def test_after_one_answer_that_is_overdue_nobody_waits_for_the_store(store, clock, call) -> None:
+    """Neither those that wait already, for another answer or in the queue, nor who comes later."""
+    context = make(store)
+    store.inject(call, Trouble.HANG)
+    waiting = [ask(context), ask(context, PROMPT[:50])]
+    wait_until(lambda: context.poll_tiers() or store.injected[call, Trouble.HANG])
+    assert not any(each.is_done for each in waiting)
+    clock.now += 2.1
+    let_see(context.store_tier)
+    for prefetch in waiting:
+        assert prefetch.wait() in (PrefetchState.NOTHING, PrefetchState.INCOMPLETE)
+    assert not context.store_tier.is_healthy
+    calls = context.store_tier.stats().asks
+    assert ask(context).state is PrefetchState.NOTHING
+    assert_same_run(generate(context, PROMPT, 3), PROMPT)
+    assert context.store_tier.stats().asks == calls
+    store.heal()
+    context.wait_for_tiers()
+    context.check_invariants()
+    context.close()
+
+
 def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> None:
     context = make(store)
     store.inject("get_many_into", Trouble.HANG)
-    prefetch = ask(context)
+    prefetch = ask(context, timeout_seconds=0.03)
     wait_until(lambda: context.poll_tiers() or store.injected["get_many_into", Trouble.HANG])
     clock.now += 0.031
     assert prefetch.wait() is PrefetchState.TIMED_OUT
@@ -241,17 +263,33 @@ def test_a_store_that_fails_for_one_entry_is_not_waited_for(store) -> None:
     context.close()
 
 
-def test_who_waited_for_an_answer_waits_less_for_what_it_is_about(store, clock) -> None:
-    """Else a dying store may take its whole patience twice."""
+def test_a_caller_that_waits_waits_for_an_answer_no_longer_than_computing_takes(
+    store, clock
+) -> None:
+    """Up to 56 of the prompt's 61 tokens could be skipped."""
+    context = make(store)
+    context._tiering.lower._is_waited_for = True
+    context._tiering.planners.host.rates = Rates(tokens_per_second=1000.0)
+    store.inject("exists_many", Trouble.HANG)
+    prefetch = ask(context)
+    clock.now += 0.055
+    assert prefetch.state is PrefetchState.PENDING
+    clock.now += 0.002
+    assert prefetch.wait() is PrefetchState.TIMED_OUT
+    store.heal()
+    context.close()
+
+
+def test_the_answer_and_what_it_is_about_have_one_deadline(store, clock) -> None:
     context = make(store)
     store.inject("exists_many", Trouble.HANG, times=1)
     store.inject("get_many_into", Trouble.HANG)
-    prefetch = ask(context)
+    prefetch = ask(context, timeout_seconds=0.03)
     wait_until(lambda: store.injected["exists_many", Trouble.HANG])
     clock.now += 0.025
     wait_until(lambda: store.release() or prefetch.is_answered)
     wait_until(lambda: context.poll_tiers() or store.injected["get_many_into", Trouble.HANG])
-    clock.now += 0.009
+    clock.now += 0.004
     assert prefetch.state is PrefetchState.PENDING
     clock.now += 0.002
     assert prefetch.state is PrefetchState.TIMED_OUT
@@ -261,7 +299,7 @@ def test_who_waited_for_an_answer_waits_less_for_what_it_is_about(store, clock) 
 
 
 def test_a_store_that_moves_is_waited_for(store, clock) -> None:
-    """Each answer is a sign of life: only the deadline ends it."""
+    """Only the deadline ends it."""
     context = make(store)
     reads = store.get_many_into
 
@@ -296,15 +334,8 @@ def test_nobody_waits_for_a_store_that_is_left_alone(store, clock) -> None:
     context.close()
 
 
-def test_without_patience_nobody_waits(store) -> None:
-    context = make(store, store_patience_seconds=0)
-    assert ask(context).state is PrefetchState.NOTHING
-    assert store.injected == {}
-    context.close()
-
-
 def test_a_deadline_counts_from_the_request_on(store, clock) -> None:
-    context = make(store, store_patience_seconds=1e6)
+    context = make(store)
     store.inject("exists_many", Trouble.HANG)
     prefetch = ask(context, timeout_seconds=0.5)
     clock.now += 0.6
@@ -359,7 +390,6 @@ def test_the_speed_of_the_store_is_measured(store, clock) -> None:
         return reads(*arguments)
 
     store.get_many_into = slow
-    context._tiering.lower._patience = 1e9
     before = link._planners.store.rates
     assert ask(context).wait() is PrefetchState.READY
     context.poll_tiers()
@@ -423,7 +453,7 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     monkeypatch.setattr(disks, "_read_payload", lambda *a: opened.wait(PATIENCE) and read(*a))
     prefetch = ask(context)
     store.inject("exists_many", Trouble.HANG)
-    asked = ask(context, OTHER)
+    asked = ask(context, OTHER, timeout_seconds=0.5)
     wait_until(lambda: store.injected["exists_many", Trouble.HANG])
     clock.now += 1
     assert asked.state is PrefetchState.TIMED_OUT
@@ -454,8 +484,9 @@ def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     context.close()
 
 
-def test_a_store_by_its_url_is_opened_and_closed() -> None:
-    context = make("memory://")
+def test_a_store_by_its_url_is_opened_and_closed(monkeypatch) -> None:
+    monkeypatch.setattr(tier_memory, "open_store", {"valkey://host": MemoryStore()}.get)
+    context = make("valkey://host")
     generate(context, PROMPT, 2)
     context.wait_for_tiers()
     store = context.store_tier.store
@@ -468,7 +499,7 @@ def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(tmp_path) -> 
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
     first = make(MemoryStore(), **on_disk)
     before = threading.active_count()
-    for store in ("memory://", MemoryStore(), None):
+    for store in ("valkey://127.0.0.1:1", MemoryStore(), None):
         with pytest.raises(TierInUseError):
             make(store, **on_disk)
     assert threading.active_count() == before
@@ -484,8 +515,6 @@ def test_settings_are_checked() -> None:
         make_config(store=7, **on_host)
     with pytest.raises(InvalidArgumentError, match="write_on_use must be an int"):
         make_config(write_on_use=3)
-    with pytest.raises(InvalidArgumentError, match="store_patience_seconds must be a number"):
-        make_config(store_patience_seconds=-1)
     with pytest.raises(InvalidArgumentError, match="store needs identity"):
         make_context(make_config(store=store, **on_host))
 

@@ -8,12 +8,12 @@ import pytest
 from clocks import ManualClock
 from context_rig import generate
 from faulty_store import FaultyStore, Trouble
+from memory_store import MemoryStore
 from step_watch import StepWatch
 from tier_rig import PROMPT, ask, make_over
 
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import remote as remote_module
 from mamba_cache.tiers.entry import PayloadMac
 from mamba_cache.tiers.remote import RemoteTier

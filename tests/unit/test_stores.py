@@ -10,11 +10,11 @@ import types
 
 import numpy as np
 import pytest
+from memory_store import MemoryStore
 from store_rig import LOOPBACK, Speaker, free_port
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.stores import (
-    MemoryStore,
     MooncakeStore,
     StoreFault,
     StoreHealth,
@@ -69,10 +69,9 @@ def test_a_url_names_the_server_the_database_and_the_user(monkeypatch):
         ("valkey://host?ttl=0.5", "ttl_seconds"),
         ("mooncake://host:1?connect=0", "connect must be a number above 0"),
         (f"valkey://host?ttl={'9' * 400}", "ttl must be a number above 0"),
-        (f"memory://?max={'9' * 5000}", "must be bytes"),
+        (f"mooncake://host:1?segment={'9' * 5000}", "must be bytes"),
         ("valkey://host?password_env=NO_SUCH_VARIABLE", "no variable of the name"),
-        ("memory://?max=lots", "must be bytes, such as 512MiB"),
-        ("memory://?max=0", "max_bytes"),
+        ("mooncake://host:1?segment=lots", "must be bytes, such as 512MiB"),
         ("mooncake://host", "HOST:PORT"),
         ("mooncake://:50051", "HOST:PORT"),
     ],
@@ -84,9 +83,7 @@ def test_wrong_urls_are_refused_in_words(url, said):
 
 @pytest.mark.parametrize("text", ["4096", "4KiB", "4k", "4 KB"])
 def test_sizes(text):
-    store = open_store(f"memory://?max={text}")
-    assert store.put_many(["k"], [buffer(4096)]) == [None]
-    assert store.put_many(["more"], [buffer(1)]) == [StoreFault.FULL]
+    assert urls._size({"segment": text}, "segment", "0") == 4096
 
 
 @pytest.mark.parametrize("scheme", ["valkeys", "rediss"])

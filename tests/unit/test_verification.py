@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from context_rig import BLOCK, MODEL, VOCAB, generate, make_config, make_context
+from memory_store import MemoryStore
 from tier_rig import always, make_tiered
 from verification_rig import files_called, take, verify
 
@@ -22,7 +23,6 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.reference.engine import compute_prefix
-from mamba_cache.stores import MemoryStore
 from mamba_cache.tiers import ModelIdentity
 from mamba_cache.tiers.entry import EntryKind
 
