@@ -115,14 +115,17 @@ class StepExtractions:
         num_chunks = [*map(len, chunk_states.values())]
         num_tokens = [*map(len, window_inputs.values())]
         if self.captured is None:
-            self._check_lengths(numbers[layer], num_chunks, num_tokens, metadata)
+            needed = metadata.num_chunks, metadata.num_prefill_tokens
+            if {*num_chunks} - {needed[0]} or {*num_tokens} - {needed[1]}:
+                raise InvalidArgumentError(
+                    f"layer {self._labels[numbers[layer]]} handed over {num_chunks} chunk_states "
+                    f"and {num_tokens} tokens of conv_input, but the step has {needed[0]} chunks "
+                    f"and {needed[1]} prefill tokens: hand over just these, without those of "
+                    "decoding requests and without padding"
+                )
             if self._live_states.device.type == "cuda":  # pragma: no cover - tests/gpu run it
                 _check_not_capturing()
-        fields = self._checkpoint_fields(metadata)
-        states = [(names[name], tensor) for name, tensor in chunk_states.items()]
-        windows = [(names[name], tensor) for name, tensor in window_inputs.items()]
-        pairs = zip_longest(states, windows, fillvalue=(None, None))
-        launches = [self._plan(layer, fields, *pair) for pair in pairs]
+        launches = self._plan(layer, names, chunk_states, window_inputs, metadata)
         for launch in launches:  # all are checked before the first is written
             launch()
         if self.captured is None:
@@ -131,51 +134,38 @@ class StepExtractions:
             shortest = min(num_chunks, default=INT32_MAX), min(num_tokens, default=INT32_MAX)
             self.captured.lengths[numbers[layer]] = shortest
 
-    def _checkpoint_fields(self, metadata: StepMetadata) -> tuple[torch.Tensor, ...]:
-        """Return the step's checkpoints, as ``plan_extraction`` takes them."""
-        if self.captured is not None:
-            return self._buffers.checkpoint_fields(None)
-        if not self._fields:
-            # Once a step: in each layer the slices would cost more than all checks together.
-            self._fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
-        return self._fields
-
     def _plan(
         self,
         layer: int,
-        fields: tuple[torch.Tensor, ...],
-        state: tuple[str | None, torch.Tensor | None],
-        window: tuple[str | None, torch.Tensor | None],
-    ) -> Callable[[], None]:
-        """Return what extracts a state, a window, or both of one layer in one launch."""
-        (name, states), (window_name, inputs) = state, window
+        names: Mapping[str, str],
+        chunk_states: Mapping[str, torch.Tensor],
+        window_inputs: Mapping[str, torch.Tensor],
+        metadata: StepMetadata,
+    ) -> list[Callable[[], None]]:
+        """Return what extracts one layer's tensors, a state and a window in one launch."""
+        fields = self._fields
+        if self.captured is not None:
+            fields = self._buffers.checkpoint_fields(None)
+        elif not fields:
+            # Once a step: in each layer the slices would cost more than all checks together.
+            fields = self._fields = self._buffers.checkpoint_fields(metadata.num_checkpoints)
         saved, live = self._slots.states.tensors, self._live_states.tensors
         quantization = self._slots.quantization
-        scales = quantization.scales_of(name) if quantization and name else None
-        return plan_extraction(
-            None if window_name is None else saved[window_name][layer],
-            None if name is None else saved[name][layer],
-            None if window_name is None else live[window_name][layer],
-            states,
-            inputs,
-            fields=fields,
-            slot_scales=None if scales is None else saved[scales][layer],
-        )
-
-    def _check_lengths(
-        self, layer: int, num_chunks: list[int], num_tokens: list[int], metadata: StepMetadata
-    ) -> None:
-        """Check the lengths of a layer's tensors against the step that asks for them."""
-        needed = metadata.num_chunks, metadata.num_prefill_tokens
-        given = [(count, needed[1]) for count in num_chunks]
-        for lengths in given + [(needed[0], count) for count in num_tokens]:
-            if lengths != needed:
-                raise InvalidArgumentError(
-                    f"layer {self._labels[layer]} handed over {lengths[0]} chunk_states and "
-                    f"{lengths[1]} tokens of conv_input, but the step has {needed[0]} chunks and "
-                    f"{needed[1]} prefill tokens: hand over just these, without those of decoding "
-                    "requests and without padding"
+        launches = []
+        for state, window in zip_longest(chunk_states, window_inputs):
+            scales = quantization.scales_of(names[state]) if quantization and state else None
+            launches.append(
+                plan_extraction(
+                    None if window is None else saved[names[window]][layer],
+                    None if state is None else saved[names[state]][layer],
+                    None if window is None else live[names[window]][layer],
+                    None if state is None else chunk_states[state],
+                    None if window is None else window_inputs[window],
+                    fields=fields,
+                    slot_scales=None if scales is None else saved[scales][layer],
                 )
+            )
+        return launches
 
     def _are_asked_for(self, metadata: StepMetadata) -> bool:
         """Say whether the step in flight has checkpoints inside its chunks."""

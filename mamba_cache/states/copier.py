@@ -9,27 +9,18 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import as_ids
-from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode
+from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode, to_device
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.kernels import CopyBackend, copy_torch, kernels_for
 from mamba_cache.states.kernels.copy_torch import Quantized, RowCopy, plan_copy
 
-__all__ = [
-    "RowIndices",
-    "StateCopier",
-    "check_are_tensors",
-    "check_devices",
-]
+__all__ = ["RowIndices", "StateCopier"]
 
 _KERNELS = "mamba_cache.states.kernels.copy"
 _QUANTIZED_DIMS = 3
 
 RowIndices: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
 """[n] row indices: a sequence of ints, a numpy array, or a tensor."""
-
-_RING_DEPTH = 16
-_MOST_PAIRS_SENT = 1024
-"""Longer lists of rows on the host take a launch for each so many pairs."""
 
 
 class StateCopier:
@@ -75,10 +66,10 @@ class StateCopier:
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
         kernels = kernels_for(backend, self._device, kernels=_KERNELS, twins=copy_torch)
         self._takes_lists = kernels is copy_torch  # of rows on the host
-        self._launch = _launch_of(kernels, unchanged, quantized, self._device)
-        on_cuda = self._device.type == "cuda"
-        capacity = max(1, min(self._num_destination_rows, _MOST_PAIRS_SENT))
-        self._ring = _RowRing(capacity, self._device) if on_cuda else None
+        self._launches: list[RowCopy] = [
+            kernels.copy_states(plan_copy([] if i else unchanged, device=self._device), each)
+            for i, each in enumerate(quantized or [None])
+        ]
 
     def copy(self, source_rows: RowIndices, destination_rows: RowIndices) -> None:
         """Copy ``source_rows[i]`` to ``destination_rows[i]`` for every i.
@@ -115,12 +106,14 @@ class StateCopier:
                 f"source_rows and destination_rows must be equally many, "
                 f"got {len(sources)} and {len(destinations)}"
             )
+        num_pairs = len(sources)
         if are_lists:
-            self._copy_lists(sources, destinations)
-        else:
-            self._launch(sources, destinations, len(sources))
+            sources, destinations, num_pairs = self._real_rows(sources, destinations)
+        for launch in self._launches:
+            launch(sources, destinations, num_pairs)
 
-    def _copy_lists(self, sources: list[int], destinations: list[int]) -> None:
+    def _real_rows(self, sources: list[int], destinations: list[int]) -> tuple[Any, Any, int]:
+        """Check rows on the host, and return those to copy, where the launches read them."""
         if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:
             pairs = zip(sources, destinations, strict=True)
             real = [pair for pair in pairs if PAD_SLOT_ID not in pair]
@@ -136,58 +129,16 @@ class StateCopier:
             raise InvalidArgumentError(
                 f"in one set of tensors a row cannot be both read and written, got {sorted(both)}"
             )
-        if self._ring is None:
-            rows: Any = sources, destinations
-            if not self._takes_lists:  # the kernels, interpreted
-                rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
-            self._launch(rows[0], rows[1], len(sources))
-            return
-        if torch.cuda.is_current_stream_capturing():
+        if self._takes_lists:
+            return sources, destinations, len(sources)
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidArgumentError(
                 "rows on the host cannot be captured in a CUDA graph, which would repeat them for "
                 "ever: give them in tensors on the device"
             )
-        for first in range(0, len(sources), self._ring.capacity):
-            part = slice(first, first + self._ring.capacity)
-            sent = self._ring.send(sources[part], destinations[part])
-            self._launch(sent[0], sent[1], len(sources[part]))
-            self._ring.mark_used()
-
-
-class _RowRing:
-    """Pinned host buffers and their device twins, used in turn.
-
-    Only a host that is more than ``_RING_DEPTH`` calls ahead of the device waits for it.
-    """
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity
-        shape = _RING_DEPTH, 2, capacity
-        pinned = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True)
-        # Taking tensors apart anew in each call would cost as much as sending them.
-        self._pinned = pinned.unbind()
-        self._host = [tuple(lists) for lists in pinned.numpy()]
-        self._rows = torch.empty(shape, dtype=torch.int32, device=device).unbind()
-        self._lists = [rows.unbind() for rows in self._rows]
-        self._used = [torch.Event(device) for _ in range(_RING_DEPTH)]
-        self._turn = 0
-
-    def send(
-        self, source_rows: Sequence[int], destination_rows: Sequence[int]
-    ) -> tuple[torch.Tensor, ...]:
-        """Enqueue the copy of two equally long lists on the current stream."""
-        turn, count = self._turn, len(source_rows)
-        # Waits for nothing if the event is past, or was never recorded.
-        self._used[turn].synchronize()
-        sources, destinations = self._host[turn]
-        sources[:count], destinations[:count] = source_rows, destination_rows
-        self._rows[turn].copy_(self._pinned[turn], non_blocking=True)
-        return self._lists[turn]
-
-    def mark_used(self) -> None:
-        """Say that the work which reads the rows last sent is enqueued on the current stream."""
-        self._used[self._turn].record()
-        self._turn = (self._turn + 1) % _RING_DEPTH
+        rows = torch.from_numpy(np.array((sources, destinations), dtype=np.int32))
+        on_device = to_device(rows, self._device)
+        return on_device[0], on_device[1], len(sources)
 
 
 def _is_on_host(rows: RowIndices) -> bool:
@@ -215,22 +166,6 @@ def _check_device_rows(name: str, rows: RowIndices, device: torch.device) -> Any
 _Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
 
 
-def _launch_of(
-    kernels: Any, unchanged: _Pairs, quantized: Sequence[Quantized], device: torch.device
-) -> RowCopy:
-    """Return what copies rows of checked tensors."""
-    launches: list[RowCopy] = [
-        kernels.copy_states(plan_copy([] if i else unchanged, device=device), each)
-        for i, each in enumerate(quantized or [None])
-    ]
-
-    def copy(source_rows: Any, destination_rows: Any, num_pairs: int) -> None:
-        for launch in launches:
-            launch(source_rows, destination_rows, num_pairs)
-
-    return launches[0] if len(launches) == 1 else copy
-
-
 def _match(
     sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
 ) -> tuple[_Pairs, list[Quantized]]:
@@ -253,7 +188,10 @@ def _match(
             f"give at least one source, and as many destinations, "
             f"got {len(sources)} and {len(destinations)}"
         )
-    check_devices(*sources, *destinations)
+    devices = {tensor.device for tensor in (*sources, *destinations)}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise InvalidArgumentError(f"all tensors must be on one device, got {names}")
     for source, destination in unchanged:
         if _kind(source) != _kind(destination):
             raise InvalidArgumentError(
@@ -271,16 +209,11 @@ def _match(
     return unchanged, quantized
 
 
-def check_are_tensors(name: str, tensors: Any) -> None:
-    """Check that ``tensors`` is a list or tuple of tensors."""
-    is_sequence = isinstance(tensors, (list, tuple))
-    if not is_sequence or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        raise InvalidArgumentError(f"{name} must be tensors in a list or tuple, got {tensors!r}")
-
-
 def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
     """Check that tensors hold parts of the same states, laid out so that they can be copied."""
-    check_are_tensors(side, tensors)
+    is_sequence = isinstance(tensors, (list, tuple))
+    if not is_sequence or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise InvalidArgumentError(f"{side} must be tensors in a list or tuple, got {tensors!r}")
     for tensor in tensors:
         if tensor.dim() < 2 or (tensor.numel() and not tensor[0, 0].is_contiguous()):
             raise InvalidArgumentError(
@@ -290,14 +223,6 @@ def _check_side(side: str, tensors: Sequence[torch.Tensor]) -> None:
     if len({tensor.shape[1] for tensor in tensors}) > 1:
         rows = [tensor.shape[1] for tensor in tensors]
         raise InvalidArgumentError(f"all {side} must have equally many rows, got {rows}")
-
-
-def check_devices(*tensors: torch.Tensor) -> None:
-    """Check that tensors are on one device."""
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        names = sorted(map(str, devices))
-        raise InvalidArgumentError(f"all tensors must be on one device, got {names}")
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, int, tuple[int, ...]]:

@@ -43,7 +43,6 @@ from mamba_cache.states import (
     SlotQuantization,
     StateCopier,
     StatePool,
-    plan_extraction,
 )
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -146,21 +145,6 @@ def copier():
     sources = [torch.rand(2, 4, 3, generator=generator)]
     targets = [torch.rand(2, 5, 3, generator=generator)]
     return SimpleNamespace(copier=StateCopier(sources, targets), tensors=[*sources, *targets])
-
-
-def extraction(_):
-    return {
-        "slot_conv": torch.full((4, 3, 2), NAN),
-        "slot_ssm": torch.full((4, 2, 2, 5), NAN),
-        "live_conv": torch.ones(3, 3, 2),
-        "chunk_states": torch.ones(2, 2, 2, 5),
-        "conv_input": torch.ones(8, 3),
-    }
-
-
-def extract(_, **given):
-    fields = torch.tensor([[0], [4], [0], [1], [2]], dtype=torch.int32)
-    plan_extraction(**given, fields=tuple(fields))()
 
 
 def request_of(context, call, **fields):
@@ -332,7 +316,6 @@ TARGETS = {
         lambda it, **given: it.copier.copy(**given),
         lambda _: {"source_rows": [0, 3], "destination_rows": [4, 1]},
     ),
-    "extract": Target(lambda: None, extract, extraction),
     "chunks": plain(
         compute_varlen_chunk_metadata, query_start_loc=torch.tensor([0, 3, 9]), chunk_size=4
     ),
