@@ -18,7 +18,6 @@ from mamba_cache.context.step import Forks, ScheduledRequest, Step
 from mamba_cache.context.verification import (
     HitToVerify,
     PrefixContent,
-    PrefixDifference,
     VerificationStats,
 )
 
@@ -35,7 +34,6 @@ __all__ = [
     "Prefetch",
     "PrefetchState",
     "PrefixContent",
-    "PrefixDifference",
     "PrefixMatch",
     "PreparedRequest",
     "Request",

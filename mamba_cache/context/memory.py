@@ -26,7 +26,6 @@ from mamba_cache.states import (
     KVCacheSpec,
     SlotQuantization,
     StateSpec,
-    blocks_in_budget,
     slots_in_budget,
 )
 
@@ -117,13 +116,14 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
             "a model without attention has no KV blocks to measure in kv_cache_gb or cache_gb: "
             "give num_kv_blocks"
         )
-    if budget * 2**30 < 2 * block_bytes:
+    num_blocks = int(budget * 2**30) // block_bytes
+    if num_blocks < 2:
         raise BudgetError(
             f"kv_cache_gb={budget} GiB is too small: it must be at least "
             f"{2 * block_bytes / 2**30} GiB, for one KV block of {block_bytes} bytes and the dummy "
             "block that padding is written to"
         )
-    return blocks_in_budget(budget, kv_spec, config.block_size_tokens)
+    return num_blocks
 
 
 def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:

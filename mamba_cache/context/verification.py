@@ -6,9 +6,9 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -65,32 +65,15 @@ class PrefixContent:
     states: Mapping[str, _ByLayer]
     kv: _ByLayer = ()
 
-    @property
-    def kv_by_layer(self) -> list[torch.Tensor]:
-        """Keys and values in turn, layer by layer."""
-        return [*(self.kv.flatten(0, 1) if isinstance(self.kv, torch.Tensor) else self.kv)]
 
+class PrefixDifference(NamedTuple):
+    """An entry that is not what the model computes, and which of its tensors is furthest off."""
 
-@dataclass(frozen=True, slots=True)
-class PrefixDifference:
-    """An entry that is not what the model computes: a state, or a KV block.
-
-    Attributes:
-        block: The block that it is, or at whose end the state is; None: the state.
-        name: The tensor that is furthest off, as in ``PrefixContent.states``, or "keys" or
-            "values".
-        layer: Of that tensor, among those that have one.
-        largest: The largest difference of two numbers in it.
-        relative: The norm of the difference, relative to that of what was computed.
-        limit: What ``relative`` may be.
-    """
-
-    block: int | None
-    name: str
-    layer: int
-    largest: float
-    relative: float
+    relative: float  # the norm of the difference, relative to that of what was computed
     limit: float
+    name: str  # as in ``PrefixContent.states``, or "keys" or "values"
+    layer: int  # of that tensor, among those that have one
+    block: int | None  # None: the state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,7 +199,17 @@ class HitVerifier:
             index = len(blocks) - 1 if each.block is None else each.block
             digest = hit.hashes.digest(index)
             self._differences[kind.name.lower()] += 1
-            _log_difference(hit.request.request_id, kind, digest, each)
+            _log.error(
+                "a verified hit differs and is removed: request=%r kind=%s digest=%s tensor=%s "
+                "layer=%d relative=%.3g limit=%.3g",
+                hit.request.request_id,
+                kind.name.lower(),
+                digest.hex(),
+                each.name,
+                each.layer,
+                each.relative,
+                each.limit,
+            )
             self._remove(kind, blocks[index], hit.request, digest)
         return differences
 
@@ -238,23 +231,6 @@ class HitVerifier:
         )
 
 
-def _log_difference(
-    request_id: Hashable, kind: EntryKind, digest: bytes, difference: PrefixDifference
-) -> None:
-    _log.error(
-        "a verified hit differs and is removed: request=%r kind=%s digest=%s tensor=%s layer=%d "
-        "largest_difference=%.3g relative=%.3g limit=%.3g",
-        request_id,
-        kind.name.lower(),
-        digest.hex(),
-        difference.name,
-        difference.layer,
-        difference.largest,
-        difference.relative,
-        difference.limit,
-    )
-
-
 def compare_prefixes(
     saved: PrefixContent, computed: PrefixContent, *, block_size_tokens: int
 ) -> list[PrefixDifference]:
@@ -264,61 +240,38 @@ def compare_prefixes(
     ``RELATIVE_BOUNDS``. Keys and values are compared token by token, so that a single token is not
     lost among the others.
     """
-    _check_alike(saved, computed)
-    limit = _bound_of([t for each in (saved, computed) for t in _tensors_of(each)])
+    parts = _parts_of(saved), _parts_of(computed)
+    shapes = [[(*names, *rows.shape) for *names, rows in each] for each in parts]
+    if shapes[0] != shapes[1]:
+        raise InvalidArgumentError(
+            f"a computed prefix must have the tensors of the saved one: {shapes[0]}, by name and "
+            f"layer, got {shapes[1]}"
+        )
+    dtypes = {rows.dtype for each in parts for *_, rows in each}
+    limit = max((RELATIVE_BOUNDS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    tiny = torch.finfo(torch.float64).tiny
     worst: dict[int | None, PrefixDifference] = {}
-    for name, tensors in saved.states.items():
-        for layer, (a, b) in enumerate(zip(tensors, computed.states[name], strict=True)):
-            _keep_worst(worst, a[None], b[None], name, layer, limit, None)
-    kv = zip(saved.kv_by_layer, computed.kv_by_layer, strict=True)
-    for index, (a, b) in enumerate(kv):
-        name = ("keys", "values")[index % 2]
-        _keep_worst(worst, a, b, name, index // 2, limit, block_size_tokens)
+    for (name, layer, is_kv, actual), (*_, expected) in zip(*parts, strict=True):
+        if actual.dtype == expected.dtype and torch.equal(actual, expected):
+            continue
+        a, b = actual.flatten(1).double(), expected.flatten(1).double()
+        norms = torch.linalg.vector_norm(a - b, dim=1)
+        relative = norms / torch.linalg.vector_norm(b, dim=1).clamp_min(tiny)
+        # What is no number is as far off as can be, unless both are the same bits.
+        relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
+        for row in (relative > limit).nonzero()[:, 0].tolist():
+            block = row // block_size_tokens if is_kv else None
+            each = PrefixDifference(relative[row].item(), limit, name, layer, block)
+            worst[block] = max(worst.get(block, each), each)
     return [worst[block] for block in sorted(worst, key=lambda b: -1 if b is None else b)]
 
 
-def _keep_worst(  # noqa: PLR0917 (two tensors, and whose they are)
-    worst: dict[int | None, PrefixDifference],
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-    name: str,
-    layer: int,
-    limit: float,
-    block_size: int | None,
-) -> None:
-    """Note for each entry that rows [n, ...] are of whether one is beyond the limit."""
-    if actual.dtype == expected.dtype and torch.equal(actual, expected):
-        return
-    a, b = actual.flatten(1).double(), expected.flatten(1).double()
-    tiny = torch.finfo(torch.float64).tiny
-    norms = torch.linalg.vector_norm(a - b, dim=1)
-    relative = norms / torch.linalg.vector_norm(b, dim=1).clamp_min(tiny)
-    # What is no number is as far off as can be, unless both are the same bits.
-    relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
-    largest = (a - b).abs().nan_to_num(nan=math.inf).amax(dim=1)
-    for row in (relative > limit).nonzero()[:, 0].tolist():
-        block, value = None if block_size is None else row // block_size, relative[row].item()
-        if block not in worst or value > worst[block].relative:
-            worst[block] = PrefixDifference(block, name, layer, largest[row].item(), value, limit)
-
-
-def _tensors_of(content: PrefixContent) -> list[torch.Tensor]:
-    return [t for tensors in content.states.values() for t in tensors] + content.kv_by_layer
-
-
-def _bound_of(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the bound of the coarsest dtype; of dtypes that have none, such as ints, 0."""
-    return max((RELATIVE_BOUNDS.get(tensor.dtype, 0.0) for tensor in tensors), default=0.0)
-
-
-def _check_alike(one: PrefixContent, other: PrefixContent) -> None:
-    shapes = [
-        {name: [tuple(each.shape) for each in tensors] for name, tensors in content.states.items()}
-        | {"kv": [tuple(each.shape) for each in content.kv_by_layer]}
-        for content in (one, other)
+def _parts_of(content: PrefixContent) -> list[tuple[str, int, bool, torch.Tensor]]:
+    """Return name, layer, whether it is KV, and rows [n, ...] to compare: a state, or tokens."""
+    kv = content.kv.flatten(0, 1) if isinstance(content.kv, torch.Tensor) else content.kv
+    states = [
+        (name, layer, False, state[None])
+        for name, tensors in sorted(content.states.items())
+        for layer, state in enumerate(tensors)
     ]
-    if shapes[0] != shapes[1]:
-        raise InvalidArgumentError(
-            f"a computed prefix must have the tensors of the saved one: {shapes[0]}, by layer, "
-            f"got {shapes[1]}"
-        )
+    return states + [(("keys", "values")[i % 2], i // 2, True, x) for i, x in enumerate(kv)]

@@ -12,7 +12,6 @@ from mamba_cache.states.spec import (
     SlotQuantization,
     StateSpec,
     StateTensorSpec,
-    blocks_in_budget,
     slots_in_budget,
 )
 
@@ -30,7 +29,6 @@ __all__ = [
     "StateSpec",
     "StateTensorSpec",
     "as_device",
-    "blocks_in_budget",
     "dequantize_states",
     "kernels_for",
     "plan_extraction",

@@ -18,7 +18,6 @@ __all__ = [
     "SlotQuantization",
     "StateSpec",
     "StateTensorSpec",
-    "blocks_in_budget",
     "slots_in_budget",
 ]
 
@@ -342,35 +341,18 @@ def slots_in_budget(budget_gb: float, spec: StateSpec) -> int:
         BudgetError: The budget holds no slot.
         InvalidArgumentError: The budget is no finite number >= 0.
     """
-    return _units_in_budget(budget_gb, spec.bytes_per_slot, "slot")
-
-
-def blocks_in_budget(budget_gb: float, kv_spec: KVCacheSpec, block_size_tokens: int) -> int:
-    """Count the KV blocks that a budget of ``budget_gb`` GiB (2**30 bytes) holds.
-
-    Returns:
-        At least 1, or 0 if the spec has no layers, because then a block takes no memory.
-
-    Raises:
-        BudgetError: The budget holds no block.
-        InvalidArgumentError: The budget is no finite number >= 0, or the block size is not a
-            positive int.
-    """
-    return _units_in_budget(budget_gb, kv_spec.bytes_per_block(block_size_tokens), "KV block")
-
-
-def _units_in_budget(budget_gb: float, unit_bytes: int, unit: str) -> int:
     if not 0 <= budget_gb < math.inf:
         raise InvalidArgumentError(f"a budget must be a finite number >= 0, got {budget_gb!r}")
-    if not unit_bytes:
+    slot_bytes = spec.bytes_per_slot
+    if not slot_bytes:
         return 0
-    num_units = int(budget_gb * _GIB) // unit_bytes
-    if not num_units:
+    num_slots = int(budget_gb * _GIB) // slot_bytes
+    if not num_slots:
         raise BudgetError(
-            f"a budget of {budget_gb} GiB is too small: it must be at least "
-            f"{unit_bytes / _GIB} GiB to hold 1 {unit} of {unit_bytes} bytes"
+            f"a budget of {budget_gb} GiB is too small: it must be at least {slot_bytes / _GIB} "
+            f"GiB to hold 1 slot of {slot_bytes} bytes"
         )
-    return num_units
+    return num_slots
 
 
 def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

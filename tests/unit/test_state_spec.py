@@ -14,7 +14,6 @@ from mamba_cache.states import (
     SlotQuantization,
     StateSpec,
     StateTensorSpec,
-    blocks_in_budget,
     slots_in_budget,
 )
 
@@ -71,17 +70,9 @@ def test_budget_below_one_slot_names_what_it_must_be():
     assert slots_in_budget(least, MAMBA) == 1
 
 
-def test_budget_of_blocks():
-    block_bytes = 16 * KV_TOKEN_BYTES
-    assert blocks_in_budget(gib(9 * block_bytes + 1), KV, 16) == 9
-    with pytest.raises(BudgetError, match="1 KV block"):
-        blocks_in_budget(gib(block_bytes - 1), KV, 16)
-
-
 def test_without_layers_there_is_nothing_to_budget_for():
     no_mamba = StateSpec.mamba(0, (10, 4), (2, 5, 7), torch.bfloat16, torch.float32)
     assert slots_in_budget(1.0, no_mamba) == 0
-    assert blocks_in_budget(1.0, KVCacheSpec(0, 3, 8, torch.bfloat16), 16) == 0
 
 
 def test_numpy_ints_are_kept_as_plain_ints():
@@ -186,7 +177,6 @@ REFUSED = [
     (KV.allocate, (0, 16, "cpu"), "num_blocks"),
     (KV.allocate, (1, -16, "cpu"), "block_size_tokens"),
     *[(slots_in_budget, (bad, MAMBA), "finite") for bad in (-1.0, math.inf, math.nan)],
-    *[(blocks_in_budget, (bad, KV, 16), "finite") for bad in (-1.0, math.inf, math.nan)],
 ]
 
 
