@@ -53,12 +53,6 @@ def add_options(parser: ArgumentParser) -> None:
     )
     option("--limit", metavar="N", type=int, help="requests to replay (default: all)")
     option(
-        "--block-size",
-        metavar="N",
-        type=int,
-        help="tokens of a hash (default: the trace's, else 512)",
-    )
-    option(
         "--bound",
         action="store_true",
         help="add the most that any cache could skip; needs scipy",
@@ -72,7 +66,7 @@ def replay(options: Namespace) -> int:
     """
     [blocks] = _budgets("--kv-blocks", options.kv_blocks, most=1)
     result = run_replay(
-        read_trace(options.trace, options.limit, block_size=options.block_size),
+        read_trace(options.trace, options.limit),
         slots=_budgets("--slots", options.slots),
         kv_blocks=blocks,
         policies=options.policy.split(","),

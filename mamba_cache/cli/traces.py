@@ -1,4 +1,4 @@
-"""Traces: requests as files list them, in three formats, and as tokens that share what they share.
+"""Traces: requests as files list them, and as tokens that share what they share.
 
 A trace does not hold tokens. It names each run of ``block_size`` prompt tokens by an id that stands
 for the whole prefix up to its end, so two prompts share as many tokens as they have leading ids in
@@ -18,14 +18,14 @@ from typing import IO, Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import check_int, check_number
+from mamba_cache._checks import check_int
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.trace import TRACE_FORMAT
+from mamba_cache.integrations.trace import TRACE_FORMAT, TRACE_VERSION
 
 __all__ = ["TOKENS_PER_HASH_ID", "TraceRequest", "prompt_tokens", "read_trace"]
 
 TOKENS_PER_HASH_ID = 512
-"""Tokens that an id stands for, where neither the file nor the caller says so: Mooncake's."""
+"""Tokens that an id stands for, where the file does not say so: Mooncake's."""
 
 _TOKEN_BITS = 17
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -33,16 +33,11 @@ _MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 _MAX_BLOCK: Final = 1 << 20
 
-_FORMATS: Final = (
-    "must be an object with hash_ids and input_length, an object with hashes, or a list of hashes"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request of a trace."""
 
-    timestamp: float  # when it came, in milliseconds
     input_length: int  # tokens of the prompt
     output_length: int  # tokens of the answer; 0 if the trace does not say
     hash_ids: tuple[int, ...]  # of each block of the prompt; a part of a block may have none
@@ -51,7 +46,6 @@ class TraceRequest:
     tenant: str | None = None  # the cache salt
 
     def __post_init__(self) -> None:
-        check_number("timestamp", self.timestamp, maximum=1e18)
         check_int("input_length", self.input_length, minimum=1)
         check_int("output_length", self.output_length, minimum=0)
         whole, rest = divmod(self.input_length, self.block_size)
@@ -60,6 +54,12 @@ class TraceRequest:
                 f"{self.input_length} prompt tokens need {whole + bool(rest)} hash_ids, one for "
                 f"each {self.block_size} tokens, got {len(self.hash_ids)}"
             )
+        if not (self.will_continue is None or isinstance(self.will_continue, bool)):
+            raise InvalidArgumentError(
+                f"will_continue must be true, false or null, got {self.will_continue!r}"
+            )
+        if not (self.tenant is None or isinstance(self.tenant, str)):
+            raise InvalidArgumentError(f"tenant must be a string or null, got {self.tenant!r}")
 
     @property
     def whole_ids(self) -> tuple[int, ...]:
@@ -67,31 +67,22 @@ class TraceRequest:
         return self.hash_ids[: self.input_length // self.block_size]
 
 
-def read_trace(
-    path: str | Path, limit: int | None = None, *, block_size: int | None = None
-) -> list[TraceRequest]:
+def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace: a file of JSON lines, which may be compressed (``.gz``).
 
-    A line is, whatever the others are,
+    A line is Mooncake's: an object with ``hash_ids``, ints or strings, ``input_length`` and, where
+    it is known, ``output_length``. A log of ``integrations.trace.TraceLog`` has ``will_continue``
+    and ``tenant`` as well, and begins with a line that says how many tokens an id stands for;
+    without one it is 512. Other fields are ignored, and empty lines passed over.
 
-    - Mooncake's: an object with ``hash_ids``, ``input_length``, and where they are known
-      ``output_length`` and ``timestamp`` in milliseconds. Other fields are ignored;
-    - a list of block hashes, numbers or strings, of a prompt whose complete blocks they name; or an
-      object with such a list as ``hashes``, and where they are known ``length``, ``timestamp``,
-      ``will_continue`` and ``tenant``;
-    - a line of a log of ``integrations.trace.TraceLog``, which begins with a line that says what
-      follows.
-
-    Empty lines are passed over. An id stands for ``block_size`` tokens; by default for what the
-    file says, or else 512.
+    Raises:
+        InvalidArgumentError: The file or a line cannot be read, or there is no request.
     """
     if limit is not None:
         check_int("limit", limit, minimum=1)
-    if block_size is not None:
-        check_int("block_size", block_size, minimum=1, maximum=_MAX_BLOCK)
     try:
         with _open(path) as lines:
-            requests = list(islice(_read_lines(lines, block_size), limit))
+            requests = list(islice(_read_lines(lines), limit))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"trace {str(path)!r} cannot be read: {error}") from error
     if not requests:
@@ -122,71 +113,50 @@ def _open(path: str | Path) -> IO[str]:
     return open(path, encoding="utf-8-sig")
 
 
-def _read_lines(lines: Iterable[str], block_size: int | None) -> Iterator[TraceRequest]:
+def _read_lines(lines: Iterable[str]) -> Iterator[TraceRequest]:
     numbers: dict[object, int] = {}  # of names of blocks
+    size: int | None = None
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             fields: Any = json.loads(line)
             if isinstance(fields, dict) and TRACE_FORMAT in fields:
-                block_size = _read_header(fields, block_size)
+                size = _read_header(fields, size)
                 continue
-            request = _read_request(fields, block_size or TOKENS_PER_HASH_ID, numbers)
-        except KeyError as error:
-            raise InvalidArgumentError(f"line {line_number} of the trace lacks {error}") from None
+            size = size or TOKENS_PER_HASH_ID
+            request = _read_request(fields, size, numbers)
         except json.JSONDecodeError as error:
             raise InvalidArgumentError(
                 f"line {line_number} of the trace is not JSON: {error.msg} in {line.strip()[:40]!r}"
             ) from None
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidArgumentError(f"line {line_number} of the trace: {error}") from error
         yield request
 
 
-def _read_header(fields: dict[str, Any], block_size: int | None) -> int:
-    """Return the block size that a log's first line gives; logs of one file must agree."""
-    check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=1, maximum=1)
-    size = fields["block_size_tokens"]
-    size = check_int("block_size_tokens", size, minimum=1, maximum=_MAX_BLOCK)
-    if block_size not in (None, size):
-        raise InvalidArgumentError(f"the blocks of this log have {size} tokens, not {block_size}")
-    return size
+def _read_header(fields: dict[str, Any], size: int | None) -> int:
+    """Return the block size that a log's first line gives; all requests must have one."""
+    check_int(TRACE_FORMAT, fields[TRACE_FORMAT], minimum=TRACE_VERSION, maximum=TRACE_VERSION)
+    given = check_int(
+        "block_size_tokens", fields.get("block_size_tokens"), minimum=1, maximum=_MAX_BLOCK
+    )
+    if size not in (None, given):
+        raise InvalidArgumentError(f"this log has blocks of {given} tokens, those before of {size}")
+    return given
 
 
 def _read_request(fields: Any, size: int, numbers: dict[object, int]) -> TraceRequest:
-    if isinstance(fields, list):
-        fields = {"hashes": fields}
-    if not isinstance(fields, dict):
-        raise TypeError(f"{_FORMATS}; got {type(fields).__name__}")
-    if not fields.keys() & {"hashes", "hash_ids"}:
-        raise ValueError(f"{_FORMATS}; this object has {sorted(fields)}")
-    name = "hashes" if "hashes" in fields else "hash_ids"
-    ids = _read_ids(name, fields[name], numbers)
-    if name == "hash_ids":
-        length = fields["input_length"]
-    else:  # a list of hashes names complete blocks; what came after them is not known
-        length = fields.get("length", len(ids) * size + 1)
-    hint, tenant = fields.get("will_continue"), fields.get("tenant")
-    if not (hint is None or isinstance(hint, bool)):
-        raise TypeError(f"will_continue must be true, false or null, got {hint!r}")
-    if not (tenant is None or isinstance(tenant, (str, int))):
-        raise TypeError(f"tenant must be a string, a number or null, got {tenant!r}")
+    if not isinstance(fields, dict) or not fields.keys() >= {"hash_ids", "input_length"}:
+        raise TypeError(f"must be an object with hash_ids and input_length, got {fields!r:.200}")
+    ids = fields["hash_ids"]
+    if not isinstance(ids, list) or any(type(each) not in (int, str) for each in ids):
+        raise TypeError(f"hash_ids must be a list of ints or strings, got {ids!r:.200}")
     return TraceRequest(
-        timestamp=fields.get("timestamp", 0),
-        input_length=length,
+        input_length=fields["input_length"],
         output_length=fields.get("output_length", 0),
-        hash_ids=ids,
+        hash_ids=tuple(numbers.setdefault(each, len(numbers)) for each in ids),
         block_size=size,
-        will_continue=hint,
-        tenant=None if tenant is None else str(tenant),
+        will_continue=fields.get("will_continue"),
+        tenant=fields.get("tenant"),
     )
-
-
-def _read_ids(name: str, values: Any, numbers: dict[object, int]) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise TypeError(f"{name} must be a list, got {type(values).__name__}")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise TypeError(f"{name} must be ints or strings, got {value!r}")
-    return tuple(numbers.setdefault(value, len(numbers)) for value in values)

@@ -18,10 +18,13 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Admitted, Event
 from mamba_cache.tiers.identity import tenant_digest
 
-__all__ = ["TRACE_FORMAT", "TraceLog"]
+__all__ = ["TRACE_FORMAT", "TRACE_VERSION", "TraceLog"]
 
 TRACE_FORMAT: Final = "mamba_cache_trace"
-"""Key of the first line of a log; its value is the version of the format."""
+"""Key of the first line of a log; its value is ``TRACE_VERSION``."""
+
+TRACE_VERSION: Final = 2
+"""Of the format: version 1 had other names for fields."""
 
 _MAX_QUEUED: Final = 4096
 _SECONDS_BETWEEN_WRITES: Final = 1.0
@@ -30,9 +33,10 @@ _SECONDS_BETWEEN_WRITES: Final = 1.0
 class TraceLog:
     """A listener that appends a line for each admitted request to a file.
 
-    A line holds no text and no token ids, but 8 bytes of a keyed digest of each complete block of
-    the prompt. A thread writes once a second; requests do not wait for it. Lines that do not fit
-    the queue, or that cannot be written, are dropped and counted.
+    A line is one of Mooncake's traces. It holds no text and no token ids: the id of a block is 8
+    bytes of a keyed digest, in hexadecimal, and only complete blocks have one. A thread writes once
+    a second; requests do not wait for it. Lines that do not fit the queue, or that cannot be
+    written, are dropped and counted.
 
     Example::
 
@@ -127,13 +131,14 @@ class TraceLog:
             self.flush()
 
     def _fields(self, milliseconds: float, event: Admitted) -> dict[str, object]:
-        hashes = [
-            hashlib.blake2b(digest, digest_size=8, key=self._key).hexdigest()
-            for digest in event.digests
-        ]
         fields: dict[str, object] = {
-            "timestamp": round(milliseconds, 1), "length": event.num_tokens, "hashes": hashes
-        }  # fmt: skip
+            "timestamp": round(milliseconds, 1),
+            "input_length": event.num_tokens,
+            "hash_ids": [
+                hashlib.blake2b(digest, digest_size=8, key=self._key).hexdigest()
+                for digest in event.digests
+            ],
+        }
         if event.will_continue is not None:
             fields["will_continue"] = event.will_continue
         if event.cache_salt is not None:
@@ -143,7 +148,11 @@ class TraceLog:
 
 def _header(event: Admitted) -> dict[str, object]:
     began = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {TRACE_FORMAT: 1, "block_size_tokens": event.block_size_tokens, "began": began}
+    return {
+        TRACE_FORMAT: TRACE_VERSION,
+        "block_size_tokens": event.block_size_tokens,
+        "began": began,
+    }
 
 
 def _append(path: str, content: bytes) -> None:

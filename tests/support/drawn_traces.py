@@ -119,7 +119,7 @@ def draw_mixed(num_requests: int = 4_000, *, seed: int = 0) -> list[TraceRequest
         if request is None:  # an agents' trace ends with its sessions
             return requests
         ids = tuple(hash_id * len(parts) + kind for hash_id in request.hash_ids)
-        requests.append(replace(request, timestamp=len(requests) * 300, hash_ids=ids))
+        requests.append(replace(request, hash_ids=ids))
     return requests
 
 
@@ -130,7 +130,7 @@ def draw_loop(
     draw = _new_ids()
     rng = np.random.default_rng(seed)
     prompts = [draw(int(rng.integers(4, 20))) for _ in range(num_prompts)]
-    return [_request_of(number, prompts[number % num_prompts]) for number in range(num_requests)]
+    return [_request_of(prompts[number % num_prompts]) for number in range(num_requests)]
 
 
 def draw_scan(num_requests: int = 4_000, *, num_hot: int = 20, seed: int = 0) -> list[TraceRequest]:
@@ -139,7 +139,7 @@ def draw_scan(num_requests: int = 4_000, *, num_hot: int = 20, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     hot = [draw(int(rng.integers(4, 20))) for _ in range(num_hot)]
     return [
-        _request_of(number, hot[rng.integers(num_hot)] if rng.random() < 0.2 else draw(12))
+        _request_of(hot[rng.integers(num_hot)] if rng.random() < 0.2 else draw(12))
         for number in range(num_requests)
     ]
 
@@ -161,11 +161,11 @@ def draw_flip(
         number = len(requests)
         if returning and returning[0][0] <= number:
             _, ids = heapq.heappop(returning)
-            requests.append(_request_of(number, ids))
+            requests.append(_request_of(ids))
             continue
         is_long = rng.random() < 0.5
         ids = draw(24 if is_long else 6)
-        requests.append(_request_of(number, ids))
+        requests.append(_request_of(ids))
         if not is_long or number < flips_at:
             heapq.heappush(returning, (number + 1 + int(rng.exponential(60)), [*ids, *draw(2)]))
     return requests
@@ -232,17 +232,15 @@ def _as_request(
     turn: _Turn, draw: Callable[[int], list[int]], rng: np.random.Generator
 ) -> TraceRequest:
     return TraceRequest(
-        timestamp=int(turn.time),
         input_length=len(turn.hash_ids) * TOKENS_PER_HASH_ID + turn.tail_tokens,
         output_length=1 + int(rng.exponential(300)),
         hash_ids=(*turn.hash_ids, *draw(1)),
     )
 
 
-def _request_of(number: int, ids: list[int]) -> TraceRequest:
+def _request_of(ids: list[int]) -> TraceRequest:
     """Return a request of whole blocks and one token more."""
-    length = len(ids) * TOKENS_PER_HASH_ID + 1
-    return TraceRequest(float(number), length, 1, tuple(ids))
+    return TraceRequest(len(ids) * TOKENS_PER_HASH_ID + 1, 1, tuple(ids))
 
 
 if __name__ == "__main__":
@@ -252,6 +250,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     limit = () if options.limit is None else (options.limit,)
     for drawn in WORKLOADS[options.workload](*limit):
-        line = {"timestamp": drawn.timestamp, "input_length": drawn.input_length}
-        line |= {"output_length": drawn.output_length, "hash_ids": drawn.hash_ids}
+        line = {"input_length": drawn.input_length, "output_length": drawn.output_length}
+        line |= {"hash_ids": drawn.hash_ids}
         print(json.dumps(line))

@@ -85,8 +85,12 @@ def test_settings_are_checked(settings, complaint):
 
 def test_hints_and_tenants_of_a_trace_count(tmp_path):
     path = tmp_path / "trace.jsonl"
-    lines = [{"hashes": [1, 2], "tenant": each, "will_continue": True} for each in ("a", "b", "a")]
+    lines = [
+        {"input_length": 33, "hash_ids": [1, 2], "tenant": each, "will_continue": True}
+        for each in ("a", "b", "a")
+    ]
+    lines.insert(0, {"mamba_cache_trace": 2, "block_size_tokens": 16})
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    result = run_replay(read_trace(path, block_size=16), **UNLIMITED)
+    result = run_replay(read_trace(path), **UNLIMITED)
     assert result["settings"]["block_size_tokens"] == 16
     assert result["records"][0]["skipped_tokens"] == 32

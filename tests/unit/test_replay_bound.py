@@ -21,7 +21,7 @@ def test_without_scipy_it_says_what_to_install(monkeypatch):
 
 def request(*ids, tail=1, tenant=None):
     size = len(ids) * 8 + tail
-    return TraceRequest(0, size, 1, ids, block_size=8, tenant=tenant)
+    return TraceRequest(size, 1, ids, block_size=8, tenant=tenant)
 
 
 def blocks(requests, num_states):

@@ -94,10 +94,10 @@ def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     content = path.read_text(encoding="utf-8")
     header, first, second = map(json.loads, content.splitlines())
     assert header.keys() == {"mamba_cache_trace", "block_size_tokens", "began"}
-    assert first.keys() == {"timestamp", "length", "hashes", "will_continue", "tenant"}
-    assert second.keys() == {"timestamp", "length", "hashes"}
-    assert first["hashes"] == second["hashes"]
-    assert len(set(first["hashes"])) == 2
+    assert first.keys() == {"timestamp", "input_length", "hash_ids", "will_continue", "tenant"}
+    assert second.keys() == {"timestamp", "input_length", "hash_ids"}
+    assert first["hash_ids"] == second["hash_ids"]
+    assert len(set(first["hash_ids"])) == 2
     assert first["timestamp"] <= second["timestamp"]
     assert not any(digest.hex()[:12] in content for digest in event.digests)
     assert "somebody" not in content
@@ -120,7 +120,7 @@ def test_logs_go_together_only_under_one_secret(tmp_path):
         log = TraceLog(tmp_path / str(number), secret=secret)
         add(log, 8)
         log.close()
-        names.append(tuple(written(tmp_path / str(number))[0]["hashes"]))
+        names.append(tuple(written(tmp_path / str(number))[0]["hash_ids"]))
     assert names[2] == names[3]
     assert len(set(names)) == 4
 
@@ -148,7 +148,7 @@ def test_a_full_queue_drops_and_counts(tmp_path, monkeypatch):
     add(log, 7)
     log.close()
     add(log, 8)
-    assert [line["length"] for line in written(tmp_path / "log")] == [1, 2, 3, 4, 7]
+    assert [line["input_length"] for line in written(tmp_path / "log")] == [1, 2, 3, 4, 7]
     assert (log.num_written, log.num_dropped, log.num_errors) == (5, 3, 0)
 
 
@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_costs_lines_and_nothing_else(tmp_path, monkeypatch)
             log.flush()
     add(log, 4)
     log.close()
-    assert [line["length"] for line in written(path)] == [1, 4]
+    assert [line["input_length"] for line in written(path)] == [1, 4]
     assert (log.num_written, log.num_dropped, log.num_errors) == (2, 4, 2)
     assert len(read_trace(path)) == 2
 
@@ -226,7 +226,7 @@ def test_a_request_that_is_preempted_and_resumed_is_one_line(tmp_path, rng):
     )
     log.close()
     assert engine.context.stats().requests > 3, "one was resumed"
-    assert sorted(line["length"] for line in written(path)) == lengths
+    assert sorted(line["input_length"] for line in written(path)) == lengths
 
 
 def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_the_process(tmp_path,
     [close] = at_exit
     close()
     assert not log._thread.is_alive()
-    assert [line["length"] for line in written(tmp_path / "log")] == [3, 20]
+    assert [line["input_length"] for line in written(tmp_path / "log")] == [3, 20]
 
 
 def test_what_is_no_path_is_refused():
