@@ -23,8 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers_rig import BLOCK, VOCABULARY
 
 from mamba_cache.integrations.transformers.batching import answers as answer_settings
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
-from mamba_cache.integrations.transformers.batching.sampling import Sampler, uniforms
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, Sampler, uniforms
 
 DRAWN = {"do_sample": True, "temperature": 3.0, "top_k": 0}
 

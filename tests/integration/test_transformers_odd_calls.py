@@ -42,9 +42,9 @@ from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
-from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.capture import _find_scans
 from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.integrations.transformers.serve.manager import Arrival, BatchManager
 from mamba_cache.integrations.transformers.serve.models import ServedModel
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
@@ -305,9 +305,7 @@ class Clients:
     def __init__(self, one):
         config, reader = one.config(max_new_tokens=5), AnswerSettingsReader(one.model, None, {})
         self.runner = Runner(one.cache())
-        self.manager = BatchManager(
-            self.runner, lambda ids: ArrivalDetails(reader.read(config, len(ids)))
-        )
+        self.manager = BatchManager(self.runner, lambda ids: Arrival(reader.read(config, len(ids))))
 
     def ask(self, *requests):
         """Returns what each client hears; a request is its name, prompt and whether it streams."""

@@ -102,14 +102,6 @@ class ModelFingerprint:
     Settings give a key: with other settings other prefixes are found, and with the same ones again
     those of before. Weights are compared by content with what they were when they were first seen.
     Foreign code is not read: its presence makes a call bypass the cache, unless a variant names it.
-
-    Attributes:
-        key: Names the settings as they were when ``begin`` was called last. While foreign code is
-            present it is a random one, so that nothing is found under it later.
-        foreign: The kind of the foreign code that ``begin`` found last, and where it is; None if
-            there is none, or if a variant names it.
-        foreign_attention: Where a foreign attention, mask or experts function is that ``begin``
-            found; None if there is none.
     """
 
     def __init__(
@@ -126,9 +118,10 @@ class ModelFingerprint:
         self._is_unchecked = True
         self._is_assumed = False  # the settings, until ``confirm`` reads them
         self._num_handles = 0
+        # All as ``begin`` found them. With foreign code that no variant names, the key is random.
         self.key = ""
-        self.foreign: tuple[ForeignKind, str] | None = None
-        self.foreign_attention: str | None = None
+        self.foreign: tuple[ForeignKind, str] | None = None  # of what kind, and where
+        self.foreign_attention: str | None = None  # where, also if a variant names it
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
         """Call ``run``, forwards of the model; what they rewrite is neither setting nor weight."""
@@ -209,12 +202,7 @@ class ModelFingerprint:
         return True
 
     def confirm(self) -> None:
-        """Read settings that were assumed, and wait for the comparison that ``begin`` began.
-
-        Raises:
-            SettingsChangedError: The settings are not those that were assumed.
-            ModelChangedError: The weights are others.
-        """
+        """Read settings that were assumed, and wait for the comparison that ``begin`` began."""
         if self._is_assumed:
             self._is_assumed = False
             if not self.is_current():

@@ -15,9 +15,8 @@ import torch
 
 from mamba_cache.cache import ExtraKey
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
-from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -58,10 +57,6 @@ class Generation:
 
     Answers are cached if each row goes on with its own tokens, ``follows_rows`` (in beam search
     rows change places), and if what is computed token by token is to be kept, ``keeps_decoded``.
-
-    Attributes:
-        cache: The transformers cache that ``generate`` is to use.
-        bypass: Why nothing was looked up or is kept; None if the cache was used.
     """
 
     def __init__(
@@ -100,8 +95,8 @@ class Generation:
         self._columns: list[torch.Tensor] = []
         self._answers: list[list[int]] = []
         self._streamer: _EarlyStreamer | None = None
-        self.cache: Any = runner.new_cache()
-        self.bypass: BypassReason | None = None
+        self.cache: Any = runner.new_cache()  # that ``generate`` is to use
+        self.bypass: BypassReason | None = None  # why nothing was looked up or is kept
 
     def __enter__(self) -> Generation:
         """Arm the first forward."""

@@ -47,19 +47,14 @@ class LayerParts:
 
 @dataclass(slots=True)
 class SequenceMemory:
-    """All that a model's cache holds of sequences of one length, layer by layer.
+    """All that a model's cache holds of sequences of one length, layer by layer."""
 
-    Attributes:
-        num_tokens: Tokens whose effect is in it, padding on the left included.
-        states: [rows, *shape] each: conv and recurrent states.
-        windows: [rows, heads, min(num_tokens, window), head_dim] each: keys, then values, of
-            sliding-window layers.
-        tokens: [rows, heads, num_tokens, head_dim] each: keys, then values, of the others.
-    """
-
-    num_tokens: int
+    num_tokens: int  # whose effect is in it, padding on the left included
+    # [rows, *shape] each: conv and recurrent states.
     states: list[torch.Tensor] = field(default_factory=list)
+    # [rows, heads, min(num_tokens, window), head_dim] each: keys, then values.
     windows: list[torch.Tensor] = field(default_factory=list)
+    # [rows, heads, num_tokens, head_dim] each: keys, then values, of the other layers.
     tokens: list[torch.Tensor] = field(default_factory=list)
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
@@ -106,12 +101,7 @@ def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> Seque
 
 
 def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
-    """Find out what each layer of a cache keeps that a forward has filled.
-
-    Raises:
-        InvalidArgumentError: A layer is of a kind that is not known, or none has a state in the
-            cache.
-    """
+    """Find out what each layer of a cache keeps that a forward has filled."""
     layers = tuple(_parts_of(index, layer) for index, layer in enumerate(_layers(cache)))
     if not any(layer.convs or layer.recurrents for layer in layers):
         empty = [i for i, layer in enumerate(layers) if layer.kind.startswith("LinearAttention")]
@@ -130,11 +120,7 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
 
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
-    """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied.
-
-    Raises:
-        ModelChangedError: A layer left nothing there, or the layers are not those learned.
-    """
+    """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
     memory, filled = SequenceMemory(num_tokens), _layers(cache)
     kinds, expected = [type(layer).__name__ for layer in filled], [parts.kind for parts in layers]
     if kinds != expected:
@@ -224,9 +210,6 @@ class CacheFiller:
     Going through the methods of each layer costs several launches a state. The other attributes
     that these methods set are the same for every sequence: they are taken from the fresh cache
     ``fresh``, which the methods fill with a sample.
-
-    Raises:
-        InvalidArgumentError: The cache is not of the kind that was learned.
     """
 
     def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
@@ -244,11 +227,7 @@ class CacheFiller:
         self._filled = [_split(vars(layer)) for layer in _layers(fresh)]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
-        """Make a fresh cache own the tensors of ``memory``, which nothing else may use.
-
-        Raises:
-            InvalidArgumentError: The cache is not of the kind that was learned.
-        """
+        """Make a fresh cache own the tensors of ``memory``, which nothing else may use."""
         fresh = _layers(cache)
         _check_kinds(fresh, self._layers)
         states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)

@@ -127,26 +127,16 @@ _TOKEN_TYPES = "mm_token_type_ids"
 
 @dataclass(frozen=True, slots=True)
 class ServedOptions:
-    """What one call of ``generate`` will do.
+    """What one call of ``generate`` will do."""
 
-    Attributes:
-        arguments: For ``generate``, beside the prompts, the cache and the stopping criteria.
-        follows_rows: A row of the batch goes on with its own tokens, so that the states of its
-            answer can be kept.
-        is_plain: So that a batch can compute it: nothing is returned of the model's cache.
-        max_new_tokens: Tokens of an answer; None: ``max_length`` counts the prompt too.
-        max_length: Tokens of prompt and answer.
-        eos_token_ids: Tokens that end an answer.
-        pad_token_id: What fills prompts up, None if nothing is configured.
-    """
-
+    # For ``generate``, beside the prompts, the cache and the stopping criteria.
     arguments: dict[str, Any]
-    follows_rows: bool
-    is_plain: bool
-    max_new_tokens: int | None
-    max_length: int
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
+    follows_rows: bool  # a row goes on with its own tokens: states of its answer can be kept
+    is_plain: bool  # a batch can compute it: nothing is returned of the model's cache
+    max_new_tokens: int | None  # of an answer; None: ``max_length`` counts the prompt too
+    max_length: int  # tokens of prompt and answer
+    eos_token_ids: tuple[int, ...]  # tokens that end an answer
+    pad_token_id: int | None  # what fills prompts up, if anything is configured
 
 
 def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:

@@ -50,13 +50,8 @@ from mamba_cache.integrations.transformers.batching.batcher import (
     BatcherSettings,
     BatchStats,
 )
-from mamba_cache.integrations.transformers.batching.calls import (
-    BatchCall,
-    check_batcher,
-    configure,
-)
+from mamba_cache.integrations.transformers.batching.calls import BatchCall
 from mamba_cache.integrations.transformers.batching.graphs import GRAPH_DEVICES
-from mamba_cache.integrations.transformers.batching.manager import BatchManager
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
@@ -85,6 +80,9 @@ from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
 from mamba_cache.tiers import TierStats
 from mamba_cache.tiers.directory import cache_secret
+
+if TYPE_CHECKING:  # which imports this
+    from mamba_cache.integrations.transformers.serve.manager import BatchManager
 
 __all__ = ["PrefixCache", "check_settings"]
 
@@ -674,7 +672,7 @@ class PrefixCache:
                 )
 
         begin()
-        configure(batcher, manager.batching_config)
+        batcher.configure(manager.batching_config)
         batcher.begin()
         batcher.warm_up(self._batcher_settings.max_requests)
         manager.run(batcher, begin)
@@ -695,7 +693,7 @@ class PrefixCache:
         batcher = Batcher(
             self._runner, self._store, self._filler, self._capture, self._batcher_settings
         )
-        check_batcher(batcher, self._runner)
+        batcher.check()
         self._batcher = batcher
         return batcher
 

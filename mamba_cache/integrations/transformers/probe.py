@@ -55,10 +55,9 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> tuple[PrefixLayout, bo
     runs over embeddings that are rounded otherwise differ from each other by no more. Products are
     of all digits meanwhile: with few of them one kernel's sums are far from another's.
 
-    Returns:
-        What a slot and a KV block are made of, and whether single tokens leave behind what a
-        prefill of them does, but for rounding. Some models clamp their time steps in the prefill
-        and not in decoding, for example.
+    Return what a slot and a KV block are made of, and whether single tokens leave behind what a
+    prefill of them does, but for rounding. Some models clamp their time steps in the prefill and
+    not in decoding, for example.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = _random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)

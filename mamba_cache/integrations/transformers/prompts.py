@@ -38,12 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptHint:
-    """What the sender of a prompt says of it.
-
-    Attributes:
-        will_continue: As in ``Request``.
-        source: Likewise.
-    """
+    """What the sender of a prompt says of it, as in ``Request``."""
 
     will_continue: bool | None = None
     source: Hashable = None

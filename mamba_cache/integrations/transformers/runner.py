@@ -29,13 +29,7 @@ _Tokens = Sequence[int] | npt.NDArray[np.int32]
 
 
 class ModelRunner:
-    """Runs a model over parts of a sequence.
-
-    Attributes:
-        model: A causal language model of transformers.
-        fingerprint: Whether it is still the same.
-        cache_name: The argument of the model's forward that takes its cache.
-    """
+    """Runs a causal language model of transformers over parts of a sequence."""
 
     def __init__(
         self, model: Any, weights_check: WeightsCheck = "full", variant: str | None = None
@@ -57,7 +51,7 @@ class ModelRunner:
         names = [name for name in ("cache_params", "past_key_values") if name in self._accepts]
         if not names:
             raise InvalidArgumentError(f"{type(model).__name__}.forward takes no cache")
-        self.cache_name = names[0]
+        self.cache_name = names[0]  # the argument of the model's forward that takes its cache
         self.check_mode()
         _check_rope(model)
         self.fingerprint = ModelFingerprint(model, weights_check, variant)

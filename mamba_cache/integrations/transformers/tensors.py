@@ -136,11 +136,7 @@ class PrefixLayout:
         return [tensors[name][layer] for name, layer in self._state_places]
 
     def kv_spec(self) -> KVCacheSpec:
-        """Return what one token's keys and values are in a context.
-
-        Raises:
-            InvalidArgumentError: A context has no place for what a layer keeps.
-        """
+        """Return what one token's keys and values are in a context, if it has a place for them."""
         windows = [i for i, parts in enumerate(self.layers) if parts.window]
         if windows:
             raise InvalidArgumentError(

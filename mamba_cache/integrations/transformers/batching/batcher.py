@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._checks import check_int
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
 from mamba_cache.config import CacheConfig
@@ -25,15 +26,19 @@ from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Reques
 from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
     CapacityError,
+    InvalidArgumentError,
     ModelChangedError,
     PoisonedError,
     SequenceLengthError,
+    UnresumableModelError,
 )
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.answers import (
+    AnswerSettings,
+    BatchRequest,
+    Sampler,
+)
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards, ComputedChunks
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
-from mamba_cache.integrations.transformers.batching.requests import BatchRequest
-from mamba_cache.integrations.transformers.batching.sampling import Sampler
 from mamba_cache.integrations.transformers.batching.sizes import padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
@@ -57,6 +62,12 @@ _USES = 2
 
 _TUNED_TOKENS = 256
 """Tokens of each row of a rectangle that tunes kernels."""
+
+_TOLERANCES = {True: 1e-3, False: 0.15}
+"""Of the logits' size, in single and in half precision: other attention is off by more than 1."""
+
+_MAX_TOLERANCE = 0.5
+"""Of models that differ from themselves as much, by rounding alone."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -155,15 +166,7 @@ class _Decoding:
 
 
 class Batcher:
-    """Run requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes.
-
-    Attributes:
-        context: The requests' memory, and the cache.
-        counts: What was computed, by the fields of ``BatchStats``.
-
-    Raises:
-        InvalidArgumentError: The model keeps what a context has no place for.
-    """
+    """Run requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes."""
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class Batcher:
             placement=self._placement,
             shared=store.share(),
         )
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # by the fields of ``BatchStats``
         self._graphs = StepGraphs(self.context.device, self.counts)
         self._forwards = BatchForwards(
             runner,
@@ -227,23 +230,29 @@ class Batcher:
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
         self.configure()
 
-    def configure(
-        self,
-        *,
-        chunk_tokens: int | None = None,
-        max_requests: int | None = None,
-        is_eager: str = "",
-        wants_logprobs: bool = False,
-    ) -> None:
+    def configure(self, batching_config: Any = None) -> None:
         """Set limits for the requests that follow, at most those of the settings.
 
-        ``is_eager`` is the reason for using no CUDA graphs, if any.
+        They are a ``ContinuousBatchingConfig``'s; None: those of the settings.
         """
+        if batching_config is not None and not hasattr(batching_config, "max_batch_tokens"):
+            raise InvalidArgumentError(
+                "continuous_batching_config must be a transformers.ContinuousBatchingConfig, got "
+                f"{type(batching_config).__name__}"
+            )
+
+        def limit(name: str, most: int) -> int:
+            number = getattr(batching_config, name, None)
+            return most if number is None else min(check_int(name, number, minimum=1), most)
+
         own, scheduler = self._settings, self._scheduler
-        scheduler.max_chunk_tokens = min(chunk_tokens or own.chunk_tokens, own.chunk_tokens)
-        scheduler.max_requests = min(max_requests or own.max_requests, own.max_requests)
-        self._is_eager = is_eager or own.is_eager
-        self._wants_logprobs = wants_logprobs
+        scheduler.max_chunk_tokens = limit("max_batch_tokens", own.chunk_tokens)
+        scheduler.max_requests = limit("max_requests_per_batch", own.max_requests)
+        uses_graphs = getattr(batching_config, "use_cuda_graph", None)
+        if isinstance(uses_graphs, tuple):  # for prompts, and for decoding
+            uses_graphs = uses_graphs[1]
+        self._is_eager = "use_cuda_graph is False" if uses_graphs is False else own.is_eager
+        self._wants_logprobs = bool(getattr(batching_config, "return_logprobs", False))
         self._has_listeners = False
         scheduler.is_lockstep = False
 
@@ -269,14 +278,8 @@ class Batcher:
         ``tell`` is called with the name of each answer and each token of it.
         With ``is_assumed`` listeners hear of the prompt once the settings are confirmed.
 
-        Returns:
-            A request for each of its answers. The first is called as asked, the others have
-            "__child#0" and so on after it.
-
-        Raises:
-            InvalidArgumentError: The prompt or the salt is malformed.
-            SequenceLengthError: The prompt is longer than the longest sequence, or than the room
-                that pins leave.
+        Return a request for each of its answers. The first is called as asked, the others have
+        "__child#0" and so on after it.
         """
         key = self._runner.fingerprint.key
         request = Request(
@@ -496,11 +499,7 @@ class Batcher:
         If the model raises, the step is taken back: running requests are preempted, keep their
         tokens and resume. A request whose steps fail twice in a row ends with the exception.
 
-        Returns:
-            The requests that are over with it.
-
-        Raises:
-            ModelChangedError: The model's weights are others than those of cached prefixes.
+        Return the requests that are over with it.
         """
         step, over = self._begin_step()
         if step is None:
@@ -641,9 +640,8 @@ class Batcher:
     ) -> tuple[npt.NDArray[np.int64], dict[Hashable, int]]:
         """Choose the step's tokens and copy them to the host; this waits for the device.
 
-        Returns:
-            A token for each request that samples, in the step's order; and by name those of prompts
-            that are computed now, and of the forks that these are to have.
+        Return a token for each request that samples, in the step's order; and by name those of
+        prompts that are computed now, and of the forks that these are to have.
         """
         pieces: list[torch.Tensor] = []
         probabilities: list[torch.Tensor] = []
@@ -794,7 +792,56 @@ class Batcher:
             self._scheduler.remove(request.key)
         request.end()
 
-    def try_out(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def check(self) -> None:
+        """Compare a batch of requests with each of them alone; no request may run meanwhile."""
+        runner, name = self._runner, type(self._runner.model).__name__
+        generator = torch.Generator().manual_seed(2)
+        prompts = [
+            torch.randint(runner.vocabulary, (size,), generator=generator, device="cpu").tolist()
+            for size in self._lengths_to_check()
+        ]
+        try:
+            logits = self._compute_unseen(prompts)
+        except (InvalidArgumentError, CapacityError, ModelChangedError):
+            raise
+        except Exception as error:
+            raise UnresumableModelError(
+                f"{name} cannot be run over several requests at once: {error!r}; generate serves it"
+            ) from error
+        errors: list[float] = []
+        roundings: list[float] = []
+        for prompt, actual in zip(prompts, logits, strict=True):
+            cache = runner.new_cache()
+            runner.forward(prompt[:-1], cache, 0)
+            expected = runner.forward(prompt[-1:], cache, len(prompt) - 1)[0, -1].double()
+            whole = runner.forward(prompt, runner.new_cache(), 0)[0, -1]
+            norm = torch.linalg.vector_norm(expected)
+            for found, other in ((errors, actual), (roundings, whole)):
+                found.append(float(torch.linalg.vector_norm(other.double() - expected) / norm))
+        is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
+        # In half precision a router may choose other experts for one of them. How far that goes
+        # shows where the model computes the same prompt in one forward and in two.
+        typical, rounding = (sorted(each)[len(each) // 2] for each in (errors, roundings))
+        if not typical <= max(_TOLERANCES[is_single], min(3 * rounding, _MAX_TOLERANCE)):
+            raise UnresumableModelError(
+                f"{name} computes something else for several requests at once than for each by "
+                f"itself: its logits are off by {typical:.1e} of their size; generate serves it"
+            )
+
+    def _lengths_to_check(self) -> list[int]:
+        """Return the lengths of up to three sequences for which there is room."""
+        config, blocks = self.context.config, self.context.kv_block_allocator
+        size, count = config.block_size_tokens, min(self.context.max_requests, 3)
+        longest = min(config.max_sequence_length - 1, config.max_tokens // count)
+        lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
+        room = blocks.num_free_blocks + blocks.num_cached_blocks
+        for fewer in (lengths, lengths[:2], lengths[1:], lengths[-1:]):
+            lengths = fewer or lengths
+            if sum(length // size + 1 for length in lengths) <= room:
+                break
+        return [length + 1 for length in lengths]  # with the token that is decoded
+
+    def _compute_unseen(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Compute sequences as requests whose last token is decoded, and forget them.
 
         Of at least two tokens each; returns [vocabulary] logits after the last one of each.

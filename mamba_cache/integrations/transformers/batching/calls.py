@@ -9,39 +9,24 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import as_items, check_int
-from mamba_cache.errors import (
-    CapacityError,
-    InvalidArgumentError,
-    ModelChangedError,
-    UnresumableModelError,
-    UnsupportedVersionError,
+from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
+from mamba_cache.integrations.transformers.batching.answers import (
+    AnswerSettingsReader,
+    BatchRequest,
 )
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
-from mamba_cache.integrations.transformers.batching.requests import BatchRequest
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.prompts import PromptHint, read_prompts
+from mamba_cache.integrations.transformers.prompts import read_prompts
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
-__all__ = ["BatchCall", "answer_output", "check_batcher", "configure", "failed_output"]
+__all__ = ["BatchCall", "answer_output", "failed_output"]
 
 _PROMPT_SEED = 0x9E3779B97F4A7C15
-_TOLERANCES = {True: 1e-3, False: 0.15}
-"""Of the logits' size, in single and in half precision: other attention is off by more than 1."""
-_MAX_TOLERANCE = 0.5
-"""Of models that differ from themselves as much, by rounding alone."""
 
 
 class BatchCall:
-    """The arguments of ``PrefixCache.generate_batch``, read and checked.
-
-    Attributes:
-        prompts: Token ids of each.
-
-    Raises:
-        InvalidArgumentError: One of them is malformed, or cannot be served.
-    """
+    """The arguments of ``PrefixCache.generate_batch``, read and checked."""
 
     def __init__(
         self,
@@ -68,9 +53,8 @@ class BatchCall:
             for config, prompt in zip(configs, self.prompts, strict=True)
         ]
         self._salts = _one_each("cache_salt", cache_salt, count)
-        self._hints = [
-            PromptHint(each, source) for each in _one_each("will_continue", will_continue, count)
-        ]
+        self._hints = _one_each("will_continue", will_continue, count)
+        self._source = source
         lengths = [len(prompt) for prompt in self.prompts]
         self._checkpoints = (
             [[] for _ in lengths] if checkpoints is None else read_checkpoints(checkpoints, lengths)
@@ -108,7 +92,7 @@ class BatchCall:
         self, batcher: Batcher, *, warms_up: bool, shows_progress: bool, records_timestamps: bool
     ) -> dict[str, Any]:
         """Run the requests to their ends; return a ``GenerationOutput`` for each request id."""
-        configure(batcher, self._batching)
+        batcher.configure(self._batching)
         made = [self._submit(batcher, index) for index in range(len(self.prompts))]
         batcher.begin()
         if warms_up:
@@ -136,8 +120,8 @@ class BatchCall:
             seed=self._seeds[index],
             cache_salt=self._salts[index],
             checkpoints=self._checkpoints[index],
-            will_continue=self._hints[index].will_continue,
-            source=self._hints[index].source,
+            will_continue=self._hints[index],
+            source=self._source,
             tell=self._teller(streamer),
         )
         if streamer is not None:
@@ -163,82 +147,6 @@ class BatchCall:
                 request.refuse(error)
 
 
-def configure(batcher: Batcher, batching_config: Any) -> None:
-    """Configure a batcher as a ``ContinuousBatchingConfig`` says; None: as it was made.
-
-    Raises:
-        InvalidArgumentError: It is neither, or a number in it is less than 1.
-    """
-    if batching_config is not None and not hasattr(batching_config, "max_batch_tokens"):
-        raise InvalidArgumentError(
-            "continuous_batching_config must be a transformers.ContinuousBatchingConfig, got "
-            f"{type(batching_config).__name__}"
-        )
-    for name in ("max_batch_tokens", "max_requests_per_batch"):
-        number = getattr(batching_config, name, None)
-        if number is not None:
-            check_int(name, number, minimum=1)
-    batcher.configure(
-        chunk_tokens=getattr(batching_config, "max_batch_tokens", None),
-        max_requests=getattr(batching_config, "max_requests_per_batch", None),
-        is_eager=_why_eager(getattr(batching_config, "use_cuda_graph", None)),
-        wants_logprobs=bool(getattr(batching_config, "return_logprobs", False)),
-    )
-
-
-def check_batcher(batcher: Batcher, runner: ModelRunner) -> None:
-    """Compare a batch of requests with each of them alone; no request may run meanwhile.
-
-    Raises:
-        UnresumableModelError: They differ by more than rounding.
-        CapacityError: There is no room for a single one.
-    """
-    size = batcher.context.block_size_tokens
-    generator = torch.Generator().manual_seed(2)
-    longest = batcher.context.config.max_sequence_length - 1
-    count = min(batcher.context.max_requests, 3)
-    longest = min(longest, batcher.context.config.max_tokens // count)
-    lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
-    blocks = batcher.context.kv_block_allocator
-    room = blocks.num_free_blocks + blocks.num_cached_blocks
-    for fewer in (lengths, lengths[:2], lengths[1:], lengths[-1:]):
-        lengths = fewer or lengths
-        if sum(length // size + 1 for length in lengths) <= room:  # with the token that is decoded
-            break
-    prompts = [
-        torch.randint(runner.vocabulary, (length + 1,), generator=generator, device="cpu").tolist()
-        for length in lengths
-    ]
-    name = type(runner.model).__name__
-    try:
-        logits = batcher.try_out(prompts)
-    except (InvalidArgumentError, CapacityError, ModelChangedError):
-        raise
-    except Exception as error:
-        raise UnresumableModelError(
-            f"{name} cannot be run over several requests at once: {error!r}; generate serves it"
-        ) from error
-    errors: list[float] = []
-    roundings: list[float] = []
-    for prompt, actual in zip(prompts, logits, strict=True):
-        cache = runner.new_cache()
-        runner.forward(prompt[:-1], cache, 0)
-        expected = runner.forward(prompt[-1:], cache, len(prompt) - 1)[0, -1].double()
-        whole = runner.forward(prompt, runner.new_cache(), 0)[0, -1]
-        norm = torch.linalg.vector_norm(expected)
-        for found, other in ((errors, actual), (roundings, whole)):
-            found.append(float(torch.linalg.vector_norm(other.double() - expected) / norm))
-    is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
-    # In half precision a router may choose other experts for one of them. How far that goes shows
-    # where the model computes the same prompt in one forward and in two.
-    typical, rounding = (sorted(each)[len(each) // 2] for each in (errors, roundings))
-    if not typical <= max(_TOLERANCES[is_single], min(3 * rounding, _MAX_TOLERANCE)):
-        raise UnresumableModelError(
-            f"{name} computes something else for several requests at once than for each by itself: "
-            f"its logits are off by {typical:.1e} of their size; generate serves it"
-        )
-
-
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
     """Return what was given for all prompts, or for each."""
     if not isinstance(value, (list, tuple)):
@@ -262,19 +170,8 @@ def _read_seeds(seeds: Any, count: int) -> list[int]:
     return [seed + index * _PROMPT_SEED for index in range(count)]
 
 
-def _why_eager(use_cuda_graph: Any) -> str:
-    is_off = use_cuda_graph is False or (
-        isinstance(use_cuda_graph, tuple) and not use_cuda_graph[1]
-    )
-    return "use_cuda_graph is False" if is_off else ""
-
-
 def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any:
-    """Return a ``GenerationOutput`` of a request, which may not be over yet.
-
-    Raises:
-        UnsupportedVersionError: transformers has no such thing.
-    """
+    """Return a ``GenerationOutput`` of a request, which may not be over yet."""
     kind, statuses = _output_types()
     status = statuses.FINISHED if request.error is None else statuses.FAILED
     return kind(

@@ -305,9 +305,8 @@ class BatchForwards:
         token there, how many it has; where it is cut, in tokens; and for each cut the row whose
         state is saved, and the slot.
 
-        Returns:
-            [rows, vocabulary] logits after each row's last token; and whether all checkpoints were
-            saved whole.
+        Return [rows, vocabulary] logits after each row's last token; and whether all checkpoints
+        were saved whole.
         """
         metadata, count = self._metadata, shape.num_checkpoints
         # Each attention layer's kernel reads them as rows.

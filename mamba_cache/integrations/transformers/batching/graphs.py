@@ -71,8 +71,7 @@ class StepGraphs:
     def begin(self, made_for: Hashable) -> None:
         """Drop graphs that are no longer right; call it before each call's first step.
 
-        Args:
-            made_for: The addresses of the weights and the key of the settings.
+        ``made_for`` are the addresses of the weights and the key of the settings.
         """
         is_moved = self._made_for is not None and made_for != self._made_for
         self._moves = self._moves + 1 if is_moved else 0
@@ -100,13 +99,8 @@ class StepGraphs:
         """Capture a decode step for each size that has none; call it while no request runs.
 
         A model that cannot be captured, because it waits for the device or allocates otherwise each
-        time, is computed eagerly from then on; ``why_eager`` says why.
-
-        Args:
-            sizes: Rows of the batches that are to come.
-            compute: Computes a step of so many rows and returns its logits.
-            quiet: Marks all rows idle, so that ``compute`` changes no request.
-            shows_progress: Show a progress bar.
+        time, is computed eagerly from then on; ``why_eager`` says why. ``quiet`` marks all rows
+        idle, so that ``compute``, which is given a size, changes no request.
         """
         missing = [size for size in sorted(sizes, reverse=True) if size not in self._graphs]
         if missing and not self.why_eager("decode"):
@@ -186,15 +180,10 @@ class StepGraphs:
     def run(
         self, key: Hashable, compute: Callable[[], torch.Tensor], *, is_eager: str = ""
     ) -> torch.Tensor:
-        """Compute a step.
+        """Compute a step; return its logits, which the next step may overwrite.
 
-        Args:
-            key: Its rows or its shape.
-            compute: Computes it from tensors that live as long as the graph.
-            is_eager: The reason for using no graph, if any.
-
-        Returns:
-            Its logits, which the next step may overwrite.
+        ``compute`` computes it from tensors that live as long as the graph; ``is_eager`` is the
+        reason for using no graph, if any.
         """
         kind = _kind_of(key)
         found = None if is_eager else self._graphs.get(key)

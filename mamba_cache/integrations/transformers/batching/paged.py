@@ -91,9 +91,7 @@ def _make_mask(**arguments: Any) -> Any:
 class PagedAttention:
     """The attention layers of one forward: they write and read a context's KV blocks.
 
-    Args:
-        model: The model.
-        kv_cache: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim].
+    ``kv_cache`` is [num_layers, 2, num_blocks, block_size, kv_heads, head_dim].
     """
 
     def __init__(self, model: torch.nn.Module, kv_cache: torch.Tensor) -> None:
@@ -131,16 +129,8 @@ class PagedAttention:
     ) -> Iterator[None]:
         """Have the model attend to KV blocks, in this thread, while the body runs.
 
-        Args:
-            slots: [rows * n] int64 where the keys and values of each row's n tokens go, in tokens
-                of the pool.
-            tables: [places, max_blocks] int32 as for ``paged_attention``.
-            places: [rows] int64 likewise.
-            starts: Likewise.
-            lengths: Likewise.
-
-        Raises:
-            ModelChangedError: A layer of attention wrote no keys and values.
+        ``slots``, [rows * n] int64, say where the keys and values of each row's n tokens go, in
+        tokens of the pool. The others are as for ``paged_attention``.
         """
         self._written = set()
         self._slots, self._places = slots, places
@@ -175,9 +165,6 @@ class PagedAttention:
 
         Of a query [rows, heads, n, head_dim] the result is [rows, n, heads, head_dim]; options are
         those that the model's layer passes to its attention function.
-
-        Raises:
-            InvalidArgumentError: The model asks for what is not served here.
         """
         asked = [name for name in _UNSERVED if options.get(name) is not None]
         num_tokens = len(self._slots) // len(self._places)

@@ -75,13 +75,8 @@ class RectangleCosts:
     ) -> Iterator[tuple[int, int]]:
         """Divide rows, longest first, so that padding costs less than the forwards that it saves.
 
-        Args:
-            lengths: Tokens of each row, descending.
-            max_tokens: Tokens of a rectangle, padding included, unless it has one row.
-            most_captured: Tokens of rectangles that may be replayed from CUDA graphs.
-
-        Yields:
-            The first row of each rectangle, and the one behind its last.
+        Rectangles of up to ``most_captured`` tokens may be replayed from CUDA graphs. Yield the
+        first row of each rectangle, and the one behind its last.
         """
         self._update()
 
@@ -127,15 +122,11 @@ def _event() -> Any:  # pragma: no cover - tests/gpu run it
 
 
 def split_rows(sizes: Sequence[int], max_tokens: int, cost: Callable[[int, int], int]) -> list[int]:
-    """Divide rows into rectangles that take the least time together.
+    """Divide rows, longest first, into rectangles that take the least time together.
 
-    Args:
-        sizes: Tokens of each row, descending.
-        max_tokens: Tokens of a rectangle, padding included, unless it has one row.
-        cost: Of a forward over so many rows of so many tokens.
-
-    Returns:
-        The row with which each rectangle begins, ascending, and the number of rows.
+    A rectangle has at most ``max_tokens``, padding included, unless it has one row. ``cost`` is
+    that of a forward over so many rows of so many tokens. Return the row with which each rectangle
+    begins, ascending, and the number of rows.
     """
     costs, begins = [0], [0]  # of the first rows, and where the last rectangle of them begins
     for end in range(1, len(sizes) + 1):

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Literal
@@ -20,11 +20,11 @@ from mamba_cache.errors import (
     UnsupportedVersionError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
-from mamba_cache.integrations.transformers.batching.manager import ArrivalDetails, BatchManager
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import has_librarys_loop
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, check_settings
+from mamba_cache.integrations.transformers.serve.manager import Arrival, BatchManager
 from mamba_cache.integrations.transformers.serve.models import ServedModels
 from mamba_cache.integrations.transformers.serve.requests import (
     SALT_HEADER,
@@ -275,29 +275,15 @@ _arriving: ContextVar[tuple[Any, Any, Any]] = ContextVar("_arriving")
 """Model, configuration and tokenizer of the request that is handed to a manager of batches."""
 
 
-def _describe_arrival(tokens: list[int]) -> ArrivalDetails:
+def _describe_arrival(tokens: list[int]) -> Arrival:
     """Return what is known of the request that is being answered."""
     model, config, processor = _arriving.get()
     config = copy.copy(config)
     config.use_cache = True  # for the library's own batches the server says that there is none
-    served = current_request.get()
+    served = current_request.get() or ServedRequest()
     settings = _reader(model, processor).read(config, len(tokens))
     settings.num_answers = 1
-    if served is None:
-        return ArrivalDetails(settings)
-    checkpoints = []
-    with suppress(Exception):  # the server has read the request already, in its own way
-        checkpoints = served.checkpoints(processor, tokens)
-
-    def tell_cached(count: int) -> None:
-        served.cached_tokens = count
-
-    def tell_failed(error: BaseException) -> None:
-        served.error = error
-
-    return ArrivalDetails(
-        settings, served.cache_salt, checkpoints, tell_cached, tell_failed, served.will_continue
-    )
+    return Arrival(settings, served, served.checkpoints(processor, tokens))
 
 
 def _batched(

@@ -15,8 +15,8 @@ from mamba_cache.errors import (
     ModelChangedError,
     PoisonedError,
 )
-from mamba_cache.integrations.transformers.batching.manager import SERVER, BatchManager
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
+from mamba_cache.integrations.transformers.serve.manager import SERVER, BatchManager
 from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
 
 if TYPE_CHECKING:
@@ -34,12 +34,10 @@ _MOST_REASONS = 16
 
 
 class ServedModels:
-    """The models that are loaded.
+    """The models that are loaded; each one's ``PrefixCache`` is made with ``settings``.
 
-    Args:
-        settings: What each one's ``PrefixCache`` is made with.
-        make_publisher: Makes what tells routers of a cache: of the first that is made, and when its
-            model is unloaded, of the next. None: nobody is told.
+    ``make_publisher`` makes what tells routers of a cache: of the first that is made, and when its
+    model is unloaded, of the next.
     """
 
     def __init__(
@@ -108,10 +106,7 @@ class ServedModels:
 class ServedModel:
     """One model, and its cache from the first request on that needs it, of which ``tell`` is told.
 
-    Attributes:
-        cache: Its cache; None before it is made, and where the model can have none.
-        manager: What runs its requests in batches; None before.
-        max_sequence_length: Tokens of the longest sequence of a batch; None before.
+    The cache is None before it is made, and where the model can have none.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class ServedModel:
         self._tell_routers = tell
         self.cache: PrefixCache | None = None
         self.manager: BatchManager | None = None
-        self.max_sequence_length: int | None = None
+        self.max_sequence_length: int | None = None  # in tokens, of batches
         self._settings = settings
         self._is_tried = False
         self._serves_batches: bool | None = None
@@ -166,10 +161,7 @@ class ServedModel:
         cache = self.prepare()
         if cache is None:
             return self.model.generate(**options)
-        checkpoints = []
-        with suppress(Exception):  # the server has read the request already, in its own way
-            ids = options["input_ids"][0].tolist()
-            checkpoints = request.checkpoints(options["tokenizer"], ids)
+        ids = options["input_ids"][0].tolist()
 
         def count() -> None:
             # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
@@ -182,7 +174,7 @@ class ServedModel:
         try:
             output = cache.generate(
                 cache_salt=request.cache_salt,
-                checkpoints=checkpoints,
+                checkpoints=request.checkpoints(options["tokenizer"], ids),
                 will_continue=request.will_continue,
                 source=SERVER,
                 **options,
@@ -260,18 +252,14 @@ class _Asked:
 
 
 class _Listener:
-    """Hands tokens on to the server's streamer, which hears the prompt once if it begins again.
-
-    Attributes:
-        has_begun: A token of the answer was handed on.
-    """
+    """Hands tokens on to the server's streamer, which hears the prompt once if it begins again."""
 
     def __init__(self, streamer: Any, on_answer: Callable[[], None]) -> None:
         self._streamer = streamer
         self._on_answer: Callable[[], None] | None = on_answer
         self._is_prompt_next = True
         self._is_prompt_told = False
-        self.has_begun = False
+        self.has_begun = False  # a token of the answer was handed on
 
     def begin_again(self) -> None:
         """Expect another call of ``generate`` for the same prompt, past the cache."""

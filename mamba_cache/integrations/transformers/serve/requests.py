@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
@@ -24,24 +24,15 @@ current_request: ContextVar[ServedRequest | None] = ContextVar("current_request"
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request of a model.
+    """One request of a model."""
 
-    Attributes:
-        handler: The server's handler that answers it.
-        body: What the client sent.
-        cache_salt: Requests of different salts share nothing.
-        messages: The chat as the template is given it; None: there is none.
-        cached_tokens: Tokens of the prompt that were not computed; None: not known yet, or the
-            model has no cache.
-        error: Why it failed in a batch; None: it did not.
-    """
-
-    handler: Any
-    body: dict[str, Any]
-    cache_salt: str | None = None
-    messages: Sequence[Any] | None = None
+    handler: Any = None  # the server's handler that answers it
+    body: dict[str, Any] = field(default_factory=dict)  # what the client sent
+    cache_salt: str | None = None  # requests of different salts share nothing
+    messages: Sequence[Any] | None = None  # the chat as the template is given it, if it is one
+    # Tokens of the prompt that were not computed; None: not known yet, or there is no cache.
     cached_tokens: int | None = None
-    error: BaseException | None = None
+    error: BaseException | None = None  # why it failed in a batch
 
     @property
     def will_continue(self) -> bool | None:
@@ -63,14 +54,17 @@ class ServedRequest:
         if self.messages is None:
             return []
         tokenizer = getattr(processor, "tokenizer", processor)
-        options = {
-            **getattr(self.handler, "chat_template_kwargs", {}),
-            **(self.body.get("chat_template_kwargs") or {}),
-        }
-        tools = self.body.get("tools")
-        normalize = getattr(self.handler, "_normalize_tools", None)
-        options["tools"] = tools if normalize is None else normalize(tools)
-        return chat_checkpoints(tokenizer, self.messages, token_ids, **options)
+        try:
+            options = {
+                **getattr(self.handler, "chat_template_kwargs", {}),
+                **(self.body.get("chat_template_kwargs") or {}),
+            }
+            tools = self.body.get("tools")
+            normalize = getattr(self.handler, "_normalize_tools", None)
+            options["tools"] = tools if normalize is None else normalize(tools)
+            return chat_checkpoints(tokenizer, self.messages, token_ids, **options)
+        except Exception:  # the server has read the request already, in its own way
+            return []
 
 
 def salt_of(headers: Sequence[str], user: Any) -> str | None:

@@ -7,13 +7,12 @@ import atexit
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mamba_cache.cache import ExtraKey
 from mamba_cache.errors import (
     InvalidArgumentError,
     MambaCacheError,
@@ -22,42 +21,29 @@ from mamba_cache.errors import (
     SequenceLengthError,
     StepOrderError,
 )
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
-from mamba_cache.integrations.transformers.batching.requests import BatchRequest
+from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
+from mamba_cache.integrations.transformers.serve.requests import ServedRequest
 
-if TYPE_CHECKING:  # which imports this
-    from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
-
-__all__ = ["SERVER", "ArrivalDetails", "BatchManager"]
+__all__ = ["SERVER", "Arrival", "BatchManager"]
 
 
 SERVER = "transformers server"
 """Whose hints they are: each source is trusted as far as its hints come true."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivalDetails:
-    """What the server knows of a request beside its prompt."""
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A request of a client, and how far it is."""
 
     settings: AnswerSettings  # how its answer is made
-    cache_salt: ExtraKey = None  # prompts of different salts never share anything
+    served: ServedRequest = field(default_factory=ServedRequest)  # is told what comes of it
     checkpoints: Sequence[int] = ()  # positions at which others will branch off
-    # Called with the tokens of the prompt that were not computed.
-    tell_cached: Callable[[int], None] | None = None
-    tell_failed: Callable[[BaseException], None] | None = None  # called if it fails, with the cause
-    will_continue: bool | None = None  # whether a longer prompt is to follow; None: unknown
-
-
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """A request of a client."""
-
-    request_id: str
-    tokens: list[int]
-    details: ArrivalDetails
-    is_streaming: bool  # an output is delivered for every token
+    request_id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    is_streaming: bool = False  # an output is delivered for every token
     request: BatchRequest | None = None  # its request in the batch
     is_cancelled: bool = False  # the client has gone away
     deliver: Callable[[Any], None] | None = None  # result callback; None until registered
@@ -74,18 +60,14 @@ class BatchManager:
     breaks off, the cache is reset if it must be. Requests of which no token was delivered are then
     run again from their beginning, once each; the others fail with the reason.
 
-    Args:
-        cache: The cache that runs the batches.
-        describe: Returns what is known of a request that is being added, given its tokens. What it
-            raises goes to the caller of ``add_request``.
-        batching_config: The server's ``ContinuousBatchingConfig``; None: it has none.
-        max_sequence_length: Tokens of the longest sequence; None: not checked here.
+    ``describe`` returns what is known of a request that is being added, given its tokens. What it
+    raises goes to the caller of ``add_request``.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
-        describe: Callable[[list[int]], ArrivalDetails],
+        describe: Callable[[list[int]], Arrival],
         batching_config: Any = None,
         *,
         max_sequence_length: int | None = None,
@@ -95,7 +77,7 @@ class BatchManager:
         self._describe = describe
         self._max_sequence_length = max_sequence_length
         self._lock = threading.Lock()
-        self._arrivals: dict[str, _Arrival] = {}
+        self._arrivals: dict[str, Arrival] = {}
         self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests not yet added
         self._untold: dict[str, list[Any]] = {}  # outputs without a listener yet
         self._wake = threading.Event()
@@ -123,12 +105,7 @@ class BatchManager:
     ) -> str:
         """Have a prompt answered; with ``streaming`` there is an output with each token.
 
-        Returns:
-            The name; another one if a request of this name runs, for clients may choose it.
-
-        Raises:
-            InvalidArgumentError: The prompt is empty, or the request's settings cannot be served.
-            SequenceLengthError: The prompt is longer than the longest sequence.
+        Return its name: another one if a request of this name runs, for clients may choose it.
         """
         tokens = list(input_ids)
         try:
@@ -139,11 +116,12 @@ class BatchManager:
                 raise SequenceLengthError(
                     f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
                 )
-            arrival = _Arrival(request_id, tokens, self._describe(tokens), streaming)
+            arrival = self._describe(tokens)
         except BaseException:
             with self._lock:
                 self._listeners.pop(request_id, None)
             raise
+        arrival.request_id, arrival.tokens, arrival.is_streaming = request_id, tokens, streaming
         with self._lock:
             arrival.deliver = self._listeners.pop(request_id, None)
             while arrival.request_id in self._arrivals or arrival.request_id in self._untold:
@@ -260,60 +238,57 @@ class BatchManager:
             batcher.step()
             self._tell(known)
 
-    def _submit(self, batcher: Batcher, arrival: _Arrival) -> None:
-        details = arrival.details
+    def _submit(self, batcher: Batcher, arrival: Arrival) -> None:
         try:
             [arrival.request] = batcher.submit(
                 arrival.request_id,
                 arrival.tokens,
-                details.settings,
+                arrival.settings,
                 seed=int(torch.randint(2**62, (), device="cpu")),
-                cache_salt=details.cache_salt,
-                checkpoints=[p for p in details.checkpoints if 0 < p <= len(arrival.tokens)],
-                will_continue=details.will_continue,
+                cache_salt=arrival.served.cache_salt,
+                checkpoints=[p for p in arrival.checkpoints if 0 < p <= len(arrival.tokens)],
+                will_continue=arrival.served.will_continue,
                 source=SERVER,
             )
         except Exception as error:  # of this request alone: nothing was submitted
             self._fail(arrival, error)
 
-    def _cancel(self, batcher: Batcher, arrival: _Arrival) -> None:
+    def _cancel(self, batcher: Batcher, arrival: Arrival) -> None:
         if arrival.request is not None and not arrival.request.is_over:
             batcher.end(arrival.request)
         with self._lock:
             for kept in (self._arrivals, self._listeners, self._untold):
                 kept.pop(arrival.request_id, None)
 
-    def _tell(self, arrivals: Sequence[_Arrival]) -> None:
+    def _tell(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             request = arrival.request
             if request is None or arrival.is_cancelled:
                 continue
-            if request.answer and not arrival.num_told and arrival.details.tell_cached:
-                arrival.details.tell_cached(request.cached_tokens)
+            if request.answer and not arrival.num_told:
+                arrival.served.cached_tokens = request.cached_tokens
             is_new = len(request.answer) > arrival.num_told
             arrival.num_told = len(request.answer)
             if request.is_over:
-                if request.error is not None and arrival.details.tell_failed is not None:
-                    arrival.details.tell_failed(request.error)
+                arrival.served.error = request.error
                 self._end(arrival, answer_output(request))
             elif is_new and arrival.is_streaming:
                 self._deliver(arrival, answer_output(request))
 
-    def _end(self, arrival: _Arrival, output: Any) -> None:
+    def _end(self, arrival: Arrival, output: Any) -> None:
         self._deliver(arrival, output)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
 
-    def _deliver(self, arrival: _Arrival, output: Any) -> None:
+    def _deliver(self, arrival: Arrival, output: Any) -> None:
         with self._lock:
             if arrival.deliver is None:
                 self._untold.setdefault(arrival.request_id, []).append(output)
                 return
         arrival.deliver(output)
 
-    def _fail(self, arrival: _Arrival, error: BaseException) -> None:
-        if arrival.details.tell_failed is not None:
-            arrival.details.tell_failed(error)
+    def _fail(self, arrival: Arrival, error: BaseException) -> None:
+        arrival.served.error = error
         self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
 
     def _fail_all(self, error: BaseException) -> None:
