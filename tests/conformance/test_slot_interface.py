@@ -143,65 +143,6 @@ def test_types_of_what_is_returned(full):
     assert type(full._evict_lru_slots_batch(1)) is list
 
 
-def test_slots_are_given_in_order_and_kept_and_shared(allocator):
-    [kept] = allocator.allocate_slots_batch([20])
-    slots = allocator.allocate_slots_batch([30, 20, 30, 25])
-    assert slots == [allocator.get_slot(block) for block in (30, 20, 30, 25)]
-    assert slots[1] == kept
-    assert len(set(slots)) == 3
-    assert allocator.free_count == 3
-    assert sorted([*allocator.free_slots[:3].tolist(), *set(slots)]) == list(range(6))
-    assert allocator.allocate_slots_batch([]) == []
-
-
-def test_free_slots_go_before_evicted_ones(full):
-    full.invalidate_block(15)
-    full.allocate_slots_batch([30])
-    assert cached(full) == [10, 11, 12, 13, 14, 30]
-    full.allocate_slots_batch([31])
-    assert cached(full) == [11, 12, 13, 14, 30, 31]
-    assert full.evicted_slots_total == 1
-
-
-def test_lru_reads_timestamps_as_they_are_at_the_call(full, context):
-    times = context.kv_block_allocator.block_timestamps
-    times[10], times[13] = 500, -1
-    full.allocate_slots_batch([30])
-    assert 13 not in cached(full)
-    times[10], times[30] = -2, 600
-    full.allocate_slots_batch([31])
-    assert 10 not in cached(full)
-
-
-def test_ref_counts_are_read_as_they_are_at_the_call(full, context):
-    counts = context.kv_block_allocator.block_ref_counts
-    counts[10:15] = 1
-    full.allocate_slots_batch([30])
-    assert cached(full) == [10, 11, 12, 13, 14, 30]
-    counts[10:15] = 0
-    counts[30] = 1
-    full.allocate_slots_batch([31])
-    assert cached(full) == [11, 12, 13, 14, 30, 31]
-
-
-def test_hashes_are_read_as_they_are_at_the_call(full, context):
-    """A hash that the embedder gave after registering is dropped with the block all the same."""
-    context.kv_block_allocator.block_hashes[10] = 7777
-    full.hash_to_block_id[7777] = 10
-    full.allocate_slots_batch([30])
-    assert 10 not in full.hash_to_block_id.values()
-
-
-def test_ref_zero_takes_any_unreferenced_block_whatever_its_age(make_context, generator):
-    context = make_context(REF_ZERO)
-    context.kv_block_allocator.block_timestamps = None
-    allocator = make_allocator(context, generator)
-    allocator.allocate_slots_batch(range(10, 16))
-    context.kv_block_allocator.block_ref_counts[10:14] = 1
-    allocator.allocate_slots_batch([30, 31])
-    assert cached(allocator) == [10, 11, 12, 13, 30, 31]
-
-
 @pytest.mark.parametrize("policy", PrefixCachingEvictionPolicy)
 def test_a_block_that_the_call_names_is_not_evicted_by_it(make_context, generator, policy):
     context = make_context(policy)
@@ -239,43 +180,10 @@ def test_evicted_slots_are_the_callers(full, candidates):
     assert sorted(full.hash_to_block_id.values()) == [12, 13, 14, 15]
 
 
-def test_invalidating_clears_every_mapping(full):
-    slot = full.get_slot(12)
-    full.invalidate_block(12)
-    full.invalidate_block(12)
-    assert (full.get_slot(12), full.slot_to_block[slot], full.free_count) == (-1, -1, 1)
-    assert 12 not in full.hash_to_block_id.values()
-    full._invalidate_blocks_batch([10, 11, 12, 39])
-    assert (cached(full), full.free_count) == ([13, 14, 15], 3)
-    assert sorted(full.hash_to_block_id.values()) == [13, 14, 15]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "hashes", "left"),
-    [
-        ([10], {1011}, [11, 12, 13, 14, 15]),
-        ([10], set(), [11, 12, 13, 14, 15]),
-        ([], {1011}, [11, 12, 13, 14, 15]),
-        ([10, 39], {1012, 1013, 5}, [13, 14, 15]),
-        ([], set(), [10, 11, 12, 13, 14, 15]),
-    ],
-)
-def test_after_deregistration_neither_block_nor_hash_has_a_state(full, blocks, hashes, left):
-    full.on_kv_blocks_deregistered(blocks, hashes)
-    assert cached(full) == left
-    assert sorted(full.hash_to_block_id.values()) == left
-    assert full.free_count == 6 - len(left)
-
-
 def test_a_slot_without_a_hash_is_freed_with_its_block(full):
     full.hash_to_block_id.clear()
     full.on_kv_blocks_deregistered([13, 14], {1014, 1015})
     assert cached(full) == [10, 11, 12, 15]
-
-
-def test_hashes_are_registered_where_positive(allocator):
-    allocator.register_block_hashes_batch([3, 4, 5], [2**62, 0, -1])
-    assert allocator.hash_to_block_id == {2**62: 3}
 
 
 def test_what_an_embedder_writes_by_index_is_the_truth(allocator):

@@ -1,6 +1,5 @@
 """The interface of slots, rule by rule, for both kinds of embedders: which states they hold."""
 
-import numpy as np
 import pytest
 import torch
 from conformance_rig import (
@@ -10,7 +9,6 @@ from conformance_rig import (
     DTYPES,
     MAX_BLOCKS,
     MAX_REQUESTS,
-    NUM_BLOCKS,
     PREFILLS,
     SSM,
     PrefixCachingEvictionPolicy,
@@ -81,12 +79,6 @@ def test_live_states_are_saved_and_restored_bit_by_bit(allocator, context):
     assert [request_bits(context, request) for request in (3, 1)] == saved
 
 
-def test_a_block_without_a_slot_restores_nothing(allocator, context):
-    before = all_bits(context, allocator)
-    assert allocator.restore_to_live(2, 8) is False
-    assert all_bits(context, allocator) == before
-
-
 def test_the_mapping_to_live_rows_is_read_at_the_call(allocator, context):
     [slot] = allocator.allocate_slots_batch([9])
     rows = context.mamba_metadata.request_to_mamba_state_idx
@@ -140,13 +132,6 @@ def test_checkpoints_of_a_chunk(allocator, context, rng):
         assert allocator._has_intermediates is bool(offsets or ends), chunk
         seen.add((len(offsets), ends))
     assert seen == {(count, ends) for count in (0, 1, 2) for ends in (False, True)}
-
-
-def test_the_alignment_is_that_of_offsets_not_of_positions(allocator):
-    record(allocator, 3, 5 * BLOCK + 1, 4, 5 * BLOCK - 3, 0, 2, 6)
-    assert allocator._intermediate_counts_cpu[3] == 0
-    record(allocator, 3, 5 * BLOCK + 1, ALIGNMENT, 5 * BLOCK + 1 - ALIGNMENT, 0, 2, 6)
-    assert allocator._intermediate_offsets_cpu[3].tolist() == [24, 72, 0]
 
 
 @pytest.mark.parametrize("get", ["get_intermediate_gpu_data", "get_intermediate_cpu_data"])
@@ -224,26 +209,6 @@ def test_a_commit_goes_through_its_steps_on_self(allocator, context, monkeypatch
     ]
 
 
-@pytest.mark.parametrize(("row", "prompt"), [(3, BLOCK), (2, BLOCK + 1)])
-def test_steps_with_nothing_to_do_are_called_all_the_same(
-    allocator, context, monkeypatch, row, prompt
-):
-    record(allocator, row, prompt, 0, prompt, 0, 0, -(-prompt // BLOCK))
-    reported(context, [prompt % BLOCK, 0, 0])
-    calls = spy(allocator, monkeypatch)
-    allocator.commit_intermediate_states()
-    assert [name for name, *_ in calls] == list(STEPS)
-    assert [] in calls[2][1:] or [] in calls[3][1:]
-
-
-def test_with_nothing_to_commit_the_tables_are_cleared(allocator, monkeypatch):
-    allocator._has_intermediates = True
-    calls = spy(allocator, monkeypatch)
-    allocator.commit_intermediate_states()
-    assert allocator._has_intermediates is False
-    assert {name for name, *_ in calls} == {"_collect_commit_data", "_clear_intermediate_state"}
-
-
 def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context):
     allocator._intermediate_block_ids_cpu[3, :2] = torch.tensor([7, 6])
     allocator._eos_cache_block_id_cpu[2] = 5
@@ -253,50 +218,6 @@ def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context
     allocator.commit_intermediate_states()
     assert [allocator.has_state(block) for block in (7, 6, 5)] == [True] * 3
     assert allocator.hash_to_block_id == {1008: 7, 1006: 5}
-
-
-def kept_by_the_rule(blocks, housed, capacity):
-    """In order: every block that has a slot or was just kept, and new ones while there is room."""
-    kept, new = [], set()
-    for index, block in enumerate(blocks):
-        if block in housed or block in new:
-            kept.append(index)
-        elif len(new) < capacity:
-            new.add(block)
-            kept.append(index)
-    return kept
-
-
-def test_a_commit_without_room_for_all_keeps_the_first(allocator, context, rng):
-    dropped = set()
-    for _ in range(60):
-        allocator.reset()
-        fill(context, torch.Generator().manual_seed(int(rng.integers(2**31))))
-        counts = context.kv_block_allocator.block_ref_counts
-        housed = rng.choice(NUM_BLOCKS, int(rng.integers(7)), replace=False).tolist()
-        allocator.allocate_slots_batch(housed)
-        counts[:] = torch.from_numpy(rng.integers(2, size=NUM_BLOCKS))
-        inside = rng.integers(NUM_BLOCKS, size=(PREFILLS, 3))
-        some = np.where(rng.random((PREFILLS, 3)) < 0.5, rng.choice(housed or [3], 1), inside)
-        ends = np.where(rng.random(PREFILLS) < 0.5, rng.integers(NUM_BLOCKS, size=PREFILLS), -1)
-        allocator._intermediate_block_ids_cpu[list(PREFILL_ROWS)] = torch.from_numpy(some).int()
-        allocator._eos_cache_block_id_cpu[list(PREFILL_ROWS)] = torch.from_numpy(ends).int()
-        written = rng.integers(4, size=PREFILLS).tolist()
-        reported(context, written)
-        blocks = [int(b) for row, n in zip(some, written, strict=True) for b in row[:n]]
-        blocks += [int(block) for block in ends if block >= 0]
-        free = [b for b in housed if not counts[b] and b not in blocks]
-        capacity = allocator.free_count + len(free)
-        wanted = {block for block in blocks if block not in housed}
-        kept = kept_by_the_rule(blocks, set(housed), capacity)
-        allocator.commit_intermediate_states()
-        saved = {blocks[index] for index in kept}
-        assert {block for block in blocks if allocator.has_state(block)} == saved
-        assert set(allocator.hash_to_block_id.values()) == saved
-        assert allocator._has_intermediates is False
-        allocator.check_invariants()
-        dropped.add(len(wanted - saved) > 0)
-    assert dropped == {False, True}
 
 
 @pytest.fixture

@@ -37,21 +37,21 @@ def plan(prompt, *, finished=0, skip=0, length=None, matched=0, placement=None):
     return offsets, block_ids, eos_block_id, slots.skipped_checkpoints_total
 
 
-def test_megatron_places_three():
-    assert list(MegatronPlacement().positions(facts(1100, matched=1))) == [256, 1024, 1024]
-    assert list(MegatronPlacement().positions(facts(1024, matched=2))) == [512, 1024, 768]
-
-
-def test_last_block_places_one():
-    assert list(LastBlock().positions(facts(1100, matched=1))) == [1024]
-    assert list(LastBlock().positions(facts(100))) == [0]
-
-
 @pytest.mark.parametrize(
-    ("prompt", "expected"), [(1500, [512, 1024]), (1024, [512, 1024]), (511, []), (0, [])]
+    ("placement", "prompt", "expected"),
+    [
+        (MegatronPlacement(), facts(1100, matched=1), [256, 1024, 1024]),
+        (MegatronPlacement(), facts(1024, matched=2), [512, 1024, 768]),
+        (LastBlock(), facts(1100, matched=1), [1024]),
+        (LastBlock(), facts(100), [0]),
+        (EveryNthBlock(2), facts(1500), [512, 1024]),
+        (EveryNthBlock(2), facts(1024), [512, 1024]),
+        (EveryNthBlock(2), facts(511), []),
+        (EveryNthBlock(2), facts(0), []),
+    ],
 )
-def test_every_nth_block(prompt, expected):
-    assert list(EveryNthBlock(2).positions(facts(prompt))) == expected
+def test_positions(placement, prompt, expected):
+    assert list(placement.positions(prompt)) == expected
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.0, True])

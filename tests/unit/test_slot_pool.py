@@ -1,10 +1,9 @@
 """The books of slots: reservations, pins, and what is refused. The state machine tries the rest."""
 
-import numpy as np
 import pytest
 from slot_rig import books, make_pool, save
 
-from mamba_cache.cache import RefZeroSlotPolicy, ScoreSlotPolicy, SlotLease, SlotPool
+from mamba_cache.cache import RefZeroSlotPolicy, SlotPool
 from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
@@ -30,23 +29,6 @@ def pool():
 def sound_books(pool):
     yield
     pool.check_invariants()
-
-
-@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (2**31, 1), (1, 2**31)])
-def test_sizes_must_be_counts(sizes):
-    assert make_pool(0, 0).free_count == 0
-    with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
-        make_pool(*sizes)
-
-
-def test_there_is_a_proposal_for_each_block(pool):
-    with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 1"):
-        pool.reserve_slots([1, 2], [None])
-
-
-def test_the_kv_blocks_owner_must_say_how_many_there_are():
-    with pytest.raises(InvalidArgumentError, match="number of KV blocks must be an int"):
-        SlotPool(3, 10)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +103,6 @@ def test_the_last_blocks_count_does_not_matter_to_slots_without_a_block(pool):
     assert evictable(pool) == [3, 4]
 
 
-@pytest.mark.parametrize("slot", [-1, 5, "4"])
-def test_a_lease_of_no_slot_is_refused(pool, slot):
-    lease = SlotLease(slot, 7, 0)
-    for ask in (pool.is_current, lambda lease: pool.unpin_slots([lease])):
-        with pytest.raises(InvalidArgumentError, match=r"slots must be (in \[0, 5\)|ints), got"):
-            ask(lease)
-
-
 @pytest.mark.parametrize("block", [7, 1])
 def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
     """Embedders pop ``free_slots`` and write both tables themselves."""
@@ -178,27 +152,3 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
     pool.kv_blocks.block_hashes[0] = -1
     with pytest.raises(InvariantError, match=r"blocks \[0\] have states of what they held before"):
         pool.check_uses([], [])
-
-
-def test_scores_that_differ_by_too_little_order_many_slots_as_they_order_few():
-    policy = ScoreSlotPolicy()
-    policy.reset(40)
-    for slot in range(40):
-        policy.on_stored([slot], [1])
-    policy._clock = 2**40  # long ago: every score rounds to 0
-    for count in (1, 16, 17, 40):
-        slots = np.arange(40)
-        assert policy.choose(count, slots, slots.astype(np.int32), None) == [*range(count)]
-
-
-@pytest.mark.parametrize("count", [1, 16, 17, 40])
-def test_scores_are_integers(count):
-    """Which every rank divides alike."""
-    policy = ScoreSlotPolicy()
-    policy.reset(40)
-    for slot in reversed(range(40)):
-        policy.on_stored([slot], [1])
-    policy._clock += 100_000
-    by_score = sorted(range(40), key=lambda slot: (2**31 // (100_001 + slot), slot))
-    slots = np.arange(40)
-    assert policy.choose(count, slots, slots.astype(np.int32), None) == by_score[:count]
