@@ -37,7 +37,7 @@ from transformers_rig import (
 )
 
 from mamba_cache.errors import InvalidArgumentError, MissingStateError, ModelChangedError
-from mamba_cache.integrations.transformers import presence
+from mamba_cache.integrations.transformers import fingerprint
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 
@@ -465,9 +465,9 @@ def test_a_kernel_of_the_hub_is_not_foreign(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "relu_8f3a", module)
     spec.loader.exec_module(module)
-    assert presence.foreign_layer(module.forward) == "forward of module relu_8f3a"
-    monkeypatch.setattr(presence, "_LIBRARIES", presence._LIBRARIES | {"kernels"})
-    assert presence.foreign_layer(module.forward) is None
+    assert fingerprint.foreign_layer(module.forward) == "forward of module relu_8f3a"
+    monkeypatch.setattr(fingerprint, "_LIBRARIES", fingerprint._LIBRARIES | {"kernels"})
+    assert fingerprint.foreign_layer(module.forward) is None
 
 
 # Variants.

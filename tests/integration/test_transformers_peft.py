@@ -30,8 +30,8 @@ from transformers_rig import (  # noqa: E402
 )
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError  # noqa: E402
-from mamba_cache.integrations.transformers import runner  # noqa: E402
-from mamba_cache.integrations.transformers.runner import read_layers  # noqa: E402
+from mamba_cache.integrations.transformers import layers  # noqa: E402
+from mamba_cache.integrations.transformers.layers import read_layers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT about its own future
 
@@ -226,6 +226,6 @@ def test_a_model_over_several_devices_is_refused(monkeypatch):
         memory = read_layers(*arguments)
         return replace(memory, tokens=[tensor.to("meta") for tensor in memory.tokens])
 
-    monkeypatch.setattr(runner, "read_layers", read_elsewhere)
+    monkeypatch.setattr(layers, "read_layers", read_elsewhere)
     with pytest.raises(InvalidArgumentError, match=r"one device, got \['cpu', 'meta'\]"):
         make_cache(make_model("granite 4"))

@@ -13,7 +13,7 @@ from transformers_rig import make_model
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.model_shapes import load_shape
-from mamba_cache.integrations.transformers.layers import read_layers
+from mamba_cache.integrations.transformers.layers import learn_layers, read_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
 
@@ -25,7 +25,7 @@ def measure(model):
     runner = ModelRunner(model)
     cache = runner.new_cache()
     runner.forward([0, 1, 2], cache, 0)
-    layers = runner.learn(cache)
+    layers = learn_layers(cache)
     memory = read_layers(cache, layers, 3)
     layout = PrefixLayout(layers, memory, BLOCK)
     return layout.bytes_per_state, layout.bytes_per_block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import sys
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from functools import partial
 from itertools import chain, count
 from operator import attrgetter, is_, methodcaller
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,30 +23,46 @@ import torch
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
+from mamba_cache._extras import installed_version
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.presence import (
-    FUNCTION_TYPES,
-    KERNEL_PACKAGES,
-    ForeignKind,
-    foreign_layer,
-    is_library,
-    module_of,
-    registries,
-)
 from mamba_cache.integrations.transformers.replacement import ABSENT, original
 from mamba_cache.states.checksums import TensorChecksums
 
 __all__ = [
+    "BypassReason",
     "ModelFingerprint",
     "SettingsChangedError",
     "WeightsCheck",
     "check_variant",
+    "foreign_layer",
     "global_settings",
+    "is_library",
 ]
 
 WeightsCheck = Literal["full", "sample", "off"]
 """How much of a model's weights each call looks at."""
+
+_ForeignKind = Literal[
+    "forward hook", "replaced method", "registered function", "foreign attribute"
+]
+BypassReason = _ForeignKind | Literal["hidden tokens"]
+"""Why a call neither used the cache nor filled it, as ``CacheStats.bypasses`` counts it."""
+
+# A user's own file may be called kernels.py, so a name counts only if its package is installed.
+_OPTIONAL = ("accelerate", "kernels", "peft")
+_LIBRARIES = frozenset(
+    {"mamba_cache", "torch", "transformers", *filter(installed_version, _OPTIONAL)}
+)
+_KERNEL_PACKAGES = frozenset({"causal_conv1d", "fla", "flash_attn", "mamba_ssm", "triton"})
+"""What layers take their kernels from, beside the libraries. Versions are part of the identity."""
+
+# The file of a kernel that `kernels` has loaded from the hub, under a module name of its own.
+_HUB_KERNEL = re.compile(r"/snapshots/[0-9a-f]{8,}/build/torch")
+
+_FUNCTION_TYPES = (
+    FunctionType, MethodType, partial, type(len), type(str.join), type(object.__init__), type,
+)  # fmt: skip
 
 _PLAIN = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device,
@@ -120,7 +137,7 @@ class ModelFingerprint:
         self._num_handles = 0
         # All as ``begin`` found them. With foreign code that no variant names, the key is random.
         self.key = ""
-        self.foreign: tuple[ForeignKind, str] | None = None  # of what kind, and where
+        self.foreign: tuple[_ForeignKind, str] | None = None  # of what kind, and where
         self.foreign_attention: str | None = None  # where, also if a variant names it
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
@@ -275,7 +292,7 @@ class ModelFingerprint:
         names = sorted(self._reading.modules_of_code)
         return [name for name in names if self._known.file_digest(name) is None]
 
-    def _foreign(self) -> tuple[ForeignKind, str] | None:
+    def _foreign(self) -> tuple[_ForeignKind, str] | None:
         found = self._reading.foreign.items()
         return next(iter(found), None) if self._variant is None else None
 
@@ -363,7 +380,7 @@ class _Reading:
         self.modules: dict[str, torch.nn.Module] = {}
         self.owners_of_tensors: list[dict[str, Any]] = []
         self.modules_of_code: set[str] = set()  # Python modules, libraries not counted
-        self.foreign: dict[ForeignKind, str] = {}  # where the first of each kind is
+        self.foreign: dict[_ForeignKind, str] = {}  # where the first of each kind is
         self.unknown: dict[str, int] = {}  # identities of all foreign code, by path
         self.digest = ""  # names all settings; empty before the walk
         self._own: set[str] = set()
@@ -446,7 +463,7 @@ class _Reading:
             self._say(path, f"{kind.__name__} {sorted(map(repr, value))}")
         elif kind in (list, tuple, dict, OrderedDict):
             self._read_items(path, value)
-        elif isinstance(value, FUNCTION_TYPES):
+        elif isinstance(value, _FUNCTION_TYPES):
             self._read_function(path, value, "foreign attribute", self._own)
         else:
             self._read_object(path, value)
@@ -490,11 +507,11 @@ class _Reading:
     def _read_hooks(self, path: str, hooks: Any) -> None:
         self._keyed.append(hooks)
         for position, hook in enumerate([*hooks.values()]):
-            if module_of(hook) != _CAPTURING:
+            if _module_of(hook) != _CAPTURING:
                 self._read_function(f"{path}[{position}]", hook, "forward hook")
 
     def _read_function(
-        self, path: str, function: Any, kind: ForeignKind, own: set[str] | None = None
+        self, path: str, function: Any, kind: _ForeignKind, own: set[str] | None = None
     ) -> None:
         if (layer := foreign_layer(function, own)) is not None:
             self._find(kind, path, layer, function)
@@ -565,7 +582,7 @@ class _Reading:
             value = original(namespace, name)
             if (function := _function_in(value)) is not None:
                 functions[name] = function
-                self._add_code(module_of(function))
+                self._add_code(_module_of(function))
             elif _is_plain(value) and not name.startswith("__"):
                 self._say(f"{path}.{name}", repr(value))
         first = self._known.functions.setdefault(owner, functions)
@@ -583,9 +600,9 @@ class _Reading:
         used = {name for method in methods for name in method.__code__.co_names}
         for name in sorted(used & namespace.keys()):
             path, value = f"module {file.__name__}.{name}", namespace[name]
-            if isinstance(value, FUNCTION_TYPES):
+            if isinstance(value, _FUNCTION_TYPES):
                 self._say_code(path, "function", value)
-                self._add_code(module_of(value))
+                self._add_code(_module_of(value))
             elif _is_plain(value) or isinstance(value, (torch.Tensor, list, tuple, dict)):
                 self._read(path, value)
             else:
@@ -597,7 +614,7 @@ class _Reading:
         """Read the functions that the model's configurations select from registries."""
         fields = ("_attn_implementation_internal", "_experts_implementation_internal")
         chosen = {original(vars(c), f) for c in self._configs for f in fields if f in vars(c)}
-        for name, registry in registries(map(vars, files)):
+        for name, registry in _registries(map(vars, files)):
             for choice in sorted(each for each in chosen if isinstance(each, str)):
                 mappings = (registry._local_mapping, registry._global_mapping)
                 self._owners += mappings
@@ -607,7 +624,7 @@ class _Reading:
                     path = f"{name}[{choice!r}]"
                     self._read_function(path, function, "registered function")
 
-    def _find(self, kind: ForeignKind, path: str, layer: str, value: object) -> None:
+    def _find(self, kind: _ForeignKind, path: str, layer: str, value: object) -> None:
         self._say(path, "foreign")
         self.unknown[path] = id(value)
         self.foreign.setdefault(kind, f"{path.removeprefix(_ROOT)} is {layer}")
@@ -616,15 +633,15 @@ class _Reading:
         self.values[path] = value, number
 
     def _say_code(self, path: str, what: str, code: Any) -> None:
-        if not isinstance(code, FUNCTION_TYPES):  # an object that is called
+        if not isinstance(code, _FUNCTION_TYPES):  # an object that is called
             code = type(code)
-        module = module_of(code)
+        module = _module_of(code)
         number = 0 if is_library(module) else self._known.number(code)
         self._say(path, f"{what} {module}.{getattr(code, '__qualname__', '')}", number)
 
     def _add_code(self, module_name: str | None) -> None:
         root = str(module_name).partition(".")[0]
-        if root not in sys.stdlib_module_names | KERNEL_PACKAGES and not is_library(module_name):
+        if root not in sys.stdlib_module_names | _KERNEL_PACKAGES and not is_library(module_name):
             self.modules_of_code.add(str(module_name))
 
     def _watch(self, path: str, items: dict[str, Any]) -> None:
@@ -637,6 +654,93 @@ class _Reading:
         for name in items.keys() - rewritten:
             self._owners.append(items)
             self._keys.append(name)
+
+
+def is_library(module_name: str | None) -> bool:
+    """Return whether a module belongs to torch, transformers, peft, accelerate or kernels."""
+    if not module_name:
+        return False
+    if module_name.partition(".")[0] in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return "kernels" in _LIBRARIES and bool(file and _HUB_KERNEL.search(file))
+
+
+def _module_of(thing: Any) -> str | None:
+    """Return the name of the module that the code of a callable was defined in, if it has one."""
+    if isinstance(thing, FunctionType):
+        # functools.wraps copies __module__ from the wrapped function; globals cannot be copied.
+        name = thing.__globals__.get("__name__")
+        return name if isinstance(name, str) else None
+    if isinstance(thing, type):
+        return thing.__module__
+    name = getattr(thing, "__module__", None)
+    if isinstance(name, str):
+        return name
+    owner = getattr(thing, "__objclass__", None)  # of a method of a C class
+    return None if owner is None else owner.__module__
+
+
+def foreign_layer(thing: Any, own: Collection[str] | None = None) -> str | None:
+    """Name the first function inside a callable that no library brought; None if there is none.
+
+    Partials, bound methods, wrapped functions and the methods of callable objects are unwrapped.
+    With ``own``, names of the modules of a model's classes, functions are not foreign either that a
+    kernel package brought, or that such a module's file names.
+    """
+    layers, seen = [thing], set[int]()
+    while layers:
+        layer = layers.pop()
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        wrapped = getattr(layer, "__dict__", {}).get("__wrapped__")
+        if wrapped is not None:
+            layers.append(wrapped)
+        if isinstance(layer, partial):
+            arguments = (*layer.args, *layer.keywords.values())
+            layers += [
+                layer.func,
+                *(each for each in arguments if isinstance(each, _FUNCTION_TYPES)),
+            ]
+        elif isinstance(layer, MethodType):
+            layers.append(layer.__func__)
+        else:
+            name = _module_of(layer)
+            called = getattr(layer, "__qualname__", type(layer).__qualname__)
+            if not (is_library(name) or (own is not None and _is_named(layer, called, name, own))):
+                return f"{called} of module {name}"
+            if not isinstance(layer, _FUNCTION_TYPES):  # an object: its class may be patched
+                layers.append(vars(type(layer)).get("__call__", type(layer)))
+    return None
+
+
+def _is_named(function: Any, called: str, module_name: str | None, own: Collection[str]) -> bool:
+    """Return whether a name tells a function from others: of closures and lambdas it does not."""
+    if str(module_name).partition(".")[0] in _KERNEL_PACKAGES:
+        return True
+    return module_name in own and "<" not in called and not getattr(function, "__closure__", None)
+
+
+def _registries(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Find transformers' registries of attention, mask and experts functions, by name.
+
+    A model's file may have registries of its own: ``namespaces`` are those of such files.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for module, name in (
+        ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+        ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+        ("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"),
+    ):
+        registry = getattr(sys.modules.get(module), name, None)
+        if registry is not None:
+            found[id(registry)] = name, registry
+    for namespace in namespaces:
+        for name, value in list(namespace.items()):
+            if isinstance(getattr(value, "_local_mapping", None), dict):
+                found.setdefault(id(value), (name, value))
+    yield from found.values()
 
 
 def _owners_of_tensors(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
@@ -663,7 +767,7 @@ def _function_in(value: Any) -> Any:
     """Return the function that an entry of a class or of a file is; None if it is none."""
     value = getattr(value, "__func__" if isinstance(value, (staticmethod, classmethod)) else "fget",
                     value)  # fmt: skip
-    return value if isinstance(value, FUNCTION_TYPES) and not isinstance(value, type) else None
+    return value if isinstance(value, _FUNCTION_TYPES) and not isinstance(value, type) else None
 
 
 def _files_of(classes: list[type]) -> list[ModuleType]:

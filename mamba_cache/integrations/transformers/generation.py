@@ -17,6 +17,7 @@ from mamba_cache.cache import ExtraKey
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.fingerprint import BypassReason
 from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
@@ -24,7 +25,6 @@ from mamba_cache.integrations.transformers.layers import (
 )
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller, PrefillTask
-from mamba_cache.integrations.transformers.presence import BypassReason
 from mamba_cache.integrations.transformers.prompts import Prompt, PromptHint, split_rows
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -44,6 +44,7 @@ class _Row:
     windows: list[torch.Tensor] = field(default_factory=list)  # likewise
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Generation:
     """Stands in the way of the model's forwards, and watches the tokens that follow.
 
@@ -59,57 +60,48 @@ class Generation:
     rows change places), and if what is computed token by token is to be kept, ``keeps_decoded``.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        prefiller: Prefiller,
-        store: PrefixStore,
-        *,
-        cache_salt: ExtraKey,
-        hint: PromptHint,
-        checkpoints: Sequence[Sequence[int]],
-        eos_token_ids: Sequence[int],
-        follows_rows: bool,
-        keeps_decoded: bool,
-        variant: str | None,
-        find_batcher: Callable[[], Batcher | None] | None = None,
-        max_length: int = 0,
-    ) -> None:
-        self._runner = runner
-        self._prefiller = prefiller
-        self._store = store
-        self._cache_salt = cache_salt
-        self._hint = hint
-        self._checkpoints = checkpoints
-        self._eos = frozenset(eos_token_ids)
-        self._keeps_decoded = keeps_decoded
-        self._variant = variant
-        self._find_batcher = find_batcher  # None: no batch can compute what the options ask for
-        self._batcher: Batcher | None = None
-        self._max_length = max_length  # columns of prompts and answers
-        self._is_batched = False
-        self._keeps_answers = follows_rows and keeps_decoded
-        self._rows: list[_Row] = []
-        self._prefills: dict[bytes, Prefill] = {}
-        self._ids: torch.Tensor | None = None
-        self._columns: list[torch.Tensor] = []
-        self._answers: list[list[int]] = []
-        self._streamer: _EarlyStreamer | None = None
-        self.cache: Any = runner.new_cache()  # that ``generate`` is to use
-        self.bypass: BypassReason | None = None  # why nothing was looked up or is kept
+    runner: ModelRunner
+    prefiller: Prefiller
+    store: PrefixStore
+    cache_salt: ExtraKey
+    hint: PromptHint
+    checkpoints: Sequence[Sequence[int]]
+    eos_token_ids: frozenset[int]
+    follows_rows: bool
+    keeps_decoded: bool
+    variant: str | None
+    # None: no batch can compute what the options ask for.
+    find_batcher: Callable[[], Batcher | None] | None = None
+    max_length: int = 0  # columns of prompts and answers
+    cache: Any = None  # that ``generate`` is to use
+    bypass: BypassReason | None = None  # why nothing was looked up or is kept
+    _batcher: Batcher | None = None
+    _is_batched: bool = False
+    _rows: list[_Row] = field(default_factory=list)
+    _prefills: dict[bytes, Prefill] = field(default_factory=dict)
+    _ids: torch.Tensor | None = None
+    _columns: list[torch.Tensor] = field(default_factory=list)
+    _answers: list[list[int]] = field(default_factory=list)
+    _streamer: _EarlyStreamer | None = None
+    _keeps_answers: bool = False
+    _undo: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.cache = self.runner.new_cache()
+        self._keeps_answers = self.follows_rows and self.keeps_decoded
 
     def __enter__(self) -> Generation:
         """Arm the first forward."""
-        self._runner.fingerprint.look_ahead()
+        self.runner.fingerprint.look_ahead()
         self._arm()
         return self
 
     def _arm(self) -> None:
-        model, store = self._runner.model, self._store
-        stand_in = partial(_stand_in_for, cache_name=self._runner.cache_name)
+        model, store = self.runner.model, self.store
+        stand_in = partial(_stand_in_for, cache_name=self.runner.cache_name)
         self._undo = ExitStack()
         self._undo.enter_context(replaced(store, model, "forward", stand_in))
-        if self._runner.is_compiled:
+        if self.runner.is_compiled:
             # Prompts have any length, and each new one would be compiled for itself.
             self._undo.enter_context(replaced(store, model, "_compiled_call_impl", _nothing))
         _armed[id(self.cache)] = self
@@ -157,7 +149,7 @@ class Generation:
         if self._is_batched:
             assert self._batcher is not None
             self._batcher.end_rows()
-            if self._streamer is not None and not self._runner.fingerprint.is_current():
+            if self._streamer is not None and not self.runner.fingerprint.is_current():
                 raise ModelChangedError(
                     "the model was changed while generate ran, by a streamer: call reset(), for "
                     "what is cached may come from both models"
@@ -171,7 +163,7 @@ class Generation:
         self._ids = self._ids[:, :kept]
         if len(self._columns) < 2 and not any(row.boundary for row in self._rows):
             return  # the last token of an answer has not gone through the model
-        fingerprint = self._runner.fingerprint
+        fingerprint = self.runner.fingerprint
         if not fingerprint.is_current() or fingerprint.has_new_hooks():
             return  # a streamer or a processor changed the model, maybe for some tokens only
         self._read_columns(len(self._columns) - 1)
@@ -188,15 +180,15 @@ class Generation:
         It is called as ``forward`` is, and returns what that does, of the last token at least.
         """
         if self._is_batched:
-            with self._runner.within(forward):
+            with self.runner.within(forward):
                 return self._computed()
         self._disarm()  # from here on the model is as it was, and may be looked at
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
-        fingerprint = self._runner.fingerprint
-        options: dict[str, Any] = {"may_differ": self._store.is_empty, "variant": self._variant}
-        if prompts is not None and self._find_batcher is not None and fingerprint.assume(**options):
+        fingerprint = self.runner.fingerprint
+        options: dict[str, Any] = {"may_differ": self.store.is_empty, "variant": self.variant}
+        if prompts is not None and self.find_batcher is not None and fingerprint.assume(**options):
             try:
                 if (output := self._compute_batch(forward, prompts)) is not None:
                     return output
@@ -211,23 +203,23 @@ class Generation:
             return forward(**kwargs)
         if (output := self._compute_batch(forward, prompts)) is not None:
             return output
-        with self._runner.within(forward):
+        with self.runner.within(forward):
             compute = self._compute_padded if _is_batch(prompts) else self._compute_one
             return compute(partial(self._compute_rest, forward, kwargs, prompts), prompts)
 
     def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
         """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""
         try:
-            with self._runner.within(forward):
+            with self.runner.within(forward):
                 self._is_batched = self._begin_batch(prompts)
                 if self._is_batched:
                     output = self._computed()
                     self._arm()  # for the forwards that follow
                     return output
-                self._find_batcher = None  # the call is not asked about again
+                self.find_batcher = None  # the call is not asked about again
         except torch.OutOfMemoryError:  # in the loop a prompt may be computed in smaller parts
             self._drop_batch()
-            self._find_batcher = None
+            self.find_batcher = None
         return None
 
     def _drop_batch(self) -> None:
@@ -241,12 +233,12 @@ class Generation:
         Rows wait for each other before their last tokens, which are computed together.
         """
         is_single = len(prompts) == 1
-        if self._find_batcher is None or self._runner.fingerprint.has_foreign:
+        if self.find_batcher is None or self.runner.fingerprint.has_foreign:
             return False
         can_wait = min(len(prompt.tokens) for prompt in prompts) > 1
-        if not is_single and (self._prefiller.fewest_tokens > 1 or not can_wait):
+        if not is_single and (self.prefiller.fewest_tokens > 1 or not can_wait):
             return False
-        self._batcher = batcher = self._find_batcher()
+        self._batcher = batcher = self.find_batcher()
         if batcher is None or not self._is_quicker(batcher, prompts):
             return False
         counts, named = Counter(prompt.key for prompt in prompts), self._checkpoints_of(prompts)
@@ -256,9 +248,9 @@ class Generation:
                 continue
             tokens = prompt.tokens if is_single else prompt.tokens[:-1]
             settings = AnswerSettings(
-                max_new_tokens=self._max_length,
+                max_new_tokens=self.max_length,
                 num_answers=counts[prompt.key],
-                eos_token_ids=self._eos,
+                eos_token_ids=self.eos_token_ids,
                 is_greedy=True,
             )
             requests = batcher.submit(
@@ -267,10 +259,10 @@ class Generation:
                 settings,
                 seed=0,
                 first_token=None if is_single else int(prompt.tokens[-1]),
-                cache_salt=self._cache_salt,
+                cache_salt=self.cache_salt,
                 checkpoints=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
-                will_continue=self._hint.will_continue,
-                source=self._hint.source,
+                will_continue=self.hint.will_continue,
+                source=self.hint.source,
                 is_assumed=True,
             )
             made[prompt.key] = iter(requests)
@@ -282,7 +274,7 @@ class Generation:
 
         Of more new tokens than a step takes the library's own forward is the quicker one.
         """
-        lengths = [self._max_length - prompt.padding for prompt in prompts]
+        lengths = [self.max_length - prompt.padding for prompt in prompts]
         own = {prompt.key: prompt.tokens for prompt in prompts}.values()
         most = batcher.chunk_tokens
         if not batcher.has_room(lengths) or (
@@ -296,10 +288,10 @@ class Generation:
 
     def _num_left(self, prompts: Iterable[npt.NDArray[np.int32]]) -> int:
         """Count the tokens of prompts that are not cached."""
-        count, key = 0, self._runner.fingerprint.key
+        count, key = 0, self.runner.fingerprint.key
         for tokens in prompts:
-            record = self._store.open(
-                tokens, cache_salt=self._cache_salt, lora_id=key, min_computed=1
+            record = self.store.open(
+                tokens, cache_salt=self.cache_salt, lora_id=key, min_computed=1
             )
             count += len(tokens) - record.match.skip_tokens
             record.close()
@@ -324,7 +316,7 @@ class Generation:
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., start:]
         # Without padding, or without attention, the mask says nothing about the tokens left.
-        has_attention = self._store.layout.has_attention
+        has_attention = self.store.layout.has_attention
         if not (has_attention and any(prompt.padding for prompt in prompts)):
             kwargs.pop("attention_mask", None)
         return forward(**kwargs)
@@ -339,11 +331,11 @@ class Generation:
 
     def _compute_padded(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
         """Compute all prompts but their last tokens, which ``generate``'s own forward computes."""
-        layout, left = self._store.layout, self._tokens_left(prompts)
+        layout, left = self.store.layout, self._tokens_left(prompts)
         named = self._checkpoints_of(prompts)
         for prompt in prompts:
             if prompt.key not in self._prefills:
-                self._prefill(prompt, left, named[prompt.key], self._runner.new_cache())
+                self._prefill(prompt, left, named[prompt.key], self.runner.new_cache())
         prefills = [self._prefills[prompt.key] for prompt in prompts]
         memories = [
             read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
@@ -354,13 +346,13 @@ class Generation:
         num_columns = prompts[0].padding + len(prompts[0].tokens)
         batch = stack_memories(memories, num_columns - left)
         if batch.num_tokens:
-            self._prefiller.filler.fill(self.cache, batch)
+            self.prefiller.filler.fill(self.cache, batch)
         for prefill in prefills:
             prefill.cache = None
         self._rows = [_Row(*pair) for pair in zip(prompts, prefills, strict=True)]
         output = compute_rest(batch.num_tokens)
-        self._runner.fingerprint.confirm()
-        self._store.counters["computed_tokens"] += left * len(prompts)
+        self.runner.fingerprint.confirm()
+        self.store.counters["computed_tokens"] += left * len(prompts)
         return output
 
     def _prefill(
@@ -376,17 +368,17 @@ class Generation:
             tokens=prompt.tokens,
             end=len(prompt.tokens) - left,
             min_computed=max(left, 1),
-            cache_salt=self._cache_salt,
-            hint=self._hint,
+            cache_salt=self.cache_salt,
+            hint=self.hint,
             checkpoints=checkpoints,
         )
-        prefill = self._prefiller.compute(task, cache, last_forward)
+        prefill = self.prefiller.compute(task, cache, last_forward)
         self._prefills[prompt.key] = prefill
         return prefill
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
         """Return how many tokens of each row the forward of the batch computes."""
-        lengths, left = {len(prompt.tokens) for prompt in prompts}, self._prefiller.fewest_tokens
+        lengths, left = {len(prompt.tokens) for prompt in prompts}, self.prefiller.fewest_tokens
         if lengths == {1}:
             return 1
         if min(lengths) < left:
@@ -399,14 +391,14 @@ class Generation:
     def _checkpoints_of(self, prompts: Sequence[Prompt]) -> dict[bytes, set[int]]:
         """Return what was named, by prompt; ``generate`` repeats a row for each of its answers."""
         named: dict[bytes, set[int]] = defaultdict(set)
-        for row, checkpoints in enumerate(self._checkpoints):
-            named[prompts[row * len(prompts) // len(self._checkpoints)].key].update(checkpoints)
+        for row, checkpoints in enumerate(self.checkpoints):
+            named[prompts[row * len(prompts) // len(self.checkpoints)].key].update(checkpoints)
         return named
 
     def _memory(self) -> SequenceMemory:
         """Everything in the cache of the batch now."""
         assert self._ids is not None
-        return read_layers(self.cache, self._store.layout.layers, self._ids.shape[1] - 1)
+        return read_layers(self.cache, self.store.layout.layers, self._ids.shape[1] - 1)
 
     def _publish_prompts(self) -> None:
         """Cache what the first forward completed, before any row goes its own way."""
@@ -414,7 +406,7 @@ class Generation:
         is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
         for index, row in enumerate(self._rows):
             # Of a batch the last token is computed for all rows together, as decoded tokens are.
-            num_decoded = int(is_batch and not self._keeps_decoded)
+            num_decoded = int(is_batch and not self.keeps_decoded)
             row.prefill.record.publish(
                 memory.row(index, row.prompt.padding),
                 len(row.prompt.tokens) - num_decoded,
@@ -428,7 +420,7 @@ class Generation:
         A later boundary's states take the place of an earlier one's.
         """
         assert self._ids is not None
-        size, num_columns = self._store.layout.block_size_tokens, self._ids.shape[1] - 1
+        size, num_columns = self.store.layout.block_size_tokens, self._ids.shape[1] - 1
         for index, row in enumerate(self._rows):
             num_tokens = num_columns - row.prompt.padding
             if num_tokens % size:
@@ -445,7 +437,7 @@ class Generation:
 
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
         answer = self._answer(index)
-        self._store.counters["computed_tokens"] += len(answer)
+        self.store.counters["computed_tokens"] += len(answer)
         # A token that was taken back may have completed the block.
         if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
             return
@@ -467,7 +459,7 @@ class Generation:
     def _answer(self, index: int) -> list[int]:
         """Return the tokens of a row that were generated and went through the model, to its end."""
         tokens = self._answers[index]
-        ends = [position for position, token in enumerate(tokens, 1) if token in self._eos]
+        ends = [position for position, token in enumerate(tokens, 1) if token in self.eos_token_ids]
         return tokens[: ends[0]] if ends else tokens
 
 
@@ -531,6 +523,6 @@ def remove_hooks(store: PrefixStore) -> None:
     Those of another cache of the same model are left alone.
     """
     for key, generation in list(_armed.items()):
-        if generation._store is store:
+        if generation.store is store:
             _armed.pop(key, None)
     put_back(store)

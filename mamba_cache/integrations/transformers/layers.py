@@ -116,18 +116,18 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
             "attention alone can resume anywhere, so keep a transformers DynamicCache of the "
             "prefix and crop it, or use an engine with a prefix cache of its own"
         )
+    memory = read_layers(cache, layers, 0)
+    devices = {str(t.device) for t in (*memory.states, *memory.windows, *memory.tokens)}
+    if len(devices) > 1:
+        raise InvalidArgumentError(
+            f"all layers of the model must be on one device, got {sorted(devices)}"
+        )
     return layers
 
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
     """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
-    memory, filled = SequenceMemory(num_tokens), _layers(cache)
-    kinds, expected = [type(layer).__name__ for layer in filled], [parts.kind for parts in layers]
-    if kinds != expected:
-        raise ModelChangedError(
-            f"the layers of the model's cache were {expected} when the prefix cache was made and "
-            f"are {kinds} now: make a new prefix cache"
-        )
+    memory, filled = SequenceMemory(num_tokens), _layers_like(cache, layers)
     for layer, parts in zip(filled, layers, strict=True):
         for i in parts.convs:
             conv = _numbered(layer.conv_states)[i]
@@ -214,7 +214,6 @@ class CacheFiller:
 
     def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
         self._layers = layers
-        _check_kinds(_layers(fresh), layers)
         states, windows, tokens = iter(sample.states), iter(sample.windows), iter(sample.tokens)
         for layer, parts in zip(_layers(fresh), layers, strict=True):
             _write_states(layer, parts, states)
@@ -228,8 +227,7 @@ class CacheFiller:
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
         """Make a fresh cache own the tensors of ``memory``, which nothing else may use."""
-        fresh = _layers(cache)
-        _check_kinds(fresh, self._layers)
+        fresh = _layers_like(cache, self._layers)
         states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
         for layer, parts, (plain, nested) in zip(fresh, self._layers, self._filled, strict=True):
             vars(layer).update(plain)
@@ -256,13 +254,16 @@ def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.T
             setattr(layer, name, next(states))
 
 
-def _check_kinds(fresh: Sequence[Any], layers: Sequence[LayerParts]) -> None:
-    kinds = [type(layer).__name__ for layer in fresh]
-    if kinds != [parts.kind for parts in layers]:
-        raise InvalidArgumentError(
-            f"the model's cache must be made of {[parts.kind for parts in layers]}, got {kinds}: "
-            "leave cache_implementation at its default"
+def _layers_like(cache: Any, layers: Sequence[LayerParts]) -> list[Any]:
+    """Return the layers of a cache, which must be of the kinds that were learned."""
+    filled = _layers(cache)
+    kinds, expected = [type(layer).__name__ for layer in filled], [parts.kind for parts in layers]
+    if kinds != expected:
+        raise ModelChangedError(
+            f"the layers of the model's cache were {expected} when the prefix cache was made and "
+            f"are {kinds} now: make a new prefix cache"
         )
+    return filled
 
 
 def _layers(cache: Any) -> list[Any]:

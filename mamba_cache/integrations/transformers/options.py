@@ -18,8 +18,8 @@ import torch
 from torch import distributed
 
 from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
+from mamba_cache.integrations.transformers.fingerprint import is_library
 from mamba_cache.integrations.transformers.library import is_same, transformers
-from mamba_cache.integrations.transformers.presence import is_library
 
 __all__ = [
     "ARGUMENTS",
@@ -146,21 +146,16 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     defaults. The library joins them in one method, which is called here with what ``generate`` will
     call it with: so it cannot come to another result. Nothing of ``options`` is changed.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    _refuse(given)
     _check_ranks(model)
-    own = _arguments_of_generate(model)
-    unknown = [name for name in given if name in own - ARGUMENTS]
+    mode, config, model_arguments = _join(model, options)
+    own = _arguments_of_generate(model) - ARGUMENTS
+    unknown = [name for name, value in options.items() if name in own and value is not None]
     if unknown:
         raise InvalidArgumentError(
             f"{unknown} cannot be used with a prefix cache: this version of transformers takes "
             "them, but what they do to the model's cache is not known"
         )
-    config, model_arguments = _prepare(model, options, own)
-    _refuse(vars(config))
     _check_model_arguments(model_arguments)
-    _check_cache(config)
-    mode = str(getattr(config.get_generation_mode(None), "value", ""))
     if mode not in ROWS_FOLLOWED | ROWS_MIXED:
         raise InvalidArgumentError(
             f"generation mode {mode!r} cannot be used with a prefix cache: {_OTHERS_CODE}; modes "
@@ -216,18 +211,13 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
 
     ``options`` change the ``config`` that was given, or the model's where it is None.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    _refuse(given)
-    own = _arguments_of_generate(model)
-    joined, left = _prepare(model, {**options, "generation_config": config}, own)
-    unknown = sorted({*(given.keys() & own), *left})
+    mode, joined, left = _join(model, {**options, "generation_config": config})
+    given = {name for name, value in options.items() if value is not None}
+    unknown = sorted((given & _arguments_of_generate(model)) | left.keys())
     if unknown:
         raise InvalidArgumentError(
             f"generate_batch takes a generation_config and what changes it, got {unknown} too"
         )
-    _refuse(vars(joined))
-    _check_cache(joined)
-    mode = str(getattr(joined.get_generation_mode(None), "value", ""))
     if mode not in ROWS_FOLLOWED:
         raise InvalidArgumentError(
             f"generation mode {mode!r} cannot be used in a batch whose requests come and go: modes "
@@ -240,7 +230,7 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
 
 def join_config(model: Any, config: Any) -> Any:
     """Return the configuration that ``generate`` makes of ``config``, checked by the library."""
-    joined, _ = _prepare(model, {"generation_config": config}, _arguments_of_generate(model))
+    joined, _ = _prepare(model, {"generation_config": config})
     joined.validate()
     joined.get_generation_mode(None)
     return joined
@@ -324,9 +314,17 @@ def _arguments_of_generate(model: Any) -> frozenset[str]:
     return frozenset(named | {"tokenizer", "assistant_tokenizer", "trust_remote_code"})
 
 
-def _prepare(
-    model: Any, options: Mapping[str, Any], own: frozenset[str]
-) -> tuple[Any, dict[str, Any]]:
+def _join(model: Any, options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+    """Do what ``_prepare`` does, and refuse what is set of it; return the generation mode, too."""
+    _refuse(options)
+    config, model_arguments = _prepare(model, options)
+    _refuse(vars(config))
+    _check_cache(config)
+    mode = str(getattr(config.get_generation_mode(None), "value", ""))
+    return mode, config, model_arguments
+
+
+def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration that ``generate`` will use, and what it will pass to the model."""
     given = options.get("generation_config")
     if given is not None and not isinstance(given, transformers().GenerationConfig):
@@ -340,6 +338,7 @@ def _prepare(
             "says what generate will do: use a version that mamba_cache was tested with "
             "(docs/how-to/transformers.md)"
         )
+    own = _arguments_of_generate(model)
     rest = {name: value for name, value in options.items() if name not in own}
     config, model_arguments = prepare(given, **rest)
     return config, model_arguments

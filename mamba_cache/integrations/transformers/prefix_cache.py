@@ -55,7 +55,11 @@ from mamba_cache.integrations.transformers.batching.graphs import GRAPH_DEVICES
 from mamba_cache.integrations.transformers.batching.paged import register_attention
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
-from mamba_cache.integrations.transformers.fingerprint import WeightsCheck, check_variant
+from mamba_cache.integrations.transformers.fingerprint import (
+    BypassReason,
+    WeightsCheck,
+    check_variant,
+)
 from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
@@ -66,7 +70,6 @@ from mamba_cache.integrations.transformers.options import (
     without_text_types,
 )
 from mamba_cache.integrations.transformers.prefill import Prefiller, PrefillTask
-from mamba_cache.integrations.transformers.presence import BypassReason
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import (
     PromptHint,
@@ -203,34 +206,14 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         variant: str | None = None,
     ) -> None:
-        placement = BranchPoint() if placement is None else check_placement(placement)
+        settings = {**vars()}  # all arguments, by their names
+        del settings["self"]
+        settings["placement"] = BranchPoint() if placement is None else check_placement(placement)
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         self._bypasses: Counter[str] = Counter()
         self._skipped_before = 0
-        self._settings = SimpleNamespace(
-            model=model,
-            mamba_cache_gb=mamba_cache_gb,
-            kv_cache_gb=kv_cache_gb,
-            block_size_tokens=block_size_tokens,
-            segment_tokens=segment_tokens,
-            slot_policy=slot_policy,
-            placement=placement,
-            reuse_answers=reuse_answers,
-            weights_check=weights_check,
-            max_requests=max_requests,
-            cuda_graphs=cuda_graphs,
-            host_cache_gb=host_cache_gb,
-            disk_cache_path=disk_cache_path,
-            disk_cache_gb=disk_cache_gb,
-            verify_hits=verify_hits,
-            store=store,
-            hash_algorithm=hash_algorithm,
-            hash_secret=hash_secret,
-            max_pinned_share=max_pinned_share,
-            clock=clock,
-            variant=variant,
-        )
-        check_settings(vars(self._settings))
+        self._settings = SimpleNamespace(**settings)
+        check_settings(settings)
         register_attention()
         self._num_set_ups = 0  # how often the model was found in another place or dtype
         self._set_up(Listeners())
@@ -257,7 +240,7 @@ class PrefixCache:
             max_requests=settings.max_requests,
             chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), settings.block_size_tokens),
             placement=settings.placement,
-            saves_answers=self._settings.reuse_answers and is_step_exact,
+            saves_answers=settings.reuse_answers and is_step_exact,
             fewest_tokens=1 if is_step_exact else 2,
             is_eager=self._why_eager(),
         )
@@ -391,13 +374,13 @@ class PrefixCache:
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
         named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
         with Generation(
-            self._runner,
-            self._prefiller,
-            self._store,
+            runner=self._runner,
+            prefiller=self._prefiller,
+            store=self._store,
             cache_salt=cache_salt,
             hint=hint,
             checkpoints=named,
-            eos_token_ids=served.eos_token_ids,
+            eos_token_ids=frozenset(served.eos_token_ids),
             follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
             keeps_decoded=self._settings.reuse_answers,
             variant=check_variant(variant),
@@ -889,6 +872,7 @@ class PrefixCache:
         verifier = self._store.verifier
         return VerificationStats() if verifier is None else verifier.stats()
 
+    @guarded(renews=True, waits=True)
     def reset(self) -> None:
         """Forget every prefix and every count, as after a change of the model's weights.
 
@@ -897,7 +881,7 @@ class PrefixCache:
             StepOrderError: The cache is closed.
         """
         self._check_home()
-        self._reset()
+        self._make_new()
 
     @guarded(renews=True, waits=True)
     def close(self) -> None:
@@ -928,10 +912,6 @@ class PrefixCache:
             self._batcher.context.check_invariants()
         if self._store.tiers is not None:
             self._store.tiers.check_invariants()
-
-    @guarded(renews=True, waits=True)
-    def _reset(self) -> None:
-        self._make_new()
 
     def _heal(self) -> None:
         """Reset the cache after a change of its bookkeeping broke off, and count it."""

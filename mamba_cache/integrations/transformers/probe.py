@@ -14,7 +14,12 @@ import torch
 from mamba_cache._torch import all_digits, has_all_digits
 from mamba_cache.errors import UnresumableModelError
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import CacheFiller, SequenceMemory, read_layers
+from mamba_cache.integrations.transformers.layers import (
+    CacheFiller,
+    SequenceMemory,
+    learn_layers,
+    read_layers,
+)
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 
@@ -214,7 +219,7 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
     cache = runner.new_cache()
     with _refused_if_it_fails(runner):
         runner.forward(prefix, cache, 0)
-    layers = runner.learn(cache)
+    layers = learn_layers(cache)
     live = read_layers(cache, layers, len(prefix))
     layout = PrefixLayout(layers, live, len(prefix))
     tensors = PrefixTensors(layout, num_slots=1, num_blocks=1)

@@ -15,12 +15,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
-from mamba_cache.integrations.transformers.layers import (
-    LayerParts,
-    copier_of,
-    learn_layers,
-    read_layers,
-)
+from mamba_cache.integrations.transformers.layers import copier_of
 from mamba_cache.integrations.transformers.library import is_same, transformers
 
 __all__ = ["ModelRunner"]
@@ -107,17 +102,6 @@ class ModelRunner:
         cache = self.new_cache()
         self.forward([0, 1, 2], cache, 0)
         self.forward([3], cache, 3)
-
-    def learn(self, cache: Any) -> tuple[LayerParts, ...]:
-        """Find out what each layer of a filled cache keeps."""
-        layers = learn_layers(cache)
-        memory = read_layers(cache, layers, 0)
-        devices = {str(t.device) for t in (*memory.states, *memory.windows, *memory.tokens)}
-        if len(devices) > 1:
-            raise InvalidArgumentError(
-                f"all layers of the model must be on one device, got {sorted(devices)}"
-            )
-        return layers
 
     def placement(self) -> tuple[torch.device, torch.dtype]:
         """Return the model's device and dtype."""
