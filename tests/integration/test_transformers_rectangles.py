@@ -20,11 +20,11 @@ from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, mak
 
 from mamba_cache import Request
 from mamba_cache.integrations.transformers import capture as capturing
-from mamba_cache.integrations.transformers.batching import forwards, graphs, paged, sizes
+from mamba_cache.integrations.transformers.batching import forwards, graphs, paged
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards
+from mamba_cache.integrations.transformers.batching.graphs import split_rows
 from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
-from mamba_cache.integrations.transformers.batching.sizes import split_rows
 from mamba_cache.integrations.transformers.capture import ScanRun
 from mamba_cache.integrations.transformers.layers import read_layers
 
@@ -44,7 +44,7 @@ class Rows:
     def __init__(self, name, monkeypatch):
         compute_in_double(monkeypatch)
         # All rows of a step in one rectangle, however much padding that takes.
-        monkeypatch.setitem(sizes._FORWARD_TOKENS, "cpu", (10**6, 10**6))
+        monkeypatch.setitem(graphs._FORWARD_TOKENS, "cpu", (10**6, 10**6))
         model = make_model(name).double()
         model.set_experts_implementation("eager")  # the default knows no float64
         cache = make_cache(model, max_requests=8, segment_tokens=32 * BLOCK)
@@ -334,7 +334,7 @@ def test_rectangles_of_captured_sizes_are_computed_as_others_are(name, monkeypat
 
     monkeypatch.setattr(graphs.StepGraphs, "why_eager", lambda *_: "")
     monkeypatch.setattr(graphs.StepGraphs, "capture", capture)
-    monkeypatch.setattr(sizes, "_SIZES", dict.fromkeys((1, 2, 4, 8), (8, 24)))
+    monkeypatch.setattr(graphs, "_SIZES", dict.fromkeys((1, 2, 4, 8), (8, 24)))
     rows = Rows(name, monkeypatch)
     for number in range(12):  # which sizes come twice, and are captured, is drawn
         if number >= 3 and rows.batcher.stats().graph_shapes >= 2:
@@ -407,7 +407,7 @@ def test_rows_are_divided_so_that_they_take_the_least(seed):
 
 def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured():
     """On a GPU 2,048 tokens are taken for as long as launches until both are measured."""
-    costs = sizes.RectangleCosts(torch.device("cuda"))
+    costs = graphs.RectangleCosts(torch.device("cuda"))
     assert [costs.captured(*size, 8192) for size in ((1, 65), (1, 2048), (3, 70), (5, 300))] == [
         (1, 128), (1, 2048), (4, 128), None,
     ]  # fmt: skip
@@ -435,7 +435,7 @@ def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
         return forward(self, shape, inputs)
 
     monkeypatch.setattr(BatchForwards, "forward", noted)
-    monkeypatch.setitem(sizes._FORWARD_TOKENS, "cpu", (10**6, 0))
+    monkeypatch.setitem(graphs._FORWARD_TOKENS, "cpu", (10**6, 0))
     cache, prompts = one.cache(), prompts_of(generator, 5, 30, 9, 14, 21, 2)
     cache.prepare_batches()
     shapes.clear()

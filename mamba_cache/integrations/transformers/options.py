@@ -156,6 +156,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
             "them, but what they do to the model's cache is not known"
         )
     _check_model_arguments(model_arguments)
+    _check_cache(config)
     if mode not in ROWS_FOLLOWED | ROWS_MIXED:
         raise InvalidArgumentError(
             f"generation mode {mode!r} cannot be used with a prefix cache: {_OTHERS_CODE}; modes "
@@ -218,6 +219,7 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
         raise InvalidArgumentError(
             f"generate_batch takes a generation_config and what changes it, got {unknown} too"
         )
+    _check_cache(joined)
     if mode not in ROWS_FOLLOWED:
         raise InvalidArgumentError(
             f"generation mode {mode!r} cannot be used in a batch whose requests come and go: modes "
@@ -319,7 +321,6 @@ def _join(model: Any, options: Mapping[str, Any]) -> tuple[str, Any, dict[str, A
     _refuse(options)
     config, model_arguments = _prepare(model, options)
     _refuse(vars(config))
-    _check_cache(config)
     mode = str(getattr(config.get_generation_mode(None), "value", ""))
     return mode, config, model_arguments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,12 +186,13 @@ def _kept(layout: PrefixLayout, cache: Any, num_tokens: int) -> list[torch.Tenso
     return [*memory.states, *layout.pad_windows(memory)]
 
 
-def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Return how far a tensor is off, relative to its size; infinite if it is no number."""
-    size = torch.linalg.vector_norm(expected.double())
-    error = torch.linalg.vector_norm(actual.double() - expected.double())
-    relative = (error / size.clamp_min(torch.finfo(torch.float64).tiny)).item()
-    return math.inf if math.isnan(relative) else relative
+def _relative(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | None = None) -> float:
+    """Return how far a tensor is off, relative to its size; of tokens that which is off most."""
+    a, b = expected.double(), actual.double()
+    axes = tuple(axis for axis in range(a.dim()) if axis != token_axis)
+    size = torch.linalg.vector_norm(a, dim=axes)
+    error = torch.linalg.vector_norm(b - a, dim=axes)
+    return float((error / size.clamp_min(torch.finfo(a.dtype).tiny)).max())
 
 
 def _random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -> list[int]:
@@ -261,15 +261,11 @@ def _traces(layout: PrefixLayout, memory: SequenceMemory) -> list[_Trace]:
 
 
 def _differences(expected: list[_Trace], actual: list[_Trace]) -> list[float]:
-    """Return for each trace how far it is off, relative to its size, where it is most."""
-    differences = []
-    for one, other in zip(expected, actual, strict=True):
-        a, b = one.tensor.double(), other.tensor.double()
-        axes = tuple(axis for axis in range(a.dim()) if axis != one.token_axis)
-        size = torch.linalg.vector_norm(a, dim=axes)
-        error = torch.linalg.vector_norm(b - a, dim=axes)
-        differences.append((error / size.clamp_min(torch.finfo(a.dtype).tiny)).max().item())
-    return differences
+    """Return for each trace how far it is off."""
+    return [
+        _relative(one.tensor, other.tensor, one.token_axis)
+        for one, other in zip(expected, actual, strict=True)
+    ]
 
 
 def _first_fault(

@@ -38,8 +38,7 @@ from mamba_cache.integrations.transformers.batching.answers import (
     Sampler,
 )
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards, ComputedChunks
-from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
-from mamba_cache.integrations.transformers.batching.sizes import padded_sizes
+from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner

@@ -20,10 +20,9 @@ from mamba_cache.context import (
     Step,
 )
 from mamba_cache.errors import ModelChangedError
-from mamba_cache.integrations.transformers.batching.graphs import StepGraphs
+from mamba_cache.integrations.transformers.batching.graphs import RectangleCosts, StepGraphs
 from mamba_cache.integrations.transformers.batching.kernels import decode_inputs_torch
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
-from mamba_cache.integrations.transformers.batching.sizes import RectangleCosts
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import (
     CacheFiller,
