@@ -8,7 +8,7 @@ off; those may wait for it, and then resume from there.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -24,13 +24,7 @@ from mamba_cache.errors import (
     UnknownRequestError,
 )
 
-__all__ = [
-    "QueuedRequest",
-    "Scheduler",
-    "branch_positions",
-    "common_blocks",
-    "is_worth_waiting",
-]
+__all__ = ["QueuedRequest", "Scheduler", "common_blocks"]
 
 _Drafts = Mapping[Hashable, Sequence[int]]
 
@@ -343,8 +337,17 @@ class Scheduler(Generic[_Request]):
         return size - (self._min_chunk - 1) if too_few else size
 
     def _branches_off(self, request: _Request, start: int) -> list[int]:
-        queued = self._queued().values()
-        return branch_positions(request, queued, start=start, block_size_tokens=self._block_size)
+        """Return where queued requests branch off one that computes from ``start`` on, ascending.
+
+        States before ``start`` cannot be saved any more, and what the request was told before is
+        not repeated. It may be among those that are queued.
+        """
+        found = {
+            common_blocks(other, request) * self._block_size
+            for other in self._queued().values()
+            if other is not request
+        }
+        return sorted(p for p in found - request.branch_positions if p > start)
 
     def _awaits_fork(self, request: _Request) -> bool:
         """Say whether a queued request will be a fork of one that has no token yet."""
@@ -357,16 +360,16 @@ class Scheduler(Generic[_Request]):
         )
 
     def _waits(self, request: _Request, skip_tokens: int) -> bool:
+        """Say whether a scheduled request will save a state of a longer prefix of a queued one."""
+        if request.waited_steps >= self._max_wait_steps:
+            return False
         table = self._context.request_table
-        return request.waited_steps < self._max_wait_steps and is_worth_waiting(
-            request,
-            [
-                (other, table.num_computed.item(table.find(other.key).row))
-                for other in self._with_status(RequestStatus.SCHEDULED)
-            ],
-            skip_tokens=skip_tokens,
-            block_size_tokens=self._block_size,
-        )
+        for other in self._with_status(RequestStatus.SCHEDULED):
+            computed = table.num_computed.item(table.find(other.key).row)
+            position = common_blocks(request, other) * self._block_size
+            if position > max(skip_tokens, computed) and position in other.branch_positions:
+                return True
+        return False
 
     def _make_room(self, request: _Request, error: CapacityError) -> None:
         """Preempt the youngest request that holds memory; if none is left, give up."""
@@ -408,38 +411,3 @@ def common_blocks(request: QueuedRequest, other: QueuedRequest) -> int:
     own, its = request.prepared.hashes.digests, other.prepared.hashes.digests
     limit = min(request.reusable_blocks, len(its))
     return bisect_left(range(limit), True, key=lambda block: own[block] != its[block])
-
-
-def branch_positions(
-    request: QueuedRequest,
-    queued: Iterable[QueuedRequest],
-    *,
-    start: int,
-    block_size_tokens: int,
-) -> list[int]:
-    """Return where queued requests branch off one that computes from ``start`` on, ascending.
-
-    States before ``start`` cannot be saved any more, and what the request was told before is not
-    repeated. It may be among those that are queued.
-    """
-    found = {
-        common_blocks(other, request) * block_size_tokens
-        for other in queued
-        if other is not request
-    }
-    return sorted(p for p in found - request.branch_positions if p > start)
-
-
-def is_worth_waiting(
-    request: QueuedRequest,
-    scheduled: Iterable[tuple[QueuedRequest, int]],
-    *,
-    skip_tokens: int,
-    block_size_tokens: int,
-) -> bool:
-    """Return whether a scheduled request will save a state of a longer prefix of a queued one."""
-    for other, num_computed in scheduled:
-        position = common_blocks(request, other) * block_size_tokens
-        if position > max(skip_tokens, num_computed) and position in other.branch_positions:
-            return True
-    return False

@@ -62,15 +62,15 @@ class SentTokens:
     """Tokens on their way to the host."""
 
     def __init__(self, given: DeviceTokens) -> None:
+        # Of what is not waited for PyTorch makes copies in pinned memory.
+        self._tokens, self._counts = (
+            tensor.to("cpu", non_blocking=True, copy=True)
+            for tensor in (given.tokens, given.counts)
+        )
         self._event: torch.Event | None = None
         if given.tokens.is_cuda:  # pragma: no cover - tests/gpu run it
-            self._tokens, self._counts = map(_empty_pinned, (given.tokens, given.counts))
-            self._tokens.copy_(given.tokens, non_blocking=True)
-            self._counts.copy_(given.counts, non_blocking=True)
             self._event = torch.Event(given.tokens.device)
             self._event.record()
-        else:
-            self._tokens, self._counts = given.tokens.clone(), given.counts.clone()
 
     def wait(self) -> tuple[Int64Array, np.ndarray[Any, np.dtype[np.int32]]]:
         """Wait until they are there; return each request's tokens, unused ones too, and counts."""
@@ -351,7 +351,13 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
     num_decodes = len(work.group.ids)
     # Unless lengths differ it suffices that nobody takes more tokens than everybody computed.
     if work.lengths is not None or num_decodes < len(ids) or tokens.shape[1] > work.width:
-        _check_counts(work, counts, ids)
+        most = np.ones(len(ids), dtype=np.int64)
+        most[:num_decodes] = work.width if work.lengths is None else work.lengths
+        least = most.copy()
+        least[:num_decodes] = 0
+        for index in ((counts > most) | (counts < least)).nonzero()[0][:1].tolist():
+            name, longest = f"the number of new tokens of {ids[index]!r}", most.item(index)
+            check_int(name, counts.item(index), minimum=least.item(index), maximum=longest)
     width = tokens.shape[1] - 1
     if not work.knows_drafts or not width:
         return
@@ -367,20 +373,6 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
             f"after them; its drafts are {[draft for draft in its_drafts if draft >= 0]}, got "
             f"{tokens[index, : counts.item(index)].tolist()}"
         )
-
-
-def _check_counts(work: DecodeWork, counts: Int64Array, ids: Sequence[Hashable]) -> None:
-    """Check how many new tokens each request has."""
-    num_decodes = len(work.group.ids)
-    is_wrong = counts != 1
-    most = work.width if work.lengths is None else work.lengths
-    is_wrong[:num_decodes] = counts[:num_decodes] > most
-    if not is_wrong.any():
-        return
-    index = int(is_wrong.argmax())
-    longest = 1 if index >= num_decodes else work.ends.item(index) - work.most.item(index)
-    name = f"the number of new tokens of {ids[index]!r}"
-    check_int(name, counts.item(index), minimum=0 if index < num_decodes else 1, maximum=longest)
 
 
 def _check_on_device(
@@ -402,7 +394,3 @@ def _check_on_device(
         raise InvalidArgumentError(
             f"{wanted}, got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
-
-
-def _empty_pinned(like: torch.Tensor) -> torch.Tensor:  # pragma: no cover - tests/gpu run it
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)

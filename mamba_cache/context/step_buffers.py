@@ -30,14 +30,13 @@ _PER_REQUEST = (
     "restore_sources", "restore_rows",
     "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
 )  # fmt: skip
-_PADDINGS = (
-    ("token_ids", {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID}),
-    (
-        "request_rows",
-        {"request_rows": -1, "num_computed_tokens": 0, "seq_lens": 0, "state_rows": PAD_SLOT_ID},
-    ),
-)
-"""Of tensors by tokens and by requests: one that says how long all are, and what pads each."""
+_PADDINGS = {
+    "token_ids": {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID},
+    "request_rows": {
+        "request_rows": -1, "num_computed_tokens": 0, "seq_lens": 0, "state_rows": PAD_SLOT_ID,
+    },
+}  # fmt: skip
+"""What pads tensors that are as long as the one named first; all others are padded with -1."""
 
 _SIDE_BY_SIDE = {
     "checkpoints": CHECKPOINT_FIELDS,
@@ -45,7 +44,7 @@ _SIDE_BY_SIDE = {
     "boundaries": ("boundary_rows", "boundary_slots"),
     "boundaries_by_request": ("boundary_entries", "boundary_positions"),
 }
-"""Tensors of equally many entries, one behind the other, that are written together. Padding: -1."""
+"""Tensors of equally many entries, one behind the other, that are written together."""
 
 
 class StepBuffers:
@@ -135,7 +134,7 @@ class StepBuffers:
         if num_decodes:
             self._fill_decodes(host, work)
         host.rows = work.group.rows
-        host.pad_after("decode_state_rows", num_decodes, PAD_SLOT_ID)
+        host.pad("decode_state_rows", num_decodes)
         if num_prefills:
             bounds, longest = self._fill_prefills(host, chunks, num_decodes, num_decode_tokens)
             max_seq_len = max(max_seq_len, longest)
@@ -143,7 +142,9 @@ class StepBuffers:
         num_checkpoints = sum([len(chunk.inside) for chunk in chunks])
         if num_prefills or host.used["chunk_seq_idx"]:
             num_chunks = self._fill_chunks(host, chunks, bounds, num_checkpoints)
-        host.pad(num_tokens, num_decodes + num_prefills)
+        host.pad("token_ids", num_tokens)
+        host.pad("request_rows", num_decodes + num_prefills)
+        host.arrays["query_start_loc"][num_decodes + num_prefills + 1 :] = num_tokens
         self._fill_copies(host, chunks, saved, num_decodes)
         host.send(self._table_offset + (num_decodes + num_prefills) * self._row_bytes)
         return StepMetadata(  # by position: in a third of the time
@@ -264,9 +265,9 @@ class StepBuffers:
         last = arrays["last_chunk_indices"]
         out = arrays["cu_chunk_seqlens"], arrays["chunk_seq_idx"], last
         num_chunks = cut_into_chunks(bounds, phases, size, out)
-        host.pad_after("cu_chunk_seqlens", num_chunks + 1, bounds[-1], pads_all=True)
-        host.pad_after("chunk_seq_idx", num_chunks, -1)
-        host.pad_after("last_chunk_indices", len(pieces), -1)
+        arrays["cu_chunk_seqlens"][num_chunks + 1 :] = bounds[-1]
+        host.pad("chunk_seq_idx", num_chunks)
+        host.pad("last_chunk_indices", len(pieces))
         written = []
         for index, piece in enumerate(pieces):
             first, row = bounds[index], piece.row * self._live_rows
@@ -362,7 +363,6 @@ class _HostSide:
         self.arrays = layout.arrays(self._buffer)
         self.used = {name: len(array) for name, array in self.arrays.items()}  # not padding
         self.rows: _IntArray | None = None
-        self._size = -1, -1
         self.table_stamps = np.full(self.used["block_tables"], -1, dtype=np.int64)
         self.width = -1  # of decodes: tokens of each, if all have equally many
 
@@ -371,27 +371,14 @@ class _HostSide:
         count = len(entries)
         if count:
             self.arrays[name][:count] = entries
-        self.pad_after(name, count, PAD_SLOT_ID)
+        self.pad(name, count)
 
-    def pad_after(self, name: str, count: int, padding: int, *, pads_all: bool = False) -> None:
-        """Write padding over what was there before."""
-        array = self.arrays[name]
-        used = len(array) if pads_all else self.used[name]
+    def pad(self, name: str, count: int) -> None:
+        """Write padding over what the last step had beyond ``count`` entries."""
+        used, self.used[name] = self.used[name], count
         if used > count:
-            array[count:used] = padding
-        self.used[name] = count
-
-    def pad(self, num_tokens: int, num_requests: int) -> None:
-        """Write padding over what the last step had beyond this one."""
-        if self._size == (num_tokens, num_requests):
-            return
-        self._size = num_tokens, num_requests
-        for (first, paddings), count in zip(_PADDINGS, self._size, strict=True):
-            used, self.used[first] = self.used[first], count
-            if used > count:
-                for name, padding in paddings.items():
-                    self.arrays[name][count:used] = padding
-        self.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+            for each, padding in _PADDINGS.get(name, {name: PAD_SLOT_ID}).items():
+                self.arrays[each][count:used] = padding
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""

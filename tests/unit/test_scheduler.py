@@ -1,24 +1,37 @@
 """The scheduler: shared prefixes, waiting, room for requests and chunks, forks, faults."""
 
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from engine_rig import BLOCK, MODEL, draw_prompt, greedy, make_engine, step_checked
 
 from mamba_cache.context import Admission, Request, RequestStatus
-from mamba_cache.context.scheduler import (
-    QueuedRequest,
-    Scheduler,
-    branch_positions,
-    common_blocks,
-    is_worth_waiting,
-)
+from mamba_cache.context.scheduler import QueuedRequest, Scheduler, common_blocks
 from mamba_cache.errors import BlockCapacityError, UnknownRequestError
 
 
 @pytest.fixture
-def make():
-    """Makes a request record whose digests belong to one context."""
-    engine = make_engine()
-    return lambda prompt: engine._scheduler.find(engine.submit(prompt, greedy(4)))
+def scheduler():
+    """That of an engine."""
+    return make_engine(max_wait_steps=1)._scheduler
+
+
+@pytest.fixture
+def make(scheduler):
+    """Queues a request."""
+    numbers = count()
+
+    def queue(prompt):
+        prepared = scheduler._context.prepare(
+            Request(request_id=next(numbers), prompt_tokens=prompt)
+        )
+        request = QueuedRequest(prepared=prepared, reusable_blocks=(len(prompt) - 1) // BLOCK)
+        scheduler.add(request)
+        return request
+
+    return queue
 
 
 @pytest.mark.parametrize("common", range(0, 50, 7))
@@ -37,15 +50,15 @@ def test_the_block_of_the_last_token_must_be_computed_anyway(make, rng):
     assert common_blocks(longer, same) == 3
 
 
-def test_branch_positions_lie_ahead_and_are_told_once(make, rng):
+def test_branch_positions_lie_ahead_and_are_told_once(scheduler, make, rng):
     root = draw_prompt(rng, 6 * BLOCK)
     request = make(root)
-    queued = [request, *(make([*root[: n * BLOCK], 0, 1]) for n in (0, 1, 3, 3, 6))]
-    found = branch_positions(request, queued, start=BLOCK, block_size_tokens=BLOCK)
+    for number in (0, 1, 3, 3, 6):
+        make([*root[: number * BLOCK], 0, 1])
+    found = scheduler._branches_off(request, BLOCK)
     assert found == [3 * BLOCK, 6 * BLOCK]
     request.branch_positions.update(found[:1])
-    again = branch_positions(request, queued, start=BLOCK, block_size_tokens=BLOCK)
-    assert again == [6 * BLOCK]
+    assert scheduler._branches_off(request, BLOCK) == [6 * BLOCK]
 
 
 @pytest.mark.parametrize(
@@ -60,19 +73,22 @@ def test_branch_positions_lie_ahead_and_are_told_once(make, rng):
     ],
 )
 def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
-    make, rng, skip_blocks, computed, promised, expected
+    scheduler, make, rng, monkeypatch, skip_blocks, computed, promised, expected
 ):
     root = draw_prompt(rng, 3 * BLOCK)
     request, other = make([*root, 1, 2]), make([*root, 3, 4])
     other.branch_positions = {3 * BLOCK} if promised else {2 * BLOCK}
-    found = is_worth_waiting(
-        request, [(other, computed)], skip_tokens=skip_blocks * BLOCK, block_size_tokens=BLOCK
+    table = SimpleNamespace(
+        num_computed=np.array([computed]), find=lambda _: SimpleNamespace(row=0)
     )
-    assert found is expected
+    monkeypatch.setattr(scheduler, "_context", SimpleNamespace(request_table=table))
+    monkeypatch.setattr(scheduler, "_with_status", lambda *_: [other])
+    assert scheduler._waits(request, skip_blocks * BLOCK) is expected
 
 
-def test_what_was_cached_when_a_request_first_ran_is_reported(make, rng):
-    request = make(draw_prompt(rng, 20))
+def test_what_was_cached_when_a_request_first_ran_is_reported(rng):
+    engine = make_engine()
+    request = engine._scheduler.find(engine.submit(draw_prompt(rng, 20), greedy(4)))
     first, resumed = (
         Admission(
             prompt_tokens=20,
