@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Launcher", "end_of_real", "entries_per_program", "layout_of"]
+__all__ = ["WIDE_BYTES", "Launcher", "end_of_real", "entries_per_program", "layout_of"]
 
-_WIDE_BYTES = 16
+WIDE_BYTES = 16
+"""The widest access that a GPU has."""
+
 _MOST_PROGRAMS_Y = 65535
 
 
@@ -59,7 +61,7 @@ class Launcher:
 def layout_of(*tensors: torch.Tensor | None) -> Hashable:
     """Return what Triton looks at in tensors: dtypes, and whether wide accesses fit."""
     return tuple(
-        None if tensor is None else (tensor.dtype, tensor.data_ptr() % _WIDE_BYTES == 0)
+        None if tensor is None else (tensor.dtype, tensor.data_ptr() % WIDE_BYTES == 0)
         for tensor in tensors
     )
 

@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from mamba_cache._torch import ZERO_SOURCE
-from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program
-from mamba_cache.states.kernels.copy_torch import (
-    TILE_WORDS,
+from mamba_cache._torch import ZERO_SOURCE, to_device
+from mamba_cache.states.kernels._launch import (
     WIDE_BYTES,
-    CopyPlan,
-    Quantized,
-    RowCopy,
+    Launcher,
+    end_of_real,
+    entries_per_program,
 )
+from mamba_cache.states.kernels.copy_torch import Pairs, Quantized, RowCopy, as_bytes
 from mamba_cache.states.kernels.quantize import (
     RESTORE_OPTIONS,
     RESTORED_CODES,
@@ -52,8 +52,9 @@ _PAIRS_IN_GRAPH = 64
 WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Types of words by their bytes."""
 
-
-_TILE_WORDS = tl.constexpr(TILE_WORDS)
+_WIDEST_WORD_BYTES = 8
+_MOST_TILES_PER_CHUNK = 16
+_TILE_WORDS = tl.constexpr(512)
 _WIDE_BYTES = tl.constexpr(WIDE_BYTES)
 _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 
@@ -62,7 +63,7 @@ _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
 def _copy_tile(  # type: ignore[no-untyped-def]
     chunk, tile, source_row, destination_row, WORD: tl.constexpr, ALIGNMENT: tl.constexpr
 ) -> None:
-    """Copy a tile of one chunk of ``CopyPlan.chunks``, or clear it."""
+    """Copy a tile of one chunk of the table, or clear it."""
     source = tl.load(chunk) + source_row * tl.load(chunk + 2)
     destination = tl.load(chunk + 1) + destination_row * tl.load(chunk + 3)
     words = tile * _TILE_WORDS + tl.arange(0, _TILE_WORDS)
@@ -133,8 +134,58 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
                 _copy_tile(chunk, chunk_tile, source_row, destination_row, NARROW_WORD, width)
 
 
-def copy_states(plan: CopyPlan, quantized: Quantized | None = None) -> RowCopy:
-    """Return a copy of whole rows, all layers of all tensors, as in ``StateCopier.copy``."""
+def _plan_chunks(pairs: Pairs) -> tuple[np.ndarray, int, int, int]:
+    """Return the table that the kernel finds tensors by, and what is in it.
+
+    A *segment* is one layer of one pair of tensors. One row of it is cut into *chunks*, and the
+    kernel cuts these into tiles. A segment is *wide* if all its addresses, distances and sizes are
+    multiples of ``WIDE_BYTES``. The table does not keep the tensors alive.
+
+    Returns:
+        [chunks, 5] int64: addresses of source and destination, their row strides, and words; wide
+        chunks come first. How many are wide; bytes of the others' words, 1, 2, 4 or 8; tiles of the
+        largest chunk, a power of two.
+    """
+    segments = [
+        (
+            source.data_ptr() + layer * source.stride(0),
+            destination.data_ptr() + layer * destination.stride(0),
+            source.stride(1),
+            destination.stride(1),
+            math.prod(source.shape[2:]),
+        )
+        for source, destination in ((as_bytes(a), as_bytes(b)) for a, b in pairs if b.numel())
+        for layer in range(source.shape[0])
+    ]
+    wide = [segment for segment in segments if math.gcd(WIDE_BYTES, *segment) == WIDE_BYTES]
+    narrow = [segment for segment in segments if math.gcd(WIDE_BYTES, *segment) < WIDE_BYTES]
+    narrow_bytes = math.gcd(_WIDEST_WORD_BYTES, *(value for segment in narrow for value in segment))
+    kinds = ((wide, _WIDEST_WORD_BYTES), (narrow, narrow_bytes))
+    most_words = max((size // word for those, word in kinds for *_, size in those), default=0)
+    most_tiles = triton.next_power_of_2(max(triton.cdiv(most_words, _TILE_WORDS.value), 1))
+    tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, most_tiles)
+    chunk_words = tiles_per_chunk * _TILE_WORDS.value
+    tables = [np.empty((0, 5), dtype=np.int64)]
+    for those, word_bytes in kinds:
+        for source, destination, source_stride, destination_stride, size in those:
+            first_bytes = np.arange(0, size, chunk_words * word_bytes, dtype=np.int64)
+            table = np.empty((len(first_bytes), 5), dtype=np.int64)
+            table[:, 0] = source + first_bytes
+            table[:, 1] = destination + first_bytes
+            table[:, 2:4] = source_stride, destination_stride
+            table[:, 4] = np.minimum((size - first_bytes) // word_bytes, chunk_words)
+            tables.append(table)
+    num_wide = sum(map(len, tables[: 1 + len(wide)]))
+    return np.concatenate(tables), num_wide, narrow_bytes, tiles_per_chunk
+
+
+def copy_states(pairs: Pairs, quantized: Quantized | None, device: torch.device) -> RowCopy:
+    """Return a copy of whole rows, all layers of all tensors, as in ``StateCopier.copy``.
+
+    The caller keeps the tensors alive.
+    """
+    table, num_wide, narrow_bytes, tiles_per_chunk = _plan_chunks(pairs)
+    chunks = to_device(torch.from_numpy(table), device)
     tensors: tuple[torch.Tensor | None, ...] = (None,) * 3
     num_state_tiles, strides = 0, [0] * 6
     quantizing: tuple[int, ...] = (1, False, 1, 1, 1, 1, 1)
@@ -153,25 +204,25 @@ def copy_states(plan: CopyPlan, quantized: Quantized | None = None) -> RowCopy:
         alignment = math.gcd(widest, codes.data_ptr(), *codes.stride()[:2])
         quantizing = (tiles_per_layer, is_store, head_dim, state_dim, rows, columns, alignment)
         options = STORE_OPTIONS if is_store else RESTORE_OPTIONS
-    num_programs = num_state_tiles + plan.num_tiles
-    words = (WORDS[plan.narrow_bytes], plan.tiles_per_chunk)
+    num_programs = num_state_tiles + len(table) * tiles_per_chunk
+    words = (WORDS[narrow_bytes], tiles_per_chunk)
     launch = Launcher(_copy_kernel)
 
     def copy(source_rows: torch.Tensor, destination_rows: torch.Tensor, num_pairs: int) -> None:
         if not num_programs or not num_pairs:
             return
-        device = source_rows.get_device()
-        pairs = entries_per_program(num_pairs, on_gpu=device >= 0, captured=_PAIRS_IN_GRAPH)
+        index = source_rows.get_device()
+        pairs = entries_per_program(num_pairs, on_gpu=index >= 0, captured=_PAIRS_IN_GRAPH)
         launch(
-            device,
+            index,
             (source_rows.dtype, destination_rows.dtype, pairs),
             (num_programs, -(-num_pairs // pairs), 1),
-            plan.chunks,
+            chunks,
             *tensors,
             source_rows,
             destination_rows,
             num_pairs,
-            plan.num_wide,
+            num_wide,
             *strides,
             num_state_tiles,
             *quantizing,

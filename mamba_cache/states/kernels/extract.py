@@ -14,8 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from mamba_cache.states.kernels._launch import Launcher, end_of_real, entries_per_program, layout_of
-from mamba_cache.states.kernels.copy_torch import WIDE_BYTES
+from mamba_cache.states.kernels._launch import (
+    WIDE_BYTES,
+    Launcher,
+    end_of_real,
+    entries_per_program,
+    layout_of,
+)
 from mamba_cache.states.kernels.quantize import (
     STORE_OPTIONS,
     STORED_CODES,
