@@ -29,8 +29,6 @@ _Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 _FEW = 8
 """So many sequences are cut one by one; operations on arrays take more to begin with."""
 
-_INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
 
 @dataclass(slots=True, eq=False)  # each step makes one, and a frozen one takes three times as long
 class StepMetadata:
@@ -202,7 +200,12 @@ def compute_varlen_chunk_metadata(
     Raises:
         InvalidArgumentError: An argument is not as described.
     """
-    starts = _to_host(query_start_loc)
+    try:
+        starts = _check_query_start_loc(query_start_loc.detach().cpu().numpy())
+    except (AttributeError, TypeError, NotImplementedError) as error:
+        raise InvalidArgumentError(
+            f"query_start_loc must be a 1-D tensor of ints with data, got {query_start_loc!r}"
+        ) from error
     # The packed position of a sequence's first token takes the place of the tokens before it.
     cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = compute_chunk_metadata(
         starts, starts[:-1], chunk_size
@@ -267,17 +270,6 @@ def _cut_few(
             start, first = bound, end
     cu_chunk_seqlens[first] = start
     return first
-
-
-def _to_host(query_start_loc: torch.Tensor) -> _IntArray:
-    has_data = isinstance(query_start_loc, torch.Tensor) and not query_start_loc.is_meta
-    if not has_data or query_start_loc.dim() != 1 or query_start_loc.dtype not in _INT_DTYPES:
-        dtype = getattr(query_start_loc, "dtype", type(query_start_loc).__name__)
-        shape = tuple(getattr(query_start_loc, "shape", ()))
-        raise InvalidArgumentError(
-            f"query_start_loc must be a 1-D tensor of ints with data, got {dtype}, shape {shape}"
-        )
-    return query_start_loc.cpu().numpy()
 
 
 def _check_query_start_loc(query_start_loc: _IntArray) -> _IntArray:

@@ -38,7 +38,6 @@ from mamba_cache.states import (
     StateCopier,
     StatePool,
     StateSpec,
-    StateTensorSpec,
     quantize_states,
 )
 
@@ -418,8 +417,13 @@ class MambaSlotAllocator(SlotPool):
             raise MissingStateError(f"block {block_id} has no slot; allocate one first")
         last_layer = self.num_mamba_layers - 1
         layer_idx = check_int("layer_idx", layer_idx, minimum=0, maximum=last_layer)
-        for wanted, state in zip(self._scratch.spec.tensors, (conv_state, ssm_state), strict=True):
-            _check_fits(state, wanted)
+        for like, state in zip(self._scratch.spec.tensors, (conv_state, ssm_state), strict=True):
+            is_tensor = isinstance(state, torch.Tensor)
+            if not is_tensor or (state.shape, state.dtype) != (like.shape, like.dtype):
+                given = (tuple(state.shape), state.dtype) if is_tensor else type(state).__name__
+                raise InvalidArgumentError(
+                    f"a layer's state must be a tensor of {like.shape} {like.dtype}, got {given}"
+                )
         # Slots are no part of a graph of autograd.
         conv_state, ssm_state = conv_state.detach(), ssm_state.detach()
         states = [conv_state, ssm_state]
@@ -740,18 +744,6 @@ def _last_write_wins(destinations: Sequence[int]) -> list[int]:
     """
     last = {destination: index for index, destination in enumerate(destinations)}
     return [d if last[d] == index else PAD_SLOT_ID for index, d in enumerate(destinations)]
-
-
-def _check_fits(state: object, wanted: StateTensorSpec) -> None:
-    if not isinstance(state, torch.Tensor):
-        given = type(state).__name__
-    elif state.shape != wanted.shape or state.dtype != wanted.dtype:
-        given = f"{tuple(state.shape)} {state.dtype}"
-    else:
-        return
-    raise InvalidArgumentError(
-        f"a layer's state must be a tensor of {wanted.shape} {wanted.dtype}, got {given}"
-    )
 
 
 def num_scratch_rows(context: SlotContext, spec: StateSpec) -> int:

@@ -100,7 +100,7 @@ FITTING["conv_state"] = torch.ones(CONV).bfloat16()
     [({"block_id": 7}, MissingStateError, "no slot"),
      ({"layer_idx": 2}, InvalidArgumentError, r"\[0, 1\], got 2"),
      ({"conv_state": None}, InvalidArgumentError, "tensor .* got NoneType"),
-     ({"ssm_state": torch.ones(1)}, InvalidArgumentError, r"got \(1,\)"),
+     ({"ssm_state": torch.ones(1)}, InvalidArgumentError, r"got \(\(1,\)"),
      ({"conv_state": torch.ones(CONV)}, InvalidArgumentError, "got .* torch.float32")],
     ids=str,
 )  # fmt: skip

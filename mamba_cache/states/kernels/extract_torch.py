@@ -27,38 +27,22 @@ def extract_states(
 ) -> None:
     """Write checked tensors as ``plan_extraction`` describes.
 
-    Slots without ``slot_scales`` are not quantised. It gathers before it scatters, so it needs
-    scratch memory and serves the CPU and as a reference.
+    Slots without ``slot_scales`` are not quantised. It waits for fields on a device, so it serves
+    the CPU and as a reference.
     """
-    # Nothing to read or nowhere to write: all entries must be padding.
-    given = (slots, slot_conv, slot_ssm, live_conv, conv_input, chunk_states)
-    if not all(len(tensor) for tensor in given if tensor is not None):
+    real = (slots >= 0).nonzero()[:, 0]
+    if not len(real):
         return
-    # Padded entries repeat the first real one, so that a slot is only ever written with its state.
-    is_real = slots >= 0
-    entries = torch.arange(len(is_real), device=is_real.device)
-    entries = torch.where(is_real, entries, is_real.long().argmax())
-    target_slots = slots[entries].long().clamp(min=0)
-    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    fields = (chunks, conv_ends, seq_starts, rows, slots)
+    chunks, conv_ends, seq_starts, rows, slots = (field[real].long() for field in fields)
     if slot_conv is not None and live_conv is not None and conv_input is not None:
-        windows = _conv_windows(
-            live_conv[rows[entries].long().clamp(min=0)],
-            conv_input,
-            seq_starts[entries].long(),
-            conv_ends[entries].long(),
-        )
-        written.append((slot_conv, windows))
+        slot_conv[slots] = _conv_windows(live_conv[rows], conv_input, seq_starts, conv_ends)
     if slot_ssm is not None and chunk_states is not None:
-        states = chunk_states[chunks[entries].long().clamp(min=0)]
+        states = chunk_states[chunks]
         if slot_scales is None:
-            written.append((slot_ssm, states))
+            slot_ssm[slots] = states
         else:
-            codes, scales = quantize_states(states)
-            written += [(slot_ssm, codes), (slot_scales, scales)]
-    # If no entry is real, slot 0 is written with what it holds.
-    any_real = is_real.any()
-    for target, stored in written:
-        target[target_slots] = torch.where(any_real, stored, target[target_slots])
+            slot_ssm[slots], slot_scales[slots] = quantize_states(states)
 
 
 def _conv_windows(
