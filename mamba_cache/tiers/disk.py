@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 import numpy as np
@@ -114,6 +115,8 @@ class DiskTier(QueuedTier):
         self._macs = EntryMacs(secret)
         self._entries: OrderedDict[EntryKey, None] = OrderedDict()  # least recently used first
         self._num: Counter[EntryKind] = Counter()
+        # Not an executor: those take nothing any more, with loads under way, as a process ends.
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._others: list[CacheFolder] = []
         self._looks_at = 0.0  # when folders of other identities are listed again
         self._full_until = 0.0
@@ -329,6 +332,23 @@ class DiskTier(QueuedTier):
             return None
         finally:
             os.close(fd)
+
+    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have a thread that makes calls make one."""
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _make_calls(self) -> None:
+        """Make calls, one at a time, until there comes None."""
+        while (submitted := self._calls.get()) is not None:
+            future, call = submitted
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+            del submitted, future, call  # they hold the caller's buffer
 
     def _recover(self) -> None:
         """Find the entries of the folder by their names; they are verified when they are read."""

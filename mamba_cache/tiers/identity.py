@@ -30,7 +30,7 @@ __all__ = [
     "tenant_digest",
 ]
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Of headers and of how a row is laid out. Another one is another identity, so nothing is read."""
 
 _TENANT_BYTES: Final = 16

@@ -13,10 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
 from mamba_cache.errors import InvariantError
@@ -117,8 +115,6 @@ class QueuedTier(ABC):
         self._rests_until = 0.0
         self._is_closing = False
         self._pid = os.getpid()
-        # Not an executor: those take nothing any more, with loads under way, as a process ends.
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
 
     @property
     def _is_forked(self) -> bool:
@@ -349,23 +345,6 @@ class QueuedTier(ABC):
             thread.start()
         return threads
 
-    def _submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have a thread that makes calls make one."""
-        future: Future[Any] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def _make_calls(self) -> None:
-        """Make calls, one at a time, until there comes None."""
-        while (submitted := self._calls.get()) is not None:
-            future, call = submitted
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)
-            del submitted, future, call  # they hold the caller's buffer
-
     def _wait(self, came: threading.Condition, take: Callable[[], list[Any]]) -> list[Any]:
         """Wait until ``take``, called with the lock held, returns jobs; none: it is closed."""
         with self._lock:
@@ -399,40 +378,53 @@ class QueuedTier(ABC):
             return jobs
 
     def _end(self, job: Job, refusal: Refusal | None = None, reason: str | None = None) -> None:
-        """Count what came of a job that was taken, and call its ``done``.
-
-        ``refusal`` says why it brought nothing, ``reason`` what a put is counted as.
-        """
+        """Count what came of a job that was taken, and call its ``done``."""
         with self._lock:
+            over = self._count_over([job], refusal, reason)
+        self._tell(over)
+
+    def _still_taken(self, jobs: Iterable[Job]) -> list[Job]:
+        """Return those jobs that are not over."""
+        return [job for job in jobs if job in self._taken]
+
+    def _count_over(
+        self, jobs: Iterable[Job], refusal: Refusal | None = None, reason: str | None = None
+    ) -> list[tuple[Job, Refusal | None]]:
+        """Count what came of jobs that were taken; the lock is held. They are to be told.
+
+        ``refusal`` says why they brought nothing, ``reason`` what a put is counted as.
+        """
+        over = []
+        for job in jobs:
             self._taken.remove(job)
-            self._num_telling += 1
-            if job.is_revoked:
-                refusal, reason = Refusal.ABORTED, "aborted"
+            own, counted_as = (Refusal.ABORTED, "aborted") if job.is_revoked else (refusal, reason)
             if isinstance(job, LoadJob):
-                if refusal is None:
+                if own is None:
                     self._counts["hits"] += 1
                     self._counts["read_bytes"] += len(job.into)
                 else:
-                    self._refused[refusal] += 1
+                    self._refused[own] += 1
             elif isinstance(job, PutJob):
-                if refusal is not None:
-                    self._not_written[str(reason)] += 1
+                if own is not None:
+                    self._not_written[str(counted_as)] += 1
                 else:
-                    self._counts[reason or "written"] += 1
-                    self._counts["written_bytes"] += 0 if reason else len(job.payload)
-        if job.done is not None:
-            try:
-                job.done(refusal)
-            except Exception:  # the caller's; it must not end the thread that others wait for
-                report_error()
-        with self._lock:
-            self._num_telling -= 1
-            self._one_told.notify_all()
+                    self._counts[counted_as or "written"] += 1
+                    self._counts["written_bytes"] += 0 if counted_as else len(job.payload)
+            over.append((job, own))
+        self._num_telling += len(over)
+        return over
 
-    def _end_all(self, jobs: Iterable[Job], refusal: Refusal, reason: str) -> None:
-        """End jobs that nobody does."""
-        for job in jobs:
-            self._end(job, refusal, reason)
+    def _tell(self, over: Iterable[tuple[Job, Refusal | None]]) -> None:
+        """Call ``done`` of jobs that are over; without the lock."""
+        for job, refusal in over:
+            if job.done is not None:
+                try:
+                    job.done(refusal)
+                except Exception:  # the caller's; it must not end the thread that others wait for
+                    report_error()
+            with self._lock:
+                self._num_telling -= 1
+                self._one_told.notify_all()
 
 
 def report_error() -> None:

@@ -1,6 +1,6 @@
 """The store tier: entries in a store that several processes share, verified whenever they are read.
 
-An entry is stored in chunks, and its manifest last: who finds the manifest finds the chunks. What a
+An entry is stored in chunks, and its header last: who finds the header finds the chunks. What a
 store says is not believed: ``exists`` confirms what was put, sizes and MACs what was read.
 """
 
@@ -10,12 +10,11 @@ import hmac
 import logging
 import math
 import os
-import struct
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -59,9 +58,6 @@ _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
 
-_MAC_BYTES: Final = 16
-_SIZES: Final = struct.Struct("<QI")  # bytes of a chunk, and how many there are
-
 _T = TypeVar("_T")
 
 
@@ -73,23 +69,28 @@ class _Ask(Job):
 
 
 class _Part(NamedTuple):
-    """A chunk or the manifest of an entry, and the MAC that it must have if it is read."""
+    """A chunk or the header of an entry."""
 
     job: Any  # that of the entry
     name: str
     payload: memoryview
     number: int = 0
-    payload_mac: Any = None
-    mac: bytes = b""
+
+
+class _Reading(NamedTuple):
+    """An entry that is read: its header, and the MACs of the chunks that have come."""
+
+    header: EntryHeader
+    mac: PayloadMac
+    table: list[bytes]
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     """A thread, and the memory that its calls read and write."""
 
-    call_ended: threading.Condition
     jobs: Sequence[Job] = ()
-    deadline: float | None = None  # of its call; None: there is none, or it is late
+    deadline: float | None = None  # of its call
     memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
@@ -100,11 +101,11 @@ class _GivenUpError(Exception):
 class RemoteTier(QueuedTier):
     """Entries in a store.
 
-    Nobody who calls waits for the store: threads of this object do, and others make its calls, each
-    with a deadline. A call that does not return by it is given up with its thread and the memory
-    that it reads or writes, and another thread takes its place; what it brings later is not looked
-    at. After such a call, or two failures in a row, the store is left alone, and asked every five
-    seconds whether it is back.
+    Nobody who calls waits for the store: threads of this object do, each call with a deadline. A
+    call that does not return by it is given up with its thread and the memory that it reads or
+    writes, and another thread takes its place; what it brings later is not looked at. After such a
+    call, or two failures in a row, the store is left alone, and asked every five seconds whether it
+    is back.
 
     Whatever is wrong is a counted miss. An entry that is not what its key says is not asked for
     again by this process until it has put it anew, and removed from the store. Any thread may call;
@@ -136,6 +137,7 @@ class RemoteTier(QueuedTier):
         )
         if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
             num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))
+        self._num_threads = num_threads
         self._call_seconds = call_seconds
         self._chunk_bytes = chunk_bytes
         if chunk_bytes > store.max_blob_bytes:
@@ -147,17 +149,18 @@ class RemoteTier(QueuedTier):
         self._macs = EntryMacs(secret)
         self._owns_store = owns_store
         self._put_came = self._load_came  # its threads are alike
+        self._call_began = threading.Condition(self._lock)
         self._faults: Counter[str] = Counter()
         # What the store had, with when that was known, and what in it was bad.
         self._stored: OrderedDict[EntryKey, float] = OrderedDict()
         self._bad: OrderedDict[EntryKey, None] = OrderedDict()
         self._failed_at = 0.0
         self._has_answered = self._is_told = self._is_closed = False
-        self._num_callers = self._num_hung = 0
-        self._workers = [_Worker(threading.Condition(self._lock)) for _ in range(num_threads)]
-        for _ in self._workers:
-            self._add_caller()
-        self._threads = self._start(*[partial(self._work, each) for each in self._workers])
+        self._num_hung = 0
+        self._workers: list[_Worker] = []
+        with self._lock:
+            self._replace_hung()
+        [self._watcher] = self._start(self._watch)
 
     def ask(self, keys: Sequence[EntryKey], done: Done) -> bool:
         """Queue a question which entries the store has; ``has_many`` knows when ``done`` is called.
@@ -183,7 +186,7 @@ class RemoteTier(QueuedTier):
         return Refusal.MISSING if key in self._bad else None
 
     def _remove_soon(self, key: EntryKey) -> None:
-        """Have a manifest removed; its chunks go when the entry is written anew or evicted."""
+        """Have a header removed; its chunks go when the entry is written anew or evicted."""
         self._stored.pop(key, None)
         _remember(self._bad, key, None)
         if self._takes_calls:
@@ -202,15 +205,9 @@ class RemoteTier(QueuedTier):
                 return
             self._one_told.wait_for(lambda: not self._taken, self._call_seconds)
             self._is_closed = True
-            self._find_late()
-        for thread in self._threads:
-            thread.join()
-        for worker in self._workers:
-            self._give_back(worker.memory)
-        if self._owns_store:
-            wait([self._submit(self.store.close)], self._call_seconds)
-        for _ in range(self._num_callers):
-            self._calls.put(None)
+            self._call_began.notify()
+            self._one_told.wait_for(lambda: not self._workers)
+        self._watcher.join(self._call_seconds)
 
     def _own_stats(self) -> dict[str, Any]:
         return {
@@ -229,9 +226,7 @@ class RemoteTier(QueuedTier):
             statements = {
                 "each job is one thread's": len(set(busy)) == len(busy),
                 "what is taken is done by a thread": self._taken <= set(busy),
-                "calls are lost to nothing but a store that hangs": (
-                    0 <= self._num_hung <= self._num_callers
-                ),
+                "threads are lost to nothing but a store that hangs": self._num_hung >= 0,
             }
         breaches = [statement for statement, holds in statements.items() if not holds]
         if breaches:
@@ -241,75 +236,86 @@ class RemoteTier(QueuedTier):
 
     @property
     def _takes_calls(self) -> bool:
-        is_alive = not self._has_failed and self._num_hung < self._most_callers
-        return is_alive and not self._is_closing
+        return bool(self._workers) and not self._has_failed and not self._is_closing
 
-    @property
-    def _most_callers(self) -> int:
-        """Threads that hang keep their memory, so they are not replaced without end."""
-        return 2 * len(self._workers)
+    def _replace_hung(self) -> None:
+        """Start threads in the place of those that hang, but not without end."""
+        while len(self._workers) < min(self._num_threads, 2 * self._num_threads - self._num_hung):
+            worker = _Worker()
+            self._start(partial(self._work, worker))
+            self._workers.append(worker)
 
-    def _add_caller(self) -> None:
-        self._num_callers += 1
-        self._start(self._make_calls)
-
-    def _give_up(self, worker: _Worker, call: Future[Any]) -> None:
-        """Leave a call that is late to its thread, with the worker's memory."""
-        if call.cancel():  # no thread has begun it
-            return
-        self._counts["given_up"] += 1
-        self._num_hung += 1
-        memory, worker.memory = worker.memory, np.empty(0, np.uint8)
-        call.add_done_callback(lambda _: self._come_back(memory))
-        if self._num_callers < self._most_callers:
-            self._add_caller()
-
-    def _come_back(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Take a thread back whose call returned too late, or have one end that is not needed."""
-        with self._lock:
-            self._num_hung -= 1
-            if self._num_callers > len(self._workers):
-                self._num_callers -= 1
-                self._calls.put(None)
-        self._give_back(memory)
-
-    def _give_back(self, memory: npt.NDArray[np.uint8]) -> None:
-        if len(memory):
-            self.store.unregister(memory.data)
-
-    def _find_late(self) -> None:
-        """Find all calls that are late, before the thread of one of them takes another job."""
+    def _give_up_late(self) -> list[tuple[Job, Refusal | None]]:
+        """Give up all calls that are late; return their jobs, of which nobody is told yet."""
         now = time.monotonic()
-        for worker in self._workers:
+        over: list[tuple[Job, Refusal | None]] = []
+        for worker in list(self._workers):
             if worker.deadline is not None and (self._is_closed or worker.deadline <= now):
-                worker.deadline = None
-                worker.call_ended.notify()
+                self._workers.remove(worker)
+                self._counts["given_up"] += 1
+                self._num_hung += 1
                 self._count_failure(is_overdue=True)
+                jobs = self._still_taken(worker.jobs)
+                if self._is_closed:
+                    over += self._count_over(jobs, Refusal.ABORTED, "aborted")
+                else:
+                    over += self._count_over(jobs, Refusal.TIMEOUT, "timed_out")
+        return over
 
     # What threads do.
 
+    def _watch(self) -> None:
+        """Give up calls that are late until the tier is closed, and close what it owns."""
+        is_closed = False
+        while not is_closed:
+            with self._lock:
+                is_closed = self._is_closed
+                if not is_closed:
+                    deadlines = [w.deadline for w in self._workers if w.deadline is not None]
+                    left = min(deadlines) - time.monotonic() if deadlines else None
+                    self._call_began.wait(left)
+                over = self._give_up_late()
+                if not self._is_closing:
+                    with suppress(RuntimeError):  # no thread can be had: fewer go on
+                        self._replace_hung()
+            self._tell(over)
+            self._end_unwanted()
+        with self._lock:
+            self._one_told.wait_for(lambda: not self._workers)
+        if self._owns_store:
+            self.store.close()
+
     def _work(self, worker: _Worker) -> None:
-        """Do what is queued, until the tier is closed."""
-        while jobs := self._wait(self._load_came, partial(self._take_some, worker)):
+        """Do what is queued, until the tier is closed or a call was given up."""
+        is_lost, take = False, partial(self._take_some, worker)
+        while not is_lost and (jobs := self._wait(self._load_came, take)):
             refusal, reason = Refusal.IO_ERROR, "error"
             try:
                 self._do(worker, jobs)
             except _GivenUpError:
-                refusal, reason = Refusal.TIMEOUT, "timed_out"
-                if self._is_closing:
-                    refusal, reason = Refusal.ABORTED, "aborted"
+                refusal, reason = Refusal.ABORTED, "aborted"
             except Exception:  # a bug, or a store that breaks its word: it must not end the thread
                 report_error()
                 with self._lock:
                     self._faults["error"] += 1
                     self._count_failure()
             with self._lock:
-                left = [job for job in jobs if job in self._taken]
+                over = self._count_over(self._still_taken(jobs), refusal, reason)
                 worker.jobs = ()
+                is_lost = worker not in self._workers
                 self._load_came.notify()  # one less reads or writes
-            self._end_all(left, refusal, reason)
+            self._tell(over)
             self._end_unwanted()
         self._end_unwanted()
+        if len(worker.memory):
+            self.store.unregister(worker.memory.data)
+        with self._lock:
+            if is_lost:
+                self._num_hung -= 1
+                self._call_began.notify()  # another one may take its place
+            else:
+                self._workers.remove(worker)
+                self._one_told.notify_all()
 
     def _end_unwanted(self) -> None:
         """End what is queued if nobody does it, and warn once of a store that does not answer."""
@@ -320,10 +326,11 @@ class RemoteTier(QueuedTier):
             is_news = bool(has_failed) and not self._is_told and not self._is_closing
             self._is_told |= is_news
             faults = ", ".join(self._faults) or "timed_out"
-        if self._is_closing:
-            self._end_all(jobs, Refusal.ABORTED, "aborted")
-        else:
-            self._end_all(jobs, Refusal.IO_ERROR, "unhealthy")
+            if self._is_closing:
+                over = self._count_over(jobs, Refusal.ABORTED, "aborted")
+            else:
+                over = self._count_over(jobs, Refusal.IO_ERROR, "unhealthy")
+        self._tell(over)
         if is_news:
             _log.warning(
                 "store: %s does not answer (%s). Requests go on without it, and it is asked "
@@ -353,12 +360,12 @@ class RemoteTier(QueuedTier):
     def _has_room(self, kind: type[Job]) -> bool:
         """Say whether one more thread may do jobs of a kind: one is left for all else."""
         busy = sum(isinstance(each.jobs[0], kind) for each in self._workers if each.jobs)
-        return busy < len(self._workers) - 1
+        return busy < self._num_threads - 1
 
     def _take_loads(self) -> list[Any]:
         """Take a thread's share of the loads: of different entries, for a call names each once."""
         loads = self._loads
-        share = min(-(-len(loads) // (len(self._workers) - 1)), _ENTRIES_AT_ONCE)
+        share = min(-(-len(loads) // (self._num_threads - 1)), _ENTRIES_AT_ONCE)
         keys: set[EntryKey] = set()
         while len(keys) < share and loads[len(keys)].expected.key not in keys:
             keys.add(loads[len(keys)].expected.key)
@@ -384,28 +391,24 @@ class RemoteTier(QueuedTier):
         call: Callable[..., Sequence[_T]],
         names: list[str],
         *buffers: Sequence[memoryview],
-        connects: bool = False,
+        seconds: float = 0.0,
     ) -> Sequence[_T]:
         """Call the store, by the deadline; count what it did not do. It is not asked of nothing."""
         if not names:
             return []
         with self._lock:
-            seconds = max(self._call_seconds, _CONNECT_SECONDS) if connects else self._call_seconds
-            began = time.monotonic()
-            worker.deadline = began + seconds
-            future = self._submit(partial(call, names, *buffers))
-            future.add_done_callback(lambda _: self._tell(worker))
-            while not future.done() and worker.deadline is not None:
-                if not worker.call_ended.wait(seconds):
-                    worker.deadline = began  # so it is late by any clock
-                if not future.done():
-                    self._find_late()
-            is_late = worker.deadline is None
-            worker.deadline = None
-            if is_late:
-                self._give_up(worker, future)
+            if self._is_closed:
                 raise _GivenUpError
-        answers: Sequence[_T] = future.result()
+            began = time.monotonic()
+            worker.deadline = began + max(seconds, self._call_seconds)
+            self._call_began.notify()
+        try:
+            answers = call(names, *buffers)
+        finally:
+            with self._lock:
+                worker.deadline = None
+                if worker not in self._workers:
+                    raise _GivenUpError
         with self._lock:
             faults = [answer for answer in answers if isinstance(answer, StoreFault)]
             self._faults.update(each.value for each in faults if each is not StoreFault.MISSING)
@@ -416,10 +419,6 @@ class RemoteTier(QueuedTier):
                 if began >= self._failed_at:  # a call that began before says nothing of what came
                     self._count_success()
         return answers
-
-    def _tell(self, worker: _Worker) -> None:
-        with self._lock:
-            worker.call_ended.notify()
 
     def _count_failure(self, *, is_overdue: bool = False) -> None:
         had_failed = self._has_failed
@@ -441,7 +440,8 @@ class RemoteTier(QueuedTier):
     def _probe(self, worker: _Worker, probe: Job) -> None:
         """Look whether the store is there."""
         is_first = bool(worker.jobs)
-        self._call(worker, lambda _: [self.store.health().fault], ["health"], connects=is_first)
+        seconds = _CONNECT_SECONDS if is_first else 0.0
+        self._call(worker, lambda _: [self.store.health().fault], ["health"], seconds=seconds)
         if is_first:
             self._end(probe)
 
@@ -453,24 +453,9 @@ class RemoteTier(QueuedTier):
                 self._stored.pop(key, None)
 
     def _load_all(self, worker: _Worker, loads: Sequence[LoadJob]) -> None:
-        """Read entries: their manifests, and then the chunks of those that match."""
-        sizes = [_manifest_bytes(each.expected.payload_bytes, self._chunk_bytes) for each in loads]
-        buffers = self._buffers(worker, sizes)
-        names = [str(each.expected.key) for each in loads]
-        answers = self._call(worker, self.store.get_many_into, names, buffers)
-        chunks: list[_Part] = []
-        for load, answer, buffer in zip(loads, answers, buffers, strict=True):
-            manifest = self._manifest_in(load, answer, buffer)
-            if isinstance(manifest, Refusal):
-                self._refuse(load, manifest, has_manifest=False)
-                continue
-            payload_mac, chunk_macs = manifest
-            parts = self._parts(load, load.expected, load.into)
-            chunks += [
-                part._replace(payload_mac=payload_mac, mac=mac)
-                for part, mac in zip(parts, chunk_macs, strict=True)
-            ]
-        left = Counter(chunk.job for chunk in chunks)
+        """Read entries: their headers, and then the chunks of those that match."""
+        readings = self._read_headers(worker, loads)
+        chunks = [part for load in readings for part in self._parts(load, load.expected, load.into)]
         for group in _grouped(chunks, _CHUNKS_READ_AT_ONCE):
             taken = [each for each in group if each.job in self._taken]  # not of a refused one
             buffers = self._buffers(worker, [len(chunk.payload) for chunk in taken])
@@ -480,35 +465,44 @@ class RemoteTier(QueuedTier):
                 load = chunk.job
                 if load not in self._taken:
                     continue
+                size, reading = len(chunk.payload), readings[load]
+                if answer != size:
+                    self._refuse(load, _refusal_of(answer, size), has_header=True)
+                    continue
                 # What was copied is verified: a store may still write to the buffer.
                 _copy(chunk.payload, buffer)
-                refusal = self._refusal(answer, chunk)
-                if refusal is not None:
-                    self._refuse(load, refusal, has_manifest=True)
-                    continue
-                left[load] -= 1
-                if not left[load]:
-                    self._know(load.expected.key, is_there=True)
-                    self._end(load)
+                reading.table.append(reading.mac.part(chunk.number, chunk.payload))
+                if len(reading.table) == self._num_chunks(load.expected):
+                    self._end_load(load, reading)
 
-    def _manifest_in(
-        self, load: LoadJob, answer: int | StoreFault, buffer: memoryview
-    ) -> tuple[PayloadMac, list[bytes]] | Refusal:
-        """Read a manifest that the store has brought, or not."""
-        if isinstance(answer, StoreFault):
-            return _refusal_of(answer)
-        return _read_manifest(buffer[:answer], load.expected, self._chunk_bytes, self._macs)
+    def _end_load(self, load: LoadJob, reading: _Reading) -> None:
+        """End a load of which all chunks have come."""
+        found = reading.mac.tag_of_table(b"".join(reading.table))
+        if hmac.compare_digest(found, reading.header.payload_tag):
+            self._know(load.expected.key, is_there=True)
+            self._end(load)
+        else:
+            self._refuse(load, Refusal.MAC, has_header=True)
 
-    def _refusal(self, answer: int | StoreFault, chunk: _Part) -> Refusal | None:
-        """Say what is wrong with a chunk."""
-        if isinstance(answer, StoreFault):
-            return _refusal_of(answer)
-        if answer != len(chunk.payload):
-            return Refusal.SHORT if answer < len(chunk.payload) else Refusal.PAYLOAD_BYTES
-        found = chunk.payload_mac.part(chunk.number, chunk.payload)
-        return None if hmac.compare_digest(found, chunk.mac) else Refusal.MAC
+    def _read_headers(self, worker: _Worker, loads: Sequence[LoadJob]) -> dict[LoadJob, _Reading]:
+        """Read the headers of entries, and refuse those that do not match."""
+        buffers = self._buffers(worker, [HEADER_BYTES] * len(loads))
+        names = [str(each.expected.key) for each in loads]
+        answers = self._call(worker, self.store.get_many_into, names, buffers)
+        readings = {}
+        for load, answer, buffer in zip(loads, answers, buffers, strict=True):
+            identity = load.expected.key.identity
+            header: EntryHeader | Refusal = _refusal_of(answer, HEADER_BYTES)
+            if answer == HEADER_BYTES:
+                header = EntryHeader.read(buffer, load.expected, self._macs.header_key(identity))
+            if isinstance(header, Refusal):
+                self._refuse(load, header, has_header=False)
+            else:
+                mac = self._macs.payload_mac(identity, header.nonce)
+                readings[load] = _Reading(header, mac, [])
+        return readings
 
-    def _refuse(self, load: LoadJob, refusal: Refusal, *, has_manifest: bool) -> None:
+    def _refuse(self, load: LoadJob, refusal: Refusal, *, has_header: bool) -> None:
         """End a load that brought nothing, and have what is bad taken out of the store."""
         key = load.expected.key
         is_bad = refusal not in (Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT)
@@ -517,22 +511,25 @@ class RemoteTier(QueuedTier):
             if is_bad:
                 _remember(self._bad, key, None)
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
-            if is_bad or (has_manifest and refusal is Refusal.MISSING):
+            if is_bad or (has_header and refusal is Refusal.MISSING):
                 self._add(self._removals, RemovalJob(None, self._names(load.expected)))
         self._end(load, refusal)
 
     def _remove(self, worker: _Worker, names: list[str]) -> bool:
-        """Remove an entry's parts, its manifest first; say whether they are gone."""
+        """Remove an entry's parts, its header first; say whether they are gone."""
         answers = [
             *self._call(worker, self.store.remove, names[-1:]),
             *self._call(worker, self.store.remove, names[:-1]),
         ]
         return not any(answer not in (None, StoreFault.MISSING) for answer in answers)
 
+    def _num_chunks(self, facts: EntryFacts) -> int:
+        return -(-facts.payload_bytes // self._chunk_bytes)
+
     def _names(self, facts: EntryFacts) -> list[str]:
-        """Return the keys of an entry's chunks and, last, of its manifest."""
-        count = -(-facts.payload_bytes // self._chunk_bytes)
-        return [*(str(replace(facts.key, chunk=index)) for index in range(count)), str(facts.key)]
+        """Return the keys of an entry's chunks and, last, of its header."""
+        chunks = range(self._num_chunks(facts))
+        return [*(str(replace(facts.key, chunk=index)) for index in chunks), str(facts.key)]
 
     def _parts(self, job: Job, facts: EntryFacts, payload: memoryview) -> list[_Part]:
         """Return the chunks of an entry."""
@@ -543,25 +540,25 @@ class RemoteTier(QueuedTier):
         ]
 
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
-        """Write entries: chunks, and manifests when all of them are there; each confirmed.
+        """Write entries: chunks, and headers when all of them are there; each confirmed.
 
         Those that end on the way, for one reason or another, are taken no more.
         """
         self._end_bad(worker, puts)
         self._end_stored(worker, [put for put in puts if put in self._taken])
-        chunks, manifests = [], []
+        chunks, headers = [], []
         for put in puts:
             if put in self._taken:
+                identity = put.facts.key.identity
                 parts = self._parts(put, put.facts, put.payload)
-                payload_mac = self._macs.payload_mac(put.facts.key.identity)
-                macs = [payload_mac.part(part.number, part.payload) for part in parts]
-                manifest = _write_manifest(
-                    put.facts, self._chunk_bytes, macs, self._macs, payload_mac
-                )
+                mac = self._macs.payload_mac(identity)
+                table = b"".join(mac.part(part.number, part.payload) for part in parts)
+                header = EntryHeader(mac.tag_of_table(table), nonce=mac.nonce)
+                content = header.to_bytes(put.facts, self._macs.header_key(identity))
                 chunks += parts
-                manifests.append(_Part(put, str(put.facts.key), memoryview(manifest)))
+                headers.append(_Part(put, str(put.facts.key), memoryview(content)))
         self._write(worker, chunks, _CHUNKS_AT_ONCE)
-        self._write(worker, manifests, _ENTRIES_AT_ONCE)
+        self._write(worker, headers, _ENTRIES_AT_ONCE)
         for put in puts:
             if put in self._taken:
                 self._know(put.facts.key, is_there=True)
@@ -641,12 +638,15 @@ def _grouped(items: Any, count: int) -> list[Any]:
     return [items[first : first + count] for first in range(0, len(items), count)]
 
 
-def _refusal_of(fault: StoreFault) -> Refusal:
-    if fault is StoreFault.MISSING:
+def _refusal_of(answer: int | StoreFault, num_bytes: int = 0) -> Refusal:
+    """Say why what should have so many bytes was not read, or why it was not stored."""
+    if not isinstance(answer, StoreFault):
+        return Refusal.SHORT if answer < num_bytes else Refusal.PAYLOAD_BYTES
+    if answer is StoreFault.MISSING:
         return Refusal.MISSING
-    if fault is StoreFault.SHORT:  # the blob is longer than it can be
+    if answer is StoreFault.SHORT:  # the blob is longer than it can be
         return Refusal.PAYLOAD_BYTES
-    return Refusal.TIMEOUT if fault is StoreFault.TIMED_OUT else Refusal.IO_ERROR
+    return Refusal.TIMEOUT if answer is StoreFault.TIMED_OUT else Refusal.IO_ERROR
 
 
 def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -> None:
@@ -655,45 +655,3 @@ def _remember(known: OrderedDict[EntryKey, Any], key: EntryKey, value: object) -
     known.move_to_end(key)
     if len(known) > _MAX_REMEMBERED:
         known.popitem(last=False)
-
-
-def _manifest_bytes(payload_bytes: int, chunk_bytes: int) -> int:
-    """Return the bytes of the manifest of an entry of so many."""
-    return HEADER_BYTES + _SIZES.size + _MAC_BYTES * -(-payload_bytes // chunk_bytes)
-
-
-def _write_manifest(
-    facts: EntryFacts,
-    chunk_bytes: int,
-    chunk_macs: Sequence[bytes],
-    macs: EntryMacs,
-    payload_mac: PayloadMac,
-) -> bytes:
-    """Return the manifest of an entry: its header, the size of chunks, and their MACs.
-
-    The header's payload tag is that of what follows it, so that it vouches for every chunk.
-    """
-    table = _SIZES.pack(chunk_bytes, len(chunk_macs)) + b"".join(chunk_macs)
-    header = EntryHeader(payload_mac.tag_of_table(table), nonce=payload_mac.nonce)
-    return header.to_bytes(facts, macs.header_key(facts.key.identity)) + table
-
-
-def _read_manifest(
-    data: memoryview, expected: EntryFacts, chunk_bytes: int, macs: EntryMacs
-) -> tuple[PayloadMac, list[bytes]] | Refusal:
-    """Read a manifest, and compare every field with what the request derived."""
-    header = EntryHeader.read(data, expected, macs.header_key(expected.key.identity))
-    if isinstance(header, Refusal):
-        return header
-    table = bytes(data[HEADER_BYTES:])
-    payload_mac = macs.payload_mac(expected.key.identity, header.nonce)
-    if not hmac.compare_digest(payload_mac.tag_of_table(table), header.payload_tag):
-        return Refusal.MAC
-    if len(data) != _manifest_bytes(expected.payload_bytes, chunk_bytes):
-        return Refusal.CHUNK
-    size, count = _SIZES.unpack_from(table)
-    if size != chunk_bytes or count != -(-expected.payload_bytes // chunk_bytes):
-        return Refusal.CHUNK
-    chunk_macs = table[_SIZES.size :]
-    ends = range(0, len(chunk_macs), _MAC_BYTES)
-    return payload_mac, [chunk_macs[at : at + _MAC_BYTES] for at in ends]

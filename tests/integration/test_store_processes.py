@@ -113,7 +113,7 @@ class Remembering:
         return getattr(self._store, name)
 
     def damage(self):
-        """Turn the bits of every chunk; manifests stay as they are."""
+        """Turn the bits of every chunk; headers stay as they are."""
         for name in self.names:
             if name.count("/") == 6:
                 buffer = bytearray(2**21)

@@ -26,8 +26,7 @@ PATIENCE = 60.0
 def let_see(tier):
     """Let a store tier see that a clock was turned."""
     with tier._lock:
-        for worker in tier._workers:
-            worker.call_ended.notify()
+        tier._call_began.notify()
         tier._load_came.notify_all()
 
 

@@ -521,16 +521,16 @@ def test_settings_are_checked() -> None:
 
 def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
     context = make(store)
-    threads = context.store_tier._threads
+    tier = context.store_tier
     watched = weakref.ref(context)
     prefetch = ask(context)
     context.store_tier.flush(PATIENCE)
     del context
     gc.collect()
     assert watched() is None
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads)
+    tier._watcher.join(PATIENCE)
+    assert not tier._watcher.is_alive()
+    assert tier._workers == []
     # Who waits still, in this thread or another one, is told.
     waiting = threading.Thread(target=prefetch.wait, daemon=True)
     waiting.start()

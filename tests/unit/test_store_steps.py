@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from concurrent.futures import Future
 
 import pytest
 from clocks import ManualClock
@@ -119,14 +118,13 @@ def test_steps_go_on_while_a_store_hangs(watch, filled, monkeypatch) -> None:
 )
 def test_the_watch_finds_who_breaks_this(watch, filled, monkeypatch, breach) -> None:
     if breach == "calls under its lock":
+        call_store = RemoteTier._call
 
-        def submit(tier, call):
-            future = Future()
+        def call(tier, *arguments, **options):
             with tier._lock:
-                future.set_result(call())
-            return future
+                return call_store(tier, *arguments, **options)
 
-        monkeypatch.setattr(RemoteTier, "_submit", submit)
+        monkeypatch.setattr(RemoteTier, "_call", call)
     elif breach == "asks in the step's thread":
         monkeypatch.setattr(RemoteTier, "has_many", lambda tier, keys: [
             fault is None for fault in tier.store.exists_many([str(key) for key in keys])

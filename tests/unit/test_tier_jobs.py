@@ -99,7 +99,7 @@ def test_what_is_queued_is_taken_at_once_when_nobody_does_it(jobs) -> None:
     queued = jobs._take_queued()
     assert len(queued) == jobs.num_queued == 2
     assert jobs._take_queued() == []
-    jobs._end_all(queued, Refusal.ABORTED, "aborted")
+    jobs._tell(jobs._count_over(queued, Refusal.ABORTED, "aborted"))
     assert [answer.get() for answer in answers] == [Refusal.ABORTED] * 2
     stats = jobs.stats()
     assert (stats.refused, stats.dropped) == ({"aborted": 1}, {"aborted": 1})

@@ -137,7 +137,7 @@ def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
 
 
 def test_a_corrupted_entry_goes_from_the_store_too():
-    """Nobody else is to find it either: its manifest is removed, and no other entry's."""
+    """Nobody else is to find it either: its header is removed, and no other entry's."""
     memory = MemoryStore()
     context = make_context(
         make_config(
@@ -150,10 +150,10 @@ def test_a_corrupted_entry_goes_from_the_store_too():
     generate(context, PROMPT, 1)
     context.wait_for_tiers()
     hit = take(context)
-    manifests = [f"/k/{hit.hashes.digest(index).hex()}/0" for index in range(2)]
+    headers = [f"/k/{hit.hashes.digest(index).hex()}/0" for index in range(2)]
 
     def found():
-        return [any(name.endswith(end) for name in memory._blobs) for end in manifests]
+        return [any(name.endswith(end) for name in memory._blobs) for end in headers]
 
     assert found() == [True, True]
     context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
