@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from argparse import ArgumentParser
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from mamba_cache._version import __version__
+from mamba_cache.cli.output import Report
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -21,18 +23,12 @@ from mamba_cache.errors import (
 __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS = {
-    "plan": ("plan", "Suggest budgets: how many slots and KV blocks, and how large a block."),
-    "doctor": ("doctor", "Check versions, extras, the GPU, and that a hit equals a miss."),
-    "replay": (
-        "replay",
-        "Replay a trace of requests: what it hits with each policy and number of slots.",
-    ),
-    "serve": (
-        "serve",
-        "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
-    ),
+    "plan": "Suggest budgets: how many slots and KV blocks, and how large a block.",
+    "doctor": "Check versions, extras, the GPU, and that a hit equals a miss.",
+    "replay": "Replay a trace of requests: what it hits with each policy and number of slots.",
+    "serve": "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
 }
-"""The module of each command, and the first line of its docstring."""
+"""The first line of each command's docstring; its module has its name."""
 
 _DESCRIPTION = """Prefix caching for hybrid (attention + Mamba) language models.
 
@@ -60,12 +56,12 @@ def run(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     parsers = {
         name: commands.add_parser(name, help=line, allow_abbrev=False)
-        for name, (_, line) in COMMANDS.items()
+        for name, line in COMMANDS.items()
     }
     # Only the command that is named is imported: most need torch, which takes seconds.
     name = next((each for each in arguments if each in COMMANDS), None)
     if name is not None:
-        module = import_module(f"mamba_cache.cli.{COMMANDS[name][0]}")
+        module = import_module(f"mamba_cache.cli.{name}")
         command = getattr(module, name)
         parsers[name].description = command.__doc__
         if hasattr(module, "add_options"):
@@ -83,11 +79,14 @@ def run(arguments: Sequence[str]) -> int:
         own.error(f"MODEL comes before all options that are passed on, got {others[0]} first")
     options.others = others
     try:
-        code: int = command(options)
+        report: Report | None = command(options)
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
         return _exit_code(error)
-    return code
+    if report is None:  # a server that has ended
+        return 0
+    print(json.dumps(report.data, indent=2) if options.json else report.text)
+    return 0 if report.passed else 1
 
 
 def _exit_code(error: MambaCacheError) -> int:

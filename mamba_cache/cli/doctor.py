@@ -15,7 +15,7 @@ import torch
 
 from mamba_cache._extras import install_hint
 from mamba_cache._version import __version__
-from mamba_cache.cli.output import print_json, print_table
+from mamba_cache.cli.output import Report, table
 from mamba_cache.config import CacheConfig
 from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, SamplingParams
 
@@ -41,7 +41,7 @@ class Check:
     advice: str = ""
 
 
-def doctor(options: Namespace) -> int:
+def doctor(options: Namespace) -> Report:
     """Check versions, extras, the GPU, and that a hit equals a miss.
 
     A GPU is not needed. What is absent is shown with what to do about it; only what is wrong makes
@@ -49,17 +49,15 @@ def doctor(options: Namespace) -> int:
     """
     checks = list(check_machine())
     counts = Counter(check.status for check in checks)
-    if options.json:
-        print_json({"passed": not counts["failed"], "checks": [asdict(one) for one in checks]})
-    else:
-        rows: list[tuple[str, str, str]] = []
-        for check in checks:
-            rows.append((check.name, check.status, check.detail))
-            if check.advice:
-                rows.append(("", "", f"-> {check.advice}"))
-        print_table(["check", "", "found"], rows)
-        print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    return 1 if counts["failed"] else 0
+    rows: list[tuple[str, str, str]] = []
+    for check in checks:
+        rows.append((check.name, check.status, check.detail))
+        if check.advice:
+            rows.append(("", "", f"-> {check.advice}"))
+    text = table(["check", "", "found"], rows) + "\n"
+    text += ", ".join(f"{count} {status}" for status, count in counts.items())
+    passed = not counts["failed"]
+    return Report({"passed": passed, "checks": [asdict(one) for one in checks]}, text, passed)
 
 
 def check_machine() -> Iterator[Check]:

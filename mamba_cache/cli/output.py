@@ -1,16 +1,23 @@
-"""Output of commands: tables for people and JSON for machines."""
+"""What commands report: one JSON object for machines, and text with tables for people."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["print_json", "print_table", "size_text"]
+__all__ = ["Report", "size_text", "table"]
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns whose header begins with ">" are figures, on the right."""
+class Report(NamedTuple):
+    """What a command found; the app prints one of both."""
+
+    data: Mapping[str, Any]
+    text: str
+    passed: bool = True
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; columns whose header begins with ">" are figures, on the right."""
     texts = [[name.removeprefix(">") for name in header], *rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = [
@@ -21,12 +28,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         for row in texts
     ]
     lines.insert(1, "─" * len(lines[0]))
-    print("", *(f" {line.rstrip()}" for line in lines), "", sep="\n")
-
-
-def print_json(result: Mapping[str, Any]) -> None:
-    """Print one JSON object."""
-    print(json.dumps(result, indent=2))
+    return "\n".join(["", *(f" {line.rstrip()}" for line in lines), ""])
 
 
 def size_text(num_bytes: int) -> str:

@@ -12,18 +12,20 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.cli.output import print_json, print_table, size_text
+from mamba_cache.cli.output import Report, size_text, table
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
-from mamba_cache.states import SlotQuantization
 
 __all__ = ["add_options", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
 
 _GIB = 2**30
 _MAX_GIB = 10**6
+_RESERVED = 0.1
+"""Share of the memory for activations and all else."""
+
 _MAX_BLOCK = 2**16
 """A plan goes through the lengths that prompts can have within a block."""
 
@@ -33,6 +35,9 @@ _USUAL_LENGTH = 32_768
 
 _SHARES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 """Shares of slots to try with a trace."""
+
+_MAX_REPLAYED = 4000
+"""Requests of a trace to try them with."""
 
 _BLOCKS_PER_PREFIX = 8
 """Blocks that a shared prefix should have at least: one may be lost at its end."""
@@ -53,64 +58,50 @@ def add_options(parser: ArgumentParser) -> None:
         type=float,
         help="GPU memory, GiB of 2**30 bytes (default: this machine's GPU)",
     )
-    option(
-        "--weights",
-        metavar="GIB",
-        type=float,
-        help="the model's weights in GiB (default: the files beside the config.json, or else "
-        "all parameters in the configuration's dtype)",
-    )
-    option(
-        "--reserve",
-        metavar="X",
-        type=float,
-        default=0.1,
-        help="share of the memory for activations and all else (default: %(default)s)",
-    )
     for name, default, what in (
         ("--prompt", 4096, "tokens of a prompt, on average"),
         ("--output", 512, "tokens of an answer, on average"),
         ("--concurrency", 32, "requests that run at once"),
         ("--shared", 0, "tokens that all prompts begin with"),
-        ("--limit", 4000, "requests of the trace to replay"),
     ):
         option(name, metavar="N", type=int, default=default, help=f"{what} (default: {default})")
     option("--block-size", metavar="N", type=int, help="tokens of a block (default: suggested)")
-    option("--int8", action="store_true", help="keep saved states in 8 bits")
     option(
         "--trace",
         metavar="FILE",
-        help="requests to replay (as for `replay`): divides the memory as they hit the most",
+        help=f"requests to replay (as for `replay`; the first {_MAX_REPLAYED:,}): divides the "
+        "memory as they hit the most",
     )
 
 
-def plan(options: Namespace) -> int:
+def plan(options: Namespace) -> Report:
     """Suggest budgets: how many slots and KV blocks, and how large a block.
 
     Nothing is allocated and no GPU is needed.
     """
     shape = load_shape(options.model)
+    if options.memory is not None:
+        memory = int(check_number("--memory", options.memory, maximum=_MAX_GIB) * _GIB)
+    elif torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        raise InvalidArgumentError("this machine has no GPU whose memory to plan: give --memory")
     made = make_plan(
         shape,
-        _memory(shape, options.memory, options.weights, options.reserve),
+        memory,
         prompt=options.prompt,
         output=options.output,
         concurrency=options.concurrency,
         shared=options.shared,
         block_size=options.block_size,
-        int8=options.int8,
     )
     counts = dict(made["config"])
     if options.trace is not None:
-        made["trace"] = split = split_by_trace(made, options.trace, options.limit)
+        made["trace"] = split = split_by_trace(made, options.trace)
         # The dummy block comes on top of what the trace was replayed with.
         del made["config"]["num_kv_blocks"], made["config"]["max_slots"]
         made["config"] |= {"cache_gb": split["cache_gb"], "state_share": split["best_share"]}
-    if options.json:
-        print_json(made)
-    else:
-        _show(made, counts)
-    return 0
+    return Report(made, _text_of(made, counts))
 
 
 def suggest_block_size(ssm_chunk_size: int, prompt: int, shared: int = 0) -> int:
@@ -121,16 +112,15 @@ def suggest_block_size(ssm_chunk_size: int, prompt: int, shared: int = 0) -> int
 
 def make_plan(
     shape: ModelShape,
-    memory: Mapping[str, int],  # bytes: "total", and of it the "weights" and "reserved" for others
+    memory: int,
     *,
     prompt: int,
     output: int,
     concurrency: int,
     shared: int = 0,
     block_size: int | None = None,
-    int8: bool = False,
 ) -> dict[str, Any]:
-    """Divide a GPU's memory between live states, KV blocks and slots, which may be int8.
+    """Divide a GPU's memory between live states, KV blocks and slots.
 
     A *sequence* is a prompt and its answer, running or only cached: it holds KV blocks of its own
     and the slots of its checkpoints. Blocks without a state cannot be skipped and a state without
@@ -143,26 +133,25 @@ def make_plan(
     if block_size is None:
         block_size = suggest_block_size(shape.ssm_chunk_size, prompt, shared)
     check_int("--block-size", block_size, minimum=1, maximum=_MAX_BLOCK)
-    spec = SlotQuantization().slot_spec(shape.state_spec) if int8 else shape.state_spec
-    slot, live = spec.bytes_per_slot, shape.state_spec.bytes_per_slot
+    state = shape.state_spec.bytes_per_slot
     kv_block = shape.kv_spec.bytes_per_block(block_size)
     shared_blocks = shared // block_size
     own_blocks = -(-(prompt + output) // block_size) - shared_blocks
     first, later = (
         _mean_checkpoints(prompt, output, block_size, matched) for matched in (0, shared_blocks)
     )
-    room = memory["total"] - memory["weights"] - memory["reserved"]
+    reserved = int(memory * _RESERVED)
+    room = memory - shape.weight_bytes - reserved
     # The dummy block takes room too, and so does the state at the shared prefix's end.
-    fixed = (shared_blocks + 1) * kv_block + (shared_blocks > 0) * slot
-    cached = own_blocks * kv_block + math.ceil(later * slot)
-    sequences = (room - fixed - concurrency * live) // max(cached, 1)
+    fixed = (shared_blocks + 1) * kv_block + (shared_blocks > 0) * state
+    cached = own_blocks * kv_block + math.ceil(later * state)
+    sequences = (room - fixed - concurrency * state) // max(cached, 1)
     if sequences < concurrency:
-        most = max((room - fixed) // (cached + live), 0)
+        most = max((room - fixed) // (cached + state), 0)
         raise BudgetError(
-            f"{memory['total'] / _GIB:.1f} GiB of GPU memory must hold {concurrency} requests at "
-            f"once, but hold {most} of {prompt + output:,} tokens, beside "
-            f"{memory['weights'] / _GIB:.1f} GiB of weights and "
-            f"{memory['reserved'] / _GIB:.1f} GiB for activations"
+            f"{memory / _GIB:.1f} GiB of GPU memory must hold {concurrency} requests at once, but "
+            f"hold {most} of {prompt + output:,} tokens, beside {shape.weight_bytes / _GIB:.1f} "
+            f"GiB of weights and {reserved / _GIB:.1f} GiB for activations"
         )
     num_kv_blocks = shared_blocks + sequences * own_blocks
     max_slots = (shared_blocks > 0) + int(sequences * later)
@@ -174,41 +163,40 @@ def make_plan(
         "num_kv_blocks": num_kv_blocks,
         "max_slots": max_slots,
     }
-    if int8:
-        settings["slot_quantization"] = "int8"
     CacheConfig(**settings)  # it checks them
     return {
         "model": shape.name,
         "mamba_layers": shape.num_state_layers,
         "attention_layers": shape.kv_spec.num_layers,
-        "bytes_per_slot": slot,
-        "bytes_per_live_state": live,
+        "bytes_per_slot": state,
         "bytes_per_block": kv_block,
         "checkpoints_of_first_prompt": first,
         "checkpoints_of_later_prompts": later,
         "sequences": sequences,
         "idle_sequences": sequences - concurrency,
         "memory": {
-            **memory,
-            "live_states": concurrency * live,
+            "total": memory,
+            "weights": shape.weight_bytes,
+            "reserved": reserved,
+            "live_states": concurrency * state,
             "kv_blocks": (num_kv_blocks + 1) * kv_block,
-            "slots": max_slots * slot,
+            "slots": max_slots * state,
         },
         "trace": None,
         "config": settings,
         "prefix_cache": {
             "block_size_tokens": block_size,
-            "mamba_cache_gb": math.ceil(max_slots * slot / _GIB * 1000) / 1000,
+            "mamba_cache_gb": math.ceil(max_slots * state / _GIB * 1000) / 1000,
             "kv_cache_gb": math.ceil(num_kv_blocks * kv_block / _GIB * 1000) / 1000,
         },
     }
 
 
-def split_by_trace(made: Mapping[str, Any], trace: str, limit: int) -> dict[str, Any]:
+def split_by_trace(made: Mapping[str, Any], trace: str) -> dict[str, Any]:
     """Replay the first requests of a trace with several splits of a plan's slots and KV blocks."""
     room = made["memory"]["slots"] + made["memory"]["kv_blocks"]
     slot_bytes = made["bytes_per_slot"]
-    replayed = partial(run_replay, read_trace(trace, limit), policies=["adaptive"])
+    replayed = partial(run_replay, read_trace(trace, _MAX_REPLAYED), policies=["adaptive"])
     found = replayed(slots=[None])
     tokens = found["settings"]["block_size_tokens"]
     block = made["bytes_per_block"] * tokens // made["config"]["block_size_tokens"]
@@ -235,70 +223,49 @@ def split_by_trace(made: Mapping[str, Any], trace: str, limit: int) -> dict[str,
     }
 
 
-def _memory(
-    shape: ModelShape, memory: float | None, weights: float | None, reserve: float
-) -> dict[str, int]:
-    """Return what there is, of the options or of this machine."""
-    if memory is not None:
-        total = int(check_number("--memory", memory, maximum=_MAX_GIB) * _GIB)
-    elif torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-    else:
-        raise InvalidArgumentError("this machine has no GPU whose memory to plan: give --memory")
-    weight_bytes = shape.weight_bytes
-    if weights is not None:
-        weight_bytes = int(check_number("--weights", weights, maximum=_MAX_GIB) * _GIB)
-    reserved = int(check_number("--reserve", reserve, maximum=1) * total)
-    return {"total": total, "weights": weight_bytes, "reserved": reserved}
-
-
-def _show(made: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
-    """Print a plan; ``counts`` are its settings before a trace divided the memory."""
-    memory, split = made["memory"], made["trace"]
-    chunk, running = counts["ssm_chunk_size"], counts["max_requests"]
+def _text_of(made: Mapping[str, Any], counts: Mapping[str, Any]) -> str:
+    """Return a plan as text; ``counts`` are its settings before a trace divided the memory."""
+    memory, split, running = made["memory"], made["trace"], counts["max_requests"]
+    chunk, slot = counts["ssm_chunk_size"], size_text(made["bytes_per_slot"])
     chunks = "no SSM chunks" if chunk == 1 else f"SSM chunks of {chunk} tokens"
-    print(
-        f"\n{made['model']}: {made['mamba_layers']} layers with a state, "
-        f"{made['attention_layers']} of attention, {chunks}"
-    )
     block = f"KV block of {counts['block_size_tokens']} tokens"
     blocks = f"{counts['num_kv_blocks']:,} and a dummy"
     unused = 2 * memory["total"] - sum(memory.values())
-    print_table(
-        ["what", ">size", "how many", ">together"],
-        [
-            (what, size and size_text(made[size]), count, size_text(together))
-            for what, size, count, together in (
-                ("live state", "bytes_per_live_state", f"{running:,}", memory["live_states"]),
-                (block, "bytes_per_block", blocks, memory["kv_blocks"]),
-                ("slot", "bytes_per_slot", f"{counts['max_slots']:,}", memory["slots"]),
-                ("weights", "", "", memory["weights"]),
-                ("activations and all else", "", "", memory["reserved"]),
-                ("not used", "", "", unused),
-                ("GPU", "", "", memory["total"]),
-            )
-        ],
-    )
-    print(
+    rows = [
+        ("live state", slot, f"{running:,}", memory["live_states"]),
+        (block, size_text(made["bytes_per_block"]), blocks, memory["kv_blocks"]),
+        ("slot", slot, f"{counts['max_slots']:,}", memory["slots"]),
+        ("weights", "", "", memory["weights"]),
+        ("activations and all else", "", "", memory["reserved"]),
+        ("not used", "", "", unused),
+        ("GPU", "", "", memory["total"]),
+    ]
+    parts = [
+        f"\n{made['model']}: {made['mamba_layers']} layers with a state, "
+        f"{made['attention_layers']} of attention, {chunks}",
+        table(
+            ["what", ">size", "how many", ">together"],
+            [(what, each, many, size_text(together)) for what, each, many, together in rows],
+        ),
         f"Room for {made['sequences']:,} sequences: {running:,} that run, and "
         f"{made['idle_sequences']:,} that stay cached beside them.\n"
         f"States saved, on average: {made['checkpoints_of_first_prompt']:.1f} by the first prompt "
-        f"and its answer, {made['checkpoints_of_later_prompts']:.1f} by each later one.\n"
-    )
+        f"and its answer, {made['checkpoints_of_later_prompts']:.1f} by each later one.\n",
+    ]
     if split is not None:
-        print_table(
-            [">for states", ">tokens that hit", ""],
-            [
-                (f"{share:.0%}", f"{rate:.1%}", "best" if share == split["best_share"] else "")
-                for share, rate in split["hit_rates"].items()
-            ],
-        )
-        print(
+        parts += [
+            table(
+                [">for states", ">tokens that hit", ""],
+                [
+                    (f"{share:.0%}", f"{rate:.1%}", "best" if share == split["best_share"] else "")
+                    for share, rate in split["hit_rates"].items()
+                ],
+            ),
             f"Replayed {split['requests']:,} requests over {split['cache_gb']:g} GiB; with room "
-            f"for everything {split['unlimited_hit_rate']:.1%} hit.\n"
-        )
+            f"for everything {split['unlimited_hit_rate']:.1%} hit.\n",
+        ]
     settings = [f"    {name}={value!r}," for name, value in made["config"].items()]
-    print("CacheConfig(", *settings, ")", sep="\n")
+    return "\n".join([*parts, "CacheConfig(", *settings, ")"])
 
 
 def _mean_checkpoints(prompt: int, output: int, block: int, matched_blocks: int) -> float:

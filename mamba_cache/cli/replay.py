@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from mamba_cache.cache import SLOT_POLICIES
 from mamba_cache.cli.bound import bound_of
-from mamba_cache.cli.output import print_json, print_table
+from mamba_cache.cli.output import Report, table
 from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
@@ -59,7 +59,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
 
 
-def replay(options: Namespace) -> int:
+def replay(options: Namespace) -> Report:
     """Replay a trace of requests: what it hits with each policy and number of slots.
 
     No model runs and no GPU is needed.
@@ -72,11 +72,7 @@ def replay(options: Namespace) -> int:
         policies=options.policy.split(","),
         bound=options.bound,
     )
-    if options.json:
-        print_json(result)
-    else:
-        _show(result)
-    return 0 if result["passed"] else 1
+    return Report(result, _text_of(result), result["passed"])
 
 
 def run_replay(
@@ -182,31 +178,29 @@ def _counts(engine: Engine, requests: Sequence[TraceRequest], num_failed: int) -
     }
 
 
-def _show(result: dict[str, Any]) -> None:
+def _text_of(result: dict[str, Any]) -> str:
     records, workload = result["records"], result["workload"]
     has_bound = "bound" in records[0]
-    print_table(
-        ["policy", ">slots", ">hit", *([">bound"] if has_bound else []), ">saved"],
+    rows = [
         [
-            [
-                record["policy"],
-                _budget_text(record["slots"]),
-                f"{record['token_hit_rate']:.1%}",
-                *([f"{record['bound']:.1%}"] if has_bound else []),
-                f"{record['saved_states']:,}",
-            ]
-            for record in records
-        ],
-    )
-    print(
-        f"{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
+            record["policy"],
+            _budget_text(record["slots"]),
+            f"{record['token_hit_rate']:.1%}",
+            *([f"{record['bound']:.1%}"] if has_bound else []),
+            f"{record['saved_states']:,}",
+        ]
+        for record in records
+    ]
+    text = table(["policy", ">slots", ">hit", *([">bound"] if has_bound else []), ">saved"], rows)
+    text += (
+        f"\n{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
         "each.\nhit: prompt tokens not computed; saved: states"
     )
     if has_bound:
-        print("bound: an upper limit for any cache of so many slots, future requests known")
-    failed = sum(record["failed_requests"] for record in records)
-    if failed:
-        print(f"{failed:,} requests failed: --kv-blocks does not hold them")
+        text += "\nbound: an upper limit for any cache of so many slots, future requests known"
+    if failed := sum(record["failed_requests"] for record in records):
+        text += f"\n{failed:,} requests failed: --kv-blocks does not hold them"
+    return text
 
 
 def _budgets(option: str, text: str, *, most: int = 1_000) -> list[int | None]:

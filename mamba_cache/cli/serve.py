@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +17,14 @@ _SETTINGS: tuple[tuple[str, str, Any, str], ...] = (
     ("kv_cache_gb", "GIB", 4.0, "budget for keys and values"),
     ("block_size_tokens", "N", 32, "tokens of a block; states lie at block boundaries"),
     ("max_requests", "N", 64, "requests that run at once, with --continuous-batching"),
-    (
-        "events_endpoint",
-        "URL",
-        None,
-        "where routers hear what is cached: tcp://127.0.0.1:5557 (ZMQ PUB)",
-    ),
-    ("events_replay_endpoint", "URL", None, "where routers ask for what they missed (ZMQ ROUTER)"),
-    (
-        "events_mode",
-        "MODE",
-        "reachable",
-        "reachable: what prompts can use; resident: every KV block",
-    ),
-    (
-        "hash_algorithm",
-        "NAME",
-        "blake2b",
-        "blake2b or sha256: a client cannot forge a prefix; xxh3_128: every client is trusted",
-    ),
+    ("events_endpoint", "URL", None, "where routers hear what is cached: tcp://127.0.0.1:5557"),
+    ("events_replay_endpoint", "URL", None, "where routers ask for what they missed"),
     ("host_cache_gb", "GIB", None, "budget for prefixes in host memory"),
     ("disk_cache_path", "FOLDER", None, "where prefixes outlive the server; needs --host-cache-gb"),
     ("disk_cache_gb", "GIB", 16.0, "what everything in that folder may take"),
-    (
-        "store",
-        "URL",
-        None,
-        "store that servers share, such as valkey://HOST; needs --host-cache-gb and "
-        "--hash-secret-file",
-    ),
+    ("store", "URL", None, "store that servers share; needs --host-cache-gb, --hash-secret-file"),
 )
-"""Settings of ``serve.install`` that are options: name, unit, default and help."""
+"""Settings of ``serve.install`` that are options: name, unit, default and help. It has others."""
 
 _TYPES = {"GIB": float, "N": int}
 
@@ -76,7 +51,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
 
 
-def serve(options: Namespace) -> int:
+def serve(options: Namespace) -> None:
     """Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.
 
     All other options are passed on: see `transformers serve --help`. The server has no
@@ -93,30 +68,13 @@ def serve(options: Namespace) -> int:
         typer = importlib.import_module("typer")  # transformers builds its commands with it
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
-        _check_options(typer.main.get_command(server), options.others)
-        _run(server, options.model, options.others)
-    return 0
-
-
-def _check_options(command: Any, others: Sequence[str]) -> None:
-    """Refuse an option that transformers does not know and that is nearly one of ours."""
-    known = {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in command.params))
-    own = [f"--{name.replace('_', '-')}" for name, *_ in _SETTINGS]
-    for given in (each.partition("=")[0] for each in others):
-        alike = get_close_matches(given, own, n=1) if given.startswith("--") else []
-        if alike and given not in known:
-            raise InvalidArgumentError(f"there is no option {given}: did you mean {alike[0]}?")
-
-
-def _run(server: Any, model: str, others: Sequence[str]) -> None:
-    """Serve a model; in a line, what transformers says in a traceback if there is none to load."""
-    try:
-        server(args=[model, *others], prog_name="mamba-cache serve")  # it ends the process
-    except MambaCacheError:
-        raise
-    except (OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise InvalidArgumentError(f"{model!r} cannot be served: {said}") from error
+        try:  # it ends the process
+            server(args=[options.model, *options.others], prog_name="mamba-cache serve")
+        except MambaCacheError:
+            raise
+        except (OSError, ValueError) as error:  # there is no such model to load
+            said = " ".join(str(error).split())
+            raise InvalidArgumentError(f"{options.model!r} cannot be served: {said}") from error
 
 
 def _secret_in(file: Path) -> bytes:

@@ -96,17 +96,13 @@ def test_the_guide_shows_what_a_plan_prints(call):
 
 def test_a_plan_takes_every_option(call):
     code, out, _ = call(
-        "plan", "granite-4.0-h-tiny", "--memory", "24", "--weights", "7", "--reserve", "0.2",
-        "--prompt", "900", "--output", "40", "--concurrency", "3", "--block-size", "512", "--int8",
-        "--json",
+        "plan", "granite-4.0-h-tiny", "--memory", "24", "--prompt", "900", "--output", "40",
+        "--concurrency", "3", "--shared", "600", "--block-size", "512", "--json",
     )  # fmt: skip
     plan = json.loads(out)
     assert code == 0
-    assert plan["memory"]["weights"] == 7 * 2**30
-    assert plan["memory"]["reserved"] == int(0.2 * 24 * 2**30)
-    assert plan["bytes_per_slot"] < plan["bytes_per_live_state"] / 3
-    wanted = {"block_size_tokens": 512, "max_requests": 3, "slot_quantization": "int8"}
-    assert wanted.items() <= plan["config"].items()
+    assert plan["memory"]["total"] == 24 * 2**30
+    assert {"block_size_tokens": 512, "max_requests": 3}.items() <= plan["config"].items()
 
 
 @pytest.mark.parametrize(
@@ -122,8 +118,6 @@ def test_a_plan_takes_every_option(call):
         (["serve", "--port", "80", "m"], 2, "MODEL comes before all options that are passed on"),
         (["plan", "nvidia/Nemotron-H-8B"], 2, "hf download nvidia/Nemotron-H-8B config.json"),
         (["plan", "zamba2-7b", "--memory", "inf"], 2, "--memory must be a number in"),
-        (["plan", "zamba2-7b", "--memory", "80", "--weights", "inf"], 2, "--weights must be"),
-        (["plan", "zamba2-7b", "--memory", "80", "--reserve", "2"], 2, "--reserve must be"),
         (["plan", "zamba2-7b", "--memory", "80", "--shared", "9", "--prompt", "8"], 2, "--shared"),
         (["plan", "zamba2-7b", "--memory", "80", "--output", "0"], 2, "--output must be an int"),
         (["plan", "zamba2-7b", "--memory", "80", "--block-size", "9999999999"], 2, "65536"),
@@ -304,16 +298,16 @@ def test_serve_passes_on_what_is_not_its_own(call, serving, monkeypatch):
     monkeypatch.setattr(serving, "installed", lambda **own: nullcontext(given.append(own)))
     monkeypatch.setitem(sys.modules, "transformers.cli.serve", SimpleNamespace(Serve=serve))
     own = {"--kv-cache-gb": "1", "--events-endpoint": "tcp://127.0.0.1:5557"}
-    own |= {"--events-mode": "resident", "--events-replay-endpoint": "tcp://127.0.0.1:5558"}
+    own |= {"--events-replay-endpoint": "tcp://127.0.0.1:5558"}
     arguments = (part for option in own.items() for part in option)
     code, _, _ = call("serve", *arguments, "some/model", "--max-requests", "3", "80", "--quiet")
     assert (code, given[1]) == (0, ("some/model", 80, True))
-    taken = {"kv_cache_gb": 1.0, "max_requests": 3, "events_mode": "resident"}
+    taken = {"kv_cache_gb": 1.0, "max_requests": 3}
     taken |= {name: own[f"--{name.replace('_', '-')}"] for name in
               ("events_endpoint", "events_replay_endpoint")}  # fmt: skip
     assert taken.items() <= given[0].items()
     code, _, err = call("serve", "some/model", "--block-size=64")
-    assert (code, "no option --block-size: did you mean --block-size-tokens?" in err) == (2, True)
+    assert (code, "--block-size" in err) == (2, True)
     code, _, err = call("serve", "some/model", "80", "--cb-block-size", "x")
     assert (code, "--cb-block-size" in err) == (2, True)
 
@@ -338,10 +332,9 @@ def test_serve_reads_the_secret_in_a_file(call, serving, monkeypatch, tmp_path, 
     monkeypatch.setattr(serving, "installed", installed)
     if content is not None:
         file.write_bytes(content)
-    options = ("--hash-secret-file", str(file), "--hash-algorithm", "sha256")
-    code, _, err = call("serve", "some/model", *options)
+    code, _, err = call("serve", "some/model", "--hash-secret-file", str(file))
     if isinstance(found, bytes):
-        assert (code, given["hash_secret"], given["hash_algorithm"]) == (0, found, "sha256")
+        assert (code, given["hash_secret"]) == (0, found)
     else:
         assert code == 2
         assert err.startswith("mamba-cache: " + found.format(file))

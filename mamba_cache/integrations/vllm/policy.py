@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import chain, islice, takewhile
+from itertools import chain, count, islice, takewhile
 from operator import attrgetter
 from typing import Any, Final
 
@@ -48,7 +48,6 @@ class _Prefix:
     needed: set[_Prefix] = field(default_factory=set)  # children
     num_chunks: int = 0
     num_needs: int = 0  # needed children, kept state, running requests that end here
-    num_running: int = 0  # running requests that end here
     candidate: int = NO_CANDIDATE  # of the kept state
     room: int = 1  # chunks that only the kept state needed, when that was counted last
 
@@ -58,8 +57,7 @@ class _Request:
     """What is known of a running request."""
 
     positions: dict[bytes, Any]  # tokens up to the ends of its chunks, or None
-    num_known: int = 0  # positions that are in ``key_at``
-    key_at: dict[Any, bytes] = field(default_factory=dict)  # of any group
+    num_known: int = 0  # positions that the path is made of
     path: list[_Prefix] = field(default_factory=list)
     num_matched: int = 0  # prefixes of the path that had chunks when it began
     prompt: PromptPath | None = None
@@ -91,12 +89,13 @@ class ValuePolicy:
         self._worthless: OrderedDict[bytes, None] = OrderedDict()
         self._running: dict[str, _Request] = {}
         self._last: _Request | None = None  # who offered chunks
-        self._num_seen: dict[bytes, int] = {}  # chunks of requests by cache group
+        self._num_seen = Counter[bytes]()  # chunks of requests by cache group
         self._dense: tuple[bytes, ...] = ()  # the groups of attention
         self._sparse: tuple[bytes, ...] = ()  # those of states
         self._kept: dict[_Prefix, None] = {}  # prefixes with states of value
         self._heap: list[tuple[float, int, _Prefix]] = []  # values may have risen since
-        self._num_pushed = self._num_requests = self._swept_at = 0
+        self._numbers = count()  # of entries of the heap
+        self._until_sweep = 0  # requests
         max_kept = self.cache_capacity // _CHUNKS_PER_STATE
         self._tree = CandidateTree(max(MIN_GHOSTS, 2 * max_kept), max_kept)
 
@@ -109,9 +108,6 @@ class ValuePolicy:
         self._chunks[key] = chunk
         prefix = self._prefix(key[:-_GROUP_BYTES])
         prefix.num_chunks += 1
-        is_state = key[-_GROUP_BYTES:] in self._sparse
-        if is_state and prefix.candidate < 0 and self._has(prefix, self._sparse):
-            self._keep(prefix, self._candidate_of(prefix, self._last))
 
     def remove(self, key: bytes) -> None:
         """Remove a chunk whose transfer failed."""
@@ -147,19 +143,15 @@ class ValuePolicy:
         if request.end is None:
             return
         self._tell_groups_apart(key_groups)
-        path = request.path
-        new = path[request.num_matched :]
+        path, new = request.path, request.path[request.num_matched :]
         broken = next((p.depth for p in new if not self._has(p, self._dense)), _INFINITE)
-        groups = (keys for keys in key_groups if keys and keys[0][-_GROUP_BYTES:] in self._sparse)
-        names = (key[:-_GROUP_BYTES] for key in chain.from_iterable(groups))
-        states = {request.end, path[-1], *(self._prefix(name) for name in names)}
+        states = {request.end, path[-1], *request.offered}
         for prefix in sorted(states, key=attrgetter("depth")):
             is_state = self._has(prefix, self._sparse) if self._sparse else prefix is path[-1]
             if not is_state or prefix.depth >= broken:
                 self._drop(prefix)
             elif prefix.candidate < 0:
                 self._keep(prefix, self._candidate_of(prefix, request))
-        path[-1].num_running -= 1
         self._release(path[-1])
 
     def mark_evictable(self, key: bytes) -> None:
@@ -184,7 +176,7 @@ class ValuePolicy:
         if request is None or not protected <= request.positions.keys():
             others = self._running.values()
             request = next((r for r in others if protected <= r.positions.keys()), None)
-            self._last = request
+        self._last = request
         if request is None:
             if not self._demote(num_needed, _INFINITE):
                 return None
@@ -234,8 +226,7 @@ class ValuePolicy:
         """Count the chunks that requests have of each cache group."""
         num_seen = self._num_seen
         for keys in filter(None, key_groups):
-            group = keys[0][-_GROUP_BYTES:]
-            num_seen[group] = num_seen.get(group, 0) + len(keys)
+            num_seen[keys[0][-_GROUP_BYTES:]] += len(keys)
         most = max(num_seen.values(), default=0)
         sparse = tuple(group for group, n in num_seen.items() if 2 * n <= most)
         if sparse == self._sparse and len(num_seen) == len(sparse) + len(self._dense):
@@ -262,10 +253,8 @@ class ValuePolicy:
             positions.update((key, context.get_offload_key_position(key)) for key in keys)
         if len(positions) == request.num_known:
             return request
-        key_at, new = request.key_at, islice(positions, request.num_known, None)
-        key_at.update((positions[key], key) for key in new)
-        key_at.pop(None, None)
         request.num_known = len(positions)
+        key_at = {at: key for key, at in positions.items() if at is not None}  # of any group
         if not key_at:
             return request
         old_path, above = request.path, None
@@ -275,10 +264,8 @@ class ValuePolicy:
             if not tokens % chunk:  # vLLM also asks for places inside chunks
                 above = self._prefix(key_at[tokens][:-_GROUP_BYTES], above)
                 path.append(above)
-        path[-1].num_running += 1
         self._need(path[-1])
         if old_path:
-            old_path[-1].num_running -= 1
             self._release(old_path[-1])
         hash_ids = [prefix.hash_id for prefix in path]
         if request.prompt is not None:
@@ -288,13 +275,12 @@ class ValuePolicy:
         facts = PromptFacts(hash_ids, 1, request.num_matched, len(path))
         request.prompt, request.end = self._tree.begin_request(facts), path[-1]
         self._tree.propose(request.prompt, len(path), "end")
-        self._num_requests += 1
+        self._until_sweep -= 1
         return request
 
-    def _candidate_of(self, prefix: _Prefix, request: _Request | None) -> int:
-        if request is None or request.end is None or prefix not in request.path:
+    def _candidate_of(self, prefix: _Prefix, request: _Request) -> int:
+        if request.prompt is None or request.end is None or prefix not in request.path:
             return self._tree.find_or_add(prefix.hash_id, prefix.depth)
-        assert request.prompt is not None
         kind = "branch" if prefix.depth < request.end.depth else "end"
         return self._tree.propose(request.prompt, request.path.index(prefix) + 1, kind)
 
@@ -324,11 +310,6 @@ class ValuePolicy:
         self._need(prefix)
         self._kept[prefix] = None
         self._push(prefix)
-        above = prefix.parent
-        while above is not None and above.candidate < 0:
-            above = above.parent
-        if above is not None:  # its state saves fewer requests now
-            self._push(above)
 
     def _drop(self, prefix: _Prefix) -> None:
         """Make a state worthless, and the attention chunks that only it needs."""
@@ -381,8 +362,7 @@ class ValuePolicy:
         self._worthless.pop(key, None)
         prefix = self._prefixes[key[:-_GROUP_BYTES]]
         prefix.num_chunks -= 1
-        if not prefix.num_chunks:
-            self._forget_empty(prefix)
+        self._forget_empty(prefix)
         return self._chunks.pop(key)
 
     def _forget_empty(self, prefix: _Prefix | None) -> None:
@@ -395,7 +375,7 @@ class ValuePolicy:
     def _density(self, prefix: _Prefix) -> float:
         """Return the value of a state per chunk that only it needs."""
         num_alone = 0
-        if prefix.num_needs - prefix.num_running <= 1:
+        if not prefix.needed:
             num_alone, above = 1, prefix.parent
             while above is not None and above.num_needs <= 1 and above.candidate < 0:
                 num_alone, above = num_alone + 1, above.parent
@@ -404,20 +384,18 @@ class ValuePolicy:
 
     def _push(self, prefix: _Prefix) -> None:
         """Enter a state into the heap at its present value."""
-        self._num_pushed += 1
-        heappush(self._heap, (self._density(prefix), self._num_pushed, prefix))
+        heappush(self._heap, (self._density(prefix), next(self._numbers), prefix))
 
     def _lowest(self, limit: float) -> _Prefix | None:
         """Return the state of the lowest value, if that is below a limit."""
-        num_between = max(_MIN_REQUESTS_PER_SWEEP, len(self._kept) // _SWEPT_PER_REQUEST)
-        if self._num_requests - self._swept_at >= num_between:
-            self._swept_at = self._num_requests  # all states are looked at, at their present ages
+        if self._until_sweep <= 0:  # all states are looked at, at their present ages
+            between = len(self._kept) // _SWEPT_PER_REQUEST
+            self._until_sweep = max(_MIN_REQUESTS_PER_SWEEP, between)
             nodes = np.fromiter(map(attrgetter("candidate"), self._kept), np.int64, len(self._kept))
             rooms = np.fromiter(map(attrgetter("room"), self._kept), np.int64, len(self._kept))
             self._tree.look_at(nodes)
             values = (self._tree.values_of(nodes) / rooms).tolist()
-            self._heap = [*zip(values, range(len(values)), self._kept, strict=True)]
-            self._num_pushed = len(values)
+            self._heap = [*zip(values, self._numbers, self._kept, strict=False)]
             heapify(self._heap)
         while self._heap:
             value, number, prefix = self._heap[0]
