@@ -1,17 +1,11 @@
 """The inference context: what an engine embeds."""
 
+from mamba_cache.cache.sequence import MissReason, PrefixMatch, Request
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
-from mamba_cache.context.requests import (
-    Admission,
-    MissReason,
-    PrefixMatch,
-    PreparedRequest,
-    Request,
-    RequestStatus,
-)
+from mamba_cache.context.requests import Admission, PreparedRequest, RequestStatus
 from mamba_cache.context.speculation import DeviceTokens
 from mamba_cache.context.stats import CacheStats
 from mamba_cache.context.step import Forks, ScheduledRequest, Step

@@ -19,6 +19,13 @@ from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictionPolicy
 from mamba_cache.cache.placement import check_placement
+from mamba_cache.cache.sequence import (
+    Checkpoint,
+    PrefixIndex,
+    PrefixMatch,
+    Request,
+    check_positions,
+)
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, make_memory
@@ -29,13 +36,9 @@ from mamba_cache.context.request_table import DecodingGroup, Int64Array, Request
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
-    Checkpoint,
-    PrefixMatch,
     PreparedRequest,
-    Request,
     RequestPreparer,
     RequestStatus,
-    check_positions,
 )
 from mamba_cache.context.speculation import (
     DeviceTokens,
@@ -270,15 +273,22 @@ class DynamicInferenceContext:
             )
         own = None if self._verifier is None else self._verifier.admitted
         self._on_admitted = [each for each in (own, memory.on_admitted) if each is not None]
+        index = PrefixIndex(
+            self.kv_block_allocator,
+            slots,
+            block_size_tokens=config.block_size_tokens,
+            placement=placement,
+            counters=self._counters,
+            tiers=self._tiering,
+            refuses_states=memory.refuses_states,
+        )
         self._planner = Planner(
             config,
             rows=self.request_table,
-            kv_blocks=self.kv_block_allocator,
+            index=index,
             slots=slots,
-            placement=placement,
             counters=self._counters,
             tiering=self._tiering,
-            refuses=memory.refuses_states,
         )
         self._speculation: Speculation | None = None
         if config.num_speculative_tokens:
@@ -930,7 +940,7 @@ class DynamicInferenceContext:
         try:
             chain = table.computed_chain(active)
             for name, token, new_row in zip(ids, tokens.tolist(), rows, strict=True):
-                fork = active.fork(name, token, chain)
+                fork = active.fork(name, chain, [*active.generated[:-1], token])
                 fork.row = new_row
                 fork.num_shared_blocks = computed // table.block_size_tokens
                 forks.append(fork)

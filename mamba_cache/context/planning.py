@@ -5,35 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from mamba_cache._checks import check_int
-from mamba_cache.cache import (
-    BlockHashes,
-    CheckpointPlacement,
-    KVBlockAllocator,
-    PlacementFacts,
-    PromptFacts,
-    SlotLease,
-    StateProposal,
-)
-from mamba_cache.cache.placement import placed_positions
+from mamba_cache.cache import BlockHashes, SlotLease
+from mamba_cache.cache.sequence import Checkpoint, MissReason, PrefixIndex, PrefixMatch
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
-    Checkpoint,
     Chunk,
-    MissReason,
     PlannedLoad,
-    PrefixMatch,
     RequestStatus,
-    find_prefix,
 )
 from mamba_cache.context.tiering import NoTiers, Tiering
 from mamba_cache.errors import SequenceLengthError, TokenCapacityError
-from mamba_cache.events import Stored
 from mamba_cache.slots import MambaSlotAllocator
 
 __all__ = ["Planner"]
@@ -50,21 +36,17 @@ class Planner:
         config: CacheConfig,
         *,
         rows: RequestTable,
-        kv_blocks: KVBlockAllocator,
+        index: PrefixIndex,
         slots: MambaSlotAllocator,
-        placement: CheckpointPlacement,
         counters: Counter[str],
         tiering: Tiering | NoTiers,
-        refuses: bool,
     ) -> None:
         self._config = config
         self._rows = rows
-        self._kv_blocks = kv_blocks
+        self._index = index
         self._slots = slots
-        self._placement = placement
         self._counters = counters
         self._tiering = tiering
-        self._refuses = refuses
         self._block_size = config.block_size_tokens
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
@@ -76,14 +58,7 @@ class Planner:
     def _match_on_gpu(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
         if not self._config.enable_prefix_caching:
             return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
-        return find_prefix(
-            hashes,
-            num_tokens,
-            self._kv_blocks,
-            self._slots,
-            block_size_tokens=self._block_size,
-            min_computed_tokens=self._config.min_computed_tokens,
-        )
+        return self._index.match(hashes, num_tokens, self._config.min_computed_tokens)
 
     def admit(self, active: ActiveRequest, chunk_tokens: int | None) -> Admission:
         """Match a request, give it memory, and plan its first chunk for the next step."""
@@ -215,7 +190,7 @@ class Planner:
         """Take back what is planned for a request's next chunk, if it has one."""
         chunk, active.chunk = active.chunk, None
         if chunk is not None:
-            self._cancel(chunk.checkpoints)
+            self._index.cancel(chunk.checkpoints)
             self._unpin(chunk.lease)
             self._cancel_load(chunk.load)
 
@@ -257,7 +232,7 @@ class Planner:
     def drop_inside(self, active: ActiveRequest) -> None:
         """Give up the states inside a request's chunk."""
         inside = active.current_chunk.inside
-        self._cancel(inside)
+        self._index.cancel(inside)
         active.chunk = replace(active.current_chunk, inside=())
         self._rows.set_status(active, RequestStatus.SCHEDULED)
         self._counters["unwritten_states"] += len(inside)
@@ -314,10 +289,12 @@ class Planner:
         if not self._config.enable_prefix_caching:
             return
         end = chunk.end
-        positions = self._positions(active, chunk.start, end)
+        wanted = self._index.positions(active)
+        positions = sorted([p for p in wanted if chunk.start < p <= end])
         # After the placement, which may be an embedder's and raise: a policy cannot forget again.
         if is_new:
-            self._tell_policies(active)
+            max_skipped = active.num_known - self._config.min_computed_tokens
+            self._index.announce(active, max_skipped)
         if not positions:
             return
         room = self._config.checkpoints_per_step - self._rows.num_planned_checkpoints
@@ -348,72 +325,29 @@ class Planner:
         for (active, _), kept in zip(wanted, self._reserve(wanted), strict=True):
             active.checkpoint = kept[0] if kept else None
 
+    def _reserve(
+        self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]
+    ) -> list[list[Checkpoint]]:
+        """Reserve slots for states of requests, as far as they can be had."""
+        tables, size = self._rows.block_tables, self._block_size
+        return self._index.reserve(
+            [(a, where, [tables.item(a.row, p // size - 1) for p in where]) for a, where in wanted]
+        )
+
     def cancel_decode(self, active: ActiveRequest) -> None:
         """Give back the checkpoint of a decoding request, if it has one."""
         checkpoint, active.checkpoint = active.checkpoint, None
         if checkpoint is not None:
-            self._cancel((checkpoint,))
-
-    def _publish_blocks(self, active: ActiveRequest) -> list[int | None]:
-        """Publish a request's complete blocks."""
-        first, hashes = active.num_published, active.hashes
-        end = min(self._rows.num_computed.item(active.row) // self._block_size, len(hashes))
-        if first >= end:
-            return []
-        parent_hash = hashes[first - 1] if first else None
-        blocks, tokens, extra = self._blocks_between(active, first, end), None, None
-        if self._kv_blocks.listeners.wants(Stored) and active.request.tells_tokens is not False:
-            tokens = active.tokens(first * self._block_size, end * self._block_size)
-            extra = active.extra_keys(first, end, self._block_size)
-        holders = self._kv_blocks.register_kv_block_hashes(
-            blocks,
-            hashes[first:end],
-            parent_hash=parent_hash,
-            tokens=tokens,
-            extra_keys=extra,
-        )
-        active.num_published = end
-        self._tiering.offer_blocks(active, first, blocks, holders)
-        return holders
+            self._index.cancel((checkpoint,))
 
     def _publish(self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]) -> None:
-        """Publish complete blocks of requests and the states that a step saved.
+        """Publish complete blocks of requests and the states that a step saved."""
+        self._index.publish([(a, self._complete_blocks(a), states) for a, states in written])
 
-        A block whose content another request published first stays private, and its state goes to
-        that other block if it has none. So a state is findable only beside the keys and values of
-        the same prefix.
-        """
-        private: list[Checkpoint] = []
-        shared: list[tuple[ActiveRequest, Checkpoint]] = []
-        blocks, saved_tokens = [], []
-        for active, checkpoints in written:
-            holders, hashes = self._publish_blocks(active), active.hashes
-            first = active.num_published - len(holders)
-            for checkpoint in checkpoints:
-                num_saved = self._count_saved_tokens(active, checkpoint)
-                index = checkpoint.position // self._block_size - 1
-                if index >= first:
-                    block = holders[index - first]
-                else:
-                    block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
-                if block is None:
-                    private.append(checkpoint)
-                    continue
-                shared.append((active, checkpoint))
-                blocks.append(block)
-                saved_tokens.append(num_saved)
-        self._cancel(private)
-        if not shared:
-            return
-        slots = [checkpoint.slot for _, checkpoint in shared]
-        kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
-        for (active, (position, slot, is_loaded)), now in zip(shared, kept, strict=True):
-            if slot != now or is_loaded:
-                continue
-            self._counters["saved_states"] += 1
-            knows_prompt = active.prompt_seen_below is not None
-            proposal = self._propose(active, position) if knows_prompt else None
-            self._tiering.offer_state(active, position, slot, proposal)
+    def _complete_blocks(self, active: ActiveRequest) -> list[int]:
+        """Return the blocks that a request has filled and not published."""
+        end = self._rows.num_computed.item(active.row) // self._block_size
+        return self._blocks_between(active, active.num_published, min(end, len(active.hashes)))
 
     def _supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
         """Free the state that a request saved one block earlier while decoding.
@@ -430,18 +364,6 @@ class Planner:
         if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
             self._slots.invalidate_block(old.block_id)
 
-    def _count_saved_tokens(self, active: ActiveRequest, checkpoint: Checkpoint) -> int:
-        """Return the tokens that a state saves beyond the one before it.
-
-        The later ones count from this one; not from the newest of a decoding request, which the
-        next one supersedes.
-        """
-        saved_tokens = checkpoint.position - active.state_position
-        is_decoding = active.status is RequestStatus.DECODING
-        if not is_decoding or checkpoint.position in active.wanted_boundaries:
-            active.state_position = checkpoint.position
-        return saved_tokens
-
     def _lease_of(self, boundary: Checkpoint) -> SlotLease | None:
         """Name the state that ``boundary`` saved; None if another request had saved it before."""
         if self._slots.slot_to_block[boundary.slot] < 0:
@@ -449,73 +371,3 @@ class Planner:
         lease = self._slots.pin_slots([boundary.slot])[0]
         self._slots.unpin_slots([lease])
         return lease
-
-    def _tell_policies(self, active: ActiveRequest) -> None:
-        """Tell of a request that was just matched the policies that know prompts."""
-        if not self._slots.knows_prompts:  # then no policy of a tier does
-            return
-        request = active.request
-        most_skipped = max(0, active.num_known - self._config.min_computed_tokens)
-        facts = PromptFacts(
-            active.hashes,
-            self._block_size,
-            active.num_shared_blocks,
-            most_skipped // self._block_size,
-            request.will_continue,
-            request.source,
-        )
-        active.prompt_seen = self._slots.begin_request(facts)
-        active.prompt_seen_below = self._tiering.begin_request(facts)
-
-    def _positions(self, active: ActiveRequest, start: int, end: int) -> list[int]:
-        """Return where states of a request are worth saving after ``start`` and up to ``end``."""
-        block, num_tokens = self._block_size, active.num_known
-        num_required = -(-num_tokens // block)
-        facts = PlacementFacts(num_tokens, block, active.num_shared_blocks, num_required)
-        wanted = placed_positions(self._placement, facts)
-        return sorted([p for p in wanted | active.wanted_boundaries if start < p <= end])
-
-    def _propose(self, active: ActiveRequest, position: int) -> StateProposal:
-        """Describe a state inside a prompt, at its end, or of a request that decodes."""
-        block, end = self._block_size, active.num_known
-        depth, prompt = position // block, active.prompt_seen
-        is_asked = not self._refuses or position in active.wanted_boundaries
-        if active.status is RequestStatus.DECODING:  # the block is not complete yet
-            return StateProposal(prompt, depth, "end", is_asked, active.hashes[: depth - 1])
-        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
-        if position >= (end - 1) // block * block:
-            kind: Literal["end", "branch", "inside"] = "end"
-        else:
-            kind = "branch" if position == active.num_shared_blocks * block else "inside"
-        return StateProposal(prompt, depth, kind, is_asked)
-
-    def _proposals(self, active: ActiveRequest, positions: Sequence[int]) -> list[StateProposal]:
-        """Describe states of a request to a policy that knows prompts; none to another one."""
-        if active.prompt_seen is None:
-            return []
-        proposals = [self._propose(active, position) for position in positions]
-        if active.prompt_seen_below is None:
-            return proposals
-        # What is worth a row but no slot must have one until it is copied.
-        wanted = self._tiering.wants(active, proposals)
-        return [
-            each._replace(is_asked=True) if is_wanted else each
-            for each, is_wanted in zip(proposals, wanted, strict=True)
-        ]
-
-    def _reserve(
-        self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]
-    ) -> list[list[Checkpoint]]:
-        """Reserve slots for states of requests, as far as they can be had."""
-        tables, size = self._rows.block_tables, self._block_size
-        blocks = [tables.item(a.row, p // size - 1) for a, positions in wanted for p in positions]
-        proposals = [each for a, positions in wanted for each in self._proposals(a, positions)]
-        slots = iter(self._slots.reserve_slots(blocks, proposals or None))
-        return [
-            [Checkpoint(p, slot) for p in positions if (slot := next(slots)) is not None]
-            for _, positions in wanted
-        ]
-
-    def _cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
-        if checkpoints:
-            self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])

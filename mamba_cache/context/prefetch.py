@@ -14,8 +14,8 @@ from functools import partial
 from typing import Final
 
 from mamba_cache.cache import BlockHashes
+from mamba_cache.cache.sequence import PrefixMatch
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.requests import PrefixMatch
 from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mamba_cache._checks import as_items, check_hashable, check_int
 from mamba_cache._torch import ZERO_SOURCE
 from mamba_cache.cache import (
     MAX_TOKEN_ID,
     BlockHashChain,
     BlockHasher,
     BlockHashes,
-    KVBlockAllocator,
     SlotLease,
-    SlotPool,
     as_token_array,
+)
+from mamba_cache.cache.sequence import (
+    CachedSequence,
+    Checkpoint,
+    PrefixMatch,
+    Request,
+    TokenArray,
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.tier_memory import Ticket
@@ -30,70 +33,12 @@ from mamba_cache.tiers.rows import RowLease
 __all__ = [
     "ActiveRequest",
     "Admission",
-    "Checkpoint",
     "Chunk",
-    "MissReason",
     "PlannedLoad",
-    "PrefixMatch",
     "PreparedRequest",
-    "Request",
     "RequestPreparer",
     "RequestStatus",
-    "TokenArray",
-    "check_hint",
-    "check_positions",
-    "find_prefix",
 ]
-
-TokenArray = np.ndarray[Any, np.dtype[np.int32]]
-"""Token ids, 1-D, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
-    """A prompt to run.
-
-    Attributes:
-        request_id: The caller's name for it; unique among the requests that are not finished.
-        prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
-        cache_salt: Requests of different salts never share anything.
-        lora_id: Likewise for adapters.
-        multimodal_keys: Pairs (token position, content key) of items that placeholder tokens stand
-            for; two prompts match only where the keys agree. Any collection; a tuple is kept.
-        checkpoint_positions: Positions at which others are expected to branch off, such as the end
-            of a system prompt, in tokens. A state is saved at the block boundary at or before
-            each, in the prompt or in the answer, beside those that the placement chooses.
-        will_continue: Whether a longer prompt that begins with this one will follow, as after a
-            tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
-        source: Who says so: hints of each source are trusted as far as they came true.
-        tells_tokens: Whether listeners get its tokens. None: they do, with its salt, adapter and
-            multimodal keys; True: without the adapter, which is none but the cache's own key.
-
-    Raises:
-        InvalidArgumentError: ``multimodal_keys``, ``checkpoint_positions``, ``will_continue``,
-            ``source`` or ``tells_tokens`` is of a wrong kind.
-    """
-
-    request_id: Hashable
-    prompt_tokens: Any
-    cache_salt: str | bytes | None = None
-    lora_id: str | int | None = None
-    multimodal_keys: Sequence[tuple[int, str | bytes]] = ()
-    checkpoint_positions: Sequence[int] = ()
-    will_continue: bool | None = None
-    source: Hashable = None
-    tells_tokens: bool | None = None
-
-    def __post_init__(self) -> None:
-        # A prompt may be hashed more than once, and what is read once would have no keys then.
-        if type(self.multimodal_keys) is not tuple or self.multimodal_keys:
-            given = as_items("multimodal_keys", self.multimodal_keys, "(position, key) pairs")
-            keys = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
-            object.__setattr__(self, "multimodal_keys", keys)
-        positions = check_positions(self.checkpoint_positions)
-        object.__setattr__(self, "checkpoint_positions", positions)
-        check_hint(self.will_continue, self.source)
-        _check_optional_bool("tells_tokens", self.tells_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,14 +157,6 @@ class RequestStatus(Enum):
     """It gave its memory back; ``resume_request`` brings it on again."""
 
 
-class Checkpoint(NamedTuple):
-    """A state that a step saves."""
-
-    position: int  # the boundary, in tokens from the sequence's start
-    slot: int  # the slot reserved for it
-    is_loaded: bool = False  # whether it comes from a tier, and is not computed
-
-
 @dataclass(slots=True, eq=False)
 class PlannedLoad:
     """What a request's first chunk is loaded from the host tier for."""
@@ -288,82 +225,6 @@ class Chunk:
         return (self.load.checkpoint, *computed)
 
 
-class MissReason(str, Enum):
-    """Why a request skipped no tokens."""
-
-    CACHE_DISABLED = "cache_disabled"
-    """Prefix caching is switched off."""
-
-    PROMPT_SHORTER_THAN_BLOCK = "prompt_shorter_than_block"
-    """The prompt has no complete block, so nothing of it can ever be cached."""
-
-    NO_KV_MATCH = "no_kv_match"
-    """Not even the first block was found."""
-
-    NO_STATE = "no_state"
-    """Blocks were found, but no state is saved at the end of any of them."""
-
-    STATE_TOO_LATE = "state_too_late"
-    """The only states lie so near the prompt's end that too few tokens would be left to compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """What of a prompt is cached.
-
-    Attributes:
-        prompt_tokens: Tokens of the prompt.
-        block_ids: KV blocks of the prompt found cached, from its start.
-        state_matched_blocks: Blocks up to the farthest usable state.
-        skip_tokens: Tokens up to it: they need not be computed again.
-        miss_reason: Why ``skip_tokens`` is 0; None if it is not.
-        loaded_blocks: KV blocks up to that state that are loaded from the host tier: those after
-            ``block_ids``.
-        loads_state: Whether the state is loaded from there as well.
-        arriving_tokens: Tokens that can be skipped once what ``prefetch`` brings has arrived; 0 if
-            nothing is under way.
-    """
-
-    prompt_tokens: int
-    block_ids: tuple[int, ...]
-    state_matched_blocks: int
-    skip_tokens: int
-    miss_reason: MissReason | None
-    loaded_blocks: int = 0
-    loads_state: bool = False
-    arriving_tokens: int = 0
-
-    @property
-    def kv_matched_blocks(self) -> int:
-        """Blocks found cached."""
-        return len(self.block_ids)
-
-
-def find_prefix(
-    hashes: BlockHashes,
-    prompt_tokens: int,
-    kv_blocks: KVBlockAllocator,
-    slots: SlotPool,
-    *,
-    block_size_tokens: int,
-    min_computed_tokens: int,
-) -> PrefixMatch:
-    """Match a prompt against the cache."""
-    block_ids = kv_blocks.match_prefix(hashes)
-    reason: MissReason | None = None
-    if not block_ids:
-        reason = MissReason.NO_KV_MATCH if len(hashes) else MissReason.PROMPT_SHORTER_THAN_BLOCK
-        return PrefixMatch(prompt_tokens, (), 0, 0, reason)
-    usable_blocks = max(0, prompt_tokens - min_computed_tokens) // block_size_tokens
-    state_blocks = slots.num_blocks_to_state(block_ids[:usable_blocks])
-    if not state_blocks:
-        too_late = slots.num_blocks_to_state(block_ids)
-        reason = MissReason.STATE_TOO_LATE if too_late else MissReason.NO_STATE
-    return PrefixMatch(
-        prompt_tokens, tuple(block_ids), state_blocks, state_blocks * block_size_tokens, reason
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission(PrefixMatch):
     """What ``add_request`` found and planned: a match, and what is made of it.
@@ -380,40 +241,19 @@ class Admission(PrefixMatch):
 
 
 @dataclass(slots=True, eq=False)
-class ActiveRequest:
+class ActiveRequest(CachedSequence):
     """What is kept of a request beside its row: what a steady decoding step needs nothing of."""
 
-    request: Request  # the caller's request
-    prompt: TokenArray  # [prompt length] int32 prompt tokens
-    chain: BlockHashChain  # hashes of the blocks of all its known tokens
-    wanted_boundaries: frozenset[int]  # block boundaries at which the caller wants a state
-    # Sampled tokens, as far as they were taken over from its row.
-    generated: array[int] = field(default_factory=lambda: array("i"))
     request_id: Hashable = field(init=False)  # the caller's name for it
     status: RequestStatus = RequestStatus.PREEMPTED
     row: int = -1  # its row of ``RequestTable`` and of the live states; -1 while preempted
-    state_position: int = 0  # the last state that is not superseded, or where it resumed
-    num_shared_blocks: int = 0  # the first blocks, which it may not write
-    num_published: int = 0  # the first blocks, which were registered
     chunk: Chunk | None = None
     checkpoint: Checkpoint | None = None  # where it may save a state while it decodes
     admission: Admission | None = None  # until it is counted
     decode_lease: SlotLease | None = None  # the newest state saved while it decoded
-    prompt_seen: object = None  # what the policy of the slots knows it by
-    prompt_seen_below: object = None  # likewise that of the host tier
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
-
-    @property
-    def num_known(self) -> int:
-        """Tokens of the prompt, and sampled ones that were taken over from its row."""
-        return len(self.prompt) + len(self.generated)
-
-    @property
-    def hashes(self) -> BlockHashes:
-        """Hashes of the complete blocks of its known tokens; none without a cache."""
-        return self.chain.hashes
 
     @property
     def current_chunk(self) -> Chunk:
@@ -433,67 +273,3 @@ class ActiveRequest:
         load = self.current_chunk.load
         assert load is not None, f"nothing is loaded for {self.request_id!r}"
         return load
-
-    def extra_keys(
-        self, first: int, end: int, block_size: int
-    ) -> tuple[tuple[Any, ...] | None, ...] | None:
-        """Return what else than tokens the hashes of blocks are made of, for listeners."""
-        request = self.request
-        lora_id = None if request.tells_tokens else request.lora_id
-        if request.cache_salt is None and lora_id is None and not request.multimodal_keys:
-            return None
-        keys: list[list[Any]] = [[] if lora_id is None else [lora_id] for _ in range(first, end)]
-        for position, key in request.multimodal_keys:
-            if first <= position // block_size < end:
-                keys[position // block_size - first].append((key, position % block_size))
-        if first == 0 and request.cache_salt is not None:
-            keys[0].append(request.cache_salt)
-        return tuple(tuple(each) or None for each in keys)
-
-    def tokens(self, start: int, end: int) -> TokenArray:
-        """Return known tokens from ``start`` to ``end``, int32."""
-        split = len(self.prompt)
-        if end <= split:
-            return self.prompt[start:end]
-        tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
-        return tail if start >= split else np.concatenate((self.prompt[start:], tail))
-
-    def fork(
-        self, request_id: Hashable, last_token: int, computed: BlockHashChain
-    ) -> ActiveRequest:
-        """Return a request of the same computed tokens and another last one; it has no row yet."""
-        return ActiveRequest(
-            replace(self.request, request_id=request_id),
-            self.prompt,
-            computed.copy(),
-            self.wanted_boundaries,
-            array("i", [*self.generated[:-1], last_token]),
-            state_position=self.state_position,
-            num_published=self.num_published,
-            prompt_seen=self.prompt_seen,
-            prompt_seen_below=self.prompt_seen_below,
-        )
-
-
-def check_hint(will_continue: Any, source: Any) -> None:
-    """Check what a sender says of a prompt, as ``Request`` has it."""
-    _check_optional_bool("will_continue", will_continue)
-    check_hashable("source", source)
-
-
-def _check_optional_bool(name: str, value: Any) -> None:
-    if not (value is None or isinstance(value, bool)):
-        raise InvalidArgumentError(f"{name} must be True, False or None, got {value!r}")
-
-
-def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
-    """Return token positions that a caller gives, checked."""
-    if type(positions) is tuple and not positions:
-        return ()
-    try:
-        given = list(positions)
-    except TypeError:
-        raise InvalidArgumentError(
-            f"checkpoint_positions must be a collection of ints, got {positions!r}"
-        ) from None
-    return tuple(check_int("checkpoint_positions", position, minimum=0) for position in given)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mamba_cache.cache import KVBlockAllocator, SlotPool
-from mamba_cache.context.requests import MissReason, PrefixMatch
+from mamba_cache.cache.sequence import MissReason, PrefixMatch
 
 __all__ = ["CacheStats", "collect_stats", "count_admission"]
 

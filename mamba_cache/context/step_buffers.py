@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from mamba_cache._torch import PAD_SLOT_ID, outside_inference_mode
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
-from mamba_cache.context.requests import Checkpoint, Chunk
+from mamba_cache.context.requests import Chunk
 from mamba_cache.context.step import DecodeWork
 from mamba_cache.metadata import StepMetadata, cut_into_chunks
 from mamba_cache.states import CHECKPOINT_FIELDS

@@ -23,9 +23,10 @@ from mamba_cache.cache import (
     SlotPool,
     StateProposal,
 )
+from mamba_cache.cache.sequence import CachedSequence, PrefixMatch
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import LowerTierLink, Planners, Prefetch, PromptEntries
-from mamba_cache.context.requests import ActiveRequest, PlannedLoad, PrefixMatch
+from mamba_cache.context.requests import ActiveRequest, PlannedLoad
 from mamba_cache.context.tier_memory import Ticket, make_host_tier, open_lower_tiers
 from mamba_cache.errors import InvalidArgumentError, InvariantError, MambaCacheError
 from mamba_cache.events import Removed
@@ -384,7 +385,7 @@ class Tiering:
 
     def offer_blocks(
         self,
-        active: ActiveRequest,
+        active: CachedSequence,
         first: int,
         blocks: Sequence[int],
         holders: Sequence[int | None],
@@ -405,7 +406,7 @@ class Tiering:
             self._watched[block] = offer
             self._offers.append(offer)
 
-    def wants(self, active: ActiveRequest, proposals: Sequence[StateProposal]) -> list[bool]:
+    def wants(self, active: CachedSequence, proposals: Sequence[StateProposal]) -> list[bool]:
         """Say which states of a request are worth a row of a tier, and have none in host memory.
 
         Over several ranks none is: they would not say the same.
@@ -428,7 +429,7 @@ class Tiering:
         ]
 
     def offer_state(
-        self, active: ActiveRequest, position: int, slot: int, proposal: StateProposal | None
+        self, active: CachedSequence, position: int, slot: int, proposal: StateProposal | None
     ) -> None:
         """Offer a state of a request that became findable."""
         index = position // self._block_size - 1
@@ -567,7 +568,7 @@ class Tiering:
         if watched != of_blocks:
             raise InvariantError("blocks are watched for spills that there are not")
 
-    def _entries(self, active: ActiveRequest) -> PromptEntries:
+    def _entries(self, active: CachedSequence) -> PromptEntries:
         return self.entries(active.hashes, active.request.cache_salt)
 
     def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:

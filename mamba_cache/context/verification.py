@@ -14,7 +14,8 @@ import torch
 
 from mamba_cache._checks import check_int
 from mamba_cache.cache import BlockHashes, KVBlockAllocator, SlotPool
-from mamba_cache.context.requests import ActiveRequest, Admission, Request, TokenArray
+from mamba_cache.cache.sequence import Request, TokenArray
+from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.tiers.entry import EntryKind
 

@@ -24,13 +24,11 @@ import numpy as np
 import torch
 from transformers_rig import BLOCK, make_cache, make_model
 
-from mamba_cache.cache import SLOT_POLICIES, PlacementFacts, SlotPool
-from mamba_cache.cache.placement import BranchPoint, placed_positions
+from mamba_cache.cache import SLOT_POLICIES, BranchPoint, SlotPool
 from mamba_cache.cli.traces import TraceRequest, read_trace
 from mamba_cache.context.stats import count_admission
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers import store as store_module
-from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.store import PrefixStore
 
 RUN = 13
@@ -72,7 +70,7 @@ def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixSt
         slot_policy = SLOT_POLICIES[policy]()
         return _BooksOnly(
             layout, num_slots=slots, num_blocks=blocks, slot_policy=slot_policy,
-            listeners=Listeners(),
+            listeners=Listeners(), placement=BranchPoint(),
         )  # fmt: skip
     finally:
         store_module.PrefixTensors = tensors
@@ -113,7 +111,7 @@ def replay(
 ) -> dict[str, float]:
     """What part of the prompt tokens was not computed, and what it took."""
     store = make_store(layout, policy, slots=slots, blocks=blocks)
-    computed, placement = _Computed(layout), BranchPoint()
+    computed = _Computed(layout)
     total, seconds = 0, 0.0
     for prompt, answer in turns:
         began, num_tokens = time.process_time(), len(prompt)
@@ -123,19 +121,13 @@ def replay(
         start = record.match.skip_tokens
         if start:
             store.slots.note_consumed([store.slots.get_slot(record.restored_blocks[-1])])
-        record.tell_policy(PromptHint(), num_tokens - 1)
-        facts = PlacementFacts(
-            prompt_tokens=num_tokens,
-            block_size_tokens=BLOCK,
-            num_matched_blocks=record.match.kv_matched_blocks,
-            num_required_blocks=-(-num_tokens // BLOCK),
-        )
-        inside = placed_positions(placement, facts) | {(num_tokens - 1) // BLOCK * BLOCK}
+        store.index.announce(record.sequence, num_tokens - 1)
+        inside = store.index.positions(record.sequence) | {(num_tokens - 1) // BLOCK * BLOCK}
         inside = {p for p in inside if start < p < num_tokens}
-        record.reserve_states(inside)
+        if inside:
+            record.reserve_states(inside)
         record.publish(computed, num_tokens, captured=inside, is_end=True)
-        answered = record.fork()
-        answered.append(answer.tolist())
+        answered = record.fork(answer.tolist())
         end = (num_tokens + len(answer)) // BLOCK * BLOCK
         if end > num_tokens:
             answered.publish(computed, end, is_end=True)

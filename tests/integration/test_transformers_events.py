@@ -60,13 +60,14 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     probe = make_cache(make_model("granite 4"))
     room = {**budgets(probe, slots=8, blocks=14), "host_cache_gb": 0.01, "max_requests": 3}
     cache = make_cache(make_model("granite 4"), **room)
-    order, brought, publish = random.Random(generator.initial_seed()), [], PrefixTiers._publish
+    order, brought, load = random.Random(generator.initial_seed()), [], PrefixTiers._load
 
-    def noted(self, prompt, end, blocks, slot):
-        brought.extend(blocks)
-        return publish(self, prompt, end, blocks, slot)
+    def noted(self, sequence, match):
+        is_found = load(self, sequence, match)
+        brought.extend([match.loaded_blocks] * is_found)
+        return is_found
 
-    monkeypatch.setattr(PrefixTiers, "_publish", noted)
+    monkeypatch.setattr(PrefixTiers, "_load", noted)
     stems = [text(generator, n)[0].tolist() for n in (5 * BLOCK, 3 * BLOCK + 5, 4 * BLOCK)]
     with (
         by_hand("resident", block_size=BLOCK) as publisher,
@@ -86,7 +87,7 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
             catch_up(publisher, subscriber)
             assert publisher.stats().untold_blocks == 0
             assert_true(cache, subscriber.known)
-        assert brought
+        assert sum(brought)
         assert cache.stats().evicted_blocks
         assert cache.stats().evicted_slots
         cache.reset()

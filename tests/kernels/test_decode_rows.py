@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from step_plans import decode_work, make_buffers, make_table, part
 
 from mamba_cache._torch import PAD_SLOT_ID
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.context.kernels import decode, decode_numpy
 from mamba_cache.context.kernels.decode_numpy import DecodeRows
-from mamba_cache.context.requests import Checkpoint
 
 MAX_REQUESTS, BLOCK, BLOCKS, CHUNK = 6, 12, 8, 4
 

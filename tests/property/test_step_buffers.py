@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from step_plans import decode_work, group_of, make_buffers, make_table, part
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.context import step_buffers
-from mamba_cache.context.requests import Checkpoint
 
 MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 6, 64, 7
 MAX_DECODE_TOKENS = 3

@@ -8,8 +8,8 @@ import torch
 from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context, run_step
 
 from mamba_cache import DynamicInferenceContext, errors
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.context import Request, RequestStatus
-from mamba_cache.context.requests import Checkpoint
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)

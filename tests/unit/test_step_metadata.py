@@ -11,7 +11,7 @@ import step_plans
 import torch
 from step_plans import decode_work, make_table, part
 
-from mamba_cache.context.requests import Checkpoint
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.states import ZERO_SOURCE
 
 MAX_REQUESTS, MAX_BLOCKS, MAX_TOKENS, MAX_CHECKPOINTS = 5, 4, 24, 4

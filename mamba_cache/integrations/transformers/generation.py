@@ -441,8 +441,7 @@ class Generation:
         # A token that was taken back may have completed the block.
         if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
             return
-        record = row.prefill.record.fork()
-        record.append(answer)
+        record = row.prefill.record.fork(answer)
         memory = replace(memory, states=row.states, windows=row.windows)
         record.publish(memory, row.boundary, is_end=True)
         record.close()

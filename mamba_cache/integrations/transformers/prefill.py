@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
-from mamba_cache.cache.placement import placed_positions
+from mamba_cache.cache import ExtraKey
 from mamba_cache.context.stats import count_admission
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -83,7 +82,6 @@ class Prefiller:
         store: What is cached.
         filler: Puts what is restored into caches.
         capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
-        placement: Where states are saved.
         segment_tokens: The most that one forward computes, a multiple of the block size.
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
         fewest_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
@@ -97,7 +95,6 @@ class Prefiller:
         *,
         filler: CacheFiller,
         capture: StateCapture | None,
-        placement: CheckpointPlacement,
         segment_tokens: int,
         may_shrink: bool,
         fewest_tokens: int,
@@ -106,7 +103,6 @@ class Prefiller:
         self._store = store
         self.filler = filler
         self._capture = capture
-        self._placement = placement
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
         self.fewest_tokens = fewest_tokens
@@ -147,21 +143,17 @@ class Prefiller:
 
     def _begin(self, task: PrefillTask, cache: Any, *, is_retry: bool) -> Prefill:
         """Restore what is cached, and plan the rest; a prompt that is tried again is counted."""
-        tokens, end, hint = task.tokens, task.end, task.hint
+        tokens, end = task.tokens, task.end
         record = self._open(task, task.min_computed)
         if 0 < end - record.match.skip_tokens < self.fewest_tokens and record.match.skip_tokens:
             record.close()
             record = self._open(task, len(tokens) - end + self.fewest_tokens)
-        start = record.match.skip_tokens
         if (restored := record.load()) is not None:
             self.filler.fill(cache, restored)
-        positions = self._positions(record, task, start)
-        segments = self._plan(positions, start, end)
-        size = self._store.layout.block_size_tokens
-        record.asked = frozenset(p // size * size for p in task.checkpoints)
+        positions = self._positions(record, task)
+        segments = self._plan(positions, record.match.skip_tokens, end)
         if not is_retry:
-            self._count(record, hint)
-            record.tell_policy(hint, len(tokens) - task.min_computed)
+            self._announce(record, task)
         return Prefill(tokens, cache, record, segments, len(tokens) in positions)
 
     def _shrink(self, prefill: Prefill) -> bool:
@@ -180,6 +172,8 @@ class Prefiller:
             cache_salt=task.cache_salt,
             lora_id=self._runner.fingerprint.key,
             min_computed=min_computed,
+            hint=task.hint,
+            checkpoints=task.checkpoints,
         )
 
     def _run(self, prefill: Prefill, last_forward: Callable[[int], Any] | None) -> None:
@@ -232,30 +226,27 @@ class Prefiller:
         self._runner.fingerprint.confirm()  # of other weights nothing is known to be wrong
         return read_layers(cache, self._store.layout.layers, end)
 
-    def _count(self, record: SequenceRecord, hint: PromptHint) -> None:
-        tokens, chain, (salt, _) = record.prompt
+    def _announce(self, record: SequenceRecord, task: PrefillTask) -> None:
+        """Count a prompt, and tell listeners, the verification and policies of it."""
         self._store.tell_admitted(
-            chain.hashes, len(tokens), will_continue=hint.will_continue, cache_salt=salt
+            record.sequence.hashes,
+            len(task.tokens),
+            will_continue=task.hint.will_continue,
+            cache_salt=task.cache_salt,
         )
         self._store.sample(record)
         count_admission(self._store.counters, record.match)
+        self._store.index.announce(record.sequence, len(task.tokens) - task.min_computed)
 
-    def _positions(self, record: SequenceRecord, task: PrefillTask, start: int) -> set[int]:
-        """Decide after which tokens of a prompt beyond ``start`` states are saved."""
-        size, num_tokens = self._store.layout.block_size_tokens, len(task.tokens)
-        facts = PlacementFacts(
-            prompt_tokens=num_tokens,
-            block_size_tokens=size,
-            num_matched_blocks=record.match.kv_matched_blocks,
-            num_required_blocks=-(-num_tokens // size),
-        )
-        positions = placed_positions(self._placement, facts)
-        positions |= {p // size * size for p in task.checkpoints}
+    def _positions(self, record: SequenceRecord, task: PrefillTask) -> set[int]:
+        """Decide after which tokens of a prompt beyond what is restored states are saved."""
+        size = self._store.layout.block_size_tokens
+        positions = self._store.index.positions(record.sequence)
         # Where the same prompt goes on from when it comes again.
-        positions.add((num_tokens - self.fewest_tokens) // size * size)
+        positions.add((len(task.tokens) - self.fewest_tokens) // size * size)
         if self.fewest_tokens > 1 and task.end - 1 in positions:  # it would leave a single token
             positions = positions - {task.end - 1} | {task.end - 1 - size}
-        return {p for p in positions if p > start}
+        return {p for p in positions if p > record.match.skip_tokens}
 
     def _plan(self, checkpoints: set[int], start: int, end: int) -> list[Segment]:
         """Divide a part of a prompt because of the memory that it needs, and at checkpoints."""

@@ -258,6 +258,7 @@ class PrefixCache:
             hash_secret=hash_secret,
             max_pinned_share=settings.max_pinned_share,
             clock=settings.clock,
+            placement=settings.placement,
         )
         self._store.join(self._guard)
         self._prefiller = Prefiller(
@@ -265,7 +266,6 @@ class PrefixCache:
             self._store,
             filler=self._filler,
             capture=self._capture,
-            placement=settings.placement,
             segment_tokens=most_tokens,
             may_shrink=settings.segment_tokens is None,
             fewest_tokens=self._batcher_settings.fewest_tokens,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import as_ints, as_items
-from mamba_cache.context.requests import check_hint
+from mamba_cache.cache.sequence import check_hint
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [

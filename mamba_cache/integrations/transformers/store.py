@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +19,25 @@ from mamba_cache.cache import (
     BlockHashChain,
     BlockHasher,
     BlockHashes,
+    CheckpointPlacement,
     ExtraKey,
     KVBlockAllocator,
-    PromptFacts,
     SlotEvictionPolicy,
     SlotPool,
-    StateProposal,
+)
+from mamba_cache.cache.sequence import (
+    CachedSequence,
+    Checkpoint,
+    PrefixIndex,
+    PrefixMatch,
+    Request,
 )
 from mamba_cache.config import HashAlgorithm
-from mamba_cache.context import PrefixContent, PrefixMatch, Request
+from mamba_cache.context import PrefixContent
 from mamba_cache.context.memory import CacheMemory
 from mamba_cache.context.pins import Pins
-from mamba_cache.context.requests import find_prefix
 from mamba_cache.context.stats import CacheStats, collect_stats
+from mamba_cache.context.tiering import NoTiers
 from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
@@ -48,24 +53,9 @@ if TYPE_CHECKING:
     from mamba_cache.context.requests import ActiveRequest, Admission
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
-__all__ = ["PrefixStore", "SequenceRecord", "SoughtPrompt"]
+__all__ = ["PrefixStore", "SequenceRecord"]
 
-
-@dataclass(frozen=True, slots=True)
-class SoughtPrompt:
-    """A prompt that is looked up."""
-
-    chain: BlockHashChain  # its tokens, hashed
-    tokens: npt.NDArray[np.int32]  # its token ids
-    min_computed: int  # tokens of it that are left to compute in any case
-    cache_salt: ExtraKey  # the salt of the chain
-    is_told: bool  # whether listeners get the tokens of what is brought from lower tiers
-
-    def extra_keys(self, first: int, end: int) -> list[tuple[Any, ...] | None] | None:
-        """Return what listeners are told of blocks beside their tokens."""
-        if self.cache_salt is None:
-            return None
-        return [None if number else (self.cache_salt,) for number in range(first, end)]
+_NO_HINT: Final = PromptHint()
 
 
 class PrefixStore:
@@ -96,6 +86,7 @@ class PrefixStore:
         hash_secret: bytes | None = None,
         max_pinned_share: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
+        placement: CheckpointPlacement,
     ) -> None:
         self.layout = layout
         self.hash_secret = secrets.token_bytes(32) if hash_secret is None else hash_secret
@@ -108,8 +99,33 @@ class PrefixStore:
         self.counters = Counter[str]()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
-        self.tiers: PrefixTiers | None = None
+        self._tiers: PrefixTiers | None = None
+        self._placement = placement
+        self.index = self._make_index()
         self.verifier: HitVerifier | None = None
+
+    def _make_index(self) -> PrefixIndex:
+        return PrefixIndex(
+            self.kv_blocks,
+            self.slots,
+            block_size_tokens=self.layout.block_size_tokens,
+            placement=self._placement,
+            counters=self.counters,
+            tiers=NoTiers(),
+            refuses_states=True,
+        )
+
+    @property
+    def tiers(self) -> PrefixTiers | None:
+        """The tiers below; None without any."""
+        return self._tiers
+
+    @tiers.setter
+    def tiers(self, tiers: PrefixTiers | None) -> None:
+        self._tiers = tiers
+        self.index.tiers = NoTiers() if tiers is None else tiers
+        # What lies in tiers may come back from there, so each state is to be saved once.
+        self.index.refuses_states = tiers is None
 
     @outside_inference_mode
     def _make_slots(self, num_slots: int, slot_policy: SlotEvictionPolicy) -> SlotPool:
@@ -146,7 +162,7 @@ class PrefixStore:
             counters=self.counters,
             on_admitted=None if self.verifier is None else weak_callback(self._admitted),
             pins=self.pins,
-            refuses_states=self.tiers is None,  # each state is copied to them
+            refuses_states=self.index.refuses_states,
         )
 
     def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
@@ -174,17 +190,6 @@ class PrefixStore:
         if self.tiers is not None:
             self.tiers.let_go()
 
-    def match(self, prompt: SoughtPrompt) -> PrefixMatch:
-        """Find how much of a prompt is cached; nothing changes."""
-        return find_prefix(
-            prompt.chain.hashes,
-            prompt.chain.num_tokens,
-            self.kv_blocks,
-            self.slots,
-            block_size_tokens=self.layout.block_size_tokens,
-            min_computed_tokens=prompt.min_computed,
-        )
-
     def sample_hits(self, rate: float) -> None:
         """Have a part of the hits verified."""
         self.verifier = HitVerifier(
@@ -198,16 +203,10 @@ class PrefixStore:
 
     def sample(self, record: SequenceRecord) -> None:
         """Offer a prompt that was just matched to be verified, if it is a hit."""
-        tokens, chain, (salt, lora_id) = record.prompt
-        if self.verifier is None or not record.match.skip_tokens:
-            return
-        request = Request(
-            request_id=f"generate-{self.counters['requests']}",
-            prompt_tokens=tokens,
-            cache_salt=cast("str | None", salt),
-            lora_id=cast("str | None", self.key_for(lora_id)),
-        )
-        self.verifier.sample(request, tokens, chain.hashes[: record.match.state_matched_blocks])
+        sequence, match = record.sequence, record.match
+        if self.verifier is not None and match.skip_tokens:
+            hashes = sequence.hashes[: match.state_matched_blocks]
+            self.verifier.sample(sequence.request, sequence.prompt, hashes)
 
     def _read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         return self.content(self.tensors.load(slot, blocks, num_tokens))
@@ -239,38 +238,35 @@ class PrefixStore:
         cache_salt: ExtraKey,
         lora_id: ExtraKey,
         min_computed: int,
+        hint: PromptHint = _NO_HINT,
+        checkpoints: Collection[int] = (),
     ) -> SequenceRecord:
-        """Matches a prompt and holds what was found until the record is closed.
+        """Match a prompt and hold what was found until the record is closed.
 
-        The arguments are those of ``SoughtPrompt``; ``lora_id`` stands for the model's settings.
+        At least ``min_computed`` of its tokens are left to compute; ``lora_id`` stands for the
+        model's settings. A checkpoint inside a block stands for the block's beginning.
         """
         self.pins.expire()
-        size = self.layout.block_size_tokens
-        key = self.key_for(lora_id)
+        size, key = self.layout.block_size_tokens, self.key_for(lora_id)
         chain = BlockHashChain(size, hasher=self.hasher, cache_salt=cache_salt, lora_id=key)
         chain.append(tokens)
-        is_told = self.is_told(lora_id)
-        prompt = SoughtPrompt(chain, tokens, min_computed, cache_salt, is_told)
-        return SequenceRecord(self, prompt, self.find(prompt), lora_id)
-
-    def find(self, prompt: SoughtPrompt) -> PrefixMatch:
-        """Find how much of a prompt is cached, once what lies below has been brought."""
+        request = Request(
+            request_id=f"generate-{self.counters['requests']}",
+            prompt_tokens=tokens,
+            cache_salt=cast("str | None", cache_salt),
+            lora_id=cast("str | None", key),
+            will_continue=hint.will_continue,
+            source=hint.source,
+            tells_tokens=self.is_told(lora_id),
+        )
+        wanted = frozenset([p // size * size for p in checkpoints])
+        sequence = CachedSequence(request, tokens, chain, wanted)
         if self.tiers is not None:
-            self.tiers.bring(prompt)
-        return self.match(prompt)
-
-    def offer(self, chain: BlockHashChain, lora_id: ExtraKey) -> None:
-        """Offer what is cached of a sequence's whole blocks to the tiers below."""
-        if self.tiers is None or lora_id in self.live_dtypes:
-            return
-        hashes = chain.hashes
-        for index, hash_id in enumerate(hashes):
-            block = self.kv_blocks.find_block(hash_id, hashes.digest(index))
-            if block is None:
-                return
-            self.tiers.offer(EntryKind.KV, chain, index, block)
-            if self.slots.has_state(block):
-                self.tiers.offer(EntryKind.STATE, chain, index, block)
+            self.tiers.bring(sequence, min_computed)
+        match = self.index.match(sequence.hashes, len(tokens), min_computed)
+        sequence.num_shared_blocks = sequence.num_published = match.kv_matched_blocks
+        sequence.state_position = match.skip_tokens
+        return SequenceRecord(self, sequence, match, lora_id, match.block_ids)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the key that a sequence is computed under."""
@@ -325,6 +321,7 @@ class PrefixStore:
         if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
             self.slots = SlotPool(self.slots.max_slots, self.kv_blocks)
             self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
+            self.index = self._make_index()
 
     def check_invariants(self) -> None:
         """Check the books, between calls."""
@@ -339,96 +336,42 @@ class PrefixStore:
 
 
 class SequenceRecord:
-    """One sequence that is being computed, and what of it is cached.
+    """A sequence that the library's own loop computes, and the blocks that it holds.
 
     Attributes:
+        sequence: Its tokens, and what of it is published.
         match: What of it was found.
-        num_published: Blocks that are findable, from the sequence's start.
-        cache_salt: The salt that it was matched under.
-        asked: Positions at which the caller asked for a state.
     """
 
     def __init__(
-        self, store: PrefixStore, sought: SoughtPrompt, match: PrefixMatch, lora_id: ExtraKey
+        self,
+        store: PrefixStore,
+        sequence: CachedSequence,
+        match: PrefixMatch,
+        lora_id: ExtraKey,
+        blocks: Sequence[int],
     ) -> None:
         self._store = store
-        self._sought = sought
         self._lora_id = lora_id
-        self._chain = sought.chain
-        self._tokens = sought.tokens
+        self._size = store.layout.block_size_tokens
+        self.sequence = sequence
         self.match = match
-        self._held = [*match.block_ids]
-        store.kv_blocks.retain_memory_blocks(self._held)
-        self.num_published = len(match.block_ids)
-        self.cache_salt = sought.cache_salt
-        self.asked: frozenset[int] = frozenset()
-        self._prompt_seen: Any = None  # what stands for it with a policy that knows prompts
-        self._num_seen = 0
-        self._spare: list[int] = []
-        self._reserved: dict[int, int] = {}
-        self._tokens_to_state = match.skip_tokens
-
-    @property
-    def prompt(
-        self,
-    ) -> tuple[npt.NDArray[np.int32], BlockHashChain, tuple[ExtraKey, ExtraKey]]:
-        """Its tokens, hashed, and the salt and adapter that it was matched under."""
-        return self._tokens, self._chain, (self.cache_salt, self._lora_id)
+        self._blocks = [*blocks]  # in the order of the sequence
+        store.kv_blocks.retain_memory_blocks(self._blocks)
+        self._reserved: list[Checkpoint] = []
 
     @property
     def restored_blocks(self) -> list[int]:
         """The blocks up to the state that was found, at whose end it is; none if none was."""
         return [*self.match.block_ids[: self.match.state_matched_blocks]]
 
-    def fork(self) -> SequenceRecord:
-        """Return a record that goes on from here on its own."""
-        sought = replace(self._sought, chain=self._chain.copy(), tokens=self._tokens)
-        other = SequenceRecord(self._store, sought, self.match, self._lora_id)
-        other.num_published = self.num_published
-        other._prompt_seen, other._num_seen = self._prompt_seen, self._num_seen
-        other._tokens_to_state = self._tokens_to_state
-        return other
-
-    def tell_policy(self, hint: PromptHint, num_usable: int) -> None:
-        """Tell a policy that knows prompts of this one, of which ``num_usable`` can be skipped."""
-        slots, size = self._store.slots, self._store.layout.block_size_tokens
-        if not slots.knows_prompts:
-            return
-        self._num_seen = len(self._tokens)
-        self._prompt_seen = slots.begin_request(
-            PromptFacts(
-                self._chain.hashes,
-                size,
-                self.match.kv_matched_blocks,
-                num_usable // size,
-                hint.will_continue,
-                hint.source,
-            )
-        )
-
-    def _propose(self, position: int) -> list[StateProposal] | None:
-        """Describe a state for a policy that knows prompts; None: it was not told of this one."""
-        if self._prompt_seen is None:
-            return None
-        size = self._store.layout.block_size_tokens
-        depth = position // size
-        # What lies in tiers below may come back from there, so each state is to be saved once.
-        is_asked = position in self.asked or self._store.tiers is not None
-        if position > self._num_seen:
-            before = self._chain.hashes[: depth - 1]
-            return [StateProposal(self._prompt_seen, depth, "end", is_asked, before)]
-        kind: Literal["end", "branch", "inside"] = "inside"
-        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
-        if position >= (self._num_seen - 1) // size * size:
-            kind = "end"
-        elif depth == self.match.kv_matched_blocks:
-            kind = "branch"
-        return [StateProposal(self._prompt_seen, depth, kind, is_asked)]
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Go on with tokens."""
-        self._chain.append(tokens)
-        self._tokens = np.concatenate([self._tokens, np.array(tokens, dtype=np.int32)])
+    def fork(self, tokens: Sequence[int]) -> SequenceRecord:
+        """Return a record of its own that goes on from here with tokens."""
+        own = self.sequence
+        sequence = own.fork(own.request.request_id, own.chain, tokens)
+        sequence.chain.append(tokens)
+        blocks = self._blocks[: own.num_published]
+        return SequenceRecord(self._store, sequence, self.match, self._lora_id, blocks)
 
     def load(self) -> SequenceMemory | None:
         """Return the matched prefix in tensors of its own, or None if nothing was matched."""
@@ -441,23 +384,18 @@ class SequenceRecord:
         dtypes = self._store.live_dtypes.get(self._lora_id)
         return saved if dtypes is None else saved.to_dtypes(dtypes)
 
-    def reserve_states(self, positions: Iterable[int]) -> dict[int, SequenceMemory]:
+    def reserve_states(self, positions: Collection[int]) -> dict[int, SequenceMemory]:
         """Take slots for states that the next forward is to write, and return their tensors.
 
         Positions are multiples of the block size. What has a state already, or no room, is passed
         over.
         """
-        size, rooms = self._store.layout.block_size_tokens, {}
-        for position in sorted(positions):
-            block = self._block_ending_at(position // size)
-            if block is None or self._store.slots.has_state(block):
-                continue
-            proposals = self._propose(position)
-            [slot] = self._store.slots.reserve_slots([block], proposals)
-            if slot is not None:
-                self._reserved[position] = slot
-                rooms[position] = self._store.tensors.room(slot, position)
-        return rooms
+        self._hold_up_to(max(positions) // self._size)
+        where = [p for p in sorted(positions) if p // self._size <= len(self._blocks)]
+        blocks = [self._blocks[p // self._size - 1] for p in where]
+        [kept] = self._store.index.reserve([(self.sequence, where, blocks)])
+        self._reserved += kept
+        return {position: self._store.tensors.room(slot, position) for position, slot, _ in kept}
 
     def publish(
         self,
@@ -474,45 +412,54 @@ class SequenceRecord:
         ``memory`` are those after the last token, and are kept if a block ends there.
         """
         try:
-            self._publish(memory, num_tokens, captured, is_end)
+            if self._can_be_kept(memory):
+                self._publish(memory, num_tokens, captured)
+                if is_end and num_tokens and not num_tokens % self._size:
+                    self._publish_end(memory, num_tokens)
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
-            self._commit_reserved(())
             self._store.slots.skipped_checkpoints_total += 1
-
-    def _publish(
-        self, memory: SequenceMemory, num_tokens: int, captured: Collection[int], is_end: bool
-    ) -> None:
-        if not self._can_be_kept(memory):
-            self._commit_reserved(())
-            return
-        size = self._store.layout.block_size_tokens
-        self._publish_blocks(memory, num_tokens // size)
-        self._commit_reserved(captured)
-        if is_end and num_tokens and not num_tokens % size:
-            self._publish_end(memory, num_tokens)
+        self._cancel_reserved()
 
     def close(self) -> None:
         """Let go of all blocks; what was published stays findable until it is evicted."""
-        self._commit_reserved(())
-        held, self._held, self._spare = self._held, [], []
+        self._cancel_reserved()
+        held, self._blocks = self._blocks, []
         self._store.kv_blocks.release_memory_blocks(held)
         if self._store.tiers is not None:
             self._store.tiers.spill()
 
-    def _block_ending_at(self, number: int) -> int | None:
-        """Return the block that is the sequence's ``number``-th, taking blocks up to it."""
-        if number <= self.num_published:
-            hashes = self._chain.hashes
-            return self._store.kv_blocks.find_block(hashes[number - 1], hashes.digest(number - 1))
-        self._take_up_to(number)
-        index = number - 1 - self.num_published
-        return self._spare[index] if index < len(self._spare) else None
+    def _publish(self, memory: SequenceMemory, num_tokens: int, captured: Collection[int]) -> None:
+        first, last = self.sequence.num_published, num_tokens // self._size
+        self._hold_up_to(last)
+        blocks = self._blocks[first:last]
+        end = first + len(blocks)
+        if blocks:
+            start = first * self._size
+            self._store.tensors.save_tokens(blocks, memory, start, end * self._size)
+        reserved = self._reserved
+        written = [c for c in reserved if c.position in captured and c.position <= end * self._size]
+        self._reserved = [each for each in reserved if each not in written]
+        self._store.index.publish([(self.sequence, blocks, written)])
 
-    def _take_up_to(self, number: int) -> None:
-        """Hold blocks for the sequence up to its ``number``-th, as many as there are."""
-        taken = self._take(number - self.num_published - len(self._spare))
-        self._held += taken
-        self._spare += taken
+    def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
+        """Keep the state where the sequence stands, at the end of a block."""
+        index, hashes = num_tokens // self._size - 1, self.sequence.hashes
+        if index >= self.sequence.num_published:
+            return
+        block = self._store.kv_blocks.find_block(hashes[index], hashes.digest(index))
+        if block is None:
+            return
+        [kept] = self._store.index.reserve([(self.sequence, [num_tokens], [block])])
+        if kept:
+            self._reserved += kept
+            self._store.tensors.save_state(kept[0].slot, memory)
+            self._reserved.remove(kept[0])
+            self._store.index.publish([(self.sequence, (), kept)])
+
+    def _cancel_reserved(self) -> None:
+        # First: an exception on the way leaves a reservation to be taken back, and none twice.
+        reserved, self._reserved = self._reserved, []
+        self._store.index.cancel(reserved)
 
     def _can_be_kept(self, memory: SequenceMemory) -> bool:
         """Say whether the store's dtypes hold what is given, and remember what it came in."""
@@ -523,82 +470,12 @@ class SequenceRecord:
             return False
         return self._store.live_dtypes.setdefault(self._lora_id, given) == given
 
-    def _publish_blocks(self, memory: SequenceMemory, last: int) -> None:
-        first = self.num_published
-        self._take_up_to(last)
-        blocks, self._spare = self._spare[: last - first], self._spare[last - first :]
-        if not blocks:
-            return
-        size, kv_blocks = self._store.layout.block_size_tokens, self._store.kv_blocks
-        end = (first + len(blocks)) * size
-        self._store.tensors.save_tokens(blocks, memory, first * size, end)
-        hashes = self._chain.hashes
-        holders = kv_blocks.register_kv_block_hashes(
-            blocks,
-            hashes[first : first + len(blocks)],
-            parent_hash=hashes[first - 1] if first else None,
-            tokens=self._tokens[first * size : end] if self._sought.is_told else None,
-            extra_keys=self._sought.extra_keys(first, first + len(blocks)),
-        )
-        for index, holder in enumerate(holders, first):
-            if holder is not None:
-                self._offer(EntryKind.KV, index, holder)
-        # A block whose hash id belongs to another content stays private, and nothing after it can
-        # be found.
-        self.num_published += holders.index(None) if None in holders else len(holders)
-
-    def _commit_reserved(self, captured: Collection[int]) -> None:
-        slots = self._store.slots
-        for position in sorted(self._reserved):
-            # First: who breaks this off leaves a reservation to be taken back, and none twice.
-            slot = self._reserved.pop(position)
-            index = position // self._store.layout.block_size_tokens
-            is_published = position in captured and index <= self.num_published
-            block = self._block_ending_at(index) if is_published else None
-            if block is None:
-                slots.cancel_reserved([slot])
-            else:
-                self._commit(slot, block, position)
-
-    def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
-        """Keep the state where the sequence stands, at the end of a block."""
-        index = num_tokens // self._store.layout.block_size_tokens
-        if index > self.num_published:
-            return
-        block = self._block_ending_at(index)
-        if block is None or self._store.slots.has_state(block):
-            return
-        proposals = self._propose(num_tokens)
-        [slot] = self._store.slots.reserve_slots([block], proposals)
-        if slot is None:
+    def _hold_up_to(self, number: int) -> None:
+        """Hold blocks for the sequence up to its ``number``-th, as many as there are."""
+        missing, kv_blocks = number - len(self._blocks), self._store.kv_blocks
+        if missing <= 0:
             return
         try:
-            self._store.tensors.save_state(slot, memory)
-        except BaseException:
-            self._store.slots.cancel_reserved([slot])
-            raise
-        self._commit(slot, block, num_tokens)
-
-    def _commit(self, slot: int, block: int, position: int) -> None:
-        saved = max(1, position - self._tokens_to_state)
-        slots = self._store.slots
-        slots.commit_reserved([slot], [block], saved_tokens=[saved])
-        self._tokens_to_state = position
-        self._store.counters["saved_states"] += 1
-        self._offer(EntryKind.STATE, position // self._store.layout.block_size_tokens - 1, block)
-
-    def _offer(self, kind: EntryKind, index: int, block: int) -> None:
-        """Offer what is findable now to the tiers below, unless it is of other dtypes."""
-        tiers = self._store.tiers
-        if tiers is not None and self._lora_id not in self._store.live_dtypes:
-            tiers.offer(kind, self._chain, index, block)
-
-    def _take(self, count: int) -> list[int]:
-        """Take up to ``count`` blocks, as many as there are."""
-        if count <= 0:
-            return []
-        kv_blocks = self._store.kv_blocks
-        try:
-            return kv_blocks.allocate_memory_blocks(count)
+            self._blocks += kv_blocks.allocate_memory_blocks(missing)
         except BlockCapacityError as error:
-            return kv_blocks.allocate_memory_blocks(min(count, error.available))
+            self._blocks += kv_blocks.allocate_memory_blocks(min(missing, error.available))

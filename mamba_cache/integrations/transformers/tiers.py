@@ -6,25 +6,25 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from mamba_cache._extras import installed_version
 from mamba_cache._guard import weak_callback
-from mamba_cache.cache import BlockHashChain, ExtraKey
+from mamba_cache.cache import BlockHashes, ExtraKey, StateProposal
+from mamba_cache.cache.sequence import CachedSequence, Checkpoint, PrefixMatch
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import Prefetch
-from mamba_cache.context.requests import PlannedLoad, PrefixMatch
+from mamba_cache.context.prefetch import Prefetch, PromptEntries
+from mamba_cache.context.requests import PlannedLoad
 from mamba_cache.context.tier_memory import open_disk
 from mamba_cache.context.tiering import Tiering
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
+from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.states import StateSpec, StateTensorSpec
 from mamba_cache.tiers import (
     CacheIdentity,
@@ -147,18 +147,45 @@ class PrefixTiers(Tiering):
         self._key = self._keys[lora_id]
         return lora_id if self._key is None else self._key
 
-    def offer(self, kind: EntryKind, chain: BlockHashChain, index: int, block: int) -> None:
-        """Have a block, or the state at its end, copied to the host tier when the call is over.
+    @property
+    def _takes_offers(self) -> bool:
+        """Whether what is computed now may be found by others: not in dtypes of its own."""
+        return self._key is not None and self._runner.fingerprint.key not in self._store.live_dtypes
 
-        It is the sequence's block ``index``.
-        """
-        if self._key is None or self.host.has(kind, chain.hashes.digest(index)):
-            return
-        facts = self.entries(chain.hashes, None).facts(kind, index)  # digests have the salt
-        if kind is EntryKind.STATE:
-            self.offer_slot(self._store.slots.get_slot(block), facts)
-        elif self._has_kv:
-            self.offer_block(block, facts)
+    def offer_blocks(
+        self,
+        active: CachedSequence,
+        first: int,
+        blocks: Sequence[int],
+        holders: Sequence[int | None],
+    ) -> None:
+        """Have blocks copied to the host tier when the call is over."""
+        if self._takes_offers:
+            super().offer_blocks(active, first, blocks, holders)
+
+    def offer_state(
+        self, active: CachedSequence, position: int, slot: int, proposal: StateProposal | None
+    ) -> None:
+        """Have a state copied to the host tier when the call is over."""
+        if self._takes_offers:
+            super().offer_state(active, position, slot, proposal)
+
+    def offer_cached(self, hashes: BlockHashes) -> None:
+        """Offer what is cached of a sequence's whole blocks, and the host tier has not."""
+        store, entries = self._store, self.entries(hashes, None)
+        for index, hash_id in enumerate(hashes if self._takes_offers else ()):
+            digest = hashes.digest(index)
+            block = store.kv_blocks.find_block(hash_id, digest)
+            if block is None:
+                return
+            if self._has_kv and not self.host.has(EntryKind.KV, digest):
+                self.offer_block(block, entries.facts(EntryKind.KV, index))
+            slot = store.slots.get_slot(block)
+            if slot >= 0 and not self.host.has(EntryKind.STATE, digest):
+                self.offer_slot(slot, entries.facts(EntryKind.STATE, index))
+
+    def _entries(self, active: CachedSequence) -> PromptEntries:
+        return self.entries(active.hashes, None)  # digests have the salt
 
     def spill(self) -> None:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
@@ -174,16 +201,20 @@ class PrefixTiers(Tiering):
         yield
         self.end_forward()
 
-    def bring(self, prompt: SoughtPrompt) -> None:
-        """Bring the prefix of a prompt from below with which it is computed soonest."""
+    def bring(self, sequence: CachedSequence, min_computed: int) -> None:
+        """Bring the prefix of a sequence from below with which it is computed soonest.
+
+        ``min_computed`` of its tokens are left to compute.
+        """
         self.poll()
         if self._key is None:
             return
-        if self.lower.tiers and self._may_fetch() and self._fetch(prompt):
-            self._fetch(prompt)  # what is damaged is not found again: another boundary may be
-        usable = len(prompt.tokens) - prompt.min_computed
-        while (match := self._extended(prompt, usable)).loads_state:
-            if self._load(prompt, match):
+        usable = sequence.num_known - min_computed
+        # What is damaged is not found again: another boundary may be.
+        if self.lower.tiers and self._may_fetch() and self._fetch(sequence, usable):
+            self._fetch(sequence, usable)
+        while (match := self._extended(sequence, usable)).loads_state:
+            if self._load(sequence, match):
                 return
             usable = match.skip_tokens - 1
 
@@ -192,31 +223,31 @@ class PrefixTiers(Tiering):
         is_idle = self._prefetch is None or self._prefetch.is_over
         return is_idle or time.monotonic() - self._fetched_at >= _RETRY_SECONDS
 
-    def _extended(self, prompt: SoughtPrompt, usable: int) -> PrefixMatch:
-        """Match a prompt of which ``usable`` tokens may be skipped, here and in host memory."""
-        match = self._store.match(prompt)
-        num_tokens = usable + self._config.min_computed_tokens
-        return self.extend(replace(match, prompt_tokens=num_tokens), prompt.chain.hashes)
+    def _extended(self, sequence: CachedSequence, usable: int) -> PrefixMatch:
+        """Match a sequence of which ``usable`` tokens may be skipped, here and in host memory."""
+        least = self._config.min_computed_tokens
+        match = self._store.index.match(sequence.hashes, usable + least, least)
+        return self.extend(match, sequence.hashes)
 
-    def _fetch(self, prompt: SoughtPrompt) -> bool:
-        """Bring what disk and store have of a prompt to host memory; say whether it was damaged."""
-        match = self._extended(prompt, len(prompt.tokens) - prompt.min_computed)
-        entries = self.entries(prompt.chain.hashes, None)
+    def _fetch(self, sequence: CachedSequence, usable: int) -> bool:
+        """Bring what disk and store have to host memory; say whether it was damaged."""
+        match = self._extended(sequence, usable)
         self._fetched_at = time.monotonic()
-        self._prefetch = self.prefetch(None, match, entries, _DEADLINE_SECONDS)
+        self._prefetch = self.prefetch(None, match, self._entries(sequence), _DEADLINE_SECONDS)
         self._prefetch.go_on = weak_callback(self.poll)
         self._prefetch.wait()
         self.poll()
         return self._prefetch.is_over and not _UNDAMAGED.issuperset(self._prefetch.refusals)
 
-    def _load(self, prompt: SoughtPrompt, match: PrefixMatch) -> bool:
+    def _load(self, sequence: CachedSequence, match: PrefixMatch) -> bool:
         """Bring what a match loads to blocks and a slot; say whether it is findable there."""
         store, depth = self._store, match.state_matched_blocks
-        kv_blocks, slots = store.kv_blocks, store.slots
-        load = self.read_rows(match, self.entries(prompt.chain.hashes, None))
+        kv_blocks, index = store.kv_blocks, store.index
+        load = self.read_rows(match, self._entries(sequence))
         if load is None:
             return False
-        held, slot, is_committed = list(match.block_ids[:depth]), None, False
+        held, kept = list(match.block_ids[:depth]), list[Checkpoint]()
+        sequence.num_published = len(held)
         kv_blocks.retain_memory_blocks(held)
         try:
             try:
@@ -224,40 +255,22 @@ class PrefixTiers(Tiering):
             except BlockCapacityError:
                 return False
             held += blocks
-            if slots.has_state(held[-1]):
-                return False
-            [slot] = slots.reserve_slots([held[-1]])
-            if slot is None or not self.load([(load, blocks if self._has_kv else (), slot)]):
+            [kept] = index.reserve([(sequence, [match.skip_tokens], held[-1:])])
+            if not kept or not self.load([(load, blocks if self._has_kv else (), kept[0].slot)]):
                 return False
             self.end_loads([load])
-            if not load.is_damaged:
-                is_committed = self._publish(prompt, depth, blocks, slot)
-            return is_committed
+            if load.is_damaged:
+                return False
+            written, kept = [kept[0]._replace(is_loaded=True)], []
+            index.publish([(sequence, blocks, written)])
+            return (
+                index.match(sequence.hashes, match.prompt_tokens, 0).skip_tokens
+                >= match.skip_tokens
+            )
         finally:
             self.cancel(load)
             kv_blocks.release_memory_blocks(held)
-            if slot is not None and not is_committed:
-                slots.cancel_reserved([slot])
-
-    def _publish(self, prompt: SoughtPrompt, depth: int, blocks: list[int], slot: int) -> bool:
-        """Make loaded blocks and their state findable; say whether they are."""
-        store, size = self._store, self._store.layout.block_size_tokens
-        hashes, first = prompt.chain.hashes, depth - len(blocks)
-        if blocks:
-            holders = store.kv_blocks.register_kv_block_hashes(
-                blocks,
-                hashes[first:depth],
-                parent_hash=hashes[first - 1] if first else None,
-                tokens=prompt.tokens[first * size : depth * size] if prompt.is_told else None,
-                extra_keys=prompt.extra_keys(first, depth),
-            )
-            if None in holders:
-                return False
-        block = store.kv_blocks.find_block(hashes[depth - 1], hashes.digest(depth - 1))
-        if block is None:
-            return False
-        store.slots.commit_reserved([slot], [block], saved_tokens=[depth * size])
-        return True
+            index.cancel(kept)
 
     def let_go(self) -> None:
         """Take back what a call held that broke off."""

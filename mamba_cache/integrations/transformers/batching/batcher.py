@@ -21,6 +21,7 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
+from mamba_cache.cache.sequence import CachedSequence
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
 from mamba_cache.context.scheduler import Scheduler
@@ -42,7 +43,7 @@ from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, pa
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.store import PrefixStore, SoughtPrompt
+from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import ints_to_device
 
 __all__ = ["BatchStats", "Batcher", "BatcherSettings"]
@@ -551,15 +552,8 @@ class Batcher:
         """Return how many tokens of a prompt are cached, once lower tiers have brought theirs."""
         prepared, tiers = request.prepared, self._store.tiers
         if tiers is not None:
-            tiers.bring(
-                SoughtPrompt(
-                    prepared.chain,
-                    prepared.tokens,
-                    self._settings.fewest_tokens,
-                    prepared.request.cache_salt,
-                    is_told=bool(prepared.request.tells_tokens),
-                )
-            )
+            sequence = CachedSequence(prepared.request, prepared.tokens, prepared.chain)
+            tiers.bring(sequence, self._settings.fewest_tokens)
         return self.context.match(prepared).skip_tokens
 
     def _close_ranks(self) -> None:
@@ -757,7 +751,7 @@ class Batcher:
             return
         tokens, chain = [*request.prompt, *request.answer], request.prepared.chain.copy()
         chain.append(tokens[chain.num_tokens :])
-        self._store.offer(chain, self._runner.fingerprint.key)
+        self._store.tiers.offer_cached(chain.hashes)
 
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Append a token to an answer; return whether it is the last one."""

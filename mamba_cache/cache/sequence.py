@@ -1,0 +1,455 @@
+"""Sequences: what each finds in the cache, reserves there and publishes.
+
+A context keeps one for each request, ``PrefixCache.generate`` one for each prompt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from mamba_cache._checks import as_items, check_hashable, check_int
+from mamba_cache.cache.hashing import BlockHashChain, BlockHashes
+from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
+from mamba_cache.cache.placement import CheckpointPlacement, PlacementFacts, placed_positions
+from mamba_cache.cache.policies import PromptFacts, StateProposal
+from mamba_cache.cache.slot_pool import SlotPool
+from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.events import Stored
+
+__all__ = [
+    "CachedSequence",
+    "Checkpoint",
+    "MissReason",
+    "PrefixIndex",
+    "PrefixMatch",
+    "Request",
+    "TierOffers",
+    "TokenArray",
+    "check_hint",
+    "check_positions",
+]
+
+TokenArray = np.ndarray[Any, np.dtype[np.int32]]
+"""Token ids, 1-D, on the CPU."""
+
+_SequenceT = TypeVar("_SequenceT", bound="CachedSequence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt to run.
+
+    Attributes:
+        request_id: The caller's name for it; unique among the requests that are not finished.
+        prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
+        cache_salt: Requests of different salts never share anything.
+        lora_id: Likewise for adapters.
+        multimodal_keys: Pairs (token position, content key) of items that placeholder tokens stand
+            for; two prompts match only where the keys agree. Any collection; a tuple is kept.
+        checkpoint_positions: Positions at which others are expected to branch off, such as the end
+            of a system prompt, in tokens. A state is saved at the block boundary at or before
+            each, in the prompt or in the answer, beside those that the placement chooses.
+        will_continue: Whether a longer prompt that begins with this one will follow, as after a
+            tool call or a turn of a chat: a hint for ``AdaptiveSlotPolicy``. None: nobody knows.
+        source: Who says so: hints of each source are trusted as far as they came true.
+        tells_tokens: Whether listeners get its tokens. None: they do, with its salt, adapter and
+            multimodal keys; True: without the adapter, which is none but the cache's own key.
+
+    Raises:
+        InvalidArgumentError: ``multimodal_keys``, ``checkpoint_positions``, ``will_continue``,
+            ``source`` or ``tells_tokens`` is of a wrong kind.
+    """
+
+    request_id: Hashable
+    prompt_tokens: Any
+    cache_salt: str | bytes | None = None
+    lora_id: str | int | None = None
+    multimodal_keys: Sequence[tuple[int, str | bytes]] = ()
+    checkpoint_positions: Sequence[int] = ()
+    will_continue: bool | None = None
+    source: Hashable = None
+    tells_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        # A prompt may be hashed more than once, and what is read once would have no keys then.
+        if type(self.multimodal_keys) is not tuple or self.multimodal_keys:
+            given = as_items("multimodal_keys", self.multimodal_keys, "(position, key) pairs")
+            keys = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
+            object.__setattr__(self, "multimodal_keys", keys)
+        positions = check_positions(self.checkpoint_positions)
+        object.__setattr__(self, "checkpoint_positions", positions)
+        check_hint(self.will_continue, self.source)
+        _check_optional_bool("tells_tokens", self.tells_tokens)
+
+
+class Checkpoint(NamedTuple):
+    """A state that a step saves."""
+
+    position: int  # the boundary, in tokens from the sequence's start
+    slot: int  # the slot reserved for it
+    is_loaded: bool = False  # whether it comes from a tier, and is not computed
+
+
+class MissReason(str, Enum):
+    """Why a request skipped no tokens."""
+
+    CACHE_DISABLED = "cache_disabled"
+    """Prefix caching is switched off."""
+
+    PROMPT_SHORTER_THAN_BLOCK = "prompt_shorter_than_block"
+    """The prompt has no complete block, so nothing of it can ever be cached."""
+
+    NO_KV_MATCH = "no_kv_match"
+    """Not even the first block was found."""
+
+    NO_STATE = "no_state"
+    """Blocks were found, but no state is saved at the end of any of them."""
+
+    STATE_TOO_LATE = "state_too_late"
+    """The only states lie so near the prompt's end that too few tokens would be left to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What of a prompt is cached.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        block_ids: KV blocks of the prompt found cached, from its start.
+        state_matched_blocks: Blocks up to the farthest usable state.
+        skip_tokens: Tokens up to it: they need not be computed again.
+        miss_reason: Why ``skip_tokens`` is 0; None if it is not.
+        loaded_blocks: KV blocks up to that state that are loaded from the host tier: those after
+            ``block_ids``.
+        loads_state: Whether the state is loaded from there as well.
+        arriving_tokens: Tokens that can be skipped once what ``prefetch`` brings has arrived; 0 if
+            nothing is under way.
+    """
+
+    prompt_tokens: int
+    block_ids: tuple[int, ...]
+    state_matched_blocks: int
+    skip_tokens: int
+    miss_reason: MissReason | None
+    loaded_blocks: int = 0
+    loads_state: bool = False
+    arriving_tokens: int = 0
+
+    @property
+    def kv_matched_blocks(self) -> int:
+        """Blocks found cached."""
+        return len(self.block_ids)
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """One sequence: its tokens and hashes, and what of it was found and published."""
+
+    request: Request  # the caller's request
+    prompt: TokenArray  # [prompt length] int32 prompt tokens
+    chain: BlockHashChain  # hashes of the blocks of all its known tokens
+    wanted_boundaries: frozenset[int] = frozenset()  # where the caller wants a state
+    # Tokens after the prompt, as far as they were taken over.
+    generated: array[int] = field(default_factory=lambda: array("i"))
+    state_position: int = 0  # the last state that is not superseded, or where it resumed
+    num_shared_blocks: int = 0  # the first blocks, which it may not write
+    num_published: int = 0  # the first blocks, which were registered
+    num_announced: int = 0  # tokens that policies were told of: what follows is decoded
+    prompt_seen: object = None  # what the policy of the slots knows it by
+    prompt_seen_below: object = None  # likewise that of the host tier
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt, and later ones that were taken over."""
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def hashes(self) -> BlockHashes:
+        """Hashes of the complete blocks of its known tokens; none without a cache."""
+        return self.chain.hashes
+
+    def tokens(self, start: int, end: int) -> TokenArray:
+        """Return known tokens from ``start`` to ``end``, int32."""
+        split = len(self.prompt)
+        if end <= split:
+            return self.prompt[start:end]
+        tail = np.array(self.generated[max(start - split, 0) : end - split], dtype=np.int32)
+        return tail if start >= split else np.concatenate((self.prompt[start:], tail))
+
+    def extra_keys(
+        self, first: int, end: int, block_size: int
+    ) -> tuple[tuple[Any, ...] | None, ...] | None:
+        """Return what else than tokens the hashes of blocks are made of, for listeners."""
+        request = self.request
+        lora_id = None if request.tells_tokens else request.lora_id
+        if request.cache_salt is None and lora_id is None and not request.multimodal_keys:
+            return None
+        keys: list[list[Any]] = [[] if lora_id is None else [lora_id] for _ in range(first, end)]
+        for position, key in request.multimodal_keys:
+            if first <= position // block_size < end:
+                keys[position // block_size - first].append((key, position % block_size))
+        if first == 0 and request.cache_salt is not None:
+            keys[0].append(request.cache_salt)
+        return tuple(tuple(each) or None for each in keys)
+
+    def fork(
+        self: _SequenceT, request_id: Hashable, chain: BlockHashChain, generated: Iterable[int]
+    ) -> _SequenceT:
+        """Return a sequence of its own with the same prompt and other tokens after it."""
+        return type(self)(
+            replace(self.request, request_id=request_id),
+            self.prompt,
+            chain.copy(),
+            self.wanted_boundaries,
+            array("i", generated),
+            state_position=self.state_position,
+            num_shared_blocks=self.num_shared_blocks,
+            num_published=self.num_published,
+            num_announced=self.num_announced,
+            prompt_seen=self.prompt_seen,
+            prompt_seen_below=self.prompt_seen_below,
+        )
+
+
+class TierOffers(Protocol):
+    """What tiers below the GPU are told and asked of sequences."""
+
+    def begin_request(self, facts: PromptFacts, /) -> object:
+        """Tell the tiers' policy of a prompt; return what it knows the prompt by."""
+
+    def wants(self, sequence: CachedSequence, proposals: Sequence[StateProposal]) -> Sequence[bool]:
+        """Say which states are worth a row of a tier, and have none in host memory."""
+
+    def offer_blocks(
+        self,
+        sequence: CachedSequence,
+        first: int,
+        blocks: Sequence[int],
+        holders: Sequence[int | None],
+        /,
+    ) -> object:
+        """Offer blocks of a sequence, from its ``first`` on, that became findable."""
+
+    def offer_state(
+        self,
+        sequence: CachedSequence,
+        position: int,
+        slot: int,
+        proposal: StateProposal | None,
+        /,
+    ) -> object:
+        """Offer a state of a sequence that became findable."""
+
+
+class PrefixIndex:
+    """What sequences find, reserve and publish: KV blocks and slots as one."""
+
+    def __init__(
+        self,
+        kv_blocks: KVBlockAllocator,
+        slots: SlotPool,
+        *,
+        block_size_tokens: int,
+        placement: CheckpointPlacement,
+        counters: Counter[str],
+        tiers: TierOffers,
+        refuses_states: bool,
+    ) -> None:
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._block_size = block_size_tokens
+        self._placement = placement
+        self._counters = counters
+        self.tiers = tiers
+        self.refuses_states = refuses_states  # whether the policy may
+
+    def match(
+        self, hashes: BlockHashes, prompt_tokens: int, min_computed_tokens: int
+    ) -> PrefixMatch:
+        """Find how much of a prompt is cached; nothing changes."""
+        block_ids = self._kv_blocks.match_prefix(hashes)
+        reason: MissReason | None = None
+        if not block_ids:
+            reason = MissReason.NO_KV_MATCH if len(hashes) else MissReason.PROMPT_SHORTER_THAN_BLOCK
+            return PrefixMatch(prompt_tokens, (), 0, 0, reason)
+        usable_blocks = max(0, prompt_tokens - min_computed_tokens) // self._block_size
+        state_blocks = self._slots.num_blocks_to_state(block_ids[:usable_blocks])
+        if not state_blocks:
+            too_late = self._slots.num_blocks_to_state(block_ids)
+            reason = MissReason.STATE_TOO_LATE if too_late else MissReason.NO_STATE
+        return PrefixMatch(
+            prompt_tokens, tuple(block_ids), state_blocks, state_blocks * self._block_size, reason
+        )
+
+    def announce(self, sequence: CachedSequence, max_skipped: int) -> None:
+        """Tell the policies of a sequence that was just matched, if they know prompts."""
+        sequence.num_announced = sequence.num_known
+        if not self._slots.knows_prompts:  # then no policy of a tier does
+            return
+        request = sequence.request
+        facts = PromptFacts(
+            sequence.hashes,
+            self._block_size,
+            sequence.num_shared_blocks,
+            max(0, max_skipped) // self._block_size,
+            request.will_continue,
+            request.source,
+        )
+        sequence.prompt_seen = self._slots.begin_request(facts)
+        sequence.prompt_seen_below = self.tiers.begin_request(facts)
+
+    def positions(self, sequence: CachedSequence) -> set[int]:
+        """Return where states of a sequence's known tokens are worth saving."""
+        size, num_tokens = self._block_size, sequence.num_known
+        facts = PlacementFacts(num_tokens, size, sequence.num_shared_blocks, -(-num_tokens // size))
+        return placed_positions(self._placement, facts) | sequence.wanted_boundaries
+
+    def reserve(
+        self, wanted: Sequence[tuple[CachedSequence, Sequence[int], Sequence[int]]]
+    ) -> list[list[Checkpoint]]:
+        """Reserve slots for states of sequences at positions, as far as they can be had.
+
+        With each position comes the block that ends there.
+        """
+        block_ids = [block for _, _, blocks in wanted for block in blocks]
+        proposals = [each for seq, where, _ in wanted for each in self._proposals(seq, where)]
+        slots = iter(self._slots.reserve_slots(block_ids, proposals or None))
+        return [
+            [Checkpoint(p, slot) for p in positions if (slot := next(slots)) is not None]
+            for _, positions, _ in wanted
+        ]
+
+    def cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Give reserved slots back."""
+        if checkpoints:
+            self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])
+
+    def publish(
+        self, written: Sequence[tuple[CachedSequence, Sequence[int], Sequence[Checkpoint]]]
+    ) -> None:
+        """Publish new complete blocks of sequences, and states that were written.
+
+        A block whose content another sequence published first stays private, and its state goes to
+        that other block if it has none. So a state is findable only beside the keys and values of
+        the same prefix.
+        """
+        private: list[Checkpoint] = []
+        shared: list[tuple[CachedSequence, Checkpoint]] = []
+        blocks, saved_tokens = [], []
+        for sequence, new_blocks, checkpoints in written:
+            first, hashes = sequence.num_published, sequence.hashes
+            holders = self._publish_blocks(sequence, new_blocks) if new_blocks else []
+            for checkpoint in checkpoints:
+                num_saved = _count_saved_tokens(sequence, checkpoint)
+                index = checkpoint.position // self._block_size - 1
+                if index >= first:
+                    block = holders[index - first]
+                else:
+                    block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
+                if block is None:
+                    private.append(checkpoint)
+                    continue
+                shared.append((sequence, checkpoint))
+                blocks.append(block)
+                saved_tokens.append(num_saved)
+        self.cancel(private)
+        if not shared:
+            return
+        slots = [checkpoint.slot for _, checkpoint in shared]
+        kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
+        for (sequence, (position, slot, is_loaded)), now in zip(shared, kept, strict=True):
+            if slot != now or is_loaded:
+                continue
+            self._counters["saved_states"] += 1
+            knows_prompt = sequence.prompt_seen_below is not None
+            proposal = self._propose(sequence, position) if knows_prompt else None
+            self.tiers.offer_state(sequence, position, slot, proposal)
+
+    def _publish_blocks(self, sequence: CachedSequence, blocks: Sequence[int]) -> list[int | None]:
+        first, hashes, size = sequence.num_published, sequence.hashes, self._block_size
+        end, tokens, extra = first + len(blocks), None, None
+        if self._kv_blocks.listeners.wants(Stored) and sequence.request.tells_tokens is not False:
+            tokens = sequence.tokens(first * size, end * size)
+            extra = sequence.extra_keys(first, end, size)
+        holders = self._kv_blocks.register_kv_block_hashes(
+            blocks,
+            hashes[first:end],
+            parent_hash=hashes[first - 1] if first else None,
+            tokens=tokens,
+            extra_keys=extra,
+        )
+        sequence.num_published = end
+        self.tiers.offer_blocks(sequence, first, blocks, holders)
+        return holders
+
+    def _propose(self, sequence: CachedSequence, position: int) -> StateProposal:
+        """Describe a state inside a prompt, at its end, or of a sequence that decodes."""
+        size, end, prompt = self._block_size, sequence.num_announced, sequence.prompt_seen
+        depth = position // size
+        is_asked = not self.refuses_states or position in sequence.wanted_boundaries
+        if position > end:  # the block need not be complete yet
+            return StateProposal(prompt, depth, "end", is_asked, sequence.hashes[: depth - 1])
+        # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
+        if position >= (end - 1) // size * size:
+            kind: Literal["end", "branch", "inside"] = "end"
+        else:
+            kind = "branch" if position == sequence.num_shared_blocks * size else "inside"
+        return StateProposal(prompt, depth, kind, is_asked)
+
+    def _proposals(self, sequence: CachedSequence, positions: Sequence[int]) -> list[StateProposal]:
+        """Describe states to a policy that knows prompts; none to another one."""
+        if sequence.prompt_seen is None:
+            return []
+        proposals = [self._propose(sequence, position) for position in positions]
+        if sequence.prompt_seen_below is None:
+            return proposals
+        # What is worth a row but no slot must have one until it is copied.
+        wanted = self.tiers.wants(sequence, proposals)
+        return [
+            each._replace(is_asked=True) if is_wanted else each
+            for each, is_wanted in zip(proposals, wanted, strict=True)
+        ]
+
+
+def _count_saved_tokens(sequence: CachedSequence, checkpoint: Checkpoint) -> int:
+    """Return the tokens that a state saves beyond the one before it.
+
+    The later ones count from this one; not from the newest of a decoding sequence, which the
+    next one supersedes.
+    """
+    position = checkpoint.position
+    saved_tokens = position - sequence.state_position
+    if position <= sequence.num_announced or position in sequence.wanted_boundaries:
+        sequence.state_position = position
+    return saved_tokens
+
+
+def check_hint(will_continue: Any, source: Any) -> None:
+    """Check what a sender says of a prompt, as ``Request`` has it."""
+    _check_optional_bool("will_continue", will_continue)
+    check_hashable("source", source)
+
+
+def _check_optional_bool(name: str, value: Any) -> None:
+    if not (value is None or isinstance(value, bool)):
+        raise InvalidArgumentError(f"{name} must be True, False or None, got {value!r}")
+
+
+def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
+    """Return token positions that a caller gives, checked."""
+    if type(positions) is tuple and not positions:
+        return ()
+    try:
+        given = list(positions)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"checkpoint_positions must be a collection of ints, got {positions!r}"
+        ) from None
+    return tuple(check_int("checkpoint_positions", position, minimum=0) for position in given)
