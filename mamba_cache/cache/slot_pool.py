@@ -243,16 +243,6 @@ class SlotPool:
         return self.free_count > 0 or len(self._evictable(kept)) > 0
 
     @query
-    def is_pinned(self, slot: int) -> bool:
-        """Say whether a cached slot is being read.
-
-        Raises:
-            InvalidArgumentError: The slot is outside the pool.
-        """
-        [slot] = as_ids("slots", [slot], self.max_slots)
-        return bool(self._slot_to_block[slot] >= 0 and self.pin_counts[slot])
-
-    @query
     def is_current(self, lease: SlotLease) -> bool:
         """Say whether a lease's slot still holds the state that was pinned.
 
@@ -437,10 +427,7 @@ class SlotPool:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
         self._guard.is_changing = True
         self._rows.hold(read, as_rows(read))
-        return [
-            SlotLease(slot, self._slot_to_block.item(slot), self.generations.item(slot))
-            for slot in read
-        ]
+        return [self._lease(slot, self._block_at[slot]) for slot in read]
 
     @guarded(nests=True)
     def unpin_slots(self, leases: Sequence[SlotLease]) -> None:
@@ -453,6 +440,33 @@ class SlotPool:
         current = [x.slot for x in as_items("leases", leases, "leases") if self.is_current(x)]
         self._guard.is_changing = True
         self._rows.release(current, as_rows(current))
+
+    @query
+    def leases_of(self, slots: Sequence[int]) -> list[SlotLease | None]:
+        """Name the states that slots cache, without keeping them; None where there is none.
+
+        Raises:
+            InvalidArgumentError: A slot is outside the pool.
+        """
+        return [
+            None if (block := self._block_at[slot]) < 0 else self._lease(slot, block)
+            for slot in as_ids("slots", slots, self.max_slots)
+        ]
+
+    def _lease(self, slot: int, block_id: int) -> SlotLease:
+        return SlotLease(slot, block_id, self.generations.item(slot))
+
+    @guarded(nests=True)
+    def free_unread(self, leases: Sequence[SlotLease]) -> None:
+        """Free the states that leases name, but for those that are gone or being read.
+
+        Raises:
+            InvalidArgumentError: One is no lease, or its slot is outside the pool.
+        """
+        current = [x for x in as_items("leases", leases, "leases") if self.is_current(x)]
+        self._guard.is_changing = True
+        self.free_states([x.block_id for x in current if not self.pin_counts[x.slot]])
+        self.listeners.tell()
 
     @guarded(nests=True)
     def note_consumed(self, slots: Sequence[int]) -> None:

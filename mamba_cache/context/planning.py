@@ -205,9 +205,9 @@ class Planner:
             elif self._config.reuse_answers:
                 written.append((active, ()))
         self._publish(written)
-        for active, checkpoints in written:
-            for checkpoint in checkpoints:
-                self._supersede_decode_state(active, checkpoint)
+        saved = [(active, states[0]) for active, states in written if states]
+        if saved:
+            self._supersede_decode_states(saved)
 
     def end_chunks(self, prefills: Sequence[ActiveRequest]) -> None:
         """Publish what computed chunks wrote, and say what their requests do next."""
@@ -349,25 +349,21 @@ class Planner:
         end = self._rows.num_computed.item(active.row) // self._block_size
         return self._blocks_between(active, active.num_published, min(end, len(active.hashes)))
 
-    def _supersede_decode_state(self, active: ActiveRequest, boundary: Checkpoint) -> None:
-        """Free the state that a request saved one block earlier while decoding.
+    def _supersede_decode_states(self, saved: Sequence[tuple[ActiveRequest, Checkpoint]]) -> None:
+        """Free the states that requests saved one block earlier while decoding.
 
-        The next turn of the conversation resumes from the newest, so one slot does for an answer
-        of any length. States that somebody asked for by position stay, and so do those that other
+        The next turn of a conversation resumes from the newest, so one slot does for an answer of
+        any length. States that somebody asked for by position stay, and so do those that other
         requests have used or are about to.
         """
-        if boundary.position in active.wanted_boundaries:
-            return
-        old, active.decode_lease = active.decode_lease, self._lease_of(boundary)
-        if old is None or not self._slots.is_current(old):
-            return
-        if self._consumed.get(old.slot) != old and not self._slots.is_pinned(old.slot):
-            self._slots.invalidate_block(old.block_id)
-
-    def _lease_of(self, boundary: Checkpoint) -> SlotLease | None:
-        """Name the state that ``boundary`` saved; None if another request had saved it before."""
-        if self._slots.slot_to_block[boundary.slot] < 0:
-            return None
-        lease = self._slots.pin_slots([boundary.slot])[0]
-        self._slots.unpin_slots([lease])
-        return lease
+        newest = self._slots.leases_of([checkpoint.slot for _, checkpoint in saved])
+        superseded: list[SlotLease] = []
+        for (active, checkpoint), lease in zip(saved, newest, strict=True):
+            if checkpoint.position in active.wanted_boundaries:
+                continue
+            # None if another request had saved it before.
+            old, active.decode_lease = active.decode_lease, lease
+            if old is not None and self._consumed.get(old.slot) != old:
+                superseded.append(old)
+        if superseded:
+            self._slots.free_unread(superseded)

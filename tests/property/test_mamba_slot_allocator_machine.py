@@ -379,6 +379,17 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
 
     # Losing.
 
+    @rule(data=st.data())
+    def free_unread(self, data):
+        named = self.allocator.leases_of(range(self.max_slots))
+        assert [slot for slot, lease in enumerate(named) if lease is not None] == sorted(
+            self.cached
+        )
+        slots = data.draw(st.sets(st.sampled_from(sorted(self.cached)))) if self.cached else ()
+        self.allocator.free_unread([named[slot] for slot in slots] + self.old_leases)
+        for slot in set(slots) - {lease.slot for lease in self.leases}:
+            self.vacate(slot)
+
     @rule(block=blocks)
     def invalidate(self, block):
         self.allocator.invalidate_block(block)
@@ -456,7 +467,8 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert allocator.evicted_slots_total == self.evicted
         assert all(allocator.is_current(lease) for lease in self.leases)
         assert not any(allocator.is_current(lease) for lease in self.old_leases)
-        pinned = [slot for slot in range(self.max_slots) if allocator.is_pinned(slot)]
+        held = allocator.pin_counts.nonzero()[0].tolist()
+        pinned = [slot for slot in held if slot not in allocator.reserved]
         assert pinned == sorted({lease.slot for lease in self.leases})
 
     @invariant()

@@ -113,7 +113,7 @@ def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
     slot = pool.free_slots[pool.free_count]
     pool.block_to_slot[block], pool.slot_to_block[slot] = slot, block
     assert slot == lease.slot
-    assert not pool.is_pinned(slot)
+    assert not pool.pin_counts[slot]
     assert not pool.is_current(lease)
     pool.unpin_slots([lease])
     assert slot in evictable(pool)
