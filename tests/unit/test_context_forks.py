@@ -120,7 +120,8 @@ def test_two_launches_do_for_any_number_of_forks(num_forks, drafts):
     parent_of(context)
     launches = []
     for copier in context._copiers:
-        copier._launch = lambda *rows, launch=copier._launch: (launches.append(1), launch(*rows))
+        [launch] = copier._launches
+        copier._launches = [lambda *rows, launch=launch: (launches.append(1), launch(*rows))]
     context.fork("parent", range(num_forks))
     assert len(launches) == 2
 
