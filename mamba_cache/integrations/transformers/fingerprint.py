@@ -89,6 +89,13 @@ _OPAQUE = (
 )  # fmt: skip
 """Objects of these packages count by their class: what is in them changes by itself."""
 
+_REGISTRIES = (
+    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+    ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+    ("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"),
+)
+"""transformers' registries of attention, mask and experts functions."""
+
 _SAMPLE_STRIDE = 16
 _MOST_NAMES = 3
 _ROOT = "model."
@@ -611,10 +618,21 @@ class _Reading:
             self._keys.append(name)
 
     def _read_selected(self, files: list[ModuleType]) -> None:
-        """Read the functions that the model's configurations select from registries."""
+        """Read the functions that the model's configurations select from registries.
+
+        Some of these are transformers', others those of the model's own files.
+        """
         fields = ("_attn_implementation_internal", "_experts_implementation_internal")
         chosen = {original(vars(c), f) for c in self._configs for f in fields if f in vars(c)}
-        for name, registry in _registries(map(vars, files)):
+        found: dict[int, tuple[str, Any]] = {}
+        for module, name in _REGISTRIES:
+            registry = getattr(sys.modules.get(module), name, None)
+            if registry is not None:
+                found[id(registry)] = name, registry
+        for name, value in chain.from_iterable(list(vars(file).items()) for file in files):
+            if isinstance(getattr(value, "_local_mapping", None), dict):
+                found.setdefault(id(value), (name, value))
+        for name, registry in found.values():
             for choice in sorted(each for each in chosen if isinstance(each, str)):
                 mappings = (registry._local_mapping, registry._global_mapping)
                 self._owners += mappings
@@ -720,27 +738,6 @@ def _is_named(function: Any, called: str, module_name: str | None, own: Collecti
     if str(module_name).partition(".")[0] in _KERNEL_PACKAGES:
         return True
     return module_name in own and "<" not in called and not getattr(function, "__closure__", None)
-
-
-def _registries(namespaces: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Find transformers' registries of attention, mask and experts functions, by name.
-
-    A model's file may have registries of its own: ``namespaces`` are those of such files.
-    """
-    found: dict[int, tuple[str, Any]] = {}
-    for module, name in (
-        ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
-        ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
-        ("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"),
-    ):
-        registry = getattr(sys.modules.get(module), name, None)
-        if registry is not None:
-            found[id(registry)] = name, registry
-    for namespace in namespaces:
-        for name, value in list(namespace.items()):
-            if isinstance(getattr(value, "_local_mapping", None), dict):
-                found.setdefault(id(value), (name, value))
-    yield from found.values()
 
 
 def _owners_of_tensors(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:

@@ -651,7 +651,9 @@ class Batcher:
                 if not part.samples:
                     continue
                 request = self._scheduler.find(part.request_id)
-                for one in (request, *self._forks_of(request)):
+                forks = () if request.answer else request.forks  # each draws its first token
+                waiting = (self._scheduler.find(o.key) for o in forks if self._scheduler.knows(o))
+                for one in (request, *waiting):
                     if not one.answer:
                         one.begin_answer()
                     numbers.append(number)
@@ -673,14 +675,6 @@ class Batcher:
         tokens = [firsts[part.request_id] for part in step.prefills if part.samples]
         decoded = host[:size][step.decode_rows] if size else host[:0]
         return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
-
-    def _forks_of(self, request: BatchRequest) -> list[BatchRequest]:
-        """Return the requests that fork a request with its first token, if it has none yet."""
-        if request.answer:
-            return []
-        return [
-            self._scheduler.find(one.key) for one in request.forks if self._scheduler.knows(one)
-        ]
 
     def _add(
         self,
