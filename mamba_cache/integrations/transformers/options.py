@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.fingerprint import is_library
-from mamba_cache.integrations.transformers.library import is_same, transformers
+from mamba_cache.integrations.transformers.library import is_same, lacks, transformers
 
 __all__ = [
     "ARGUMENTS",
@@ -334,11 +334,7 @@ def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any
         )
     prepare = getattr(model, "_prepare_generation_config", None)
     if prepare is None:
-        raise UnsupportedVersionError(
-            f"transformers {transformers().__version__} has no _prepare_generation_config, which "
-            "says what generate will do: use a version that mamba_cache was tested with "
-            "(docs/how-to/transformers.md)"
-        )
+        raise lacks("_prepare_generation_config, which says what generate will do")
     own = _arguments_of_generate(model)
     rest = {name: value for name, value in options.items() if name not in own}
     config, model_arguments = prepare(given, **rest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import time
@@ -42,6 +41,7 @@ from mamba_cache.integrations.transformers.batching.forwards import BatchForward
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
+from mamba_cache.integrations.transformers.library import progress_bar
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import ints_to_device
@@ -456,9 +456,8 @@ class Batcher:
         """Compute rectangles of all sizes that are captured, and the largest one that is not."""
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
         longest, most = self.context.config.max_sequence_length, self._settings.chunk_tokens
-        bars: Any = importlib.import_module("tqdm")  # which transformers needs anyway
         known: set[tuple[int, int]] = set()
-        with bars.tqdm(desc="Capturing rectangles") as bar:
+        with progress_bar(desc="Capturing rectangles") as bar:
             # The first ones show how large a rectangle may be that a graph pays for.
             while sizes := [size for size in self._forwards.costs.sizes(most) if size not in known]:
                 known.update(sizes)

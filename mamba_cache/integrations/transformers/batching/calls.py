@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from mamba_cache._checks import as_items, check_int
-from mamba_cache.errors import InvalidArgumentError, UnsupportedVersionError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.batching.answers import (
     AnswerSettingsReader,
     BatchRequest,
 )
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
-from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.library import lacks, progress_bar
 from mamba_cache.integrations.transformers.prompts import read_prompts
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
@@ -98,7 +98,8 @@ class BatchCall:
         if warms_up:
             batcher.warm_up(shows_progress=shows_progress)
         total = batcher.num_unfinished
-        with _progress(total, is_shown=shows_progress) as bar:
+        named = {"desc": f"Solving {total} requests", "unit": "request"}
+        with progress_bar(total=total, disable=not shows_progress, **named) as bar:
             while batcher.num_unfinished:
                 over = batcher.step()
                 for request in over:
@@ -202,14 +203,4 @@ def _output_types() -> tuple[Any, Any]:
         library = importlib.import_module("transformers.generation.continuous_batching.requests")
         return library.GenerationOutput, library.RequestStatus
     except (ImportError, AttributeError) as error:
-        raise UnsupportedVersionError(
-            f"transformers {transformers().__version__} has no GenerationOutput: use a version "
-            "that mamba_cache was tested with (docs/how-to/transformers.md)"
-        ) from error
-
-
-def _progress(total: int, *, is_shown: bool) -> Any:
-    bars = importlib.import_module("tqdm")  # which transformers needs anyway
-    return bars.tqdm(
-        total=total, disable=not is_shown, desc=f"Solving {total} requests", unit="request"
-    )
+        raise lacks("GenerationOutput") from error

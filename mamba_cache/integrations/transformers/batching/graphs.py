@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from bisect import bisect_left
@@ -15,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
+from mamba_cache.integrations.transformers.library import progress_bar
 
 __all__ = ["GRAPH_DEVICES", "RectangleCosts", "StepGraphs", "padded_sizes", "split_rows"]
 
@@ -140,8 +141,7 @@ class StepGraphs:
     ) -> None:
         began = time.perf_counter()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        bars: Any = importlib.import_module("tqdm")  # which transformers needs anyway
-        with bars.tqdm(sizes, disable=not shows_progress, desc="Capturing decode steps") as bar:
+        with progress_bar(sizes, disable=not shows_progress, desc="Capturing decode steps") as bar:
             for size in bar:  # the largest first, so that the others fit into its memory
                 try:
                     stream.wait_stream(torch.cuda.current_stream(self.device))

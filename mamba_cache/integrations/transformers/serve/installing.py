@@ -17,11 +17,10 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     MissingExtraError,
     StepOrderError,
-    UnsupportedVersionError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
-from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.library import lacks
 from mamba_cache.integrations.transformers.options import has_librarys_loop
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, check_settings
 from mamba_cache.integrations.transformers.serve.manager import Arrival, BatchManager
@@ -182,11 +181,8 @@ def _find(path: str) -> tuple[Any, str]:
             owner = getattr(owner, part)
         vars(owner)[name]
     except (ImportError, AttributeError, KeyError) as error:
-        raise UnsupportedVersionError(
-            f"transformers {transformers().__version__} has no {_SERVING}.{path}, which is "
-            "replaced to serve with prefix caches: use a version that mamba_cache was tested with "
-            "(docs/how-to/serve.md)"
-        ) from error
+        what = f"{_SERVING}.{path}, which is replaced to serve with prefix caches"
+        raise lacks(what, page="serve") from error
     return owner, name
 
 
