@@ -67,12 +67,6 @@ class PrefixLayout:
             for window, width in zip(sample.windows, self._widths, strict=True)
         ]
         states = [tuple(state.shape[1:]) for state in sample.states]
-        self.bytes_per_state = sum(  # of the states and windows in a slot
-            math.prod(shape) * tensor.dtype.itemsize
-            for shape, tensor in zip(
-                [*states, *windows], [*sample.states, *sample.windows], strict=True
-            )
-        )
         dtypes = [x.dtype for x in (*sample.states, *sample.windows)]
         kinds, self._state_places = _sort_states(layers, sample.states)
         self.state_spec = StateSpec.of(*kinds)  # of a state in a pool, without windows
@@ -167,13 +161,6 @@ class PrefixLayout:
             for window, width in zip(memory.windows, self._widths, strict=True)
         ]
 
-    def trim_windows(self, windows: Sequence[torch.Tensor], num_tokens: int) -> list[torch.Tensor]:
-        """Undo ``pad_windows``: return what is filled once ``num_tokens`` tokens are in."""
-        return [
-            window[:, :, : min(num_tokens, width)]
-            for window, width in zip(windows, self._widths, strict=True)
-        ]
-
 
 class PrefixTensors:
     """Storage for saved states and KV blocks; ownership is tracked by the index."""
@@ -244,7 +231,7 @@ class PrefixTensors:
         One row. States are views of one row of bytes, keys and values of one tensor.
         """
         saved = self._layout.slot_views(self.slots[slot].clone(), num_tokens)
-        saved.windows = self._layout.trim_windows(saved.windows, num_tokens)
+        saved.windows = [window[:, :, :num_tokens] for window in saved.windows]
         found: dict[int, torch.Tensor] = {}
         for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
             ids = ints_to_device(block_ids, pool.device)
