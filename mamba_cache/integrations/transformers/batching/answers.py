@@ -73,6 +73,7 @@ class AnswerSettings:
         return bool(self.stops(torch.tensor([last], device="cpu"), None)[0])
 
 
+@dataclass(slots=True, eq=False)
 class AnswerSettingsReader:
     """Reads the settings of one call's requests, whose configurations ``options`` changes.
 
@@ -80,20 +81,12 @@ class AnswerSettingsReader:
     requests at once are called once: some check their settings only then.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        options: Mapping[str, Any],
-        *,
-        tries_processors: bool = False,
-    ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._options = dict(options)
-        self._tries_processors = tries_processors
-        self._known: list[tuple[Any, int | None, AnswerSettings]] = []
-        self._joined: list[tuple[Any, Any]] = []
+    model: Any
+    tokenizer: Any
+    options: Mapping[str, Any]
+    tries_processors: bool = field(default=False, kw_only=True)
+    _known: list[tuple[Any, int | None, AnswerSettings]] = field(default_factory=list)
+    _joined: list[tuple[Any, Any]] = field(default_factory=list)
 
     def read(self, config: Any, prompt_tokens: int) -> AnswerSettings:
         """Return the settings of a prompt's answers."""
@@ -103,7 +96,7 @@ class AnswerSettingsReader:
         joined = next((its for known, its in self._joined if known is config), None)
         with _refused_by_library(config):
             if joined is None:
-                joined = read_answer_config(self._model, config, self._options)
+                joined = read_answer_config(self.model, config, self.options)
                 self._joined.append((config, joined))
             settings, is_for_any = self._read(joined, prompt_tokens)
         self._known.append((config, None if is_for_any else prompt_tokens, settings))
@@ -112,11 +105,11 @@ class AnswerSettingsReader:
     def check(self, config: Any, prompt_tokens: int) -> None:
         """Check that ``generate`` can make an answer as ``config`` says; compute no forward."""
         with _refused_by_library(config):
-            self._read(join_config(self._model, config), prompt_tokens)
+            self._read(join_config(self.model, config), prompt_tokens)
 
     def _read(self, joined: Any, prompt_tokens: int) -> tuple[AnswerSettings, bool]:
         config = copy.copy(joined)
-        given = max_new_tokens(self._model, config)
+        given = max_new_tokens(self.model, config)
         most = config.max_length - prompt_tokens if given is None else given
         if given is None and most < 1:
             raise InvalidArgumentError(
@@ -128,7 +121,7 @@ class AnswerSettingsReader:
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
         # On the CPU: this thread must not wait for the device, which other requests use.
-        processors = _processors(self._model, config, torch.zeros(1, prompt_tokens).long(), "cpu")
+        processors = _processors(self.model, config, torch.zeros(1, prompt_tokens).long(), "cpu")
         eos = config._eos_token_tensor
         settings = AnswerSettings(
             max_new_tokens=most,
@@ -142,17 +135,17 @@ class AnswerSettingsReader:
             for processor, name in zip(processors, names, strict=True):
                 setattr(settings, _WARPERS[name], getattr(processor, _WARPERS[name]))
         else:
-            if self._tries_processors:
+            if self.tries_processors:
                 self._try_out(processors, config)
             # Some keep what they have seen of an answer, and some read the prompt.
-            settings.make_processors = partial(_processors_for, self._model, config)
+            settings.make_processors = partial(_processors_for, self.model, config)
         if config.stop_strings:
             self._read_stops(settings, config)
         return settings, is_plain and given is not None
 
     def _try_out(self, processors: Any, config: Any) -> None:
         """Call the processors once, on the CPU."""
-        size = self._model.config.get_text_config(decoder=True).vocab_size
+        size = self.model.config.get_text_config(decoder=True).vocab_size
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             ids = getattr(config, name)
             for one in ids if isinstance(ids, list) else [ids]:
@@ -163,10 +156,10 @@ class AnswerSettingsReader:
             processors(torch.zeros(1, 1).long(), torch.zeros(1, size))
 
     def _read_stops(self, settings: AnswerSettings, config: Any) -> None:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise InvalidArgumentError("stop_strings need the tokenizer: give tokenizer= as well")
         criteria = transformers().generation.StopStringCriteria(
-            tokenizer=self._tokenizer, stop_strings=config.stop_strings
+            tokenizer=self.tokenizer, stop_strings=config.stop_strings
         )
         settings.stops = criteria
         settings._longest_stop = int(criteria.maximum_token_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,28 +104,23 @@ class ServedModels:
         return model if served is None or request is None else _Asked(served, request)
 
 
+@dataclass(slots=True, eq=False)
 class ServedModel:
     """One model, and its cache from the first request on that needs it, of which ``tell`` is told.
 
     The cache is None before it is made, and where the model can have none.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        settings: Mapping[str, Any],
-        tell: Callable[[Any, PrefixCache], object],
-    ) -> None:
-        self.model = model
-        self._tell_routers = tell
-        self.cache: PrefixCache | None = None
-        self.manager: BatchManager | None = None
-        self.max_sequence_length: int | None = None  # in tokens, of batches
-        self._settings = settings
-        self._is_tried = False
-        self._serves_batches: bool | None = None
-        self._num_renewals = 0  # since the last hit
-        self._told: set[str] = set()
+    model: Any
+    settings: Mapping[str, Any]
+    tell: Callable[[Any, PrefixCache], object]
+    cache: PrefixCache | None = None
+    manager: BatchManager | None = None
+    max_sequence_length: int | None = None  # in tokens, of batches
+    _is_tried: bool = False
+    _serves_batches: bool | None = None
+    _num_renewals: int = 0  # since the last hit
+    _told: set[str] = field(default_factory=set)
 
     def prepare(self) -> PrefixCache | None:
         """Make the cache if that was not tried yet, and says why if there can be none.
@@ -134,11 +130,11 @@ class ServedModel:
         if not self._is_tried:
             self._is_tried = True
             try:
-                self.cache = PrefixCache(self.model, **self._settings)
+                self.cache = PrefixCache(self.model, **self.settings)
             except Exception as error:  # whatever a model raises that was not made for it
                 self._give_up(error)
             else:
-                self._tell_routers(self.model, self.cache)
+                self.tell(self.model, self.cache)
         return self.cache
 
     def batches(self) -> PrefixCache | None:
