@@ -324,21 +324,6 @@ def test_captures_between_calls_leave_what_is_cached_alone(generator):
     assert len(cache.batch_stats().graph_sizes) == 5
 
 
-def test_a_model_whose_weights_lie_elsewhere_is_captured_anew(generator):
-    # What is cached is not computed again, and half precision rounds other shapes otherwise.
-    model = make_model("nemotron_h", torch.float32)
-    cache, prompts = make_cache(model), prompts_of(generator, 2)
-    expected = run(cache, prompts)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-    captures = cache.batch_stats().captures
-    assert run(cache, prompts) == expected
-    assert cache.batch_stats().captures >= captures + 2
-    assert cache.batch_stats().graph_sizes == (1, 2)
-    assert cache.batch_stats().eager_steps == 0
-
-
 def test_a_model_that_cannot_be_captured_is_run_eagerly_and_says_why(generator):
     model, prompts = make_model("nemotron_h"), prompts_of(generator, 3)
     expected = run(make_cache(model), prompts)
@@ -381,29 +366,3 @@ def test_nothing_waits_for_the_device_but_for_the_tokens(generator, options, mon
     monkeypatch.setattr(batcher, "step", watched)
     run(cache, prompts, max_new_tokens=100, **options)
     assert len(steady) >= 95
-
-
-def test_requests_that_end_and_begin_while_others_decode(generator):
-    """Rows of every kind beside the decoding ones: free, in their prompt, and moved."""
-    model = make_model("nemotron_h")
-    lengths = [3, 40, 7, 25, 1, 60, 12, 33, 5, 9, 80, 2, 15, 21, 30, 6]
-    prompts = [tokens(generator, 5 + 31 * n) for n in range(len(lengths))]
-    limits = {"max_batch_tokens": 128, "max_requests_per_batch": 6}
-    together, alone = make_cache(model), make_cache(model, max_requests=1)
-    config = model.generation_config
-    configs = []
-    for length in lengths:
-        own = type(config)(**config.to_dict())
-        own.max_new_tokens, own.do_sample, own.eos_token_id = length, False, -1
-        configs.append(own)
-    outputs = together.generate_batch(prompts, configs, ContinuousBatchingConfig(**limits))
-    together.check_invariants()
-    singly = alone.generate_batch(prompts, configs)
-    same = [
-        one.generated_tokens == other.generated_tokens
-        for one, other in zip(outputs.values(), singly.values(), strict=True)
-    ]
-    # In half precision a batch rounds otherwise than one request does, which may turn a token.
-    assert [len(one.generated_tokens) for one in outputs.values()] == lengths
-    assert sum(same) >= 12
-    assert together.batch_stats().eager_steps == 0

@@ -106,23 +106,3 @@ def test_weights_that_change_are_noticed_before_anything_leaves(cached_model, we
     hits = cache.stats().hits
     cache.generate(PROMPT, **OPTIONS)
     assert cache.stats().hits == hits + 1
-
-
-def test_the_check_of_a_call_does_not_wait(cached_model):
-    _, cache = cached_model
-    cache.generate(PROMPT, **OPTIONS)
-    cache._runner.fingerprint.begin()
-    with waiting_raises():
-        torch.cuda._sleep(BUSY_CYCLES)
-        cache._runner.fingerprint.begin()
-    cache._runner.fingerprint.confirm()
-
-
-def test_fused_optimizers_are_noticed(cached_model):
-    model, cache = cached_model
-    cache.generate(PROMPT, **OPTIONS)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-    with pytest.raises(ModelChangedError):
-        cache.generate(PROMPT, **OPTIONS)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from gpu_rig import assert_same_bits
 from megatron_rig import find_wheels, megatron_core
-from real_kernels_rig import load_example, off_the_reference
+from real_kernels_rig import off_the_reference
+from sources import load_example
 
 from mamba_cache.reference import HybridModelConfig
 
@@ -41,7 +42,7 @@ def compiled_anew():
 
 @pytest.fixture(scope="module")
 def example():
-    return load_example()
+    return load_example("real_kernels")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -49,13 +51,9 @@ def test_a_plan_as_json(call):
     config = plan["config"]
     assert memory["slots"] == config["max_slots"] * plan["bytes_per_slot"]
     assert (config["block_size_tokens"], config["ssm_chunk_size"]) == (128, 128)
-
-
-def test_a_plan_as_a_table_says_the_same(call):
-    settings = json.loads(call(*PLAN, "--json")[1])["config"]
     code, out, _ = call(*PLAN)
     assert code == 0
-    for name, value in settings.items():
+    for name, value in config.items():
         assert f"    {name}={value!r},\n" in out
     assert re.search(r"slot +97\.9 MiB", out)
 
@@ -119,15 +117,11 @@ def test_a_plan_takes_every_option(call):
         (["plan", "nvidia/Nemotron-H-8B"], 2, "hf download nvidia/Nemotron-H-8B config.json"),
         (["plan", "zamba2-7b", "--memory", "inf"], 2, "--memory must be a number in"),
         (["plan", "zamba2-7b", "--memory", "80", "--shared", "9", "--prompt", "8"], 2, "--shared"),
-        (["plan", "zamba2-7b", "--memory", "80", "--output", "0"], 2, "--output must be an int"),
-        (["plan", "zamba2-7b", "--memory", "80", "--block-size", "9999999999"], 2, "65536"),
         (["plan", "/nowhere/config.json"], 2, "There is no such file, and no folder"),
-        (["doctor", "four"], 2, "mamba-cache doctor: unrecognized arguments: four"),
         (["frobnicate", "x"], 2, "invalid choice: 'frobnicate' (choose from "),
         ([], 2, "mamba-cache: the following arguments are required: COMMAND"),
         (["replay", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["replay", TRACE, "--slots", "5,many"], 2, "--slots must be numbers or 'unlimited'"),
-        (["replay", TRACE, "--kv-blocks", "5,6"], 2, "--kv-blocks must be a number or 'unlimited'"),
         (["replay", TRACE, "--policy", "lru,LRU"], 2, "policies must be of ['adaptive', "),
         (["replay", TRACE, "--limit", "0"], 2, "limit must be an int >= 1, got 0"),
     ],
@@ -350,3 +344,17 @@ def test_a_model_that_cannot_be_loaded_is_said_in_a_line(call, serving, monkeypa
     monkeypatch.setitem(sys.modules, "transformers.cli.serve", SimpleNamespace(Serve=load))
     code, _, err = call("serve", "some/model")
     assert (code, err) == (2, "mamba-cache: 'some/model' cannot be served: no such repository\n")
+
+
+def test_a_command_that_nobody_reads_ends_without_a_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        result = subprocess.run(
+            [sys.executable, "-m", "mamba_cache.cli", "--help"],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (-signal.SIGPIPE, b"")

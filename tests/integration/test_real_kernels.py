@@ -13,7 +13,8 @@ import pytest
 import torch
 from megatron_rig import WHEELS, find_wheels, megatron_core
 from packed_steps import ssd_naive
-from real_kernels_rig import BLOCK, SHAPE, load_example, off_the_reference
+from real_kernels_rig import BLOCK, SHAPE, off_the_reference
+from sources import load_example
 from torch.nn.attention.flex_attention import flex_attention
 
 from mamba_cache.reference.ssd import SSDInputs
@@ -25,7 +26,7 @@ CLOSE = 2e-5
 
 @pytest.fixture(scope="module")
 def example():
-    return load_example()
+    return load_example("real_kernels")
 
 
 @pytest.fixture

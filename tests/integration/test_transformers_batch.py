@@ -6,7 +6,6 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 from batch_rig import SERVED, answers, batch, subject, tokens
-from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers_rig import (
@@ -37,12 +36,6 @@ def cache(nemotron):
     return nemotron.cache()
 
 
-@pytest.fixture(scope="module")
-def refusing(nemotron):
-    """A cache of which nothing is asked but what it refuses."""
-    return nemotron.cache()
-
-
 def alike(generator, *lengths, stem=3 * BLOCK):
     """Prompts that begin alike, with tails of these lengths."""
     shared = tokens(generator, stem)
@@ -64,6 +57,9 @@ def test_each_prompt_of_a_batch_is_answered_as_alone(name, generator):
     assert first.rectangles >= 1
     assert second.prefill_tokens - first.prefill_tokens < 8 * (BLOCK + 1)
     assert cache.stats().unwritten_states == 0
+    forks = batch(cache, prompts[:2], num_return_sequences=3, **ONLY_THE_LIKELIEST)
+    assert answers(forks) == [answer for answer in wanted[:2] for _ in range(3)]
+    assert cache.stats().forks == 4
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -77,17 +73,6 @@ def test_requests_that_are_preempted_go_on_as_before(name, generator):
     wanted = [one.answer(prompt, 20) for prompt in prompts]
     assert answers(batch(cache, prompts, max_new_tokens=20)) == wanted
     assert (cache.stats().preemptions > 0) is (name != "mamba2")
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_answers_to_one_prompt_are_forks_of_it(name, generator):
-    one = subject(name)
-    cache = one.cache()
-    prompts = [tokens(generator, 2 * BLOCK + 3), tokens(generator, 5)]
-    outputs = batch(cache, prompts, num_return_sequences=3, max_new_tokens=12, **ONLY_THE_LIKELIEST)
-    wanted = [one.answer(prompt, 12) for prompt in prompts for _ in range(3)]
-    assert answers(outputs) == wanted
-    assert cache.stats().forks == 4
 
 
 def test_what_is_returned(cache, nemotron, generator):
@@ -125,11 +110,6 @@ def test_a_request_that_does_not_fit_says_so_and_the_others_go_on(nemotron, gene
     assert outputs[1].generated_tokens == nemotron.answer(prompts[1], 17)
     assert outputs[0].generated_tokens == nemotron.answer(prompts[0], 20)
     assert outputs[2].generated_tokens == nemotron.answer(prompts[2], 20)
-
-
-def test_a_prompt_that_is_too_long(nemotron, generator):
-    room = budgets(nemotron.cache(), slots=16, blocks=6)
-    cache = nemotron.cache(**room)
     with pytest.raises(SequenceLengthError, match="max_sequence_length is 48"):
         cache.generate_batch([[5, 6], tokens(generator, 49)])
     cache.check_invariants()
@@ -222,16 +202,6 @@ def test_limits_of_the_batching_config(cache, nemotron, generator):
     assert stats.prefill_forwards >= 4 * 3
     assert stats.eager_reason == "use_cuda_graph is False"
     assert stats.decode_steps >= 2 * 5
-
-
-def test_a_checkpoint_that_is_named_is_kept(nemotron, generator):
-    named, other = nemotron.cache(), nemotron.cache()
-    first, second = alike(generator, 3 * BLOCK, 3 * BLOCK)
-    batch(named, [first], checkpoints=[3 * BLOCK])
-    batch(other, [first])
-    for cache, hit in ((named, 3 * BLOCK), (other, 0)):
-        batch(cache, [second])
-        assert cache.stats().skipped_tokens == hit
 
 
 def test_answers_are_reused_if_they_are_kept(nemotron, generator):
@@ -361,36 +331,3 @@ def test_rows_without_a_request_attend_to_nothing(nemotron, monkeypatch):
     nemotron.cache().generate_batch([[5, 6], [7], [8, 9, 10]], max_new_tokens=3)
     assert {length for place, length in seen if place < 0} == {0}
     assert {length for place, length in seen if place >= 0} == {1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"inputs": 5}, "inputs must be"),
-        ({"inputs": [[5], []]}, "prompt"),
-        ({"inputs": [[5, 10**6]]}, "vocabulary"),
-        ({"generation_config": [GenerationConfig()]}, "each of the 2 prompts"),
-        ({"generation_config": 7}, "GenerationConfig"),
-        ({"num_beams": 3}, "beam_search"),
-        ({"max_time": 3.0}, "max_time"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"stop_strings": ["x"]}, "give tokenizer="),
-        ({"assistant_model": "x"}, "goes back"),
-        ({"stopping_criteria": []}, "stopping_criteria"),
-        ({"pixel_values": 3}, "pixel_values"),
-        ({"seeds": [1]}, "each of the 2 prompts"),
-        ({"seeds": -1}, "seeds"),
-        ({"streamer": [None]}, "each of the 2 prompts"),
-        (
-            {"streamer": [object(), None], "num_return_sequences": 2, **ONLY_THE_LIKELIEST},
-            "one answer",
-        ),
-        ({"cache_salt": ["a"]}, "each of the 2 prompts"),
-        ({"checkpoints": [99]}, "checkpoints must be"),
-    ],
-)
-def test_arguments_that_are_refused(refusing, arguments, message):
-    given = {"inputs": [[5, 6], [7, 8]], **arguments}
-    with pytest.raises(InvalidArgumentError, match=message):
-        refusing.generate_batch(**given)
-    refusing.check_invariants()

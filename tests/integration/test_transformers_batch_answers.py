@@ -292,59 +292,54 @@ class _Broken(BaseStreamer):
             raise TypeError("broken on purpose")
 
 
-def broken_function(name, token):
-    if name == "req_0":
-        raise TypeError("broken on purpose")
+def _raise(*_):
+    raise TypeError("broken on purpose")
 
 
-@pytest.mark.parametrize(
-    ("streamer", "kept"),
-    [
-        *(
-            ([_Broken(place), _Heard()], kept)
-            for place, kept in ((1, 0), (2, 1), (3, 2), ("end", 4))
-        ),
-        (broken_function, 1),
-    ],
-    ids=["at the prompt", "first token", "second token", "at the end", "function"],
-)
-def test_a_streamer_that_raises_fails_its_own_request(cache, nemotron, generator, streamer, kept):
-    """Every answer of the call was lost in its error."""
-    prompts = [tokens(generator, 5), tokens(generator, 9)]
-    first, second = batch(cache, prompts, streamer=streamer, max_new_tokens=4)
-    assert (first.error, first.status.name) == ("broken on purpose", "FAILED")
-    assert first.generated_tokens == nemotron.answer(prompts[0], 4)[:kept]
-    assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
-
-
-def test_processors_that_cannot_be_made_fail_their_own_request(
-    cache, nemotron, generator, monkeypatch
-):
-    """They are made once to read the settings, and anew for each answer."""
-    made, make = [], answer_settings._processors
+def _raise_the_third_time(make):
+    """Processors are made once for each prompt to read the settings, and anew for its answer."""
+    made = []
 
     def fails(*arguments):
         made.append(1)
-        if len(made) == 3:
-            raise TypeError("broken on purpose")
-        return make(*arguments)
+        return _raise() if len(made) == 3 else make(*arguments)
 
-    monkeypatch.setattr(answer_settings, "_processors", fails)
-    prompts = [tokens(generator, 5), tokens(generator, 9)]
-    configs = [nemotron.config(max_new_tokens=4, repetition_penalty=x) for x in (2.0, 3.0)]
-    first, second = batch(cache, prompts, generation_config=configs)
-    assert (first.error, first.generated_tokens, len(made)) == ("broken on purpose", [], 4)
-    expected = nemotron.model.generate(torch.tensor([prompts[1]]), configs[1])[0]
-    assert (second.error, second.generated_tokens) == (None, expected[9:].tolist())
+    return fails
 
 
-def test_stop_strings_that_cannot_be_looked_for_fail_their_own_request(
-    cache, nemotron, generator, tokenizer, monkeypatch
+FAILURES = {
+    "at the prompt": ({}, [_Broken(1), _Heard()], 0),
+    "first token": ({}, [_Broken(2), _Heard()], 1),
+    "second token": ({}, [_Broken(3), _Heard()], 2),
+    "at the end": ({}, [_Broken("end"), _Heard()], 4),
+    "function": ({}, lambda name, token: _raise() if name == "req_0" else None, 1),
+    "making processors": ({"repetition_penalty": 2.0}, None, 0),
+    "a processor": ({"sequence_bias": [[[10**6], 3.0]]}, None, 0),
+    "a stop string": ({"stop_strings": ["x"]}, None, 0),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_fails_in_an_answer_fails_its_own_request(
+    cache, nemotron, generator, tokenizer, monkeypatch, name
 ):
-    monkeypatch.setattr(StopStringCriteria, "__call__", lambda *_: 1 / 0)
+    """Every answer of the call was lost in its error."""
+    options, streamer, kept = FAILURES[name]
+    if name == "making processors":
+        make = answer_settings._processors
+        monkeypatch.setattr(answer_settings, "_processors", _raise_the_third_time(make))
+    monkeypatch.setattr(StopStringCriteria, "__call__", _raise)
     prompts = [tokens(generator, 5), tokens(generator, 9)]
-    configs = [nemotron.config(max_new_tokens=4, stop_strings=["x"]), nemotron.config()]
-    configs[1].max_new_tokens = 4
-    outputs = batch(cache, prompts, generation_config=configs, tokenizer=tokenizer)
-    assert [output.error for output in outputs] == ["division by zero", None]
-    assert outputs[1].generated_tokens == nemotron.answer(prompts[1], 4)
+    configs = [nemotron.config(max_new_tokens=4, **each) for each in (options, {})]
+    first, second = batch(
+        cache, prompts, generation_config=configs, streamer=streamer, tokenizer=tokenizer
+    )
+    said = "tokens were being biased" if name == "a processor" else "broken on purpose"
+    assert said in first.error
+    assert first.status.name == "FAILED"
+    assert (second.error, second.generated_tokens) == (None, nemotron.answer(prompts[1], 4))
+    if name != "a stop string":  # which is looked for in the first token
+        assert first.generated_tokens == nemotron.answer(prompts[0], 4)[:kept]
+    monkeypatch.undo()
+    [again] = batch(cache, [prompts[0]])
+    assert again.generated_tokens == nemotron.answer(prompts[0], 6)

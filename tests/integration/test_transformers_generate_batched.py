@@ -112,22 +112,6 @@ def test_rows_with_a_common_beginning_wait_for_the_one_that_computes_it(model, c
     assert num_batched(cache) == 1
 
 
-def test_answers_that_end_early_are_cached_to_their_end(model, cache, generator):
-    """A row that is over leaves the batch; the library fills it up with padding."""
-    rows = torch.cat([text(generator, 2 * BLOCK - 2) for _ in range(2)])
-    options = {"max_new_tokens": 3 * BLOCK}
-    alone = assert_equal(model, cache, rows[:1], **options)
-    eos = alone[0, 2 * BLOCK + 3].item()
-    cache.reset()
-    output = assert_equal(model, cache, rows, eos_token_id=eos, **options)
-    first = output[0].tolist()
-    end = first.index(eos, 2 * BLOCK - 2) + 1
-    turn = torch.tensor([first[:end] + [5, 6, 7] * 4])
-    hit = skipped(cache, lambda: assert_equal(model, cache, turn))
-    assert hit == min(end - 1, output.shape[1] - 1) // BLOCK * BLOCK
-    assert num_batched(cache) == 2  # since the reset
-
-
 def test_a_prompt_that_ends_with_the_token_that_ends_answers_is_answered(model, cache, generator):
     """Rows of a batch take their last tokens as if they were answered."""
     rows = torch.cat([text(generator, 2 * BLOCK - 2) for _ in range(2)])

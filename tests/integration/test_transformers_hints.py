@@ -1,18 +1,21 @@
-"""Hints of what will follow, which ``PrefixCache`` hands on to the log and to the slots' policy."""
+"""What ``PrefixCache`` tells the log and the slots' policy: prompts, and hints of what follows."""
+
+import json
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
+import torch
 from batch_rig import batch, subject, tokens
 from drawn_traces import draw_agents, draw_conversations, draw_mixed
 from prefix_replay import replay, turns_of
 from slot_rig import Listening
-from transformers_rig import BLOCK, budgets
+from transformers_rig import BLOCK, budgets, cached, make_cache, text
 
 from mamba_cache.cache import AdaptiveSlotPolicy, BlockHashChain
+from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
-from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.trace import TraceLog
 
 SHORT = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
@@ -30,26 +33,6 @@ def test_hints_are_logged_with_their_prompts(nemotron, generator, tmp_path):
         batch(cache, prompts[:1], will_continue=False)
     told = [request.will_continue for request in read_trace(path)]
     assert told == [True, None, False, False, False, True, None, False, False]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"will_continue": "yes"}, "will_continue must be True, False or None, got 'yes'"),
-        ({"source": []}, r"source must be hashable, got \[\]"),
-    ],
-)
-def test_malformed_hints_are_refused(nemotron, options, message):
-    cache = nemotron.cache()
-    for call in (cache.generate, cache.generate_batch):
-        with pytest.raises(InvalidArgumentError, match=message):
-            call([[5, 6]], max_new_tokens=2, **options)
-        cache.check_invariants()
-
-
-def test_a_batch_wants_a_hint_for_each_prompt(nemotron):
-    with pytest.raises(InvalidArgumentError, match="will_continue must be one for all, or a list"):
-        nemotron.cache().generate_batch([[5, 6]], will_continue=[True, False])
 
 
 def test_the_policy_hears_of_prompts_and_hints_from_both(nemotron, generator):
@@ -138,3 +121,45 @@ def test_replays_hit_no_less_than_what_was_used_last(drawn):
         for policy in ("consumed", "adaptive")
     }
     assert found["adaptive"] >= found["consumed"] - 0.005
+
+
+def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_path) -> None:
+    path = tmp_path / "requests.jsonl"
+    head = text(generator, 3 * BLOCK + 1)
+    with make_cache(model) as cache, TraceLog(path) as log:
+        cache.listeners.add(log)
+        cached(cache, head)
+        cached(cache, head[:, :-1], cache_salt="somebody")
+        cache.generate_batch([head[0].tolist()], max_new_tokens=2, do_sample=False)
+    first, salted, batched = read_trace(path)
+    assert first.block_size == BLOCK
+    assert first.input_length == batched.input_length == 3 * BLOCK + 1
+    assert first.hash_ids == batched.hash_ids
+    assert not set(first.hash_ids) & set(salted.hash_ids)
+    assert (first.tenant, salted.tenant is None) == (None, False)
+    content = path.read_text(encoding="utf-8")
+    assert "somebody" not in content
+    assert json.loads(content.splitlines()[0])["block_size_tokens"] == BLOCK
+    [record] = run_replay(read_trace(path), slots=[None], policies=["lru"])["records"]
+    assert record["skipped_tokens"] == 3 * BLOCK
+
+
+def test_a_prompt_that_is_computed_anew_in_smaller_pieces_is_logged_once(
+    model, generator, tmp_path, monkeypatch
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    with make_cache(model, segment_tokens=None) as cache, TraceLog(path) as log:
+        cache.listeners.add(log)
+        forward, failures = cache._runner.forward, [torch.OutOfMemoryError()]
+
+        def fail_once(*args):
+            if failures:
+                raise failures.pop()
+            return forward(*args)
+
+        monkeypatch.setattr(cache._runner, "forward", fail_once)
+        cache.prefill(text(generator, 4 * BLOCK))
+        assert not failures
+        assert cache.stats().requests == 1
+    [only] = read_trace(path)
+    assert len(only.hash_ids) == 4

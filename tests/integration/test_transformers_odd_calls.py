@@ -13,7 +13,6 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 import torch
 from batch_rig import answers, batch, tokens
 from transformers import (
-    ContinuousBatchingConfig,
     GenerationConfig,
     SynthIDTextWatermarkingConfig,
 )
@@ -32,10 +31,8 @@ from transformers_rig import (
 )
 
 from mamba_cache.errors import (
-    BlockCapacityError,
     InvalidArgumentError,
     MissingStateError,
-    ModelChangedError,
     PoisonedError,
 )
 from mamba_cache.integrations.transformers import PrefixCache
@@ -74,25 +71,6 @@ def test_a_refused_call_leaves_host_memory_as_it_is(model, prompt, refused, erro
         refused(cache, prompt)
     assert cache.tier_stats()[0].entries == held
     cache.check_invariants()
-
-
-def test_what_is_no_single_streamer_of_a_batch_is_refused_at_once(cache):
-    """A streamer that is an iterator of text was iterated over, and nobody would ever end that."""
-
-    class Endless:
-        def put(self, _):
-            """Takes a token."""
-
-        end = None
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            raise AssertionError("it waits for text")
-
-    with pytest.raises(InvalidArgumentError, match=r"one for each prompt: streamer=\[streamer\]"):
-        cache.generate_batch([[5, 6]], streamer=Endless())
 
 
 # Hooks on the model itself, which see each of its calls.
@@ -161,39 +139,7 @@ def test_a_batch_in_few_blocks(nemotron, slots, blocks):
         )
 
 
-def test_a_batch_where_all_blocks_are_pinned(model, prompt):
-    """Likewise."""
-    room = budgets(make_cache(model), slots=4, blocks=4)
-    cache = make_cache(model, **room, max_pinned_share=1.0)
-    cache.prefill(prompt[:, : 4 * BLOCK])
-    pin = cache.pin(prompt[:, : 4 * BLOCK])
-    with pytest.raises(BlockCapacityError):
-        cache.generate_batch([[5, 6, 7]], **NEW)
-    cache.unpin(pin)
-    assert batch(cache, [[5, 6, 7]], **NEW)
-
-
 # The model changes.
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_a_model_of_another_vocabulary_needs_another_cache(model, cache, prompt, is_used):
-    """Its logits fitted in no slot: each call raised RuntimeError, after a reset as well."""
-    if is_used:
-        cached(cache, prompt)
-    model.resize_token_embeddings(VOCABULARY + 31)
-    calls = (
-        lambda: cache.generate(prompt, **GREEDY),
-        lambda: cache.generate_batch(prompt, **NEW),
-        lambda: cache.prefill(prompt),
-        cache.reset,
-    )
-    for call in calls:
-        with pytest.raises(ModelChangedError, match=r"97 embeddings .* 128 now: make"):
-            call()
-    other = make_cache(model)
-    for _ in range(2):
-        assert_same(plain(model, prompt), cached(other, prompt))
 
 
 def test_the_disk_is_used_again_after_a_reset_in_training_mode(
@@ -217,56 +163,12 @@ def test_the_disk_is_used_again_after_a_reset_in_training_mode(
         assert cache.stats().hits == 1
 
 
-def test_logits_that_are_kept_by_index_are_refused(cache, prompt):
-    """Those of another token were kept as those that follow the prompt, and given out later."""
-    cached(cache, prompt)
-    options = {"logits_to_keep": torch.tensor([0]), "max_new_tokens": 1}
-    with pytest.raises(InvalidArgumentError, match="logits_to_keep must be an int"):
-        cache.generate(prompt, **options)
-    cached(cache, prompt, logits_to_keep=2)
-
-
 # Mistakes.
 
 
 def test_a_configuration_may_come_second_as_for_the_model(model, cache, prompt):
     config = GenerationConfig(**GREEDY)
     assert_same(model.generate(prompt, config), cache.generate(prompt, config))
-
-
-def batching(**options):
-    return {"continuous_batching_config": ContinuousBatchingConfig(**options)}
-
-
-@pytest.mark.parametrize(
-    ("call", "options", "message"),
-    [
-        (
-            "generate", {"stopping_criteria": print},
-            "stopping_criteria must be a collection of criteria, got <built-in",
-        ),
-        (
-            "generate_batch", {"continuous_batching_config": {"max_batch_tokens": 8}},
-            "config must be a transformers.ContinuousBatchingConfig, got dict",
-        ),
-        (
-            "generate_batch", batching(max_batch_tokens=-1),
-            "max_batch_tokens must be an int >= 1, got -1",
-        ),
-        (
-            "generate_batch", batching(max_requests_per_batch=0),
-            "max_requests_per_batch must be an int >= 1, got 0",
-        ),
-        (
-            "generate_batch", {"max_new_tokens": None, "max_length": 3},
-            "max_length must be more than the prompt's 3 tokens, got 3: set max_new_tokens",
-        ),
-    ],
-)  # fmt: skip
-def test_other_mistakes_are_named(cache, call, options, message):
-    """They were a TypeError, were passed over, or failed an assertion about memory."""
-    with pytest.raises(InvalidArgumentError, match=message):
-        getattr(cache, call)([[3, 4, 5]], **{"max_new_tokens": 2, **options})
 
 
 def test_a_batch_under_autocast_is_refused_and_not_the_model(nemotron):
@@ -534,17 +436,3 @@ def test_what_is_cached_after_a_lost_request_is_cancelled_still_goes_below(nemot
     before = cache.tier_stats()[0].entries["state"]
     batch(cache, [tokens(generator, 2 * BLOCK)])
     assert cache.tier_stats()[0].entries["state"] > before
-
-
-def test_an_answer_that_a_processor_refuses_says_so_and_the_others_go_on(nemotron, generator):
-    """All were lost in a ValueError."""
-    cache = nemotron.cache()
-    prompts = [tokens(generator, n) for n in (2 * BLOCK, 9, 2 * BLOCK + 3)]
-    odd = nemotron.config(max_new_tokens=5, sequence_bias=[[[10**6], 3.0]])
-    plain_one = nemotron.config(max_new_tokens=5)
-    first, second, third = batch(cache, prompts, generation_config=[plain_one, odd, plain_one])
-    assert answers([first, third]) == [nemotron.answer(p, 5) for p in prompts[::2]]
-    assert (second.generated_tokens, first.error, third.error) == ([], None, None)
-    assert "tokens were being biased" in second.error
-    [again] = batch(cache, [prompts[1]], generation_config=plain_one)
-    assert again.generated_tokens == nemotron.answer(prompts[1], 5)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,23 +10,10 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
-from batch_rig import answers, batch, tokens
-from transformers_rig import BLOCK, budgets
+from batch_rig import answer, answers, batch, tokens
+from transformers_rig import BLOCK, budgets, skipped
 
-
-def alone(cache, prompt, count=6, **options):
-    """What ``generate`` adds to a prompt; the bookkeeping must hold afterwards."""
-    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, **options}
-    output = cache.generate([prompt], **options)
-    cache.check_invariants()
-    return output[0, len(prompt) :].tolist()
-
-
-def hit(cache, call):
-    """The tokens that a call does not compute again."""
-    before = cache.stats().skipped_tokens
-    call()
-    return cache.stats().skipped_tokens - before
+alone = partial(answer, is_batch=False, count=6)
 
 
 def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, generator):
@@ -45,7 +33,7 @@ def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, gene
     assert (stats.requests, stats.free_slots + stats.cached_slots) == (3, 10)
     for prompt in prompts:
         whole = (len(prompt) - 1) // BLOCK * BLOCK
-        assert hit(cache, lambda prompt=prompt: alone(cache, prompt)) == whole
+        assert skipped(cache, lambda prompt=prompt: alone(cache, prompt)) == whole
 
 
 def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
@@ -63,33 +51,6 @@ def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
     finally:
         gc.enable()
     assert [storage() for storage in held] == [None] * len(held)
-
-
-def test_reset_forgets_what_either_has_cached(nemotron, generator):
-    cache = nemotron.cache()
-    first, second = tokens(generator, 3 * BLOCK), tokens(generator, 3 * BLOCK)
-    alone(cache, first)
-    batch(cache, [second])
-    cache.reset()
-    cache.check_invariants()
-    for prompt in (first, second):
-        assert hit(cache, lambda prompt=prompt: batch(cache, [prompt])) == 0
-    assert answers(batch(cache, [first, second])) == [
-        nemotron.answer(first, 6),
-        nemotron.answer(second, 6),
-    ]
-
-
-def test_what_was_brought_from_host_memory_is_found_by_batches(nemotron, generator):
-    one = nemotron.cache(**budgets(nemotron.cache(), slots=3, blocks=20), host_cache_gb=0.01)
-    with one as cache:
-        prompts = [tokens(generator, 5 * BLOCK) for _ in range(4)]
-        for prompt in prompts:
-            alone(cache, prompt)
-        longer = prompts[0] + tokens(generator, 4)
-        assert hit(cache, lambda: batch(cache, [longer])) >= 5 * BLOCK
-        assert answers(batch(cache, [longer])) == [nemotron.answer(longer, 6)]
-        assert cache.tier_stats()[0].restored > 0
 
 
 @pytest.mark.parametrize(("made", "used"), [*product([False, True], repeat=2)])
@@ -117,6 +78,6 @@ def test_what_batches_computed_lies_in_host_memory_too(nemotron, generator):
         assert cache.tier_stats()[0].stored > 8 * 4
         for prompt, answer in zip(prompts, answered, strict=True):
             longer = prompt + answer + [5]
-            assert hit(cache, lambda longer=longer: batch(cache, [longer])) == 5 * BLOCK
+            assert skipped(cache, lambda longer=longer: batch(cache, [longer])) == 5 * BLOCK
             assert alone(cache, longer) == nemotron.answer(longer, 6)
         assert cache.tier_stats()[0].restored > 0

@@ -15,7 +15,6 @@ from transformers_rig import BLOCK, budgets
 from mamba_cache.cache import AdaptiveSlotPolicy, ConsumedSlotPolicy, LruSlotPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
-    InvalidArgumentError,
     MambaSlotCapacityError,
     MissingStateError,
     SequenceLengthError,
@@ -161,12 +160,6 @@ def test_pins_have_their_share_and_name_what_they_want(nemotron, generator):
         cache.pin(prompts[0], cache_salt="other")
     cache.unpin(pin)
     cache.unpin(pin)  # it is over
-    with pytest.raises(InvalidArgumentError, match="ttl_seconds must be a number"):
-        cache.pin(prompts[0], ttl_seconds=-1)
-    with pytest.raises(InvalidArgumentError, match="pin must be"):
-        cache.unpin("pin")
-    with pytest.raises(InvalidArgumentError, match="max_pinned_share must be a number in"):
-        nemotron.cache(max_pinned_share=2)
     cache.check_invariants()
 
 

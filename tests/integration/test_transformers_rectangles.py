@@ -369,17 +369,6 @@ def test_graphs_end_with_what_they_were_captured_for():
     assert not own.why_eager("decode")
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_why_nothing_is_replayed_is_said(is_on, generator):
-    cache = subject("nemotron_h").cache(cuda_graphs=is_on)
-    batch(cache, prompts_of(generator, 5, 9))
-    stats = cache.batch_stats()
-    reason = "CUDA graphs need a CUDA device, the model is on cpu"
-    wanted = reason if is_on else "cuda_graphs is False"
-    assert (stats.eager_reason, stats.prefill_eager_reason) == (wanted, wanted)
-    assert (stats.captures, stats.graph_shapes, stats.graph_bytes) == (0, 0, 0)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_are_divided_so_that_they_take_the_least(seed):
     generator = torch.Generator().manual_seed(seed)

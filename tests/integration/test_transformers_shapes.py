@@ -1,6 +1,7 @@
 """What a plan expects a model to keep is what the model's transformers cache holds."""
 
 import json
+import runpy
 
 import pytest
 
@@ -8,6 +9,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
 import transformers
+from sources import ROOT
 from transformers_rig import FAMILIES as SERVED
 from transformers_rig import make_model
 
@@ -103,3 +105,11 @@ def test_the_chunk_is_the_kernels(name, chunk, tmp_path):
     config = make_model(name).config
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
     assert load_shape(str(tmp_path)).ssm_chunk_size == (chunk or config.chunk_size)
+
+
+def test_the_readmes_table_is_as_the_code_makes_it():
+    """If this fails, `python tests/model_table.py` writes it anew."""
+    made = runpy.run_path(str(ROOT / "tests" / "model_table.py"))
+    readme = made["README"].read_text(encoding="utf-8")
+    shown = readme.split(made["BEGIN"])[1].split(made["END"])[0]
+    assert shown.strip() == made["table"]()

@@ -6,20 +6,25 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import fields, replace
+from shutil import copytree
 
 import notebook_rig
 import pytest
 import torch
 from clocks import ManualClock
 from disk_rig import entry_files, turn_bits
+from faulty_store import FaultyStore, Trouble
 from memory_store import MemoryStore
 from notebook_rig import REUSABLE, ask, open_cache, prompts
+from remote_rig import PATIENCE
 from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
 
 from mamba_cache.context import prefetch
-from mamba_cache.errors import BudgetError, InvalidArgumentError, ModelChangedError, TierInUseError
+from mamba_cache.errors import ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.tiers import entry, remote, transfers
+from mamba_cache.stores import StoreFault
+from mamba_cache.tiers import Numerics, entry, remote, transfers
 from mamba_cache.tiers.disk import PAGE_BYTES
 
 FAMILY = "granite 4"
@@ -57,13 +62,21 @@ def test_a_second_process_skips_what_the_first_computed_with_equal_answers(tmp_p
     assert skipped == sum(REUSABLE)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of stores, which stands still."""
+    clock = ManualClock()
+    for module in (remote, prefetch):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
 @pytest.fixture(params=["disk", "store"])
-def below(request, tmp_path, monkeypatch):
-    """Settings of caches over one disk, or over one store, whose clock stands still."""
+def below(request, tmp_path):
+    """Settings of caches over one disk, or over one store."""
     if request.param == "disk":
         return {"disk_cache_path": tmp_path, "disk_cache_gb": 0.05}
-    for module in (remote, prefetch):
-        monkeypatch.setattr(module, "time", ManualClock())
+    request.getfixturevalue("clock")
     return {"store": MemoryStore(), "hash_secret": b"of this test"}
 
 
@@ -206,24 +219,131 @@ def _interrupted(*_):
     raise KeyboardInterrupt
 
 
-def test_settings_are_checked(tmp_path, model) -> None:
-    for settings, error, message in (
-        ({"disk_cache_path": tmp_path}, InvalidArgumentError, "disk_cache_path needs a host tier"),
-        ({"disk_cache_path": 5, "host_cache_gb": 0.01}, InvalidArgumentError, "must be a path"),
-        (
-            {"store": 5, "host_cache_gb": 0.01, "hash_secret": b"a"},
-            InvalidArgumentError, "store must be a stores.BlobStore or the URL of one, got int",
-        ),
-        ({"host_cache_gb": -1}, InvalidArgumentError, "host_cache_gb must be"),
-        ({"host_cache_gb": 1e-7}, BudgetError, "host_cache_gb=1e-07 GiB is too small"),
-        ({"store": MemoryStore(), "hash_secret": b"a"}, InvalidArgumentError, "needs a host tier"),
-        (
-            {"store": MemoryStore(), "host_cache_gb": 0.01},
-            InvalidArgumentError, "store needs hash_secret",
-        ),
-        ({"host_cache_gb": 0.01, "weights_check": "off"}, InvalidArgumentError, "weights_check"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            make_cache(model, **settings)
+def test_a_disk_belongs_to_one_cache(tmp_path, model) -> None:
     with open_cache(tmp_path, model), pytest.raises(TierInUseError):
         open_cache(tmp_path, model)
+
+
+def open_over(store, model):
+    return make_cache(model, store=store, host_cache_gb=0.01, hash_secret=b"of this test")
+
+
+def test_a_store_that_fails_or_is_silent_is_not_waited_for(model, clock) -> None:
+    """Patience ends with the clock, which the first question turns; later calls do not ask."""
+    store = FaultyStore(MemoryStore())
+    with open_over(store, model) as first:
+        answers, _ = ask(first, prompts()[:2])
+    store.inject("exists_many", Trouble.HANG)
+    hangs = store._meet_call
+
+    def turn(call):
+        clock.now += 1.0
+        hangs(call)
+
+    store._meet_call = turn
+    with open_over(store, model) as second:
+        found, skipped = ask(second, prompts()[:2])
+        assert (found, skipped) == (answers, 0)
+        store._meet_call = hangs
+        store.heal()
+        assert second._store.tiers._remote.flush(PATIENCE)
+    store.inject("exists_many", Trouble.FAIL)
+    with open_over(store, model) as third:
+        assert ask(third, prompts()[:2]) == (answers, 0)
+
+
+def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next(model, clock) -> None:
+    """A dead holder takes its time for each of them, and there may be many."""
+    store = FaultyStore(MemoryStore())
+    with open_over(store, model) as first:
+        answers, _ = ask(first, prompts()[:1])
+    longer = [torch.tensor([[*answers[0], 7, 8, 9]])]  # states at the prompt's and answer's ends
+    expected = [plain(model, ids).sequences[0].tolist() for ids in longer]
+    with open_over(store, model) as second:
+        store.inject("get_many_into", Trouble.FAIL, times=1, fault=StoreFault.TRANSFER_FAILED)
+        assert ask(second, longer) == (expected, 0)
+    with open_over(store, model) as third:
+        found, skipped = ask(third, longer)
+        assert found == expected
+        assert skipped >= 0.9 * len(answers[0])
+
+
+# What entries depend on, beside weights and settings: numerics and adapters.
+
+
+def test_other_numerics_and_kernels_find_nothing(tmp_path, model, monkeypatch) -> None:
+    """Another GPU, torch, triton, kernel or precision: a hit would not equal a miss."""
+    with open_cache(tmp_path / "own", model) as first:
+        ask(first, prompts()[:1])
+    own = Numerics.of("cpu", kernels="a")
+
+    def other(name):
+        return Numerics, "of", lambda *_, **__: replace(own, **{name: "another"})
+
+    changes = [other(field.name) for field in fields(Numerics)]
+    changes.append((prefix_tiers, "installed_version", lambda name: "99.0"))
+    for number, change in enumerate(changes):
+        copytree(tmp_path / "own", tmp_path / str(number))
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            with open_cache(tmp_path / str(number), model) as second:
+                assert ask(second, prompts()[:1])[1] == 0, change[1:]
+    with open_cache(tmp_path / "own", model) as third:
+        assert ask(third, prompts()[:1])[1] == REUSABLE[0]
+
+
+class Adapter(torch.nn.Module):
+    """A linear layer with a low-rank one beside it, as adapters put them into a model."""
+
+    def __init__(self, base, seed, scaling):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.base_layer, self.scaling = base, scaling
+        self.lora_A = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base.out_features, bias=False)
+        with torch.no_grad():
+            for linear in (self.lora_A, self.lora_B):
+                linear.weight.normal_(generator=generator)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.scaling * self.lora_B(self.lora_A(x))
+
+
+def adapted(seed, scaling=1.0):
+    """A model with an adapter in its first feed-forward layer; without one if ``seed`` is None."""
+    model = make_model(FAMILY)
+    if seed is not None:
+        name, base = next(
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and "mlp" in name
+        )
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Adapter(base, seed, scaling))
+    return model.eval()
+
+
+CASES = {"none": (None,), "one": (1,), "scaled": (1, 2.0), "another": (2,)}
+
+
+def test_an_adapter_shares_nothing_with_the_model_or_another_adapter(tmp_path) -> None:
+    """Neither its weights nor its scaling; and whoever is the same finds his own again."""
+    ids = prompts()[3]
+    expected = {
+        name: plain(adapted(*case), ids).sequences[0].tolist() for name, case in CASES.items()
+    }
+    for name, case in CASES.items():
+        with open_cache(tmp_path / name, adapted(*case)) as cache:
+            assert ask(cache, [ids]) == ([expected[name]], 0)
+    for of, name in [
+        ("none", "one"),
+        ("one", "none"),
+        ("one", "scaled"),
+        ("one", "another"),
+        ("one", "one"),
+    ]:
+        # A copy: who finds nothing makes room for what he stores.
+        copytree(tmp_path / of, tmp_path / f"{of} for {name}")
+        with open_cache(tmp_path / f"{of} for {name}", adapted(*CASES[name])) as cache:
+            skipped = REUSABLE[3] if of == name else 0
+            assert ask(cache, [ids]) == ([expected[name]], skipped)

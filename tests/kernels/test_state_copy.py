@@ -78,14 +78,10 @@ def test_rows_as_numpy_or_tensor(dtype, as_rows, backend, device, generator):
     [
         ([0, 1], [0], "equally many, got 2 and 1"),
         ([0, 5], [0, 1], r"source_rows must be in \[-2, 5\), got \[5\]"),
-        ([0, -3], [0, 1], r"source_rows must be in \[-2, 5\), got \[-3\]"),
         ([0, 1], [0, 7], r"destination_rows must be in \[-1, 7\), got \[7\]"),
-        ([0, 1], [0, -2], r"destination_rows must be in \[-1, 7\), got \[-2\]"),
         ([0, 1, -1, 3], [2, 4, 2, 4], r"listed once, got \[4\] repeatedly"),
         ([0.0, 1.0], [0, 1], "source_rows must be ints, got 0.0"),
-        ([[0, 1]], [[0, 1]], r"source_rows must be ints, got \[0, 1\]"),
         ([True, False], [0, 1], "source_rows must be ints, got True"),
-        (np.array([0.5, 1]), [0, 1], "source_rows must be ints, got 0.5"),
     ],
 )
 def test_bad_rows_raise_and_copy_nothing(

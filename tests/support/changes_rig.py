@@ -58,14 +58,7 @@ def outcome_of(cache, model, ids) -> str:
 
 
 def check_change(kind, model, generator, weights_check="full") -> None:
-    """Caches a prefix, changes the model, asks for more, changes it back, and asks again.
-
-    Args:
-        kind: The change.
-        model: As it is before, prepared.
-        generator: For prompts.
-        weights_check: As the cache's.
-    """
+    """Caches a prefix, changes the model, asks for more, changes it back, and asks again."""
     cache = make_cache(model, weights_check=weights_check, placement=LastBlock())
     prefix = text(generator, 4 * BLOCK)
     prompts = [join(prefix, text(generator, 5)) for _ in range(4)]

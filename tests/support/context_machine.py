@@ -123,6 +123,8 @@ class ContextMachine(RuleBasedStateMachine):
 
     longest_answer = 12
     model, uncached = MODEL, UNCACHED
+    damaged = frozenset()
+    """Requests of the step that were given a damaged state: they are preempted at its end."""
 
     @initialize(
         ample=st.booleans(),
@@ -250,16 +252,23 @@ class ContextMachine(RuleBasedStateMachine):
         new_tokens = {}
         for request, row in zip(step.requests, logits, strict=True):
             if request.samples:
-                seen = self.requests[request.request_id]
-                wanted = seen.logits(self.uncached)
-                torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
+                wanted = self.requests[request.request_id].logits(self.uncached)
+                if request.request_id not in self.damaged:
+                    torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
                 new_tokens[request.request_id] = int(wanted.argmax())
         assert tuple(new_tokens) == step.sampling_ids
-        self.context.commit_step([*new_tokens.values()] if self.uses_arrays() else new_tokens)
+        preempted = self.context.commit_step(
+            [*new_tokens.values()] if self.uses_arrays() else new_tokens
+        )
+        assert set(preempted) == self.damaged
+        for request_id in preempted:
+            assert self.context.status(request_id) is RequestStatus.PREEMPTED
         for request in step.requests:
-            self.publish(self.requests[request.request_id], request)
+            if request.request_id not in self.damaged:
+                self.publish(self.requests[request.request_id], request)
         for request_id, token in new_tokens.items():
-            self.requests[request_id].generated.append(token)
+            if request_id not in self.damaged:
+                self.requests[request_id].generated.append(token)
         self.remember_states()
         self.finish_those_with(self.longest_answer)
 

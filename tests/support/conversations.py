@@ -220,11 +220,7 @@ class Conversation:
     # What is asked.
 
     def run(self) -> None:
-        """Holds the conversation.
-
-        Raises:
-            WrongAnswerError: Something is wrong; the message says what, and how to repeat it.
-        """
+        """Holds the conversation."""
         try:
             with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
                 compute_in_double(patch)

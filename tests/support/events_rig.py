@@ -38,12 +38,7 @@ GOLDEN = bytes.fromhex(
 
 
 class Books:
-    """Both allocators, used as an engine does, and a plain record of what they announced.
-
-    Attributes:
-        blocks: By hash of each registered block: its parent and its tokens, None if not told.
-        states: Hashes that have a state.
-    """
+    """Both allocators, used as an engine does, and a plain record of what they announced."""
 
     def __init__(self, num_blocks: int = 24, num_slots: int = 6) -> None:
         self.block_size_tokens = BLOCK
@@ -116,13 +111,7 @@ class Books:
         return path
 
     def run(self, tokens: list[int], states: list[int], *, salt: str | None = None) -> None:
-        """Compute a sequence: match it, fill the rest, save states after some of its blocks.
-
-        Args:
-            tokens: The sequence; what is left after its whole blocks is not kept.
-            states: After how many blocks a state is saved.
-            salt: If given, observers are not told the tokens.
-        """
+        """Compute a sequence: match it, fill the rest, save states after some of its blocks."""
         kv_blocks, slots = self.kv_block_allocator, self.slot_allocator
         chain = BlockHashChain(BLOCK, hasher=self.hasher, cache_salt=salt)
         chain.append(tokens)
@@ -170,11 +159,7 @@ class Books:
 
 
 class Known:
-    """What a strict router knows: it refuses a block whose parent it does not know.
-
-    Attributes:
-        groups: By group and hash: the parent and the tokens.
-    """
+    """What a strict router knows: it refuses a block whose parent it does not know."""
 
     def __init__(self) -> None:
         self.groups: dict[int, dict[int, tuple[int | None, list[int]]]] = {0: {}, 1: {}}
@@ -197,12 +182,7 @@ class Known:
 
 
 class Subscriber:
-    """Listens as routers do: asks for a replay where a number is missing, and skips what is old.
-
-    Args:
-        publisher: Whom to listen to.
-        loses: Says of each message whether it is lost on its way.
-    """
+    """Listens as routers do: asks for a replay where a number is missing, and skips what is old."""
 
     def __init__(
         self, publisher: EventPublisher, loses: Callable[[], bool] = lambda: False
@@ -234,11 +214,7 @@ class Subscriber:
         self._dealer.close()
 
     def receive(self, answer: Callable[[], object] = lambda: None) -> bool:
-        """Take over what has arrived; return whether anything had.
-
-        Args:
-            answer: Has the publisher answer, where no thread of its own does.
-        """
+        """Take over what has arrived; return whether anything had."""
         is_any = False
         while self._sub.poll(2):
             _, seq, payload = self._sub.recv_multipart()

@@ -68,13 +68,7 @@ JUNK = [
 
 @dataclass(frozen=True)
 class Target:
-    """A call that works.
-
-    Attributes:
-        make: Makes the object that is called.
-        call: Takes it, and the arguments by name.
-        arguments: What it accepts, made anew from the object.
-    """
+    """A call that works."""
 
     make: Callable
     call: Callable

@@ -13,15 +13,7 @@ def add_json_option(parser):
 
 
 def keep(path, columns, rows, *, packages=("torch",), **more):
-    """Write the rows of a table.
-
-    Args:
-        path: The file; None writes nothing.
-        columns: The names of the columns.
-        rows: The cells, as they were printed.
-        packages: Whose versions matter.
-        more: Other figures of the run, by name.
-    """
+    """Write the rows of a table."""
     if path is None:
         return
     report = {

@@ -184,16 +184,7 @@ def bits(conv: torch.Tensor, ssm: torch.Tensor) -> bytes:
 
 
 class Server:
-    """Drives a real context through the steps of Megatron's engine, with a toy for a model.
-
-    Args:
-        parts: A version's modules.
-        generator: Draws the model.
-        num_blocks: KV blocks, the dummy block among them.
-        num_slots: Slots for saved states.
-        max_requests: Rows of the context.
-        chunked: Prompts may come in pieces.
-    """
+    """Drives a real context through the steps of Megatron's engine, with a toy for a model."""
 
     def __init__(
         self,
@@ -389,12 +380,7 @@ class Steps:
 
 
 def megatron_steps(server: Server, prompts: Sequence[int]) -> Steps:
-    """Serves six requests: prefills, decodes, hits inside and at the end of prompts, releases.
-
-    Args:
-        server: Whose states are checked after every step.
-        prompts: 12 blocks of tokens to make prompts of.
-    """
+    """Serves six requests: prefills, decodes, hits inside and at the end of prompts, releases."""
     steps = Steps()
     system, short = list(prompts[: 3 * BLOCK]), list(prompts[3 * BLOCK : 5 * BLOCK])
     rest = list(prompts[5 * BLOCK :])

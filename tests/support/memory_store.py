@@ -19,14 +19,7 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(BlobStore):
-    """A ``BlobStore`` that no other process sees. It keeps what it has: full is ``FULL``.
-
-    Args:
-        max_bytes: Bytes of all blobs together, 1 or more.
-
-    Raises:
-        InvalidArgumentError: ``max_bytes`` is out of range.
-    """
+    """A ``BlobStore`` that no other process sees. It keeps what it has: full is ``FULL``."""
 
     name = "memory"
     max_blob_bytes = MAX_BLOB_BYTES

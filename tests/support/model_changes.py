@@ -28,17 +28,7 @@ HARMLESS = "harmless"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of change.
-
-    Attributes:
-        name: As docs/explanation/guarantees.md names it.
-        outcome: What the cache does about it.
-        change: Changes a model, yields, and changes it back.
-        prepare: What is done to the model before its cache is made.
-        family: Which model.
-        matters: The model's logits are others then.
-        comes_back: Changing it back leaves no trace, so that prefixes of before are found again.
-    """
+    """One kind of change."""
 
     name: str
     outcome: str

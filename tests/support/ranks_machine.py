@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from ranks_rig import Exchange, RankedModel, Ranks
 from tier_rig import STATE, flip_header
-from tiers_machine import PROMPTS, DiskMachine, TieredMachine
+from tiers_machine import PROMPTS, DiskMachine
 
 from mamba_cache.context import PrefetchState
 
@@ -78,40 +78,10 @@ class RanksMachine(DiskMachine):
         for rank in self.on_each_rank():
             self.copies.run(paces[rank])
 
-    def begin(self, decode_ids=None, **drafts):
-        """As ever, but what a damaged row brought to any rank is not compared."""
-        self.damaged = set()
-        admitted = {i: seen.admission for i, seen in self.requests.items()}
-        begin_step = self.context.begin_step
-
-        def begin_and_look(*args, **kwargs):
-            step = begin_step(*args, **kwargs)
-            for rank, part in enumerate(self.context.parts):
-                for active in part._prefills:
-                    self.look_at_load(active, self._bad_headers.get(rank, ()))
-            return step
-
-        self.context.begin_step = begin_and_look
-        try:
-            return super(TieredMachine, self).begin(decode_ids, **drafts)
-        finally:
-            del self.context.begin_step
-            for request_id in self.damaged:
-                self.requests[request_id].admission = admitted[request_id]
-
-    def look_at_load(self, active, bad_headers):
-        load = active.chunk.load
-        if load is None:
-            return
-        leases = load.leases
-        read = {(e.facts.key.kind, e.row, e.generation) for e in leases}
-        assert not read & {each[:3] for each in bad_headers}
-        own = range(load.first_job, load.first_job + len(leases))
-        bad = set(load.ticket._run().damaged()) & set(own)
-        assert {leases[i - load.first_job].facts.key.digest for i in bad} <= self.turned
-        if bad:
-            self.damaged.add(active.request_id)
-            self.requests[active.request_id].admission = None
+    def looked_at(self):
+        return [
+            (part, self._bad_headers.get(rank, ())) for rank, part in enumerate(self.context.parts)
+        ]
 
     def step(self, decode_ids):
         """Of rank 0 as ever; of the others here, before the step's requests have got on."""

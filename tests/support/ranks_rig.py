@@ -49,10 +49,6 @@ class Ranks:
 
     Those calls in which ranks may agree run in a thread for each rank. Results must be equal, and
     so must errors. What is not called is that of rank 0; what belongs to tiers, of rank ``focus``.
-
-    Args:
-        parts: By rank.
-        exchange: What they agree by.
     """
 
     _OWN = ("_tiering", "host_tier", "disk_tier")

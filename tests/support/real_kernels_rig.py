@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
 
 import torch
-from sources import ROOT
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.reference import HybridModel, HybridModelConfig
 
 BLOCK = 32
 SHAPE = HybridModelConfig(layer_pattern="M*M", ssm_chunk_size=BLOCK, hidden_size=32)
-
-
-def load_example() -> ModuleType:
-    """Imports the example."""
-    path = ROOT / "examples" / "real_kernels.py"
-    spec = importlib.util.spec_from_file_location("real_kernels", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["real_kernels"] = module  # its dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_context(model: HybridModel, block: int) -> DynamicInferenceContext:

@@ -1,20 +1,8 @@
 """Loads for replicas behind published routers, which tests/engines/routers.sh fetches."""
 
-import importlib.util
-import sys
+from sources import load_example
 
-from sources import ROOT
-
-
-def _load_example():
-    spec = importlib.util.spec_from_file_location("two", ROOT / "examples" / "two_replicas.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["two"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-two = _load_example()
+two = load_example("two_replicas")
 
 KINDS = {"vllm-router": two.VllmRouter, "dynamo": two.DynamoRouter}
 

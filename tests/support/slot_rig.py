@@ -135,10 +135,6 @@ def touch(allocator, *blocks):
         times[block] = int(times.max()) + 1
 
 
-def refer(allocator, *blocks):
-    allocator.context.kv_block_allocator.block_ref_counts[list(blocks)] += 1
-
-
 def full(*, slots=4, **options):
     """An allocator whose slots hold blocks 0 to slots - 1, block 0 the least recently used."""
     allocator = make_allocator(slots, **options)

@@ -1,9 +1,12 @@
 """The package's source files as syntax trees, for tests of its structure."""
 
 import ast
+import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "mamba_cache"
@@ -39,6 +42,17 @@ class Source:
 def sources(*folders: str) -> list[Source]:
     """Every Python file in the given folders of the project, each parsed once for all tests."""
     return [Source(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def load_example(name: str) -> ModuleType:
+    """Import one of the examples."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where a dataclass looks up its annotations
+    spec.loader.exec_module(module)
+    return module
 
 
 def is_old_path(source: Source) -> bool:

@@ -9,12 +9,7 @@ OF_STORES = ("mamba_cache.stores", "mooncake", "socket", "_socket", "ssl", "_ssl
 
 
 class Lock:
-    """A lock that knows who holds it, and how often somebody found it taken.
-
-    Args:
-        watch: Is told.
-        lock: A lock of ``threading``, of either kind.
-    """
+    """A lock that knows who holds it, and how often somebody found it taken."""
 
     def __init__(self, watch, lock):
         self._watch, self._lock = watch, lock
@@ -69,16 +64,7 @@ class Store:
 
 
 class StepWatch:
-    """Make what uses the store within ``locks()``, and run steps within ``steps()``.
-
-    Attributes:
-        held: Locks that a thread holds, by thread; of those that were made within ``locks()``.
-        acquired: How often each thread has taken one.
-        found_taken: How often each thread found one taken.
-        calls: Calls of the store, and of whatever else was given to ``called``, by name.
-        with_locks: Those whose thread held a lock.
-        entered: What the step's thread entered of stores and sockets, and by which names.
-    """
+    """Make what uses the store within ``locks()``, and run steps within ``steps()``."""
 
     def __init__(self):
         self.held, self.acquired, self.found_taken = Counter(), Counter(), Counter()

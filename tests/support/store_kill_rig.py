@@ -271,13 +271,7 @@ class Counts:
 
 
 class Rig:
-    """A server, holders, two writers and a reader.
-
-    Args:
-        kind: "valkey" or "mooncake".
-        seed: Of the moments of kills.
-        flips: Part of what readers read in which a bit is wrong.
-    """
+    """A server, holders, two writers and a reader."""
 
     def __init__(self, kind, *, seed=0, flips=0.0):
         self.kind, self._random = kind, random.Random(seed)

@@ -3,7 +3,6 @@
 from unittest import mock
 
 from clocks import ManualClock
-from context_machine import STEM, Seen
 from faulty_store import _TROUBLES, FaultyStore
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -136,15 +135,11 @@ class StoreMachine(LowerTierMachine):
         elif way == "clear":
             self.context.host_tier.clear()
         for stem, tail in prompts:
-            seen = Seen((STEM[:stem] + [tail] * 9)[: self.longest], {})
-            handle = self.begin_prefetch(seen)
-            self.quiet()
-            self.quiet()  # the answer to the question, and then the loads
-            assert handle.is_done
-            match = self.context.match(seen.request("probe", list(seen.prompt)))
-            if handle.is_done and handle.state.value == "ready":
-                assert match.skip_tokens >= handle.skip_tokens
-            self.ask(stem, [tail] * 9, {})
+            self.return_to(stem, [tail] * 9, {})
+
+    def settle(self):
+        self.quiet()
+        self.quiet()  # the answer to the question, and then the loads
 
     @precondition(lambda self: self.copies)
     @rule()
@@ -154,23 +149,15 @@ class StoreMachine(LowerTierMachine):
         self.context._tiering.wait()
         self.quiet()
 
-    def leave(self):
-        """End a process."""
-        self.end_everything()
-        self.context.close()
-        self.forget_context()
-
     @invariant()
     def books_agree(self):
+        super().books_agree()
         if hasattr(self, "context") and self.copies:
             self.tier.check_invariants()
 
     def end_everything(self):
         self.quiet()
         super().end_everything()
-        self.quiet()
-        self.quiet()
-        assert not self.context.host_tier.lower_leases
         assert all(handle.is_done for handle in self.prefetches)
         stats = self.tier.stats()
         assert stats.loads == stats.restored + sum(stats.refused.values())

@@ -104,12 +104,7 @@ def mooncake_master(lease="2s", *options):
 
 
 class Speaker:
-    """A server in a thread that answers what it was told to, one connection after the other.
-
-    Args:
-        conversations: Of each connection the answers, one for each command of Valkey's protocol, or
-            for each piece of anything else; after the last one it closes the connection.
-    """
+    """A server in a thread that answers what it was told to, one connection after the other."""
 
     def __init__(self, *conversations):
         self.heard = []

@@ -13,7 +13,6 @@ from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from unittest import mock
 
-import torch
 from clocks import ManualClock
 from context_machine import POLICIES, STEM, TENANTS, ContextMachine, Seen, same_bits
 from hypothesis import strategies as st
@@ -30,7 +29,7 @@ from tier_rig import (
 )
 
 from mamba_cache.cache import EveryNthBlock, LastBlock
-from mamba_cache.context import PrefetchState, RequestStatus
+from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.tiers import ModelIdentity, Refusal, jobs
 from mamba_cache.tiers import disk as disks
@@ -197,21 +196,9 @@ class TieredMachine(ContextMachine):
 
         def begin_and_look(*args, **kwargs):
             step = begin_step(*args, **kwargs)
-            for active in self.context._prefills:
-                load = active.chunk.load
-                if load is not None:
-                    read = {
-                        (each.facts.key.kind, each.row, each.generation) for each in load.leases
-                    }
-                    assert not read & {each[:3] for each in self.bad_headers}
-                    own = range(load.first_job, load.first_job + len(load.leases))
-                    # The ticket below that of the late device: it knows at once.
-                    bad = set(load.ticket._run().damaged()) & set(own)
-                    if bad:
-                        leases = [load.leases[index - load.first_job] for index in bad]
-                        assert {lease.facts.key.digest for lease in leases} <= self.turned
-                        self.damaged.add(active.request_id)
-                        self.requests[active.request_id].admission = None
+            for context, bad_headers in self.looked_at():
+                for active in context._prefills:
+                    self.look_at_load(active, bad_headers)
             return step
 
         self.context.begin_step = begin_and_look
@@ -222,32 +209,26 @@ class TieredMachine(ContextMachine):
             for request_id in self.damaged:
                 self.requests[request_id].admission = admitted[request_id]
 
-    def step(self, decode_ids):
-        step = self.begin(decode_ids)
-        if step is None:
+    def looked_at(self):
+        """Contexts whose loads are looked at, and the damaged headers of each."""
+        return [(self.context, self.bad_headers)]
+
+    def look_at_load(self, active, bad_headers):
+        load = active.chunk.load
+        if load is None:
             return
-        logits = self.model.forward(step.metadata, self.caches())
-        new_tokens = {}
-        for request, row in zip(step.requests, logits, strict=True):
-            if request.samples:
-                wanted = self.requests[request.request_id].logits(self.uncached)
-                if request.request_id not in self.damaged:
-                    torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
-                new_tokens[request.request_id] = int(wanted.argmax())
-        preempted = self.context.commit_step(
-            [*new_tokens.values()] if self.uses_arrays() else new_tokens
-        )
-        assert set(preempted) == self.damaged
-        for request_id in preempted:
-            assert self.context.status(request_id) is RequestStatus.PREEMPTED
-        for request in step.requests:
-            if request.request_id not in self.damaged:
-                self.publish(self.requests[request.request_id], request)
-        for request_id, token in new_tokens.items():
-            if request_id not in self.damaged:
-                self.requests[request_id].generated.append(token)
-        self.remember_states()
-        self.finish_those_with(self.longest_answer)
+        read = {(each.facts.key.kind, each.row, each.generation) for each in load.leases}
+        assert not read & {each[:3] for each in bad_headers}
+        own = range(load.first_job, load.first_job + len(load.leases))
+        # The ticket below that of the late device: it knows at once.
+        bad = set(load.ticket._run().damaged()) & set(own)
+        assert {load.leases[i - load.first_job].facts.key.digest for i in bad} <= self.turned
+        if bad:
+            self.damaged.add(active.request_id)
+            self.requests[active.request_id].admission = None
+
+    def step(self, decode_ids):
+        super().step(decode_ids)
         if self.copies:
             self.copies.run(self.pace)
 
@@ -296,6 +277,7 @@ class LowerTierMachine(TieredMachine):
     def __init__(self):
         super().__init__()
         self.prefetches = []
+        self.asked = []
 
     def more_settings(self):
         own = {"write_on_use": self.write_on_use, "hash_secret": b"of this test"}
@@ -328,6 +310,44 @@ class LowerTierMachine(TieredMachine):
         self.prefetches.append(self.context.prefetch(request, timeout_seconds=seconds))
         return self.prefetches[-1]
 
+    def settle(self):
+        """Wait until the lower tier has ended all that it was given."""
+        raise NotImplementedError
+
+    def ask(self, stem, tail, tenant):
+        super().ask(stem, tail, tenant)
+        self.asked.append((stem, tail, tenant))
+
+    @precondition(lambda self: self.copies and self.asked)
+    @rule(number=st.integers(0, 100))
+    def come_back(self, number):
+        """Somebody asks again what was asked before, and waits for what lies below."""
+        self.return_to(*self.asked[number % len(self.asked)])
+
+    def return_to(self, stem, tail, tenant):
+        self.copies.run(99)
+        self.settle()
+        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
+        handle = self.begin_prefetch(seen)
+        self.settle()
+        assert handle.is_over
+        match = self.context.match(seen.request("probe", list(seen.prompt)))
+        # What the host tier had already may turn out to be damaged there.
+        if handle.state is PrefetchState.READY and not self.turned:
+            assert match.skip_tokens >= handle.skip_tokens
+        self.ask(stem, tail, tenant)
+
+    def leave(self):
+        """End a process."""
+        self.end_everything()
+        self.context.close()
+        self.forget_context()
+
+    def end_everything(self):
+        super().end_everything()
+        self.settle()
+        assert not self.context.host_tier.lower_leases
+
     def forget_context(self):
         """What a process that has ended takes along."""
         del self.context
@@ -337,12 +357,7 @@ class LowerTierMachine(TieredMachine):
 
 
 class LateTier:
-    """A lower tier that gets on when it is told to, so that the order of things is the test's.
-
-    Args:
-        tier: Any lower tier: a disk, or a store.
-        fault: Returns a context in which its system calls go wrong, or do not.
-    """
+    """A lower tier that gets on when it is told to, so that the order of things is the test's."""
 
     def __init__(self, tier, fault=nullcontext):
         self.tier, self.fault = tier, fault
@@ -456,7 +471,6 @@ class DiskMachine(LowerTierMachine):
         self.is_clean = True
         self.faults = []
         self.old_files = {}
-        self.asked = []
 
     def lower_settings(self):
         """What opens the tiers below host memory."""
@@ -574,29 +588,6 @@ class DiskMachine(LowerTierMachine):
             handle.cancel()
             assert was_over or handle.state is PrefetchState.CANCELLED
 
-    def ask(self, stem, tail, tenant):
-        super().ask(stem, tail, tenant)
-        self.asked.append((stem, tail, tenant))
-
-    @precondition(lambda self: self.copies and self.asked)
-    @rule(number=st.integers(0, 100))
-    def come_back(self, number):
-        """Somebody asks again what was asked before, and waits for what lies below."""
-        self.return_to(*self.asked[number % len(self.asked)])
-
-    def return_to(self, stem, tail, tenant):
-        self.copies.run(99)
-        self.late.flush()
-        seen = Seen((STEM[:stem] + tail or [1])[: self.longest], tenant)
-        handle = self.begin_prefetch(seen)
-        self.late.flush()
-        assert handle.is_over
-        match = self.context.match(seen.request("probe", list(seen.prompt)))
-        # What the host tier had already may turn out to be damaged there.
-        if handle.state is PrefetchState.READY and not self.turned:
-            assert match.skip_tokens >= handle.skip_tokens
-        self.ask(stem, tail, tenant)
-
     @precondition(lambda self: self.copies)
     @rule(
         is_killed=st.booleans(),
@@ -611,16 +602,17 @@ class DiskMachine(LowerTierMachine):
         self.host_rows = dict(zip(("num_host_blocks", "num_host_states"), host_rows, strict=True))
         self.context = self.open_context()
 
-    def leave(self, *, is_killed):
-        """End a process."""
-        if is_killed:
-            self.late.queue.clear()
-            self.disk.close()
-            self.requests.clear()
-            self.forget_all_uncollected()
-        else:
-            self.end_everything()
-            self.context.close()
+    def settle(self):
+        self.late.flush()
+
+    def leave(self, *, is_killed=False):
+        if not is_killed:
+            super().leave()
+            return
+        self.late.queue.clear()
+        self.disk.close()
+        self.requests.clear()
+        self.forget_all_uncollected()
         self.forget_context()
 
     @precondition(lambda self: self.copies)
@@ -675,10 +667,6 @@ class DiskMachine(LowerTierMachine):
         if self.is_clean:
             for handle in getattr(self, "prefetches", ()):
                 assert set(handle.refusals) <= {Refusal.ABORTED, Refusal.MISSING}
-
-    def end_everything(self):
-        super().end_everything()
-        assert not self.context.host_tier.lower_leases
 
     def teardown(self):
         try:
