@@ -503,7 +503,7 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
     array: npt.NDArray[np.int32] = np.frombuffer(packed, dtype=_DTYPE)
     # Packing takes bools for ints, so what became 0 or 1 is looked at.
     low = (array <= 1).nonzero()[0].tolist()
-    if low and not all([array[i] >= 0 and _is_integer(type(values[i])) for i in low]):
+    if low and not all(array[i] >= 0 and _is_integer(type(values[i])) for i in low):
         raise _bad_token(values)
     return array
 
