@@ -34,20 +34,6 @@ def test_proposes_what_a_search_finds(pieces, lengths, max_drafts):
         assert found == search(tokens, max_drafts, max_ngram, min_ngram)
 
 
-def test_an_empty_sequence_and_one_token_have_no_past():
-    assert NgramDrafter(1, 1).propose([], 3) == []
-    assert NgramDrafter(1, 1).propose([7], 3) == []
-
-
-def test_the_longer_match_goes_before_the_later_one():
-    assert NgramDrafter(2, 1).propose([1, 2, 8, 0, 2, 9, 1, 2], 1) == [8]
-    assert NgramDrafter(1, 1).propose([1, 2, 8, 0, 2, 9, 1, 2], 1) == [9]
-
-
-def test_a_guess_that_reaches_the_present_repeats_itself():
-    assert NgramDrafter().propose([5, 1, 2, 3, 1, 2, 3, 1, 2], 7) == [3, 1, 2, 3, 1, 2, 3]
-
-
 class CountedReads(list):
     """Tokens that count how many of them are looked at."""
 

@@ -4,6 +4,7 @@ import os
 import re
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from clocks import ManualClock
@@ -96,38 +97,6 @@ def test_an_entry_that_is_there_is_not_put_again(bench) -> None:
     other.tier.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "refusal"),
-    [
-        ({"tenant": b"o" * 16}, Refusal.TENANT),
-        ({"identity": b"i" * 32}, Refusal.MAC),  # each identity has keys of its own
-        ({"rank": 3}, Refusal.RANK),
-        ({"digest": b"d" * 16}, Refusal.DIGEST),
-        ({"prefix_tokens": 7}, Refusal.PREFIX_TOKENS),
-    ],
-    ids=lambda each: each.value if isinstance(each, Refusal) else "",
-)
-def test_every_field_is_compared_with_what_the_request_derived(bench, changes, refusal) -> None:
-    """The blobs of one entry lie under the keys of another."""
-    bench.put(1)
-    facts = facts_of(1)
-    own = {name: value for name, value in changes.items() if hasattr(facts.key, name)}
-    wanted = replace(facts, key=replace(facts.key, **own), **{
-        name: value for name, value in changes.items() if name not in own
-    })  # fmt: skip
-    bench.memory._blobs = {
-        name.replace(str(facts.key), str(wanted.key)): blob
-        for name, blob in bench.memory._blobs.items()
-    }
-    answer = Answer()
-    into = buffer_for(wanted)
-    assert bench.tier.load(wanted, into, answer)
-    assert answer.get() is refusal
-    bench.end()
-    assert bench.names() == []  # it is removed: nobody finds it again
-    assert bytes(into) == b"\xff" * len(into)
-
-
 def damaged(blob, what):
     return {
         "bit": blob[:200] + bytes([blob[200] ^ 1]) + blob[201:],
@@ -135,22 +104,33 @@ def damaged(blob, what):
         "longer": blob + b"x",
         "zero": bytes(len(blob)),
         "empty": b"x",
+        "lost": None,
     }[what]
 
 
-@pytest.mark.parametrize("what", ["bit", "shorter", "longer", "zero", "empty"])
-@pytest.mark.parametrize("chunk", [None, 0, 4])
+@pytest.mark.parametrize(
+    ("what", "chunk"),
+    [
+        *product(("bit", "shorter", "longer", "zero", "empty"), (None, 0, 4)),
+        *product(("lost",), (0, 4)),
+    ],
+)
 def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     """It is refused by reason, not asked for again, removed, and can be written anew."""
     bench.put(1)
     name = str(replace(facts_of(1).key, chunk=chunk))
-    bench.memory._blobs[name] = damaged(bench.memory._blobs[name], what)
+    blob = damaged(bench.memory._blobs.pop(name), what)
+    if blob is not None:
+        bench.memory._blobs[name] = blob
     refusal = bench.load(1)
     bench.end()
-    assert refusal in set(Refusal) - {Refusal.MISSING, Refusal.IO_ERROR, Refusal.TIMEOUT}
+    assert isinstance(refusal, Refusal)
+    reasons = {
+        "shorter": Refusal.SHORT, "empty": Refusal.SHORT, "longer": Refusal.PAYLOAD_BYTES,
+        "lost": Refusal.MISSING,
+    }  # fmt: skip
     if chunk is not None:
-        of_size = {"shorter": "SHORT", "empty": "SHORT", "longer": "PAYLOAD_BYTES"}
-        assert refusal is Refusal[of_size.get(what, "MAC")]
+        assert refusal is reasons.get(what, Refusal.MAC)
     assert bench.names() == []
     assert bench.tier.stats().refused == {refusal.value: 1}
     assert bench.load(1) is Refusal.MISSING  # it is known to be bad, so nobody asks
@@ -171,28 +151,6 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     assert bench.put(1) is Refusal.IO_ERROR
     assert bench.tier.stats().dropped == {"not_removed": 1}
     bench.faulty.heal()
-    assert bench.put(1) is None
-    assert bench.load(1) == bytes(payload_of(1))
-
-
-def test_what_is_removed_loses_its_header_and_its_chunks_before_it_is_written_anew(bench):
-    bench.put(1)
-    key = facts_of(1).key
-    bench.tier.remove(key)
-    assert bench.ask(1) == [False]
-    bench.end()
-    assert str(key) not in bench.names()
-    calls = calls_of(bench)
-    assert bench.put(1) is None
-    assert [name for name, _ in calls][:2] == ["remove", "remove"]
-
-
-def test_an_entry_without_one_of_its_chunks_is_removed_and_written_anew(bench) -> None:
-    bench.put(1)
-    del bench.memory._blobs[str(replace(facts_of(1).key, chunk=3))]
-    assert bench.load(1) is Refusal.MISSING
-    bench.end()
-    assert bench.names() == []
     assert bench.put(1) is None
     assert bench.load(1) == bytes(payload_of(1))
 
@@ -414,35 +372,6 @@ def test_threads_that_hang_are_replaced_but_not_without_end(bench) -> None:
     assert bench.load(1) == bytes(payload_of(1))
 
 
-def test_what_is_queued_is_ended_when_the_last_thread_hangs(monkeypatch) -> None:
-    """Though the store is asked again each time, and answers."""
-    bench = Bench(monkeypatch, num_threads=2)
-    bench.put(1)
-    for count in range(1, 4):
-        assert bench.ask(1) == [True]
-        bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
-        answer, last = Answer(), Answer()
-        assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), answer)
-        wait_until(lambda count=count: bench.faulty.injected[HANGS] == count)
-        bench.turn(2.1)
-        assert answer.get() is Refusal.TIMEOUT
-        bench.recover()
-    assert bench.ask(1) == [True]
-    bench.faulty.inject("get_many_into", Trouble.HANG, times=1)
-    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), Answer())
-    wait_until(lambda: bench.faulty.injected[HANGS] == 4)
-    assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), last)
-    bench.turn(2.1)
-    assert last.get() is Refusal.IO_ERROR
-    assert (bench.tier.stats().hung, bench.tier.stats().opened) == (4, 4)
-    assert (bench.load(1), bench.put(2), bench.ask(1)) == (False, False, None)
-    bench.faulty.heal()
-    wait_until(lambda: not bench.tier._num_hung)
-    bench.recover()
-    assert bench.load(1) == bytes(payload_of(1))
-    bench.tier.close()
-
-
 def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
@@ -560,22 +489,6 @@ def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
         assert bench.put(number) is None
     keys = [facts_of(number).key for number in range(3)]
     assert bench.tier.has_many(keys) == [False, True, True]
-
-
-def test_callers_that_raise_when_a_call_is_given_up_end_no_thread(bench, monkeypatch) -> None:
-    errors = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
-
-    def fail(_):
-        raise ValueError("of the caller")
-
-    bench.faulty.inject("exists_many", Trouble.HANG, times=1)
-    assert bench.tier.ask([facts_of(1).key], fail)
-    wait_until(lambda: bench.faulty.injected["exists_many", Trouble.HANG])
-    bench.turn(2.1)
-    wait_until(lambda: errors)
-    bench.recover()
-    assert bench.ask(1) == [False]
 
 
 def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch) -> None:

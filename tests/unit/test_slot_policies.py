@@ -25,25 +25,18 @@ def kv_blocks(**times):
     return SimpleNamespace(block_timestamps=stamps)
 
 
-def test_lru_bears_the_largest_timestamps():
-    newest = np.iinfo(np.int64).max
-    view = kv_blocks(s1=newest, s3=newest, s4=newest - 1, s6=1)  # which no float tells apart
-    assert LruSlotPolicy().choose(3, SLOTS, BLOCKS, view) == [6, 4, 1]
-
-
 def test_lru_agrees_with_sorting_for_any_number(rng):
     slots = np.arange(200)
     view = SimpleNamespace(block_timestamps=rng.integers(-5, 40, 200))
     blocks = rng.permutation(200).astype(np.int32)
+    # No float tells the largest apart.
+    view.block_timestamps[:4] = np.iinfo(np.int64).max - np.array([0, 1, 0, 1])
     expected = sorted(slots.tolist(), key=lambda s: (view.block_timestamps[blocks[s]], s))
     for count in (1, 2, 15, 16, 17, 50, 199, 200, 300):
         chosen = LruSlotPolicy().choose(count, slots, blocks, view)
         assert chosen == expected[:count]
         assert all(type(slot) is int for slot in chosen)
-
-
-def test_ref_zero_takes_the_lowest_slots_and_reads_no_timestamps():
-    assert RefZeroSlotPolicy().choose(2, SLOTS, BLOCKS, SimpleNamespace()) == [1, 3]
+        assert RefZeroSlotPolicy().choose(count, slots, blocks, None) == [*range(min(count, 200))]
 
 
 def test_consumed_takes_what_was_longest_neither_stored_nor_consumed():
@@ -90,12 +83,7 @@ def test_score_does_not_age_when_nothing_happens():
     policy.on_stored([], [])
     policy.on_consumed([])
     assert digest_of(policy) == before
-
-
-def test_score_forgets_at_reset():
-    policy = scored(s1=200, s3=100)
     policy.reset(8)
-    assert policy.choose(4, SLOTS, BLOCKS, None) == [1, 3, 4, 6]
     fresh = ScoreSlotPolicy()
     fresh.reset(8)
     assert digest_of(policy) == digest_of(fresh)

@@ -27,24 +27,14 @@ def gib(num_bytes):
     return num_bytes / 2**30
 
 
-def test_mamba_names_conv_and_ssm():
+def test_specs_of_mamba_layers():
     conv, ssm = MAMBA.tensors
     assert conv == StateTensorSpec("conv", 3, (10, 4), torch.bfloat16)
     assert ssm == StateTensorSpec("ssm", 3, (2, 5, 7), torch.float32)
-
-
-def test_bytes_per_slot_counts_every_layer_in_its_own_dtype():
-    assert MAMBA.bytes_per_slot == MAMBA_BYTES
-
-
-def test_tensors_may_differ_in_layers():
-    odd = StateTensorSpec("odd", 5, (), torch.int8)
-    assert StateSpec((*MAMBA.tensors, odd)).bytes_per_slot == MAMBA_BYTES + 5
-
-
-def test_specs_are_hashable_values():
     again = StateSpec.mamba(3, [10, 4], [2, 5, 7], torch.bfloat16, torch.float32)
     assert {MAMBA: 1}[again] == 1
+    odd = StateTensorSpec("odd", 5, (), torch.int8)  # other layers, another dtype
+    assert StateSpec((conv, ssm, odd)).bytes_per_slot == MAMBA_BYTES + 5
 
 
 def test_kv_block_holds_keys_and_values():
@@ -55,12 +45,10 @@ def test_kv_block_holds_keys_and_values():
     assert KV.bytes_per_block(16) == cache.nbytes // 11 == 16 * KV_TOKEN_BYTES
 
 
-def test_budget_holds_whole_slots_only():
+def test_a_budget_holds_whole_slots_only():
+    """One that is too small names what it must be."""
     assert slots_in_budget(gib(7 * MAMBA_BYTES), MAMBA) == 7
     assert slots_in_budget(gib(8 * MAMBA_BYTES - 1), MAMBA) == 7
-
-
-def test_budget_below_one_slot_names_what_it_must_be():
     budget = gib(MAMBA_BYTES - 1)
     with pytest.raises(BudgetError, match="1 slot") as raised:
         slots_in_budget(budget, MAMBA)
@@ -137,29 +125,21 @@ CONV = StateTensorSpec("conv", 1, (2,), F32)
 REFUSED = [
     (StateTensorSpec, ("", 1, (2,), F32), "must be"),
     (StateTensorSpec, (None, 1, (2,), F32), "must be"),
-    (StateTensorSpec, ("conv", -1, (2,), F32), "must be"),
-    (StateTensorSpec, ("conv", True, (2,), F32), "must be"),
-    (StateTensorSpec, ("conv", 1.0, (2,), F32), "must be"),
-    (StateTensorSpec, ("conv", 1, (2, 0), F32), "must be"),
-    (StateTensorSpec, ("conv", 1, (-2,), F32), "must be"),
-    (StateTensorSpec, ("conv", 1, (2.5,), F32), "must be"),
-    (StateTensorSpec, ("conv", 1, (2,), torch.complex64), "must be"),
-    (StateTensorSpec, ("conv", 1, (2,), torch.bool), "must be"),
-    (StateTensorSpec, ("conv", 1, (2,), "float32"), "must be"),
+    *[(StateTensorSpec, ("conv", n, (2,), F32), "must be") for n in (-1, True, 1.0)],
+    *[(StateTensorSpec, ("conv", 1, (2, n), F32), "must be") for n in (0, -2, 2.5)],
+    *[(StateTensorSpec, ("conv", 1, (2,), d), "must be") for d in (torch.bool, "float32")],
     (StateSpec, ((CONV, CONV),), "different names"),
     (StateSpec, ((),), "different names"),
     (LayerKind, ("a.b", 1, X), "without a dot"),
     (LayerKind, (None, 1, X), "must be a string"),
     (LayerKind, ("a", 1, []), "different names"),
     (LayerKind, ("a", 1, X * 2), "different names"),
-    (LayerKind, ("a", 1, [("x.y", (2,), F32)]), "without a dot"),
     (LayerKind, ("a", 1, [("", (2,), F32)]), "not empty"),
     (LayerKind, ("a", 1, ["xyz"]), "a name, a shape and a dtype"),
     (LayerKind, ("a", 1, [("x", (2,))]), "a name, a shape and a dtype"),
     (LayerKind, ("a", 1, 3), "must be a collection"),
     (LayerKind, ("a", -1, X), "num_layers"),
     (LayerKind, ("a", 1, [("x", (0,), F32)]), "must be"),
-    (LayerKind, ("a", 1, [("x", (2,), torch.bool)]), "must be"),
     (StateSpec.of, (), "kinds of different names"),
     (StateSpec.of, (GDN, GDN), "kinds of different names"),
     (StateSpec.of, (GDN, MAMBA), "must be LayerKinds"),
@@ -172,7 +152,6 @@ REFUSED = [
     (KVCacheSpec, (-1, 1, 1, F32), "must be"),
     (KVCacheSpec, (1, 0, 1, F32), "must be"),
     (KVCacheSpec, (1, 1, 0, F32), "must be"),
-    (KVCacheSpec, (1, 1, 1, torch.complex64), "must be"),
     (KV.bytes_per_block, (0,), "block_size_tokens"),
     (KV.allocate, (0, 16, "cpu"), "num_blocks"),
     (KV.allocate, (1, -16, "cpu"), "block_size_tokens"),

@@ -20,7 +20,7 @@ from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context import tiering as tierings
 from mamba_cache.errors import TierInUseError
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
+from mamba_cache.tiers import ModelIdentity, ParallelRank, Rates, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
@@ -36,13 +36,24 @@ def clock(monkeypatch):
     return clock
 
 
-def make(store, **options):
-    return make_over(store=store, **options)
+@pytest.fixture
+def make():
+    """Makes contexts over a store; in the end their invariants hold, and they are closed."""
+    made = []
+
+    def make_one(store, **options):
+        made.append(make_over(store=store, **options))
+        return made[-1]
+
+    yield make_one
+    for context in made:
+        context.check_invariants()
+        context.close()
 
 
 def filled(store, prompt=PROMPT, **changes):
     """A store in which a context has left a prompt, and the context, closed."""
-    context = make(store, **changes)
+    context = make_over(store=store, **changes)
     generate(context, prompt, 2)
     context.wait_for_tiers()
     context.close()
@@ -63,7 +74,7 @@ def store():
     faulty.heal()
 
 
-def test_what_one_has_computed_the_other_skips(store) -> None:
+def test_what_one_has_computed_the_other_skips(make, store) -> None:
     context = make(store)
     assert skipped(context) == 0
     prefetch = ask(context)
@@ -75,11 +86,9 @@ def test_what_one_has_computed_the_other_skips(store) -> None:
     host, tier = context.tier_stats()
     assert (host.name, tier.name, tier.restored) == ("host", "store", 8)
     assert context.store_tier.store is store
-    context.check_invariants()
-    context.close()
 
 
-def test_a_question_is_answered_while_steps_go_on(store) -> None:
+def test_a_question_is_answered_while_steps_go_on(make, store) -> None:
     """Nobody waits: the next call of the context goes on where the store has answered."""
     context = make(store)
     asked = len(threading.enumerate())
@@ -93,10 +102,9 @@ def test_a_question_is_answered_while_steps_go_on(store) -> None:
     assert prefetch.state is PrefetchState.READY
     assert skipped(context) == 56
     assert len(threading.enumerate()) == asked
-    context.close()
 
 
-def test_another_thread_waits_until_the_context_has_gone_on(store) -> None:
+def test_another_thread_waits_until_the_context_has_gone_on(make, store) -> None:
     context = make(store)
     prefetch = ask(context)
     states = []
@@ -107,10 +115,9 @@ def test_another_thread_waits_until_the_context_has_gone_on(store) -> None:
     context.poll_tiers()
     waiting.join()
     assert states == [PrefetchState.READY]
-    context.close()
 
 
-def test_salts_secrets_ranks_weights_keep_entries_apart(store) -> None:
+def test_salts_secrets_ranks_weights_keep_entries_apart(make, store) -> None:
     others = [
         make(store, hash_secret=b"another"),
         make(store, identity=ModelIdentity(name="model", weights="others")),
@@ -127,10 +134,9 @@ def test_salts_secrets_ranks_weights_keep_entries_apart(store) -> None:
     context = make(store)
     salted = Request(request_id="one", prompt_tokens=PROMPT, cache_salt="other")
     assert context.prefetch(salted).wait() is PrefetchState.NOTHING
-    context.close()
 
 
-def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(store) -> None:
+def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(make, store) -> None:
     """The state at the end is damaged. It is refused once; then the one before it counts."""
     context = make(store)
     ask(context).wait()
@@ -180,7 +186,7 @@ def test_an_engine_skips_what_another_one_computed() -> None:
 # What a store that is dead or slow adds to a request.
 
 
-def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) -> None:
+def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(make, store, clock) -> None:
     context = make(store)
     store.inject("exists_many", Trouble.HANG)
     prefetch = ask(context, timeout_seconds=0.03)
@@ -192,12 +198,12 @@ def test_a_request_waits_no_longer_for_a_silent_store_than_it_may(store, clock) 
     store.heal()
     context.store_tier.flush(PATIENCE)
     assert prefetch.state is PrefetchState.TIMED_OUT
-    context.check_invariants()
-    context.close()
 
 
 @pytest.mark.parametrize("call", ["exists_many", "get_many_into"])
-def test_after_one_answer_that_is_overdue_nobody_waits_for_the_store(store, clock, call) -> None:
+def test_after_one_answer_that_is_overdue_nobody_waits_for_the_store(
+    make, store, clock, call
+) -> None:
     """Neither those that wait already, for another answer or in the queue, nor who comes later."""
     context = make(store)
     store.inject(call, Trouble.HANG)
@@ -215,11 +221,9 @@ def test_after_one_answer_that_is_overdue_nobody_waits_for_the_store(store, cloc
     assert context.store_tier.stats().asks == calls
     store.heal()
     context.wait_for_tiers()
-    context.check_invariants()
-    context.close()
 
 
-def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> None:
+def test_a_store_that_dies_under_a_load_is_waited_for_as_long(make, store, clock) -> None:
     context = make(store)
     store.inject("get_many_into", Trouble.HANG)
     prefetch = ask(context, timeout_seconds=0.03)
@@ -232,11 +236,9 @@ def test_a_store_that_dies_under_a_load_is_waited_for_as_long(store, clock) -> N
     store.heal()
     context.wait_for_tiers()  # what comes late is verified and kept
     assert not any(context.host_tier.leases.values())
-    context.check_invariants()
-    context.close()
 
 
-def test_a_store_that_fails_for_one_entry_is_not_waited_for(store) -> None:
+def test_a_store_that_fails_for_one_entry_is_not_waited_for(make, store) -> None:
     """A dead holder fails for each entry in turn, and quickly; all of them would take long."""
     context = make(store)
     store.inject("get_many_into", Trouble.FAIL, times=1, fault=StoreFault.TRANSFER_FAILED)
@@ -259,12 +261,10 @@ def test_a_store_that_fails_for_one_entry_is_not_waited_for(store) -> None:
     context.wait_for_tiers()
     assert prefetch.state is PrefetchState.INCOMPLETE
     assert not any(context.host_tier.leases.values())
-    context.check_invariants()
-    context.close()
 
 
 def test_a_caller_that_waits_waits_for_an_answer_no_longer_than_computing_takes(
-    store, clock
+    make, store, clock
 ) -> None:
     """Up to 56 of the prompt's 61 tokens could be skipped."""
     context = make(store)
@@ -277,10 +277,9 @@ def test_a_caller_that_waits_waits_for_an_answer_no_longer_than_computing_takes(
     clock.now += 0.002
     assert prefetch.wait() is PrefetchState.TIMED_OUT
     store.heal()
-    context.close()
 
 
-def test_the_answer_and_what_it_is_about_have_one_deadline(store, clock) -> None:
+def test_the_answer_and_what_it_is_about_have_one_deadline(make, store, clock) -> None:
     context = make(store)
     store.inject("exists_many", Trouble.HANG, times=1)
     store.inject("get_many_into", Trouble.HANG)
@@ -295,10 +294,9 @@ def test_the_answer_and_what_it_is_about_have_one_deadline(store, clock) -> None
     assert prefetch.state is PrefetchState.TIMED_OUT
     store.heal()
     context.wait_for_tiers()
-    context.close()
 
 
-def test_a_store_that_moves_is_waited_for(store, clock) -> None:
+def test_a_store_that_moves_is_waited_for(make, store, clock) -> None:
     """Only the deadline ends it."""
     context = make(store)
     reads = store.get_many_into
@@ -310,44 +308,9 @@ def test_a_store_that_moves_is_waited_for(store, clock) -> None:
     store.get_many_into = slow
     assert ask(context).wait() is PrefetchState.READY
     assert skipped(context) == 56
-    context.close()
 
 
-def test_nobody_waits_for_a_store_that_is_left_alone(store, clock) -> None:
-    context = make(store)
-    context.wait_for_tiers()  # its first look at the store, which succeeds, is over
-    store.inject("exists_many", Trouble.FAIL)
-    for _ in range(2):
-        assert ask(context).wait() is PrefetchState.NOTHING
-    assert not context.store_tier.is_healthy
-    asks = store.injected["exists_many", Trouble.FAIL]
-    assert ask(context).state is PrefetchState.NOTHING
-    assert_same_run(generate(context, PROMPT, 3), PROMPT)
-    assert store.injected["exists_many", Trouble.FAIL] == asks
-    store.heal()
-    clock.now += 5
-    let_see(context.store_tier)
-    wait_until(lambda: context.store_tier.is_healthy)
-    context.host_tier.clear()
-    context.reset()
-    assert ask(context).wait() is PrefetchState.READY
-    context.close()
-
-
-def test_a_deadline_counts_from_the_request_on(store, clock) -> None:
-    context = make(store)
-    store.inject("exists_many", Trouble.HANG)
-    prefetch = ask(context, timeout_seconds=0.5)
-    clock.now += 0.6
-    assert prefetch.wait() is PrefetchState.TIMED_OUT
-    store.heal()
-    context.store_tier.flush(PATIENCE)
-    context.poll_tiers()
-    assert context.store_tier.stats().loads == 0
-    context.close()
-
-
-def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(store) -> None:
+def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(make, store) -> None:
     context = make(store)
     for end in (lambda prefetch: prefetch.cancel(), lambda _: context.reset()):
         context.store_tier._stored.clear()
@@ -360,26 +323,15 @@ def test_what_is_cancelled_or_reset_while_the_store_is_asked_is_not_brought(stor
         context.poll_tiers()
         assert context.store_tier.stats().loads == 0
     assert ask(context).wait() is PrefetchState.READY
-    context.close()
 
 
-def test_a_full_queue_of_questions_lets_requests_go_on(store) -> None:
+def test_a_full_queue_of_questions_lets_requests_go_on(make, store) -> None:
     context = make(store)
     context.store_tier._max_queued = 0
     assert ask(context).state is PrefetchState.NOTHING
-    context.close()
 
 
-def test_a_store_that_is_slower_than_computing_is_not_asked(store) -> None:
-    """Where B <= k P nothing is gained, however long the prefix."""
-    fast = LoadPlanner(Rates(tokens_per_second=1e12), learns=False)
-    context = make(store, planner=fast)
-    assert ask(context).state is PrefetchState.NOTHING
-    assert context.store_tier.stats().asks == 0
-    context.close()
-
-
-def test_the_speed_of_the_store_is_measured(store, clock) -> None:
+def test_the_speed_of_the_store_is_measured(make, store, clock) -> None:
     context = make(store)
     link = context._tiering.lower
     reads = store.get_many_into
@@ -395,10 +347,9 @@ def test_the_speed_of_the_store_is_measured(store, clock) -> None:
     context.poll_tiers()
     assert link._planners.store.rates.bytes_per_second < before.bytes_per_second / 100
     assert link._planners.disk.rates == tierings._ASSUMED[1]  # the disk's are its own
-    context.close()
 
 
-def test_disk_and_store_together(store, tmp_path) -> None:
+def test_disk_and_store_together(make, store, tmp_path) -> None:
     """What the disk has comes from there, and the rest from the store; both are offered all."""
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     empty = MemoryStore()
@@ -417,33 +368,29 @@ def test_disk_and_store_together(store, tmp_path) -> None:
     run = generate(context, PROMPT, 4)
     assert run[2].skip_tokens == 56
     assert_same_run(run, PROMPT)
-    context.check_invariants()
-    context.close()
 
 
-def test_where_the_disk_has_it_all_the_store_is_not_asked(store, tmp_path) -> None:
+def test_where_the_disk_has_it_all_the_store_is_not_asked(make, store, tmp_path) -> None:
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
     assert ask(context).wait() is PrefetchState.READY
     assert skipped(context) == 56
     assert context.store_tier.stats().asks == 0
-    context.close()
 
 
 @pytest.mark.parametrize(("num_rows", "skip_tokens"), [(0, 0), (2, 16)])
-def test_no_more_is_brought_than_there_are_rows_for(store, num_rows, skip_tokens) -> None:
+def test_no_more_is_brought_than_there_are_rows_for(make, store, num_rows, skip_tokens) -> None:
     """What comes before the first block that finds none would be of no use."""
     context = make(store, num_host_blocks=num_rows)
     prefetch = ask(context)
     assert prefetch.wait() is (PrefetchState.READY if num_rows else PrefetchState.NOTHING)
     assert (prefetch.skip_tokens, prefetch.num_arrived) == (skip_tokens, num_rows and num_rows + 1)
     assert generate(context, PROMPT, 2)[2].skip_tokens == skip_tokens
-    context.close()
 
 
 def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
-    store, clock, tmp_path, monkeypatch
+    make, store, clock, tmp_path, monkeypatch
 ) -> None:
     """What one request is owed by a store does not make another one, all on disk, too late."""
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
@@ -461,10 +408,9 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     opened.set()
     assert prefetch.wait() is PrefetchState.READY
     store.heal()
-    context.close()
 
 
-def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
+def test_hits_are_offered_to_the_store_for_the_second_time(make, clock) -> None:
     """By default an entry is written when it is used for the second time."""
     store = MemoryStore()
     context = make(store, write_on_use=2)
@@ -481,10 +427,9 @@ def test_hits_are_offered_to_the_store_for_the_second_time(clock) -> None:
     generate(context, PROMPT, 2)
     context.wait_for_tiers()
     assert context.store_tier.stats().stored == 16
-    context.close()
 
 
-def test_a_store_by_its_url_is_opened_and_closed(monkeypatch) -> None:
+def test_a_store_by_its_url_is_opened_and_closed(make, monkeypatch) -> None:
     monkeypatch.setattr(tier_memory, "open_store", {"valkey://host": MemoryStore()}.get)
     context = make("valkey://host")
     generate(context, PROMPT, 2)
@@ -495,7 +440,7 @@ def test_a_store_by_its_url_is_opened_and_closed(monkeypatch) -> None:
     assert store._is_closed
 
 
-def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(tmp_path) -> None:
+def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(make, tmp_path) -> None:
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
     first = make(MemoryStore(), **on_disk)
     before = set(threading.enumerate())
@@ -506,21 +451,14 @@ def test_a_context_that_finds_its_disk_in_use_leaves_no_store_open(tmp_path) -> 
     first.close()
 
 
-def test_settings_are_checked() -> None:
-    store = MemoryStore()
-    on_host = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
-    with pytest.raises(InvalidArgumentError, match="store needs a host tier"):
-        make_config(store=store)
-    with pytest.raises(InvalidArgumentError, match=r"store must be a stores.BlobStore or the URL"):
-        make_config(store=7, **on_host)
-    with pytest.raises(InvalidArgumentError, match="write_on_use must be an int"):
-        make_config(write_on_use=3)
+def test_a_store_needs_an_identity() -> None:
+    settings = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
     with pytest.raises(InvalidArgumentError, match="store needs identity"):
-        make_context(make_config(store=store, **on_host))
+        make_context(make_config(store=MemoryStore(), **settings))
 
 
 def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
-    context = make(store)
+    context = make_over(store=store)
     tier = context.store_tier
     watched = weakref.ref(context)
     prefetch = ask(context)
@@ -537,9 +475,3 @@ def test_a_context_that_nobody_closed_ends_its_threads(store) -> None:
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
     assert prefetch.state is prefetch.wait() is PrefetchState.CANCELLED
-
-
-def test_a_context_without_tiers_has_nothing_to_poll() -> None:
-    context = make_context(make_config())
-    context.poll_tiers()
-    context.check_invariants()

@@ -63,8 +63,10 @@ def filled(monkeypatch):
     return memory
 
 
-def test_the_thread_of_steps_never_enters_a_store(watch, filled, monkeypatch) -> None:
-    """What it asks for, loads and leaves is called by threads of the tier alone."""
+def test_the_thread_of_steps_never_enters_a_store_and_waits_for_bookkeeping_at_most(
+    watch, filled, monkeypatch
+) -> None:
+    """Threads of the tier alone call it, and none holds a lock then or while bytes are moved."""
     for prompt in OTHERS:  # these are written again
         prompt[0] = prompt[0] % 12 + 1
     state, stats = serve(watch, filled, monkeypatch)
@@ -72,16 +74,9 @@ def test_the_thread_of_steps_never_enters_a_store(watch, filled, monkeypatch) ->
     assert stats.restored > 0
     assert stats.stored > 0
     assert watch.calls["exists_many"] * watch.calls["put_many"] * watch.calls["get_many_into"]
-    assert not watch.entered
-
-
-def test_nobody_holds_a_lock_while_a_store_is_called_or_bytes_are_moved(
-    watch, filled, monkeypatch
-) -> None:
-    """So that a step's thread, whatever lock it takes, waits for bookkeeping at most."""
-    serve(watch, filled, monkeypatch)
+    assert watch.calls["_copy"] * watch.calls["part"]
     assert watch.acquired[threading.get_ident()] > 0
-    assert watch.calls["_copy"] * watch.calls["part"] * watch.calls["get_many_into"]
+    assert not watch.entered
     assert not +watch.with_locks
 
 

@@ -52,12 +52,13 @@ def identity(model=(), rank=(), numerics=(), config=(), state=(), kv=()):
     return CacheIdentity.of(described, settings, StateSpec(tuple(tensors)), kv_spec)
 
 
-def test_an_identity_says_what_it_was_told_of_the_model():
+def test_an_identity_says_what_it_was_told_of_the_model() -> None:
     described = identity().model
     assert (described.name, described.weights) == (MODEL["name"], MODEL["weights"])
     assert (described.adapter, described.settings) == (MODEL["adapter"], MODEL["settings"])
     assert dataclasses.asdict(described.rank) == RANK
     assert dataclasses.asdict(described.numerics) == NUMERICS
+    assert CacheIdentity(identity().canonical) == identity()
 
 
 CHANGES = {
@@ -99,8 +100,6 @@ FURTHER_CHANGES = {
 @pytest.mark.parametrize("fact", CHANGES)
 def test_one_changed_fact_is_another_identity(fact: str) -> None:
     usual, other = identity(), identity(**CHANGES[fact])
-    assert usual.digest != other.digest
-    assert usual.canonical != other.canonical
     assert usual != other
     assert usual.differences(other) == (fact,)
 
@@ -110,12 +109,6 @@ def test_facts_that_one_of_two_lacks_differ() -> None:
     names = usual.differences(bare)
     assert names == bare.differences(usual)
     assert {"kv", "kv.num_layers", "kv.dtype"} <= {*names}
-
-
-def test_at_least_twenty_kinds_of_changes_are_told_apart_from_each_other() -> None:
-    changes = [*CHANGES.values(), *FURTHER_CHANGES.values()]
-    digests = {identity(**change).digest for change in changes} | {identity().digest}
-    assert len(digests) == len(changes) + 1 >= 21
 
 
 def test_how_much_is_kept_does_not_matter() -> None:
@@ -183,11 +176,6 @@ def test_parts_of_another_kind_are_refused() -> None:
     for name in ("rank", "numerics"):
         with pytest.raises(InvalidArgumentError, match=f"{name} must be a"):
             ModelIdentity(name="m", weights="w", **{name: "x"})
-
-
-def test_canonical_bytes_bring_the_identity_back() -> None:
-    assert CacheIdentity(identity().canonical) == identity()
-    assert identity().facts["model"] == "org/model"
 
 
 @pytest.mark.parametrize(

@@ -50,19 +50,6 @@ def load_of(number, answer=None):
     return LoadJob(answer or Answer(), facts, buffer_for(facts))
 
 
-def test_a_job_is_open_until_it_is_told(jobs) -> None:
-    seen = []
-    put = put_of(1, lambda refusal: seen.append((refusal, jobs.num_queued, jobs.flush(0))))
-    with jobs._lock:
-        assert jobs._add_put(put)
-    assert (jobs.num_queued, jobs.flush(0)) == (1, False)
-    assert jobs._take_puts(9) == [put]
-    assert (jobs.num_queued, jobs.flush(0)) == (1, False)
-    jobs._end(put)
-    assert seen == [(None, 1, False)]
-    assert (jobs.num_queued, jobs.flush(0)) == (0, True)
-
-
 def test_an_entry_is_stored_once_at_a_time(jobs) -> None:
     """Queued or taken; but not any more while it is told, when the caller may try again."""
     again = []
@@ -125,16 +112,6 @@ def test_a_job_that_is_there_twice_is_noticed(jobs) -> None:
     jobs._taken = {put_of(1), put_of(1)}
     with pytest.raises(InvariantError, match="there twice"):
         jobs.check_invariants()
-
-
-def test_a_job_ends_once(jobs) -> None:
-    with jobs._lock:
-        jobs._add(jobs._loads, load_of(1))
-        [load] = jobs._take(jobs._loads)
-    jobs._end(load)
-    with pytest.raises(KeyError):
-        jobs._end(load)
-    assert jobs.stats().restored == jobs.stats().loads == 1
 
 
 # What every lower tier does, with threads.
@@ -242,12 +219,6 @@ def test_flush_waits_until_who_asked_has_been_told(tier, job) -> None:
     assert tier.flush(60)
 
 
-def test_what_is_not_there_is_a_counted_miss(tier) -> None:
-    assert tier.has_many([facts_of(1).key]) == [False]
-    assert [load(tier, 1), load(tier, 2)] == [Refusal.MISSING] * 2
-    assert tier.stats().refused == {"missing": 2}
-
-
 def test_what_is_known_at_once_is_told_at_once(tier) -> None:
     """By the caller's thread, though disk or store is busy."""
     assert [put(tier, 1), put(tier, 2)] == [None, None]
@@ -281,18 +252,3 @@ def test_a_forked_process_uses_nothing_of_it(tier) -> None:
         os._exit(0 if is_refused and tier.has_many([facts_of(1).key]) == [False] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert load(tier, 1) == payload_of(1)
-
-
-def test_a_forked_process_has_nothing_queued(tmp_path, monkeypatch) -> None:
-    tier = open_tier(tmp_path)
-    assert put(tier, 1) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        assert tier.has_many([facts_of(1).key]) == [False]
-        assert (load(tier, 1), put(tier, 2)) == (False, False)
-        tier.remove(facts_of(1).key)
-        assert tier.flush()
-        assert tier.num_queued == 0
-        tier.close()
-    assert load(tier, 1) == payload_of(1)
-    tier.close()

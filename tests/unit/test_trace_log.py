@@ -7,13 +7,11 @@ import threading
 
 import numpy as np
 import pytest
-from context_rig import make_config, make_context
 from engine_rig import MODEL, cache_config
 
 from mamba_cache.cache import compute_block_hashes
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
-from mamba_cache.context import Request
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Admitted, Removed
 from mamba_cache.integrations import trace
@@ -104,16 +102,6 @@ def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     assert path.stat().st_mode & 0o077 == 0, "others need not read it"
 
 
-def test_a_context_logs_what_it_was_told_of_a_request(tmp_path):
-    context, log = make_context(make_config()), TraceLog(tmp_path / "log")
-    context.listeners.add(log)
-    for name, hint in enumerate((True, False, None)):
-        context.add_request(Request(request_id=name, prompt_tokens=[1] * 20, will_continue=hint))
-    log.close()
-    lines = written(tmp_path / "log")
-    assert [line.get("will_continue") for line in lines] == [True, False, None]
-
-
 def test_logs_go_together_only_under_one_secret(tmp_path):
     names = []
     for number, secret in enumerate([None, None, b"s", b"s", b"t"]):
@@ -183,16 +171,6 @@ def test_a_path_that_cannot_be_opened_is_counted_and_the_engine_serves(tmp_path,
     log.close()
     assert (log.num_written, log.num_dropped, log.num_errors) == (0, 1, 1)
     assert engine.context.stats().requests == 1
-
-
-def test_a_log_says_once_what_it_is(tmp_path):
-    log = TraceLog(tmp_path / "log")
-    for length in (3, 5):
-        add(log, length)
-        log.flush()
-    log.close()
-    lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
-    assert ["mamba_cache_trace" in line for line in lines] == [True, False, False]
 
 
 def test_a_log_is_added_to(tmp_path):

@@ -108,59 +108,41 @@ def test_a_corrupted_entry_goes_from_the_host_tier_too():
     assert not host.remove(EntryKind.KV, hit.hashes.digest(0))
 
 
-def test_a_corrupted_entry_goes_from_the_disk_too(tmp_path):
-    context = make_context(
-        make_config(
-            verify_hits=1.0, num_host_blocks=60, num_host_states=30, hash_secret=b"secret",
-            disk_cache_path=str(tmp_path), disk_cache_gb=1.0, write_on_use=1,
-        ),
-        load_planner=always(), identity=ModelIdentity(name="tiny", weights="7"),
-    )  # fmt: skip
-    generate(context, PROMPT, 1)
-    generate(context, PROMPT, 1)
-    context.wait_for_tiers()
-    before = context.disk_tier.stats().entries
-    hit = take(context)
-    context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
-    assert len(verify(context, hit)) == 1
-    context.wait_for_tiers()
-    after = context.disk_tier.stats().entries
-    assert after == {**before, "kv": before["kv"] - 1}
-    context.disk_tier.check_invariants()
-    disk, tiering = context.disk_tier, context._tiering
-    for digest in (hit.hashes.digest(1), b"\0" * 16):  # it is gone, or never was
-        tiering.remove(EntryKind.KV, None, digest)
-    context.wait_for_tiers()
-    assert disk.stats().entries == after
-    context.close()
-    tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))  # nothing is written any more
-
-
-def test_a_corrupted_entry_goes_from_the_store_too():
-    """Nobody else is to find it either: its header is removed, and no other entry's."""
+@pytest.mark.parametrize("below", ["disk", "store"])
+def test_a_corrupted_entry_goes_from_disk_and_store_too(tmp_path, below):
+    """It alone: nobody else is to find it either."""
     memory = MemoryStore()
+    disk = {"disk_cache_path": str(tmp_path), "disk_cache_gb": 1.0}
     context = make_context(
         make_config(
             verify_hits=1.0, num_host_blocks=60, num_host_states=30, hash_secret=b"secret",
-            store=memory, write_on_use=1,
+            write_on_use=1, **({"store": memory} if below == "store" else disk),
         ),
         load_planner=always(), identity=ModelIdentity(name="tiny", weights="7"),
     )  # fmt: skip
     generate(context, PROMPT, 1)
     generate(context, PROMPT, 1)
     context.wait_for_tiers()
-    hit = take(context)
-    headers = [f"/k/{hit.hashes.digest(index).hex()}/0" for index in range(2)]
+    hit, tiering = take(context), context._tiering
+    keys = [tiering.entries(hit.hashes, None).key(EntryKind.KV, index) for index in range(2)]
+    tier = context.disk_tier or context.store_tier
 
     def found():
-        return [any(name.endswith(end) for name in memory._blobs) for end in headers]
+        if below == "disk":
+            return tier.has_many(keys)
+        return [str(key) in memory._blobs for key in keys]
 
     assert found() == [True, True]
     context.kv_cache[0, 0, blocks_of(context, hit)[1]] += 1
     assert len(verify(context, hit)) == 1
     context.wait_for_tiers()
+    for digest in (hit.hashes.digest(1), b"\0" * 16):  # it is gone, or never was
+        tiering.remove(EntryKind.KV, None, digest)
+    context.wait_for_tiers()
     assert found() == [True, False]
+    tier.check_invariants()
     context.close()
+    tiering.remove(EntryKind.KV, None, hit.hashes.digest(0))  # nothing is written any more
 
 
 def test_hits_whose_entries_are_gone_are_passed_over():
