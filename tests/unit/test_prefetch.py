@@ -447,6 +447,33 @@ def test_an_entry_that_is_damaged_in_host_memory_is_not_offered(context, tier) -
     assert [facts.key for facts, _, _ in tier.puts] == []
 
 
+def test_models_without_attention_bring_states_alone(tmp_path) -> None:
+    shape = {name: getattr(MODEL.config, name) for name in MODEL.config.__dataclass_fields__}
+    model = HybridModel(HybridModelConfig(**(shape | {"layer_pattern": "MM"})), dtype=torch.float64)
+    tier = HeldTier()
+    settings = {
+        "num_host_states": 9, "num_host_blocks": 0, "disk_cache_path": tmp_path,
+        "disk_cache_gb": 0.01, "write_on_use": 1, "hash_secret": b"s",
+    }  # fmt: skip
+    contexts = []
+    for _ in range(2):
+        context = make_context(
+            make_config(**settings), model=model, identity=IDENTITY,
+            load_planner=slow_prefill(),
+        )  # fmt: skip
+        context.disk_tier.close()
+        context._tiering.lower.tier = tier
+        contexts.append(context)
+    first, second = contexts
+    tokens = generate(first, PROMPT, 4, model=model)[0]
+    first.wait_for_tiers()
+    prefetch = second.prefetch(Request(request_id="one", prompt_tokens=PROMPT))
+    assert (prefetch.num_entries, prefetch.skip_tokens) == (1, 56)
+    tier.end_loads()
+    again = generate(second, PROMPT, 4, model=model)
+    assert (again[0], again[2].skip_tokens) == (tokens, 56)
+
+
 def test_who_decides_what_is_brought_may_be_given(tmp_path) -> None:
     settings = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
