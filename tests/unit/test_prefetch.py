@@ -8,6 +8,7 @@ import pytest
 import torch
 from clocks import ManualClock
 from context_rig import MODEL, assert_same_run, generate, make_config, make_context
+from restart_rig import slow_prefill
 from tier_rig import IDENTITY, OTHER, PROMPT, ask, make_over, match
 
 from mamba_cache import InvalidArgumentError, Request
@@ -15,6 +16,7 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context import tiering as tierings
 from mamba_cache.context.tier_memory import identity_of
+from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, Numerics, Rates, Refusal
 from mamba_cache.tiers.entry import EntryKind
 

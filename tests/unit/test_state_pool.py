@@ -31,10 +31,14 @@ def test_tensors_have_a_row_for_each_state():
     assert sum(t.nbytes for t in pool.tensors.values()) == 6 * SPEC.bytes_per_slot
 
 
-def test_index_by_name(pool):
+def test_tensors_are_found_by_name_and_zeroed_in_place(pool):
     assert pool["conv"] is pool.tensors["conv"]
     with pytest.raises(InvalidArgumentError, match=r"\['conv', 'ssm'\], got 'kv'"):
         pool["kv"]
+    addresses = [tensor.data_ptr() for tensor in pool.tensors.values()]
+    pool.zero_()
+    assert addresses == [tensor.data_ptr() for tensor in pool.tensors.values()]
+    assert all(tensor.count_nonzero() == 0 for tensor in pool.tensors.values())
 
 
 @pytest.mark.parametrize("num_rows", [-1, 1.0, True, None])
@@ -42,13 +46,6 @@ def test_bad_num_rows(num_rows):
     assert StatePool(SPEC, 0, device="cpu")["ssm"].shape == (3, 0, 2, 5, 7)
     with pytest.raises(InvalidArgumentError, match=r"num_rows must be an int in \[0, "):
         StatePool(SPEC, num_rows, device="cpu")
-
-
-def test_zero_keeps_the_addresses(pool):
-    addresses = [tensor.data_ptr() for tensor in pool.tensors.values()]
-    pool.zero_()
-    assert addresses == [tensor.data_ptr() for tensor in pool.tensors.values()]
-    assert all(tensor.count_nonzero() == 0 for tensor in pool.tensors.values())
 
 
 def test_a_pool_over_tensors_of_somebody_elses():

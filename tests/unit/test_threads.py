@@ -63,26 +63,17 @@ def halted():
     go_on()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_while_another_thread_is_in_one_is_refused(halted, name):
-    context, _ = halted
-    with pytest.raises(ConcurrentUseError, match=f"{name} was called by another thread"):
-        CALLS[name](context)
-
-
-def test_the_call_that_was_running_is_not_disturbed(halted):
+def test_calls_while_another_thread_is_in_one_are_refused_and_do_not_disturb_it(halted):
     context, go_on = halted
-    with pytest.raises(ConcurrentUseError):
-        context.begin_step()
+    for name, call in CALLS.items():
+        with pytest.raises(ConcurrentUseError, match=f"{name} was called by another thread"):
+            call(context)
+    # Statistics and preparation are for any thread.
+    assert context.stats().requests == 0
+    assert len(context.prepare(_request("y")).hashes) == 3
     go_on()
     assert [request.request_id for request in context.begin_step().requests] == ["x"]
     context.check_invariants()
-
-
-def test_statistics_and_preparation_are_for_any_thread(halted):
-    context, _ = halted
-    assert context.stats().requests == 0
-    assert len(context.prepare(_request("y")).hashes) == 3
 
 
 def test_a_context_may_move_to_another_thread_between_calls():

@@ -78,29 +78,6 @@ def test_queues_have_an_end(jobs) -> None:
     assert loads == [True, True, False]
 
 
-def test_what_is_queued_is_taken_at_once_when_nobody_does_it(jobs) -> None:
-    answers = [Answer() for _ in range(2)]
-    with jobs._lock:
-        jobs._add(jobs._loads, load_of(1, answers[0]))
-        jobs._add_put(put_of(2, answers[1]))
-    queued = jobs._take_queued()
-    assert len(queued) == jobs.num_queued == 2
-    assert jobs._take_queued() == []
-    jobs._tell(jobs._count_over(queued, Refusal.ABORTED, "aborted"))
-    assert [answer.get() for answer in answers] == [Refusal.ABORTED] * 2
-    stats = jobs.stats()
-    assert (stats.refused, stats.dropped) == ({"aborted": 1}, {"aborted": 1})
-    assert (stats.loads, stats.puts) == (1, 1)
-
-
-def test_threads_wait_until_it_is_closed(jobs) -> None:
-    assert jobs._wait(jobs._load_came, lambda: [1]) == [1]
-    jobs.close()
-    assert jobs._wait(jobs._load_came, lambda: [1]) == []
-    assert not jobs.put(facts_of(1), payload_of(1), Answer())
-    assert jobs.stats().dropped == {"unhealthy": 1}
-
-
 def test_a_job_that_is_there_twice_is_noticed(jobs) -> None:
     load = load_of(1)
     jobs._loads.append(load)
@@ -239,16 +216,20 @@ def test_what_is_known_at_once_is_told_at_once(tier) -> None:
     assert tier.flush(60)
 
 
-def test_a_forked_process_uses_nothing_of_it(tier) -> None:
+def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
     """Another thread may have held the lock in the moment of the fork."""
     assert put(tier, 1) is None
-    child = os.fork()
-    if not child:
-        tier._lock = threading.Lock()
-        tier._lock.acquire()
-        is_refused = not tier.is_healthy and load(tier, 1) is False and put(tier, 2) is False
+    assert tier.flush(60)
+    held = threading.Lock()
+    held.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        patch.setattr(tier, "_lock", held)
+        assert not tier.is_healthy
+        assert tier.has_many([facts_of(1).key]) == [False]
+        assert (load(tier, 1), put(tier, 2)) == (False, False)
         tier.remove(facts_of(1).key)
+        assert tier.flush()
+        assert tier.num_queued == 0
         tier.close()
-        os._exit(0 if is_refused and tier.has_many([facts_of(1).key]) == [False] else 1)
-    assert os.waitpid(child, 0)[1] == 0
     assert load(tier, 1) == payload_of(1)

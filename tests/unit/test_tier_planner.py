@@ -52,19 +52,23 @@ def test_rates_are_learned():
     assert planner.rates.tokens_per_second == pytest.approx(10_000, rel=1e-3)
 
 
-def test_loads_of_one_size_tell_the_bandwidth_alone():
-    planner = LoadPlanner(Rates(1e9, 0.001, 1.0))
-    for _ in range(5):
-        planner.record_load(10**8, 0.011)
-    assert planner.rates.latency_seconds == 0.001
-    assert planner.rates.bytes_per_second == pytest.approx(1e10)
-
-
-def test_loads_that_take_the_same_whatever_their_size_tell_no_latency():
-    planner = LoadPlanner(Rates(1e9, 0.001, 1.0))
-    for num_bytes in (100, 1000):
-        planner.record_load(num_bytes, 1.0)
-    assert planner.rates.latency_seconds == 0.001
+@pytest.mark.parametrize(
+    ("latency", "loads", "learned", "bytes_per_second"),
+    [
+        # Loads of one size tell the bandwidth alone, and equal times of any sizes no latency.
+        (0.001, [(10**8, 0.011)] * 5, 0.001, 1e10),
+        (0.001, [(100, 1.0), (1000, 1.0)], 0.001, None),
+        # A latency of former times leaves time for the bytes.
+        (1.0, [(1000, 0.1)] * 3, 0.05, 20_000),
+    ],
+)
+def test_what_loads_tell_of_latency_and_bandwidth(latency, loads, learned, bytes_per_second):
+    planner = LoadPlanner(Rates(1e9, latency, 1.0))
+    for load in loads:
+        planner.record_load(*load)
+    assert planner.rates.latency_seconds == pytest.approx(learned)
+    if bytes_per_second is not None:
+        assert planner.rates.bytes_per_second == pytest.approx(bytes_per_second)
 
 
 def test_what_cannot_be_is_not_learned():
@@ -88,14 +92,6 @@ def test_what_cannot_be_is_not_learned():
         planner.record_load(num_bytes, seconds)
         assert planner.rates.bytes_per_second > 0
         assert planner.rates.latency_seconds >= 0
-
-
-def test_a_latency_of_former_times_leaves_time_for_the_bytes():
-    planner = LoadPlanner(Rates(1e9, 1.0, 1e4))
-    for _ in range(3):
-        planner.record_load(1000, 0.1)
-    assert planner.rates.latency_seconds == pytest.approx(0.05)
-    assert planner.rates.bytes_per_second == pytest.approx(20_000)
 
 
 def test_rates_are_checked():
