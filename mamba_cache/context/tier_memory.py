@@ -23,8 +23,9 @@ from mamba_cache.tiers.cuda import CudaTicket, CudaTransfers, pinner_for
 from mamba_cache.tiers.directory import cache_secret
 from mamba_cache.tiers.disk import DiskTier
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import PlainTicket, PlainTransfers, RowLayout
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hmac
 import mmap
 import os
 import stat
@@ -37,7 +36,6 @@ from mamba_cache.tiers.directory import (
 )
 from mamba_cache.tiers.entry import (
     EntryFacts,
-    EntryHeader,
     EntryKey,
     EntryKind,
     EntryMacs,
@@ -255,16 +253,16 @@ class DiskTier(QueuedTier):
 
     def _write_file(self, put: PutJob) -> str | None:
         """Write the file of an entry; return why that failed."""
-        facts, identity = put.facts, put.facts.key.identity
+        facts = put.facts
         if time.monotonic() < self._full_until:
             return "disk_full"
 
         def write() -> None:
             self._make_room(self._file_bytes[facts.key.kind])
-            mac = self._macs.payload_mac(identity)
-            header = EntryHeader(mac.tag_of(put.payload), nonce=mac.nonce)
-            content = header.to_bytes(facts, self._macs.header_key(identity))
-            _write_entry(self._path_of(facts.key), content, put.payload, facts.prefix_tokens)
+            payload = put.payload
+            parts = (payload[part] for part in parts_of(len(payload)))
+            header = self._macs.seal(facts, parts)
+            _write_entry(self._path_of(facts.key), header, payload, facts.prefix_tokens)
 
         return self._try(write)
 
@@ -318,15 +316,13 @@ class DiskTier(QueuedTier):
         except FileNotFoundError:  # evicted since, or somebody deleted it
             return Refusal.MISSING
         try:
-            header_key = self._macs.header_key(key.identity)
-            header = EntryHeader.read(_read_page(fd), load.expected, header_key)
-            if isinstance(header, Refusal):
-                return header
-            mac = self._macs.payload_mac(key.identity, header.nonce)
-            parts = _read_payload(fd, into, self._submit, mac.part)
-            if not all(parts):
+            mac = self._macs.open(_read_page(fd), load.expected)
+            if isinstance(mac, Refusal):
+                return mac
+            macs = _read_payload(fd, into, self._submit, mac.part)
+            if not all(macs):
                 return Refusal.SHORT
-            if not hmac.compare_digest(mac.tag_of_table(b"".join(parts)), header.payload_tag):
+            if not mac.vouches_for(macs):
                 return Refusal.MAC
             _use(fd, load.expected.prefix_tokens)
             return None

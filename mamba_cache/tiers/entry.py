@@ -6,8 +6,8 @@ import hashlib
 import hmac
 import os
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -259,6 +259,24 @@ class EntryMacs:
         self._secret = secret
         self._keys: dict[bytes, bytes] = {}
 
+    def seal(self, facts: EntryFacts, parts: Iterable[Any]) -> bytes:
+        """Return the header of an entry, which vouches for the parts of its payload."""
+        identity = facts.key.identity
+        mac = self.payload_mac(identity)
+        tag = mac.tag_of([mac.part(number, part) for number, part in enumerate(parts)])
+        header = EntryHeader(tag, nonce=mac.nonce)
+        return header.to_bytes(facts, self.header_key(identity))
+
+    def open(
+        self, data: bytes | bytearray | memoryview, expected: EntryFacts
+    ) -> PayloadMac | Refusal:
+        """Read a header that something else may have written; return what compares its payload."""
+        identity = expected.key.identity
+        header = EntryHeader.read(data, expected, self.header_key(identity))
+        if isinstance(header, Refusal):
+            return header
+        return replace(self.payload_mac(identity, header.nonce), tag=header.payload_tag)
+
     def header_key(self, identity: bytes) -> bytes:
         """Return the key of the headers of an identity, [32] bytes, for ``EntryHeader``."""
         return self._keys_of(identity)[:32]
@@ -289,21 +307,19 @@ class PayloadMac:
     # also binds a part to its entry and its place.
     nonce: bytes
     _encrypt: Callable[[bytes, bytes, Any], bytes]
+    tag: bytes = b""  # that the parts must have which are read
 
     def part(self, number: int, content: Any) -> bytes:
         """Return the MAC of a part, [16] bytes."""
         return self._encrypt(number.to_bytes(12, "little"), b"", content)
 
-    def tag_of_table(self, table: bytes) -> bytes:
+    def tag_of(self, macs: Sequence[bytes]) -> bytes:
         """Return the MAC of what holds the MACs of all parts in order, [16] bytes."""
-        return self._encrypt(_LAST_NONCE, b"", table)
+        return self._encrypt(_LAST_NONCE, b"", b"".join(macs))
 
-    def tag_of(self, payload: memoryview) -> bytes:
-        """Return the MAC of a payload, [16] bytes."""
-        parts = enumerate(parts_of(len(payload)))
-        return self.tag_of_table(
-            b"".join(self.part(number, payload[part]) for number, part in parts)
-        )
+    def vouches_for(self, macs: Sequence[bytes]) -> bool:
+        """Say whether the MACs of all parts are those of the entry that was written."""
+        return hmac.compare_digest(self.tag_of(macs), self.tag)
 
 
 def payload_digest(payload: Any) -> bytes:

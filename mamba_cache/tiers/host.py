@@ -8,33 +8,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache.errors import InvariantError
-from mamba_cache.tiers.entry import (
-    HEADER_BYTES,
-    EntryFacts,
-    EntryHeader,
-    EntryKind,
-    Refusal,
-    payload_digest,
-)
+from mamba_cache.tiers.entry import EntryFacts, EntryKind, Refusal
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
-from mamba_cache.tiers.rows import RowLease, RowPool
+from mamba_cache.tiers.rows import HostRows, RowFormat, RowLease
 
-__all__ = ["HostTier", "RowFormat", "TierStats"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """Rows of one kind of entry."""
-
-    row_bytes: int
-    checksums: slice  # where in a row the checksums of what is before them stand
-    num_rows: int
+__all__ = ["HostTier", "TierStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +87,6 @@ class TierStats:
 _NAMES = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 
 
-class _Entries:
-    """The rows of one kind: bookkeeping, bytes and headers."""
-
-    def __init__(self, rows: RowFormat, policy: Any) -> None:
-        self.format = rows
-        self.pool = RowPool(rows.num_rows, policy=policy)
-        self.memory = RowMemory(rows.row_bytes, rows.num_rows)
-        self.headers: npt.NDArray[np.uint8] = np.zeros((rows.num_rows, HEADER_BYTES), np.uint8)
-        self.slabs_to_come: deque[Future[torch.Tensor]] = deque()
-
-    def digest_of_checksums(self, row: int) -> bytes:
-        """Return what binds a row's checksums to its header."""
-        return payload_digest(self.memory.array(row)[self.format.checksums])
-
-
 class HostTier:
     """Entries in host memory.
 
@@ -143,97 +109,91 @@ class HostTier:
         hash_id_of: Callable[[bytes], int] | None = None,
     ) -> None:
         self._guard = CallGuard(self)
-        self._hash_id_of = hash_id_of
         self._pinner = pinner
+        self.dropped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.stored_total = self.restored_total = 0
         self._entries = {
-            EntryKind.KV: _Entries(kv, None),
-            EntryKind.STATE: _Entries(states, state_policy),
+            EntryKind.KV: HostRows(kv, self.dropped),
+            EntryKind.STATE: HostRows(
+                states, self.dropped, policy=state_policy, hash_id_of=hash_id_of
+            ),
+        }
+        self._slabs_to_come: dict[EntryKind, deque[Future[torch.Tensor]]] = {
+            kind: deque() for kind in self._entries
         }
         self._inbox: deque[tuple[RowLease, Refusal | None]] = deque()
-        self._clear_counts()
         self._begin_memory()
 
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards: it is used with the other parts."""
         self._guard = guard
 
-    def _clear_counts(self) -> None:
-        self.dropped: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        self.stored_total = 0
-        self.restored_total = 0
-
     def _begin_memory(self) -> None:
         """Make all slabs, or have them made: those of both kinds in turn."""
-        most = max(entries.memory.num_slabs for entries in self._entries.values())
+        most = max(rows.memory.num_slabs for rows in self._entries.values())
         for index in range(most):
-            for entries in self._entries.values():
-                if index >= entries.memory.num_slabs:
+            for kind, rows in self._entries.items():
+                if index >= rows.memory.num_slabs:
                     continue
-                num_bytes = entries.memory.slab_bytes(index)
+                num_bytes = rows.memory.slab_bytes(index)
                 if self._pinner is None:
-                    entries.pool.add_rows(entries.memory.add_slab(plain_slab(num_bytes)))
+                    rows.add_slab(plain_slab(num_bytes))
                 else:
-                    entries.slabs_to_come.append(self._pinner.make(num_bytes))
+                    self._slabs_to_come[kind].append(self._pinner.make(num_bytes))
 
     @property
     def memory(self) -> dict[EntryKind, RowMemory]:
         """The bytes of the rows of each kind."""
-        return {kind: entries.memory for kind, entries in self._entries.items()}
+        return {kind: rows.memory for kind, rows in self._entries.items()}
 
     @property
     def leases(self) -> dict[EntryKind, list[RowLease]]:
         """All leases that are not ended, but those of lower tiers."""
         return {
-            kind: [lease for lease in entries.pool.leases if not lease.is_lower]
-            for kind, entries in self._entries.items()
+            kind: [lease for lease in rows.leases if not lease.is_lower]
+            for kind, rows in self._entries.items()
         }
 
     @property
     def lower_leases(self) -> list[RowLease]:
         """The leases of lower tiers that are not ended."""
-        pools = [entries.pool for entries in self._entries.values()]
-        return [lease for pool in pools for lease in pool.leases if lease.is_lower]
+        leases = [lease for rows in self._entries.values() for lease in rows.leases]
+        return [lease for lease in leases if lease.is_lower]
 
     def has(self, kind: EntryKind, digest: bytes) -> bool:
         """Say whether an entry can be found. Any thread may ask."""
-        return digest in self._entries[kind].pool
+        return digest in self._entries[kind]
 
-    def digests(self, kind: EntryKind) -> RowPool:
+    def digests(self, kind: EntryKind) -> HostRows:
         """Return what tells which entries of a kind can be found, as that changes."""
-        return self._entries[kind].pool
+        return self._entries[kind]
 
     @guarded(nests=True, changes=True)
     def wait_for_memory(self) -> None:
         """Wait until all rows are there, or as many as can be had."""
-        for entries in self._entries.values():
-            for future in entries.slabs_to_come:
-                wait([future])
+        for futures in self._slabs_to_come.values():
+            wait(futures)
         self.poll()
 
     @guarded(nests=True, changes=True)
     def poll(self) -> None:
         """Take over the rows that are ready, and what lower tiers have ended. It does not wait."""
-        for entries in self._entries.values():
-            while entries.slabs_to_come and entries.slabs_to_come[0].done():
-                self._take_slab(entries)
+        for kind, futures in self._slabs_to_come.items():
+            while futures and futures[0].done():
+                if futures[0].cancelled() or futures[0].exception() is not None:
+                    # No more memory, or no more that may be pinned: the tier stays as it is.
+                    futures.clear()
+                else:
+                    self._entries[kind].add_slab(futures[0].result())
+                    futures.popleft()
         while self._inbox:
             lease, refusal = self._inbox[0]
             self._end_lower(lease, refusal)
             self._inbox.popleft()
 
-    def _take_slab(self, entries: _Entries) -> None:
-        future = entries.slabs_to_come[0]
-        if future.cancelled() or future.exception() is not None:
-            # No more memory, or no more that may be pinned: the tier stays as large as it is.
-            entries.slabs_to_come.clear()
-            return
-        count = entries.memory.add_slab(future.result())
-        entries.slabs_to_come.popleft()
-        entries.pool.add_rows(count)
-
     def _end_lower(self, lease: RowLease, refusal: Refusal | None) -> None:
-        if not self._entries[lease.facts.key.kind].pool.is_held(lease):
+        if not self._entries[lease.facts.key.kind].is_held(lease):
             return  # ended since: nobody waits for it
         if lease.writes and refusal is None:
             self.complete(lease)
@@ -243,12 +203,13 @@ class HostTier:
     @guarded(nests=True, changes=True)
     def begin_request(self, facts: Any) -> Any:
         """Tell the states' policy of a request; return what stands for its prompt in proposals."""
-        return self._entries[EntryKind.STATE].pool.begin_request(facts)
+        policy = self._entries[EntryKind.STATE].policy
+        return None if policy is None else policy.on_request(facts)
 
     @guarded(nests=True, changes=True)
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
         """Say which of some states are worth a row now, for a policy that knows prompts."""
-        return self._entries[EntryKind.STATE].pool.would_admit(proposals)
+        return self._entries[EntryKind.STATE].would_admit(proposals)
 
     @guarded(nests=True, changes=True)
     def reserve(
@@ -258,28 +219,12 @@ class HostTier:
 
         A state with a ``proposal`` may be refused, as by ``would_admit``.
         """
-        pool = self._entries[facts.key.kind].pool
-        digest, num_refused = facts.key.digest, pool.refused_total
-        lease = pool.reserve(digest, proposal, facts, is_lower=for_lower)
-        if lease is None:
-            if pool.refused_total > num_refused:
-                self.dropped["refused"] += 1
-            elif digest not in pool and not pool.is_awaited(digest):
-                self.dropped["no_row"] += 1
-        return lease
+        return self._entries[facts.key.kind].reserve(facts, proposal, is_lower=for_lower)
 
     @guarded(nests=True, changes=True)
     def complete(self, lease: RowLease) -> bool:
         """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
-        entries, row = self._entries[lease.facts.key.kind], lease.row
-        header = EntryHeader(entries.digest_of_checksums(row), lease.generation)
-        entries.headers[row] = np.frombuffer(header.to_bytes(lease.facts), np.uint8)
-        digest = lease.facts.key.digest
-        is_kept = entries.pool.complete(
-            lease,
-            hash_id=0 if self._hash_id_of is None else self._hash_id_of(digest),
-            saved_tokens=lease.facts.prefix_tokens,
-        )
+        is_kept = self._entries[lease.facts.key.kind].complete(lease)
         self.stored_total += is_kept
         return is_kept
 
@@ -291,26 +236,10 @@ class HostTier:
         An entry that does not match is dropped. Its bytes are still to be compared with the
         checksums by whoever copies them.
         """
-        entries = self._entries[facts.key.kind]
-        lease = entries.pool.read(facts.key.digest, facts, is_lower=for_lower)
-        if lease is None:
-            self.refused[Refusal.MISSING.value] += 1
-            return Refusal.MISSING
-        refusal = self._refusal(entries, facts, lease)
-        if refusal is not None:
-            self.refuse(lease, refusal)
-            return refusal
+        lease = self._entries[facts.key.kind].read(facts, is_lower=for_lower)
+        if isinstance(lease, Refusal):
+            self.refused[lease.value] += 1
         return lease
-
-    def _refusal(self, entries: _Entries, facts: EntryFacts, lease: RowLease) -> Refusal | None:
-        """Say what of a row is not what it should be, but for its bytes."""
-        header = EntryHeader.read(entries.headers[lease.row].data, facts)
-        if isinstance(header, Refusal):
-            return header
-        if header.generation != lease.generation:
-            return Refusal.GENERATION
-        is_same = header.payload_tag == entries.digest_of_checksums(lease.row)
-        return None if is_same else Refusal.PAYLOAD_DIGEST
 
     @guarded(nests=True, changes=True)
     def release(self, lease: RowLease, reason: str | None = None) -> None:
@@ -318,14 +247,14 @@ class HostTier:
 
         ``reason`` is what that counts as.
         """
-        self._entries[lease.facts.key.kind].pool.release(lease)
+        self._entries[lease.facts.key.kind].release(lease)
         if reason is not None:
             self.dropped[reason] += 1
 
     @guarded(nests=True, changes=True)
     def refuse(self, lease: RowLease, refusal: Refusal) -> None:
         """End the lease of a reader who found other bytes than there should be; drop the entry."""
-        self._entries[lease.facts.key.kind].pool.drop(lease)
+        self._entries[lease.facts.key.kind].drop(lease)
         self.refused[refusal.value] += 1
         self.release(lease)
 
@@ -336,19 +265,13 @@ class HostTier:
         What lower tiers have brought by now counts, so they are told before.
         """
         self.poll()
-        pool = self._entries[kind].pool
-        lease = pool.read(digest)
-        if lease is None:
-            return False
-        pool.drop(lease)
-        pool.release(lease)
-        return True
+        return self._entries[kind].remove(digest)
 
     @guarded(nests=True, changes=True)
     def use(self, leases: Sequence[RowLease]) -> None:
         """Record that a hit uses entries that it reads: those of one prefix, from its start."""
-        for kind, entries in self._entries.items():
-            entries.pool.use([each for each in leases if each.facts.key.kind is kind])
+        for kind, rows in self._entries.items():
+            rows.use([each for each in leases if each.facts.key.kind is kind])
 
     def buffer(self, lease: RowLease) -> memoryview:
         """Return the bytes of a row, checksums included, for the lease's holder."""
@@ -380,15 +303,17 @@ class HostTier:
         Nothing but a lower tier may be reading or writing rows.
         """
         with self._guard.ending(renews=True):
-            for entries in self._entries.values():
-                entries.pool.reset([lease for lease in entries.pool.leases if lease.is_lower])
-            self._clear_counts()
+            for rows in self._entries.values():
+                rows.reset([lease for lease in rows.leases if lease.is_lower])
+            self.dropped.clear()
+            self.refused.clear()
+            self.stored_total = self.restored_total = 0
 
     @guarded(nests=True, changes=True)
     def clear(self) -> None:
         """Make all entries unfindable; who reads or writes one goes on."""
-        for entries in self._entries.values():
-            entries.pool.reset()
+        for rows in self._entries.values():
+            rows.reset()
 
     def close(self) -> None:
         """Give the memory back, once nothing reads or writes it; the tier is not used again."""
@@ -397,24 +322,21 @@ class HostTier:
 
     def stats(self, name: str = "host") -> TierStats:
         """Return what the tier holds and did. Any thread may ask."""
-        pools = {_NAMES[kind]: entries.pool for kind, entries in self._entries.items()}
-        formats = {_NAMES[kind]: entries.format for kind, entries in self._entries.items()}
+        rows = {_NAMES[kind]: each for kind, each in self._entries.items()}
         return TierStats(
             name=name,
-            entries={kind: len(pool) for kind, pool in pools.items()},
-            rows={kind: each.num_rows for kind, each in formats.items()},
-            ready_rows={kind: pool.num_ready for kind, pool in pools.items()},
-            row_bytes={kind: each.row_bytes for kind, each in formats.items()},
+            entries={kind: len(each) for kind, each in rows.items()},
+            rows={kind: each.format.num_rows for kind, each in rows.items()},
+            ready_rows={kind: each.rows.num_rows for kind, each in rows.items()},
+            row_bytes={kind: each.format.row_bytes for kind, each in rows.items()},
             stored=self.stored_total,
             restored=self.restored_total,
-            evicted=sum(pool.evicted_total for pool in pools.values()),
+            evicted=sum(each.evicted_total for each in rows.values()),
             dropped=dict(self.dropped.copy()),
             refused=dict(self.refused.copy()),
         )
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
-        for kind, entries in self._entries.items():
-            entries.pool.check_invariants()
-            if entries.pool.num_ready != entries.memory.num_ready:
-                raise InvariantError(f"rows of {kind} are lost")
+        for rows in self._entries.values():
+            rows.check_invariants()

@@ -6,7 +6,6 @@ store says is not believed: ``exists`` confirms what was put, sizes and MACs wha
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 import os
@@ -27,7 +26,6 @@ from mamba_cache.stores import BlobStore, StoreFault
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     EntryFacts,
-    EntryHeader,
     EntryKey,
     EntryMacs,
     PayloadMac,
@@ -75,14 +73,6 @@ class _Part(NamedTuple):
     name: str
     payload: memoryview
     number: int = 0
-
-
-class _Reading(NamedTuple):
-    """An entry that is read: its header, and the MACs of the chunks that have come."""
-
-    header: EntryHeader
-    mac: PayloadMac
-    table: list[bytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -465,41 +455,37 @@ class RemoteTier(QueuedTier):
                 load = chunk.job
                 if load not in self._taken:
                     continue
-                size, reading = len(chunk.payload), readings[load]
+                size, (mac, macs) = len(chunk.payload), readings[load]
                 if answer != size:
                     self._refuse(load, _refusal_of(answer, size), has_header=True)
                     continue
                 # What was copied is verified: a store may still write to the buffer.
                 _copy(chunk.payload, buffer)
-                reading.table.append(reading.mac.part(chunk.number, chunk.payload))
-                if len(reading.table) == self._num_chunks(load.expected):
-                    self._end_load(load, reading)
+                macs.append(mac.part(chunk.number, chunk.payload))
+                if len(macs) < self._num_chunks(load.expected):
+                    continue
+                if mac.vouches_for(macs):
+                    self._know(load.expected.key, is_there=True)
+                    self._end(load)
+                else:
+                    self._refuse(load, Refusal.MAC, has_header=True)
 
-    def _end_load(self, load: LoadJob, reading: _Reading) -> None:
-        """End a load of which all chunks have come."""
-        found = reading.mac.tag_of_table(b"".join(reading.table))
-        if hmac.compare_digest(found, reading.header.payload_tag):
-            self._know(load.expected.key, is_there=True)
-            self._end(load)
-        else:
-            self._refuse(load, Refusal.MAC, has_header=True)
-
-    def _read_headers(self, worker: _Worker, loads: Sequence[LoadJob]) -> dict[LoadJob, _Reading]:
+    def _read_headers(
+        self, worker: _Worker, loads: Sequence[LoadJob]
+    ) -> dict[LoadJob, tuple[PayloadMac, list[bytes]]]:
         """Read the headers of entries, and refuse those that do not match."""
         buffers = self._buffers(worker, [HEADER_BYTES] * len(loads))
         names = [str(each.expected.key) for each in loads]
         answers = self._call(worker, self.store.get_many_into, names, buffers)
-        readings = {}
+        readings: dict[LoadJob, tuple[PayloadMac, list[bytes]]] = {}
         for load, answer, buffer in zip(loads, answers, buffers, strict=True):
-            identity = load.expected.key.identity
-            header: EntryHeader | Refusal = _refusal_of(answer, HEADER_BYTES)
+            mac: PayloadMac | Refusal = _refusal_of(answer, HEADER_BYTES)
             if answer == HEADER_BYTES:
-                header = EntryHeader.read(buffer, load.expected, self._macs.header_key(identity))
-            if isinstance(header, Refusal):
-                self._refuse(load, header, has_header=False)
+                mac = self._macs.open(buffer, load.expected)
+            if isinstance(mac, Refusal):
+                self._refuse(load, mac, has_header=False)
             else:
-                mac = self._macs.payload_mac(identity, header.nonce)
-                readings[load] = _Reading(header, mac, [])
+                readings[load] = mac, []  # and the MACs of the chunks that have come
         return readings
 
     def _refuse(self, load: LoadJob, refusal: Refusal, *, has_header: bool) -> None:
@@ -549,14 +535,10 @@ class RemoteTier(QueuedTier):
         chunks, headers = [], []
         for put in puts:
             if put in self._taken:
-                identity = put.facts.key.identity
                 parts = self._parts(put, put.facts, put.payload)
-                mac = self._macs.payload_mac(identity)
-                table = b"".join(mac.part(part.number, part.payload) for part in parts)
-                header = EntryHeader(mac.tag_of_table(table), nonce=mac.nonce)
-                content = header.to_bytes(put.facts, self._macs.header_key(identity))
+                header = self._macs.seal(put.facts, [part.payload for part in parts])
                 chunks += parts
-                headers.append(_Part(put, str(put.facts.key), memoryview(content)))
+                headers.append(_Part(put, str(put.facts.key), memoryview(header)))
         self._write(worker, chunks, _CHUNKS_AT_ONCE)
         self._write(worker, headers, _ENTRIES_AT_ONCE)
         for put in puts:

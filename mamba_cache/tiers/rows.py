@@ -1,18 +1,37 @@
-"""The rows of a tier: which entry each holds, who reads it, and which goes next. No bytes."""
+"""The rows of host memory of one kind: which entry each holds, who reads it, which goes next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mamba_cache.cache.rows import NONE, EvictionQueue, Rows
 from mamba_cache.errors import DoubleFreeError, InvariantError
+from mamba_cache.tiers.entry import (
+    HEADER_BYTES,
+    EntryFacts,
+    EntryHeader,
+    Refusal,
+    payload_digest,
+)
+from mamba_cache.tiers.memory import RowMemory
 
-__all__ = ["RowLease", "RowPool"]
+__all__ = ["HostRows", "RowFormat", "RowLease"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Rows of one kind of entry."""
+
+    row_bytes: int
+    checksums: slice  # where in a row the checksums of what is before them stand
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,14 +40,13 @@ class RowLease:
 
     row: int
     generation: int  # which of the row's entries it is for
-    digest: bytes
+    facts: EntryFacts  # of the entry, as the holder derived them
     writes: bool
-    facts: Any = None  # what its holder says of the entry
     is_lower: bool = False  # whether a lower tier holds it
 
 
-class RowPool:
-    """Rows that hold one entry each, found by their full digest.
+class HostRows:
+    """Rows that hold one entry each, found by their full digest, with headers and bytes.
 
     A row that is held is *awaited* (being written, not findable), read, or *leaving* (given up
     while somebody still reads or writes it: not findable, and free when the last one has ended). A
@@ -36,24 +54,35 @@ class RowPool:
     the least recently used goes first, and of those used in one call the last one named.
     """
 
-    def __init__(self, num_rows: int, *, policy: Any = None) -> None:
-        self.num_rows = num_rows
-        self._policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
-        self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
-        self._used_at: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+    def __init__(
+        self,
+        rows: RowFormat,
+        dropped: Counter[str],
+        *,
+        policy: Any = None,
+        hash_id_of: Callable[[bytes], int] | None = None,
+    ) -> None:
+        self.format = rows
+        self.memory = RowMemory(rows.row_bytes, rows.num_rows)
+        self.headers: npt.NDArray[np.uint8] = np.zeros((rows.num_rows, HEADER_BYTES), np.uint8)
+        self.policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
+        self._hash_id_of = hash_id_of
+        self._dropped = dropped  # why entries got no row
+        self.generations: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
+        self._used_at: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
         # A row that can be found is its own name.
-        self._names: npt.NDArray[np.int64] = np.full(num_rows, NONE, np.int64)
-        self.rows = Rows("row", num_rows, self._names)
+        self._names: npt.NDArray[np.int64] = np.full(rows.num_rows, NONE, np.int64)
+        self.rows = Rows("row", rows.num_rows, self._names)
         self.rows.num_rows = self.rows.num_free = 0  # of those that are there already
-        self.evicted_total = self.refused_total = 0
-        self._digests: list[bytes] = [b""] * num_rows
+        self.evicted_total = 0
+        self._digests: list[bytes] = [b""] * rows.num_rows
         self._row_of: dict[bytes, int] = {}
         self._awaited: dict[bytes, RowLease] = {}
         self._queue = EvictionQueue()
         self._leases: dict[RowLease, None] = {}
         self._clock = 0
         if policy is not None:
-            policy.reset(num_rows)
+            policy.reset(rows.num_rows)
 
     def __len__(self) -> int:
         """How many entries can be found."""
@@ -64,91 +93,90 @@ class RowPool:
         return digest in self._row_of
 
     @property
-    def num_ready(self) -> int:
-        """Rows that can be used."""
-        return self.rows.num_rows
-
-    @property
     def leases(self) -> list[RowLease]:
         """All that are not ended: of writers and of readers."""
         return list(self._leases)
 
-    def is_awaited(self, digest: bytes) -> bool:
-        """Say whether an entry is being written."""
-        return digest in self._awaited
-
-    def add_rows(self, count: int) -> None:
-        """Say that ``count`` more rows can be used, in the order of their numbers."""
-        first, self.rows.num_rows = self.num_ready, self.num_ready + count
-        self.rows.push([*reversed(range(first, self.num_ready))])
-
-    def begin_request(self, facts: Any) -> Any:
-        """Tell a policy that knows prompts of a request; return what stands for its prompt."""
-        return None if self._policy is None else self._policy.on_request(facts)
+    def add_slab(self, slab: torch.Tensor) -> None:
+        """Take the next memory, [bytes] uint8: its rows can be used, in their order."""
+        first = self.rows.num_rows
+        self.rows.num_rows = first + self.memory.add_slab(slab)
+        self.rows.push([*reversed(range(first, self.rows.num_rows))])
 
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
         """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
-        assert self._policy is not None, "the caller has looked"
+        assert self.policy is not None, "the caller has looked"
         accepted: list[bool]
-        accepted, _ = self._policy.admit(proposals, self.rows.num_free, self._evictable())
-        self._policy.withdraw()
+        accepted, _ = self.policy.admit(proposals, self.rows.num_free, self._evictable())
+        self.policy.withdraw()
         return accepted
 
     def reserve(
-        self, digest: bytes, proposal: Any = None, facts: Any = None, *, is_lower: bool = False
+        self, facts: EntryFacts, proposal: Any = None, *, is_lower: bool = False
     ) -> RowLease | None:
         """Take a row for an entry: a free one, or one that is given up for it."""
+        digest = facts.key.digest
         if digest in self._row_of or digest in self._awaited:
             return None
-        policy = None if proposal is None else self._policy
+        policy = None if proposal is None else self.policy
         if not (self.rows.num_free or self._queue):
+            self._dropped["no_row"] += 1
             return None
         if policy is None:
             if not self.rows.num_free:
                 self._evict()
         elif not self._admit(policy, proposal):
-            self.refused_total += 1
+            self._dropped["refused"] += 1
             policy.on_reserved([])
             return None
         [row] = self.rows.take(1)
         if policy is not None:
             policy.on_reserved([row])
         self.generations[row] += 1
-        lease = self._lease(row, digest, facts, writes=True, is_lower=is_lower)
-        self._awaited[digest] = lease
+        lease = self._awaited[digest] = self._lease(row, facts, writes=True, is_lower=is_lower)
         return lease
 
-    def complete(self, lease: RowLease, *, hash_id: int = 0, saved_tokens: int = 1) -> bool:
-        """Make an entry findable that is written to its end."""
-        row, digest = lease.row, lease.digest
+    def complete(self, lease: RowLease) -> bool:
+        """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
+        row, digest = lease.row, lease.facts.key.digest
         is_kept = self._awaited.get(digest) is lease
         if is_kept:
+            header = EntryHeader(self._digest_of_checksums(row), lease.generation)
+            self.headers[row] = np.frombuffer(header.to_bytes(lease.facts), np.uint8)
             del self._awaited[digest]
             self._digests[row] = digest
             self._row_of[digest] = self._names[row] = row
         self.release(lease)
         if is_kept:
             self._use([row])
-            if self._policy is not None:
-                self._policy.on_published([row], [hash_id], [saved_tokens])
+            if self.policy is not None:
+                hash_id = 0 if self._hash_id_of is None else self._hash_id_of(digest)
+                self.policy.on_published([row], [hash_id], [lease.facts.prefix_tokens])
         return is_kept
 
-    def read(self, digest: bytes, facts: Any = None, *, is_lower: bool = False) -> RowLease | None:
-        """Find an entry and keep it until ``release``; None if it cannot be found."""
-        row = self._row_of.get(digest)
+    def read(self, facts: EntryFacts, *, is_lower: bool = False) -> RowLease | Refusal:
+        """Find an entry and keep it until ``release``; what does not match is dropped.
+
+        All is compared but its bytes, which whoever copies them compares with the checksums.
+        """
+        row = self._row_of.get(facts.key.digest)
         if row is None:
-            return None
+            return Refusal.MISSING
+        refusal = self._refusal(row, facts)
+        if refusal is not None:
+            self.remove(facts.key.digest)
+            return refusal
         self._queue.discard(self.rows.hold([row], [row]))
-        return self._lease(row, digest, facts, writes=False, is_lower=is_lower)
+        return self._lease(row, facts, writes=False, is_lower=is_lower)
 
     def release(self, lease: RowLease) -> None:
         """End a lease: of a reader, or of a writer whose entry does not come."""
-        row = lease.row
+        row, digest = lease.row, lease.facts.key.digest
         if lease not in self._leases:
-            raise DoubleFreeError(f"{lease} was ended already, or is another pool's")
+            raise DoubleFreeError(f"{lease} was ended already, or is another kind's")
         del self._leases[lease]
-        if self._awaited.get(lease.digest) is lease:
-            del self._awaited[lease.digest]
+        if self._awaited.get(digest) is lease:
+            del self._awaited[digest]
             self._release_from_policy(row)
         if self.rows.release([row], [row]):  # nobody else reads it
             self._queue.push(row, self._used_at.item(row))
@@ -158,12 +186,23 @@ class RowPool:
         if self._names[lease.row] != NONE:
             self._forget(lease.row)
 
+    def remove(self, digest: bytes) -> bool:
+        """Make an entry unfindable; say whether it was there. Its readers end as ever."""
+        row = self._row_of.get(digest)
+        if row is None:
+            return False
+        self._queue.discard([row])
+        self._forget(row)
+        if not self.rows.refs[row]:
+            self.rows.push([row])
+        return True
+
     def use(self, leases: Iterable[RowLease]) -> None:
         """Record that entries were used by a hit: consecutive ones of a prefix, from its start."""
         rows = [lease.row for lease in leases if self._names[lease.row] != NONE]
         self._use(rows)
-        if self._policy is not None:
-            self._policy.on_consumed(rows)
+        if self.policy is not None:
+            self.policy.on_consumed(rows)
 
     def is_held(self, lease: RowLease) -> bool:
         """Say whether a lease is not ended."""
@@ -178,10 +217,10 @@ class RowPool:
         self._names.fill(NONE)
         self.rows.refs[:] = self._references()
         self.rows.num_free = 0
-        self.rows.push((self.rows.refs[: self.num_ready] == 0).nonzero()[0][::-1].tolist())
-        self.evicted_total = self.refused_total = 0
-        if self._policy is not None:
-            self._policy.reset(self.num_rows)
+        self.rows.push((self.rows.refs[: self.rows.num_rows] == 0).nonzero()[0][::-1].tolist())
+        self.evicted_total = 0
+        if self.policy is not None:
+            self.policy.reset(self.format.num_rows)
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
@@ -196,6 +235,7 @@ class RowPool:
             "nothing is both cached and awaited": (
                 not self._awaited.keys() & self._row_of.keys() and not awaited & cached
             ),
+            "each row that can be used has memory": self.rows.num_rows == self.memory.num_ready,
             "references are those of leases": np.array_equal(self._references(), self.rows.refs),
             "what is awaited is written": all(
                 lease in self._leases and lease.writes for lease in self._awaited.values()
@@ -208,19 +248,31 @@ class RowPool:
         breaches += [statement for statement, holds in statements.items() if not holds]
         if breaches:
             raise InvariantError(f"does not hold: {'; '.join(breaches)}")
-        if self._policy is not None:
-            self._policy.check_invariants([*cached, *awaited])
+        if self.policy is not None:
+            self.policy.check_invariants([*cached, *awaited])
 
     def _references(self) -> npt.NDArray[np.intp]:
         """Count the leases of each row."""
-        return np.bincount([lease.row for lease in self._leases], minlength=self.num_rows)
+        return np.bincount([lease.row for lease in self._leases], minlength=self.format.num_rows)
 
-    def _lease(
-        self, row: int, digest: bytes, facts: Any, *, writes: bool, is_lower: bool
-    ) -> RowLease:
-        lease = RowLease(row, self.generations.item(row), digest, writes, facts, is_lower)
+    def _lease(self, row: int, facts: EntryFacts, *, writes: bool, is_lower: bool) -> RowLease:
+        lease = RowLease(row, self.generations.item(row), facts, writes, is_lower)
         self._leases[lease] = None
         return lease
+
+    def _refusal(self, row: int, facts: EntryFacts) -> Refusal | None:
+        """Say what of a row is not what it should be, but for its bytes."""
+        header = EntryHeader.read(self.headers[row].data, facts)
+        if isinstance(header, Refusal):
+            return header
+        if header.generation != self.generations[row]:
+            return Refusal.GENERATION
+        is_same = header.payload_tag == self._digest_of_checksums(row)
+        return None if is_same else Refusal.PAYLOAD_DIGEST
+
+    def _digest_of_checksums(self, row: int) -> bytes:
+        """Return what binds a row's checksums to its header."""
+        return payload_digest(self.memory.array(row)[self.format.checksums])
 
     def _use(self, rows: Sequence[int]) -> None:
         """Stamp rows, the first one as the most recent."""
@@ -232,11 +284,11 @@ class RowPool:
 
     def _evict(self) -> None:
         """Give up an entry; there is one that nobody reads."""
-        if self._policy is None:
+        if self.policy is None:
             row, _ = self._queue.pop()
         else:
             rows = self._evictable()
-            [row] = self._policy.choose(1, rows, rows.astype(np.int32), self)
+            [row] = self.policy.choose(1, rows, rows.astype(np.int32), self)
         self._give_up(row)
 
     def _admit(self, policy: Any, proposal: Any) -> bool:
@@ -255,9 +307,7 @@ class RowPool:
 
     def _give_up(self, row: int) -> None:
         """Free a cached row for another entry."""
-        self._queue.discard([row])
-        self._forget(row)
-        self.rows.push([row])
+        self.remove(self._digests[row])
         self.evicted_total += 1
 
     def _forget(self, row: int) -> None:
@@ -267,5 +317,5 @@ class RowPool:
         self._release_from_policy(row)
 
     def _release_from_policy(self, row: int) -> None:
-        if self._policy is not None:
-            self._policy.on_removed([row])
+        if self.policy is not None:
+            self.policy.on_removed([row])

@@ -51,7 +51,8 @@ from mamba_cache.tiers import LoadPlanner, ModelIdentity, Rates
 from mamba_cache.tiers.cuda import CudaTransfers, cuda_rectangles, pinner_for
 from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 PARTS = ("copies", "steps", "model", "first", "disk", "ready")

@@ -10,7 +10,8 @@ from tier_rig import KV, STATE, always, cached_rows, flip, host_stats
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.reference import HybridModel
 from mamba_cache.tiers.cuda import PIECE_BYTES, CudaTransfers, pinner_for
-from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import CopyJob, RowLayout
 
 pytestmark = pytest.mark.gpu

@@ -27,7 +27,8 @@ from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
 from mamba_cache.tiers.disk import PAGE_BYTES, DiskTier, file_bytes
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
-from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 NUM_ENTRIES = 6
@@ -318,7 +319,7 @@ def flipped_host_bit(rig):
     number, kind = rig.draw()
     rig.host.clear()
     rig.fill_host(number, kind)
-    row = rig.host._entries[kind].pool._row_of[rig.facts(number, kind).key.digest]
+    row = rig.host._entries[kind]._row_of[rig.facts(number, kind).key.digest]
     data = rig.host.memory[kind].row(row).numpy()
     flip(data, int(rig.rng.integers(rig.layouts[kind].checksums.stop * 8)))
     if rig.rng.random() < 0.5:
@@ -337,7 +338,7 @@ def flipped_host_header(rig):
     rig.host.clear()
     rig.fill_host(number, kind)
     entries = rig.host._entries[kind]
-    row = entries.pool._row_of[rig.facts(number, kind).key.digest]
+    row = entries._row_of[rig.facts(number, kind).key.digest]
     flip(entries.headers[row], int(rig.rng.integers(256 * 8)))
     return [rig.restore(number, kind)]
 

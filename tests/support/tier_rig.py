@@ -72,7 +72,7 @@ def host_stats(context):
 
 def cached_rows(context, kind):
     """Rows of the tier that hold an entry that can be found."""
-    return sorted(context.host_tier._entries[kind].pool._row_of.values())
+    return sorted(context.host_tier._entries[kind]._row_of.values())
 
 
 def flip(context, kind, row, bit):

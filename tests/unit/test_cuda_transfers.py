@@ -12,7 +12,8 @@ import torch
 from mamba_cache.tiers import cuda
 from mamba_cache.tiers.cuda import CudaTransfers
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import CopyJob, RowLayout
 
 KV, STATE = EntryKind.KV, EntryKind.STATE

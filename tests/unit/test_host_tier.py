@@ -1,6 +1,5 @@
 """The host tier under a context: what is spilled, what is resumed from it, and what it refuses."""
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -263,26 +262,24 @@ def test_a_commit_that_broke_off_still_knows_what_was_damaged():
 def test_every_bit_of_a_header_and_of_the_checksums_counts():
     context = make_tiered(num_kv_blocks=100)
     first(context)
-    host, [row, *_] = context.host_tier, cached_rows(context, STATE)
-    entries = host._entries[STATE]
+    [row, *_] = cached_rows(context, STATE)
+    entries = context.host_tier._entries[STATE]
     [facts] = [_facts(context, i) for i in (2, 3) if _row(context, STATE, i) == row]
-    lease = host.read(facts)
-    host.release(lease)
     for bit in range(8 * 256):
         flip_header(context, STATE, row, bit)
-        assert host._refusal(entries, facts, lease) is not None, bit
+        assert entries._refusal(row, facts) is not None, bit
         flip_header(context, STATE, row, bit)
     checksums = entries.format.checksums
     for bit in range(8 * checksums.start, 8 * checksums.stop):
         flip(context, STATE, row, bit)
-        assert host._refusal(entries, facts, lease) is Refusal.PAYLOAD_DIGEST
+        assert entries._refusal(row, facts) is Refusal.PAYLOAD_DIGEST
         flip(context, STATE, row, bit)
-    assert host._refusal(entries, facts, lease) is None
+    assert entries._refusal(row, facts) is None
 
 
 def _row(context, kind, blocks):
     digest = context.prepare(_request()).hashes.digest(blocks - 1)
-    return context.host_tier._entries[kind].pool._row_of.get(digest)
+    return context.host_tier._entries[kind]._row_of.get(digest)
 
 
 def _facts(context, blocks):
@@ -330,10 +327,11 @@ def test_a_header_of_another_entry_is_not_believed():
     other = _row(context, STATE, 2)
     kept = entries.headers.copy()
     entries.headers[row] = kept[other]
-    assert host._refusal(entries, facts, lease) is Refusal.DIGEST
+    assert entries._refusal(row, facts) is Refusal.DIGEST
     entries.headers[row] = kept[row]
-    stale = dataclasses.replace(lease, generation=lease.generation + 1)
-    assert host._refusal(entries, facts, stale) is Refusal.GENERATION
+    entries.generations[row] += 1
+    assert entries._refusal(row, facts) is Refusal.GENERATION
+    entries.generations[row] -= 1
     host.release(lease)
 
 
@@ -419,7 +417,7 @@ def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
     context = make_tiered(max_slots=20, num_kv_blocks=100)
     run = generate(context, PROMPT, 12)
     tokens = [*PROMPT, *run[0]]
-    policy = context.host_tier._entries[STATE].pool._policy
+    policy = context.host_tier._entries[STATE].policy
     context.wait_for_tiers()
     hashes = context.prepare(Request(request_id="next", prompt_tokens=tokens)).hashes
     rows = cached_rows(context, STATE)

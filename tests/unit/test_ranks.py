@@ -75,7 +75,7 @@ def digest_of(ranks, index):
 
 
 def row_of(context, kind, digest):
-    return context.host_tier._entries[kind].pool._row_of[digest]
+    return context.host_tier._entries[kind]._row_of[digest]
 
 
 def fill(ranks):

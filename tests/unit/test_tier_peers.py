@@ -106,13 +106,13 @@ def test_no_row_is_given_away_while_a_copy_from_it_is_under_way():
     late = install(context, LateTransfers)
     assert add(context, "a", prompt).loads_state
     [held] = [lease.row for lease in context.host_tier.leases[STATE]]
-    generation = context.host_tier._entries[STATE].pool.generations[held]
+    generation = context.host_tier._entries[STATE].generations[held]
     context.begin_step()
     context.abort_step()
     context.check_invariants()
     for other in OTHERS[1:]:
         generate(context, other, 1, request_id="other")
-    assert context.host_tier._entries[STATE].pool.generations[held] == generation
+    assert context.host_tier._entries[STATE].generations[held] == generation
     late.run(99)
     context.wait_for_tiers()
     assert not any(context.host_tier.leases.values())

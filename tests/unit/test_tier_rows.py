@@ -4,6 +4,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 
@@ -25,9 +26,9 @@ from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantErr
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers import memory as memory_module
 from mamba_cache.tiers.entry import EntryFacts, EntryKey
-from mamba_cache.tiers.host import HostTier, RowFormat
+from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
-from mamba_cache.tiers.rows import RowPool
+from mamba_cache.tiers.rows import HostRows, RowFormat
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 
@@ -35,15 +36,30 @@ def digest(number):
     return bytes([number]) * 16
 
 
+def facts(number, kind=KV, num_bytes=4096):
+    key = EntryKey(bytes(32), bytes(16), kind, digest(number))
+    return EntryFacts(key, 8, num_bytes)
+
+
+def make_rows(num_rows, **options):
+    rows = RowFormat(4096, slice(4000, 4016), num_rows)
+    return HostRows(rows, Counter(), hash_id_of=lambda digest: digest[0] + 1, **options)
+
+
+def grow(rows, count):
+    for _ in range(count):
+        rows.add_slab(plain_slab(4096))
+
+
 def ready(num_rows, **options):
-    pool = RowPool(num_rows, **options)
-    pool.add_rows(num_rows)
-    return pool
+    rows = make_rows(num_rows, **options)
+    rows.add_slab(plain_slab(4096 * num_rows))
+    return rows
 
 
 def store(pool, *numbers):
     for number in numbers:
-        assert pool.complete(pool.reserve(digest(number)))
+        assert pool.complete(pool.reserve(facts(number)))
 
 
 class RowMachine(RuleBasedStateMachine):
@@ -54,13 +70,14 @@ class RowMachine(RuleBasedStateMachine):
         policy=st.sampled_from([None, AdaptiveSlotPolicy]),
     )
     def start(self, num_rows, policy):
-        self.pool = RowPool(num_rows, policy=policy and policy())
+        self.pool = make_rows(num_rows, policy=policy and policy())
+        self.pool.memory = RowMemory(4096, num_rows, slab_bytes=4096)
         self.stored, self.readers, self.writers = {}, [], []
 
-    @precondition(lambda self: self.pool.num_ready < self.pool.num_rows)
+    @precondition(lambda self: self.pool.rows.num_rows < self.pool.format.num_rows)
     @rule()
     def grow(self):
-        self.pool.add_rows(1)
+        grow(self.pool, 1)
 
     @rule(numbers=st.sampled_from([(0, 1, 2, 3)]))
     def store_some(self, numbers):
@@ -68,17 +85,17 @@ class RowMachine(RuleBasedStateMachine):
             self.reserve(number)
             if self.writers and self.writers[-1][0] == number:
                 _, lease, alive = self.writers.pop()
-                assert self.pool.complete(lease, hash_id=number + 1) == alive
+                assert self.pool.complete(lease) == alive
                 if alive:
                     self.stored[number] = lease.row
 
     @rule(number=st.integers(0, 7))
     def reserve(self, number):
         before = set(self.stored)
-        lease = self.pool.reserve(digest(number))
+        lease = self.pool.reserve(facts(number))
         known = number in before or any(n == number for n, _, alive in self.writers if alive)
         busy = {x.row for _, x in self.readers} | {x.row for _, x, _ in self.writers}
-        if known or len(busy) == self.pool.num_ready:
+        if known or len(busy) == self.pool.rows.num_rows:
             assert lease is None
             return
         assert lease.row not in busy
@@ -86,24 +103,24 @@ class RowMachine(RuleBasedStateMachine):
         assert len(before) - len(self.stored) <= 1
         self.writers.append((number, lease, True))
 
-    @precondition(lambda self: self.pool._policy is not None)
+    @precondition(lambda self: self.pool.policy is not None)
     @rule(number=st.integers(0, 7), is_asked=st.booleans(), depth=st.integers(1, 3))
     def propose(self, number, is_asked, depth):
         """A state of a prompt that is as long as its number says, or less."""
         path = [*range(100, 100 + depth - 1), number + 1]
-        prompt = self.pool.begin_request(PromptFacts(path, 8, 0, len(path)))
+        prompt = self.pool.policy.on_request(PromptFacts(path, 8, 0, len(path)))
         proposal = StateProposal(prompt, len(path), "end", is_asked)
-        before, refused = dict(self.stored), self.pool.refused_total
+        before, refused = dict(self.stored), self.pool._dropped["refused"]
         would = self.pool.would_admit([proposal])
         self.pool.check_invariants()
-        lease = self.pool.reserve(digest(number), proposal)
+        lease = self.pool.reserve(facts(number), proposal)
         self.stored = {n: row for n, row in before.items() if digest(n) in self.pool}
         assert len(before) - len(self.stored) <= (lease is not None)
         if lease is None:
             busy = {x.row for _, x in self.readers} | {x.row for _, x, _ in self.writers}
-            known = number in before or self.pool.is_awaited(digest(number))
-            was_refused = self.pool.refused_total > refused
-            assert was_refused or known or len(busy) == self.pool.num_ready
+            known = number in before or digest(number) in self.pool._awaited
+            was_refused = self.pool._dropped["refused"] > refused
+            assert was_refused or known or len(busy) == self.pool.rows.num_rows
             assert not (was_refused and is_asked)
         else:
             assert would == [True]
@@ -114,7 +131,7 @@ class RowMachine(RuleBasedStateMachine):
     def end_writing(self, data, is_written):
         number, lease, alive = self.writers.pop(data.draw(st.integers(0, len(self.writers) - 1)))
         if is_written:
-            assert self.pool.complete(lease, hash_id=number + 1) == alive
+            assert self.pool.complete(lease) == alive
             if alive:
                 self.stored[number] = lease.row
         else:
@@ -125,9 +142,9 @@ class RowMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 4), drops=st.booleans())
     def read(self, number, drops):
-        lease = self.pool.read(digest(number))
-        assert (lease is None) == (number not in self.stored)
-        if lease is None:
+        lease = self.pool.read(facts(number))
+        assert (lease is Refusal.MISSING) == (number not in self.stored)
+        if isinstance(lease, Refusal):
             return
         assert lease.row == self.stored[number]
         if drops:
@@ -167,7 +184,7 @@ class RowMachine(RuleBasedStateMachine):
         assert len(self.pool._awaited) == sum(alive for *_, alive in self.writers)
         held = {x.row for _, x in self.readers} | {x.row for _, x, _ in self.writers}
         busy = held | set(self.stored.values())
-        assert self.pool.rows.num_free + len(busy) == self.pool.num_ready
+        assert self.pool.rows.num_free + len(busy) == self.pool.rows.num_rows
 
 
 TestRowMachine = RowMachine.TestCase
@@ -177,7 +194,7 @@ TestRowMachine.settings = examples(100)
 def test_the_end_of_a_prefix_goes_before_its_beginning():
     pool = ready(3)
     store(pool, 1, 2, 3)
-    leases = [pool.read(digest(number)) for number in (1, 2, 3)]
+    leases = [pool.read(facts(number)) for number in (1, 2, 3)]
     pool.use(leases)
     for lease in leases:
         pool.release(lease)
@@ -190,7 +207,7 @@ def test_the_end_of_a_prefix_goes_before_its_beginning():
 def test_an_entry_that_two_readers_find_wrong_is_dropped_once():
     pool = ready(1)
     store(pool, 1)
-    readers = [pool.read(digest(1)), pool.read(digest(1))]
+    readers = [pool.read(facts(1)), pool.read(facts(1))]
     for reader in readers:
         pool.drop(reader)
         assert digest(1) not in pool
@@ -219,19 +236,20 @@ def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
 
     def propose(number, num_blocks, **options):
         path = list(range(1000 * number, 1000 * number + num_blocks))
-        prompt = pool.begin_request(PromptFacts(path, 8, 0, num_blocks))
+        prompt = pool.policy.on_request(PromptFacts(path, 8, 0, num_blocks))
         return StateProposal(prompt, num_blocks, **options)
 
     for number in (1, 2):
-        lease = pool.reserve(digest(number), propose(number, 50))
-        pool.complete(lease, hash_id=1000 * number + 49, saved_tokens=400)
+        lease = pool.reserve(facts(number), propose(number, 50))
+        pool._hash_id_of = lambda _, number=number: 1000 * number + 49
+        pool.complete(lease)
     small = propose(3, 1)
     assert pool.would_admit([small]) == [False]
     for times in (1, 2):
-        assert pool.reserve(digest(3), small) is None
-        assert (pool.refused_total, pool.evicted_total, len(pool)) == (times, 0, 2)
-    assert pool.reserve(digest(3), small._replace(is_asked=True)) is not None
-    assert (pool.refused_total, pool.evicted_total, len(pool)) == (2, 1, 1)
+        assert pool.reserve(facts(3), small) is None
+        assert (pool._dropped["refused"], pool.evicted_total, len(pool)) == (times, 0, 2)
+    assert pool.reserve(facts(3), small._replace(is_asked=True)) is not None
+    assert (pool._dropped["refused"], pool.evicted_total, len(pool)) == (2, 1, 1)
     pool.check_invariants()
 
 
@@ -251,7 +269,7 @@ def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
 def test_contradictions_are_found(spoil):
     pool = ready(4)
     store(pool, 1, 2)
-    pool.reserve(digest(3))
+    pool.reserve(facts(3))
     pool.check_invariants()
     spoil(pool)
     with pytest.raises(InvariantError, match="does not hold"):
@@ -271,11 +289,6 @@ def test_rows_lie_in_slabs():
     memory.array(3)[0] = 9
     assert memory.row(3)[0] == 9
     assert RowMemory(4096, 0).num_slabs == 0
-
-
-def facts(number, kind=KV, num_bytes=4096):
-    key = EntryKey(bytes(32), bytes(16), kind, digest(number))
-    return EntryFacts(key, 8, num_bytes)
 
 
 def make_tier(num_rows=3, **options):
@@ -338,7 +351,7 @@ def test_memory_that_cannot_be_pinned_is_done_without():
     gate.opened.set()
     tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
     tier.wait_for_memory()
-    assert not any(entries.slabs_to_come for entries in tier._entries.values())
+    assert not any(tier._slabs_to_come.values())
     assert tier.stats().ready_rows == {"kv": 0, "state": 0}
     tier.check_invariants()
 
@@ -399,9 +412,8 @@ def test_a_reset_leaves_lower_tiers_their_rows():
 
 def test_rows_that_are_lost_are_noticed():
     other = make_tier()
-    other._entries[KV].pool.add_rows(0)
     other._entries[KV].memory.num_ready -= 1
-    with pytest.raises(InvariantError, match=r"rows of .* are lost"):
+    with pytest.raises(InvariantError, match="each row that can be used has memory"):
         other.check_invariants()
 
 
@@ -423,8 +435,8 @@ def test_a_tier_that_belongs_to_nobody_is_used_by_one_thread_at_a_time():
             refused.append(other.submit(tier.poll).exception())
         return 1
 
-    tier = make_tier(hash_id_of=meet)
-    assert tier.complete(tier.reserve(facts(1)))
+    tier = make_tier(state_policy=AdaptiveSlotPolicy(), hash_id_of=meet)
+    assert tier.complete(tier.reserve(facts(1, STATE)))
     assert [type(each) for each in refused] == [ConcurrentUseError]
 
 
