@@ -59,10 +59,11 @@ def check_number(name: str, value: Any, *, maximum: float) -> float:
     return float(value)
 
 
-def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Check that ``value`` is one of ``choices``."""
+def check_choice(name: str, value: object, choices: Collection[str]) -> str:
+    """Return ``value``, one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
+    return value
 
 
 def check_secret(name: str, secret: object) -> bytes | None:
@@ -91,10 +92,11 @@ def check_hashable(name: str, value: object) -> None:
         raise InvalidArgumentError(f"{name} must be hashable, got {value!r}") from None
 
 
-def check_kind(name: str, value: object, kind: type) -> None:
-    """Check that ``value`` is of a class."""
+def check_kind(name: str, value: object, kind: type) -> Any:
+    """Return ``value``, which is of a class."""
     if not isinstance(value, kind):
         raise InvalidArgumentError(f"{name} must be a {kind.__name__}, got {value!r}")
+    return value
 
 
 def as_items(name: str, values: Any, what: str) -> list[Any]:

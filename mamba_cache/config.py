@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Final, Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from mamba_cache._checks import (
     INT32_MAX,
@@ -51,6 +52,27 @@ class EvictionPolicy(str, Enum):
 
     REF_ZERO = "ref_zero"
     """Forget a block as soon as no request refers to it."""
+
+
+def _setting(default: Any, check: Callable[[str, Any], Any], **options: Any) -> Any:
+    """Declare a setting; its check returns the value as the type that it is kept as."""
+    return field(default=default, metadata={"check": check}, **options)
+
+
+def _count(default: int | None, minimum: int = 1, maximum: int = INT32_MAX) -> Any:
+    return _setting(default, partial(check_int, minimum=minimum, maximum=maximum))
+
+
+def _number(default: float | None, maximum: float = _MAX_GB) -> Any:
+    return _setting(default, partial(check_number, maximum=maximum))
+
+
+def _one_of(choices: Sequence[str]) -> dict[str, Any]:
+    return {"check": partial(check_choice, choices=choices)}
+
+
+def _flag(default: bool) -> Any:
+    return _setting(default, partial(check_kind, kind=bool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,40 +144,46 @@ class CacheConfig:
         InvalidArgumentError: A value is out of range, or two do not fit each other.
     """
 
-    block_size_tokens: int = 256
-    max_requests: int = 64
-    max_tokens: int = 8192
-    max_sequence_length: int = 32768
-    cache_gb: float | None = None
-    state_share: float = 0.25
-    kv_cache_gb: float | None = None
-    num_kv_blocks: int | None = None
-    mamba_cache_gb: float | None = None
-    max_slots: int | None = None
-    ssm_chunk_size: int = 256
-    enable_prefix_caching: bool = True
-    eviction_policy: EvictionPolicy = EvictionPolicy.LRU
-    slot_policy: SlotPolicyName | None = None
-    vocab_size: int | None = None
-    min_computed_tokens: int = 1
-    max_checkpoints_per_step: int | None = None
-    save_decode_states: bool = True
-    reuse_answers: bool = True
-    num_speculative_tokens: int = 0
-    slot_quantization: Literal["int8"] | None = None
-    quantized_tensors: tuple[str, ...] = ("ssm",)
-    host_cache_gb: float | None = None
-    host_state_share: float = 0.75
-    num_host_blocks: int | None = None
-    num_host_states: int | None = None
+    block_size_tokens: int = _count(256)
+    max_requests: int = _count(64)
+    max_tokens: int = _count(8192)
+    max_sequence_length: int = _count(32768)
+    cache_gb: float | None = _number(None)
+    state_share: float = _number(0.25, 1)
+    kv_cache_gb: float | None = _number(None)
+    num_kv_blocks: int | None = _count(None)
+    mamba_cache_gb: float | None = _number(None)
+    max_slots: int | None = _count(None, 0)
+    ssm_chunk_size: int = _count(256)
+    enable_prefix_caching: bool = _flag(True)
+    eviction_policy: EvictionPolicy = field(
+        default=EvictionPolicy.LRU, metadata=_one_of([each.value for each in EvictionPolicy])
+    )
+    slot_policy: SlotPolicyName | None = field(
+        default=None, metadata=_one_of(get_args(SlotPolicyName))
+    )
+    vocab_size: int | None = _count(None)
+    min_computed_tokens: int = _count(1)
+    max_checkpoints_per_step: int | None = _count(None, 0)
+    save_decode_states: bool = _flag(True)
+    reuse_answers: bool = _flag(True)
+    num_speculative_tokens: int = _count(0, 0)
+    slot_quantization: Literal["int8"] | None = field(default=None, metadata=_one_of(["int8"]))
+    quantized_tensors: tuple[str, ...] = _setting(("ssm",), check_names)
+    host_cache_gb: float | None = _number(None)
+    host_state_share: float = _number(0.75, 1)
+    num_host_blocks: int | None = _count(None, 0)
+    num_host_states: int | None = _count(None, 0)
     disk_cache_path: str | None = None
-    disk_cache_gb: float | None = None
-    write_on_use: int = 2
-    verify_hits: float = 0.0
-    max_pinned_share: float = 0.25
+    disk_cache_gb: float | None = _number(None)
+    write_on_use: int = _count(2, 1, 2)
+    verify_hits: float = _number(0.0, 1)
+    max_pinned_share: float = _number(0.25, 1)
     store: Any = field(default=None, repr=False)  # its URL may hold a password
-    hash_algorithm: HashAlgorithm = "blake2b"
-    hash_secret: bytes | None = field(default=None, repr=False)
+    hash_algorithm: HashAlgorithm = field(
+        default="blake2b", metadata=_one_of(get_args(HashAlgorithm))
+    )
+    hash_secret: bytes | None = _setting(None, check_secret, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_checkpoints_per_step is None:
@@ -164,9 +192,10 @@ class CacheConfig:
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
         for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value is not None or setting.default is not None:
-                object.__setattr__(self, setting.name, _checked(setting, value))
+            value, check = getattr(self, setting.name), setting.metadata.get("check")
+            if check is not None and (value is not None or setting.default is not None):
+                object.__setattr__(self, setting.name, check(setting.name, value))
+        object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
         self._check_budgets()
         self._check_tiers()
         self._check_blocks()
@@ -274,46 +303,3 @@ class CacheConfig:
                 f"({self.block_size_tokens // 2 - 1}), got {self.num_speculative_tokens}: the "
                 "tokens of two steps must fit in a block"
             )
-
-
-_LEAST: Final = {
-    "block_size_tokens": 1, "max_requests": 1, "max_tokens": 1, "max_sequence_length": 1,
-    "num_kv_blocks": 1, "max_slots": 0, "ssm_chunk_size": 1, "vocab_size": 1,
-    "min_computed_tokens": 1, "max_checkpoints_per_step": 0, "num_speculative_tokens": 0,
-    "num_host_blocks": 0, "num_host_states": 0, "write_on_use": 1,
-}  # fmt: skip
-"""The least that each count may be."""
-
-_MOST: Final = {
-    "cache_gb": _MAX_GB, "kv_cache_gb": _MAX_GB, "mamba_cache_gb": _MAX_GB,
-    "host_cache_gb": _MAX_GB, "disk_cache_gb": _MAX_GB, "state_share": 1, "host_state_share": 1,
-    "verify_hits": 1, "max_pinned_share": 1,
-}  # fmt: skip
-"""The most that each number, from 0 on, may be."""
-
-_CHOICES: Final[dict[str, Sequence[str]]] = {
-    "eviction_policy": [policy.value for policy in EvictionPolicy],
-    "slot_policy": get_args(SlotPolicyName),
-    "slot_quantization": ("int8",),
-    "hash_algorithm": get_args(HashAlgorithm),
-}
-
-
-def _checked(setting: Field[Any], value: Any) -> Any:
-    """Return the value of one setting as the type that it is kept as."""
-    name = setting.name
-    if name in _LEAST:
-        most = 2 if name == "write_on_use" else INT32_MAX
-        return check_int(name, value, minimum=_LEAST[name], maximum=most)
-    if name in _MOST:
-        return check_number(name, value, maximum=_MOST[name])
-    if name in _CHOICES:
-        check_choice(name, value, _CHOICES[name])
-        return EvictionPolicy(value) if name == "eviction_policy" else value
-    if name == "hash_secret":
-        return check_secret(name, value)
-    if name == "quantized_tensors":
-        return check_names(name, value)
-    if isinstance(setting.default, bool):
-        check_kind(name, value, bool)
-    return value

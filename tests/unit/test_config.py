@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mamba_cache import config
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
 
@@ -35,7 +34,21 @@ def test_blocks_of_the_longest_sequence_are_rounded_up(length: int, blocks: int)
     assert make(max_sequence_length=length).max_blocks_per_request == blocks
 
 
-@pytest.mark.parametrize(("name", "least"), config._LEAST.items())
+LIMITS = {
+    setting.name: getattr(setting.metadata.get("check"), "keywords", {})
+    for setting in dataclasses.fields(CacheConfig)
+}
+COUNTS = {name: limits["minimum"] for name, limits in LIMITS.items() if "minimum" in limits}
+NUMBERS = {
+    name: limits["maximum"]
+    for name, limits in LIMITS.items()
+    if "maximum" in limits and name not in COUNTS
+}
+assert len(COUNTS) == 14
+assert len(NUMBERS) == 9
+
+
+@pytest.mark.parametrize(("name", "least"), COUNTS.items())
 def test_counts_have_bounds(name: str, least: int) -> None:
     """The message names the setting, what was given and what is allowed."""
     most = 2 if name == "write_on_use" else 2**31 - 1
@@ -45,7 +58,7 @@ def test_counts_have_bounds(name: str, least: int) -> None:
             make(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "most"), config._MOST.items())
+@pytest.mark.parametrize(("name", "most"), NUMBERS.items())
 def test_numbers_have_bounds(name: str, most: float) -> None:
     allowed = re.escape(f"{name} must be a number in [0, {most:g}]")
     for value in (-0.1, float("inf"), float("nan"), 2 * most, 10**400, "1", True, [1]):

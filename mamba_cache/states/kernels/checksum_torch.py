@@ -1,13 +1,15 @@
-"""Checksums of tensors and entries: where they read, and the kernel of ``checksum`` in PyTorch."""
+"""Checksums of tensors and entries: where they read, and the kernel of ``checksum`` in numpy."""
 
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mamba_cache._torch import to_device
@@ -41,7 +43,7 @@ MULTIPLIER = 0x2545F4914F6CDD1D
 """Odd, so that multiplying by it modulo 2**64 loses nothing."""
 
 _WIDE_BYTES = 16
-_CHUNKS_AT_ONCE = 64
+_CHUNKS_AT_ONCE = 16
 """What one operation reads and writes should fit into a core's cache."""
 
 
@@ -104,93 +106,59 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
     """Write checksums of entries to their rows, or with ``changed`` compare with those there.
 
     Of each of ``entries[which]`` (its place in the parts, and the address of its row) the chunks
-    are the first ``num_heads`` and ``others``. ``programs`` is without meaning here.
+    are the first ``num_heads`` and ``others``. ``programs`` is without meaning here. What is on a
+    GPU is brought to the host.
     """
+    numbers = [*range(num_heads), *others]
     for entry in range(which.start, which.stop):
         place, row = entries[entry].tolist()
-        numbers, found = _measure(plan, place, num_heads, others)
+        found = torch.from_numpy(_sums_of(plan, place, numbers))
         sums = plan.sums
         if sums is None:
-            found = found.cpu()
             sums = _memory(row + plan.sums_start, 8 * plan.num_chunks).view(torch.int64)
         if changed is None:
-            sums[numbers] = found
+            sums[numbers] = found.to(sums.device)
         else:
-            changed[entry] |= (sums[numbers] != found).any()
+            changed[entry] |= (sums[numbers].cpu() != found).any().item()
 
 
-def _measure(
-    plan: ChecksumPlan, place: int, num_heads: int, others: range
-) -> tuple[list[int], torch.Tensor]:
-    """Return the numbers of the chunks of one entry, and their checksums."""
-    numbers: list[int] = []
-    sums = [torch.empty(0, dtype=torch.int64, device=plan.chunks.device)]
-    ends: dict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for part, first, stop in zip(plan.parts, plan.bounds[:-1], plan.bounds[1:], strict=True):
-        chosen = range(first, stop)
-        if first >= num_heads:
-            start, end = (-(-max(n - others.start, 0) // others.step) for n in (first, stop))
-            chosen = others[start:end]
-        if not chosen:
-            continue
-        content = part[place]
-        num_full, size = divmod(content.numel(), CHUNK_BYTES)
-        if size and chosen[-1] == stop - 1:
-            num_rounds = -(-size // (UNROLLED_ROUNDS * ROUND_BYTES)) * UNROLLED_ROUNDS
-            ends[num_rounds].append((stop - 1, content[num_full * CHUNK_BYTES :]))
-            chosen = chosen[:-1]
-        if chosen:
-            full = _as_words(content[: num_full * CHUNK_BYTES]).view(num_full, -1, LANES)
-            numbers += chosen
-            sums.append(_sums_of(full[chosen[0] - first : chosen[-1] - first + 1 : chosen.step]))
-    for num_rounds, items in ends.items():
-        for begin in range(0, len(items), _CHUNKS_AT_ONCE):
-            some = items[begin : begin + _CHUNKS_AT_ONCE]
-            numbers += [number for number, _ in some]
-            sums.append(_sums_of_ends([content for _, content in some], num_rounds))
-    return numbers, torch.cat(sums)
+def _sums_of(plan: ChecksumPlan, place: int, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the checksums of some chunks of one entry."""
+    # Where in the result, and the bytes, by the rounds that they take.
+    by_rounds: dict[int, list[tuple[int, npt.NDArray[np.uint8]]]] = defaultdict(list)
+    for index, number in enumerate(numbers):
+        part = bisect_right(plan.bounds, number) - 1
+        start = (number - plan.bounds[part]) * CHUNK_BYTES
+        chunk = plan.parts[part][place, start : start + CHUNK_BYTES].cpu().numpy()
+        num_rounds = -(-len(chunk) // (UNROLLED_ROUNDS * ROUND_BYTES)) * UNROLLED_ROUNDS
+        by_rounds[num_rounds].append((index, chunk))
+    sums = np.empty(len(numbers), np.int64)
+    for num_rounds, chunks in by_rounds.items():
+        for begin in range(0, len(chunks), _CHUNKS_AT_ONCE):
+            some = chunks[begin : begin + _CHUNKS_AT_ONCE]
+            filled = np.zeros((len(some), num_rounds * ROUND_BYTES), np.uint8)
+            for row, (_, chunk) in zip(filled, some, strict=True):
+                row[: len(chunk)] = chunk
+            words = filled.view(np.uint64).reshape(len(some), num_rounds, LANES)
+            sums[[index for index, _ in some]] = _mixed(words).view(np.int64)
+    return sums
 
 
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Read bytes as words of 8, copied if their address does not allow it."""
-    if tensor.storage_offset() % 8 or tensor.data_ptr() % 8:
-        tensor = tensor.clone()
-    return tensor.view(torch.int64)
-
-
-def _sums_of_ends(ends: Sequence[torch.Tensor], num_rounds: int) -> torch.Tensor:
-    """Measure chunks that are not full, filled up with zeros."""
-    filled = ends[0].new_zeros((len(ends), num_rounds * ROUND_BYTES))
-    for row, end in zip(filled, ends, strict=True):
-        row[: end.numel()] = end
-    return _sums_of(filled.view(torch.int64).view(len(ends), num_rounds, LANES))
-
-
-def _sums_of(words: torch.Tensor) -> torch.Tensor:
-    """Measure chunks, [chunks, rounds, LANES] int64."""
-    return torch.cat([_sums_of_few(part) for part in torch.split(words, _CHUNKS_AT_ONCE)])
-
-
-def _sums_of_few(words: torch.Tensor) -> torch.Tensor:
-    seeds = torch.arange(1, LANES + 1, device=words.device) * SEED
-    lanes = seeds.repeat(words.shape[0], 1)
-    high = torch.empty_like(lanes)
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Measure chunks, [chunks, rounds, LANES]."""
+    seed, multiplier = np.uint64(SEED), np.uint64(MULTIPLIER)
+    lanes = np.repeat((np.arange(1, LANES + 1, dtype=np.uint64) * seed)[None], len(words), axis=0)
+    high = np.empty_like(lanes)
     for number in range(words.shape[1]):
         lanes ^= words[:, number]
-        _xor_shifted(lanes, 32, high)
-        lanes *= MULTIPLIER
-    for bits, factor in ((33, MULTIPLIER), (29, SEED)):
-        _xor_shifted(lanes, bits, high)
+        lanes ^= np.right_shift(lanes, np.uint64(32), out=high)
+        lanes *= multiplier
+    for bits, factor in ((33, multiplier), (29, seed)):
+        lanes ^= np.right_shift(lanes, np.uint64(bits), out=high)
         lanes *= factor
-    _xor_shifted(lanes, 32, high)
-    return lanes.sum(dim=1)
-
-
-def _xor_shifted(lanes: torch.Tensor, bits: int, high: torch.Tensor) -> None:
-    """Xor words in place with themselves shifted to the right, zeros coming in."""
-    torch.bitwise_right_shift(lanes, bits, out=high)
-    high &= (1 << (64 - bits)) - 1
-    lanes ^= high
+    lanes ^= np.right_shift(lanes, np.uint64(32), out=high)
+    sums: npt.NDArray[np.uint64] = lanes.sum(axis=1)
+    return sums
 
 
 def fetch_checksums(
