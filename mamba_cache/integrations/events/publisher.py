@@ -124,14 +124,13 @@ class EventPublisher:
         for name, given in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint)):
             if given is not None or name == "endpoint":
                 check_kind(name, given, str)
-                if "://" not in str(given):
+                scheme, _, address = str(given).partition("://")
+                port = address.rpartition(":")[2]
+                is_beyond = scheme == "tcp" and port.isdecimal() and int(port) > _MAX_PORT
+                if not address or is_beyond:
                     raise InvalidArgumentError(
-                        f"{name} must be an address such as 'tcp://127.0.0.1:5557', got {given!r}"
-                    )
-                port = str(given).rpartition(":")[2]
-                if str(given).startswith("tcp://") and port.isdecimal() and int(port) > _MAX_PORT:
-                    raise InvalidArgumentError(
-                        f"the port of {name} must be at most {_MAX_PORT}, got {given!r}"
+                        f"{name} must be an address such as 'tcp://127.0.0.1:5557', with a port of "
+                        f"at most {_MAX_PORT}, got {given!r}"
                     )
         check_int("data_parallel_rank", data_parallel_rank, minimum=0, maximum=INT32_MAX)
         check_number("heartbeat_seconds", heartbeat_seconds, maximum=3600.0)
