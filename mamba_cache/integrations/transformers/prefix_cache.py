@@ -113,6 +113,10 @@ class PrefixCache:
     held is given back, and the model is free of it. If the exception came while bookkeeping
     changed, the next call resets the cache and counts it in ``stats().self_resets``.
 
+    A call that uses the model raises ``ModelChangedError`` if the model was moved or has other
+    weights, ``StepOrderError`` once the cache is closed, and ``ConcurrentUseError`` in a callback
+    of another call.
+
     Args:
         model: A causal language model of transformers with linear-attention layers. It stays
             usable on its own.
@@ -358,9 +362,6 @@ class PrefixCache:
         Raises:
             InvalidArgumentError: The prompts, checkpoints or hints are malformed, or an option
                 cannot be served.
-            ModelChangedError: The model was moved, or its weights are others.
-            StepOrderError: The cache is closed.
-            ConcurrentUseError: A callback of another call called it.
         """
         self._begin_call()
         hint = PromptHint(will_continue, source)
@@ -507,9 +508,6 @@ class PrefixCache:
                 served, or the model cannot.
             SequenceLengthError: A prompt is longer than the model, or the KV blocks, allow.
             BlockCapacityError: Every KV block is pinned.
-            ModelChangedError: The model was moved, or its weights are others.
-            StepOrderError: The cache is closed.
-            ConcurrentUseError: A callback of another call called it.
             UnresumableModelError: The model computes something else for several requests at once.
         """
         self._begin_call()
@@ -619,8 +617,6 @@ class PrefixCache:
 
         Raises:
             InvalidArgumentError: The model cannot be served in batches.
-            ModelChangedError: The model was moved.
-            StepOrderError: The cache is closed.
             UnresumableModelError: The model computes something else for several requests at once.
         """
         self._check_ready()
@@ -639,8 +635,7 @@ class PrefixCache:
             manager: It returns when nobody waits any more.
 
         Raises:
-            ModelChangedError: The model was moved, or its weights or settings are others.
-            StepOrderError: The cache is closed.
+            ModelChangedError: The model's settings were changed while requests ran.
         """
         self._check_ready()
         batcher, fingerprint = self._ready_batcher(), self._runner.fingerprint
@@ -704,8 +699,6 @@ class PrefixCache:
 
         Raises:
             InvalidArgumentError: The prompt or checkpoints are malformed.
-            ModelChangedError: The model was moved, or its weights are others.
-            StepOrderError: The cache is closed.
         """
         self._begin_call()
         self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
@@ -758,8 +751,6 @@ class PrefixCache:
             MissingStateError: No state of the prompt is cached.
             BlockCapacityError: Pins would hold more than their share of KV blocks.
             MambaSlotCapacityError: Or of slots.
-            ModelChangedError: The model was moved, or its weights are others.
-            StepOrderError: The cache is closed.
         """
         self._check_ready()
         self._runner.fingerprint.begin(may_differ=self._store.is_empty, variant=variant)
@@ -846,8 +837,6 @@ class PrefixCache:
 
         Raises:
             InvalidArgumentError: ``max_hits`` is not an int >= 1.
-            ModelChangedError: The model was moved, or its weights are others.
-            StepOrderError: The cache is closed.
         """
         if max_hits is not None:
             check_int("max_hits", max_hits, minimum=1)
@@ -874,12 +863,7 @@ class PrefixCache:
 
     @guarded(renews=True, waits=True)
     def reset(self) -> None:
-        """Forget every prefix and every count, as after a change of the model's weights.
-
-        Raises:
-            ModelChangedError: The model was moved, so that it needs another cache.
-            StepOrderError: The cache is closed.
-        """
+        """Forget every prefix and every count, as after a change of the model's weights."""
         self._check_home()
         self._make_new()
 
