@@ -147,9 +147,8 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     call it with: so it cannot come to another result. Nothing of ``options`` is changed.
     """
     _check_ranks(model)
-    mode, config, model_arguments = _join(model, options)
-    own = _arguments_of_generate(model) - ARGUMENTS
-    unknown = [name for name, value in options.items() if name in own and value is not None]
+    mode, config, own, model_arguments = _join(model, options)
+    unknown = [name for name in own if name not in ARGUMENTS]
     if unknown:
         raise InvalidArgumentError(
             f"{unknown} cannot be used with a prefix cache: this version of transformers takes "
@@ -212,9 +211,8 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
 
     ``options`` change the ``config`` that was given, or the model's where it is None.
     """
-    mode, joined, left = _join(model, {**options, "generation_config": config})
-    given = {name for name, value in options.items() if value is not None}
-    unknown = sorted((given & _arguments_of_generate(model)) | left.keys())
+    mode, joined, own, left = _join(model, {**options, "generation_config": config})
+    unknown = sorted({*own, *left} - {"generation_config"})
     if unknown:
         raise InvalidArgumentError(
             f"generate_batch takes a generation_config and what changes it, got {unknown} too"
@@ -232,7 +230,7 @@ def read_answer_config(model: Any, config: Any, options: Mapping[str, Any]) -> A
 
 def join_config(model: Any, config: Any) -> Any:
     """Return the configuration that ``generate`` makes of ``config``, checked by the library."""
-    joined, _ = _prepare(model, {"generation_config": config})
+    joined, _, _ = _prepare(model, {"generation_config": config})
     joined.validate()
     joined.get_generation_mode(None)
     return joined
@@ -316,17 +314,20 @@ def _arguments_of_generate(model: Any) -> frozenset[str]:
     return frozenset(named | {"tokenizer", "assistant_tokenizer", "trust_remote_code"})
 
 
-def _join(model: Any, options: Mapping[str, Any]) -> tuple[str, Any, dict[str, Any]]:
+def _join(model: Any, options: Mapping[str, Any]) -> tuple[str, Any, list[str], dict[str, Any]]:
     """Do what ``_prepare`` does, and refuse what is set of it; return the generation mode, too."""
     _refuse(options)
-    config, model_arguments = _prepare(model, options)
+    config, own, model_arguments = _prepare(model, options)
     _refuse(vars(config))
     mode = str(getattr(config.get_generation_mode(None), "value", ""))
-    return mode, config, model_arguments
+    return mode, config, own, model_arguments
 
 
-def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the configuration that ``generate`` will use, and what it will pass to the model."""
+def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, list[str], dict[str, Any]]:
+    """Return the configuration that ``generate`` will use.
+
+    Also the options that are its own arguments, but None, and what it will pass to the model.
+    """
     given = options.get("generation_config")
     if given is not None and not isinstance(given, transformers().GenerationConfig):
         raise InvalidArgumentError(
@@ -338,7 +339,8 @@ def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any
     own = _arguments_of_generate(model)
     rest = {name: value for name, value in options.items() if name not in own}
     config, model_arguments = prepare(given, **rest)
-    return config, model_arguments
+    taken = [name for name, value in options.items() if name in own and value is not None]
+    return config, taken, model_arguments
 
 
 def _check_model_arguments(arguments: Mapping[str, Any]) -> None:
