@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from clocks import ManualClock
 from context_rig import BLOCK, MODEL, VOCAB, add, generate, make_config, make_context
 from fingerprints import fingerprint
 from hypothesis import given
@@ -35,17 +36,10 @@ SYSTEM = [(5 * i * i + i + 1) % VOCAB for i in range(2 * BLOCK)]
 LONG = [(3 * i * i + 2 * i) % VOCAB for i in range(6 * BLOCK)]
 
 
-class Time:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def small_context(policy=LruSlotPolicy, **changes):
-    clock = Time()
+    clock = ManualClock()
     settings = {"num_kv_blocks": 24, "max_slots": 8, "max_pinned_share": 0.5} | changes
-    return make_context(make_config(**settings), slot_policy=policy(), clock=clock), clock
+    return make_context(make_config(**settings), slot_policy=policy(), clock=clock.monotonic), clock
 
 
 def request(tokens, request_id=None, **options):

@@ -5,20 +5,12 @@ import importlib
 import random
 import re
 import sys
-from functools import partial
 
 import pytest
 from context_rig import generate, make_context
-from memory_store import MemoryStore
-from notebook_rig import ask as ask_cache
-from notebook_rig import open_cache
-from notebook_rig import prompts as cache_prompts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from restart_rig import make_engine
-from restart_rig import prompts as restart_prompts
 from tier_rig import make_tiered
-from transformers_rig import make_model
 
 from mamba_cache.context import CacheStats, MissReason, VerificationStats
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError, StepOrderError
@@ -27,7 +19,7 @@ from mamba_cache.integrations.prometheus import (
     CacheCollector,
     CallDurations,
 )
-from mamba_cache.tiers import Refusal
+from mamba_cache.tiers import TierStats
 
 
 class Source:
@@ -116,70 +108,40 @@ def tier_samples(cache):
     }
 
 
-def over_disk_and_store(kind, path):
-    """A context or a prefix cache over both, and what asks it."""
-    store = MemoryStore()
-    if kind == "context":
-        engine = make_engine(path, store=store, write_on_use=1)
-        cache, ask = engine.context, partial(engine.generate, restart_prompts(1, 2))
-    else:
-        settings = {"store": store, "hash_secret": b"of this test"}
-        cache = open_cache(path, make_model("granite 4"), **settings)
-        ask = partial(ask_cache, cache, cache_prompts()[:2])
-    return cache, ask
+class Tiered(Source):
+    """Statistics of a cache that has two tiers."""
+
+    def tier_stats(self):
+        host = TierStats(
+            name="host", entries={"kv": 2, "state": 0}, rows={"kv": 60, "state": 30},
+            row_bytes={"kv": 7, "state": 9}, stored=3, restored=4, evicted=5,
+            dropped={"queue_full": 6}, refused={"missing": 8},
+        )  # fmt: skip
+        store = TierStats(
+            name="store", stored=10, restored=0, refused={}, dropped={"unconfirmed": 11}
+        )
+        return host, store
 
 
-@pytest.mark.parametrize("kind", ["context", "prefix cache"])
-def test_disks_and_stores_have_the_same_metrics_as_host_memory(kind, tmp_path):
-    cache, ask = over_disk_and_store(kind, tmp_path)
-    ask()
-    tiering = cache._tiering if kind == "context" else cache._store.tiers
-    tiers = tiering.lower.tiers
-    for tier in tiers:
-        tier.flush()
-    tiers[0]._refused[Refusal.PAYLOAD_DIGEST] += 3
-    tiers[1]._refused[Refusal.MISSING] += 4
-    tiers[0]._not_written["disk_full"] += 5
-    tiers[1]._not_written["unconfirmed"] += 6
-    samples, stats = tier_samples(cache), cache.tier_stats()
-    assert [each.name for each in stats] == ["host", "disk", "store"]
-    for tier in stats:
-        for name in ("stored", "restored", "evicted"):
-            assert samples[f"mamba_cache_tier_{name}_total", "a", tier.name] == getattr(tier, name)
-        for kind_, count in tier.entries.items():
-            assert samples["mamba_cache_tier_entries", "a", tier.name, kind_] == count > 0
-            held = samples["mamba_cache_tier_bytes", "a", tier.name, kind_]
-            assert held == count * tier.row_bytes[kind_] > 0
-    assert samples["mamba_cache_tier_stored_total", "a", "disk"] > 0
-    assert samples["mamba_cache_tier_stored_total", "a", "store"] > 0
-    assert samples["mamba_cache_tier_refused_total", "a", "disk", "payload_digest"] == 3
-    assert samples["mamba_cache_tier_refused_total", "a", "store", "missing"] == 4
-    assert samples["mamba_cache_tier_dropped_total", "a", "disk", "disk_full"] == 5
-    assert samples["mamba_cache_tier_dropped_total", "a", "store", "unconfirmed"] == 6
-    assert ("mamba_cache_tier_entries", "a", "store", "kv") not in samples
-    cache.close()
-
-
-def test_tiers_have_metrics_of_their_own():
-    context = make_tiered(num_kv_blocks=100)
-    context._tiering._max_copies = 2
-    generate(context, list(range(13)) * 2, 1)
-    context.host_tier.refused["missing"] += 1
-    samples = tier_samples(context)
-    row_bytes = context.tier_stats()[0].row_bytes
-    assert samples == {
-        ("mamba_cache_tier_bytes", "a", "host", "kv"): 2 * row_bytes["kv"],
+def test_tiers_have_metrics_of_their_own(seed):
+    assert tier_samples(Tiered(seed)) == {
+        ("mamba_cache_tier_bytes", "a", "host", "kv"): 2 * 7,
         ("mamba_cache_tier_bytes", "a", "host", "state"): 0,
         ("mamba_cache_tier_entries", "a", "host", "kv"): 2,
         ("mamba_cache_tier_entries", "a", "host", "state"): 0,
         ("mamba_cache_tier_rows", "a", "host", "kv"): 60,
         ("mamba_cache_tier_rows", "a", "host", "state"): 30,
-        ("mamba_cache_tier_stored_total", "a", "host"): 2,
-        ("mamba_cache_tier_restored_total", "a", "host"): 0,
-        ("mamba_cache_tier_evicted_total", "a", "host"): 0,
-        ("mamba_cache_tier_dropped_total", "a", "host", "queue_full"): 2,
-        ("mamba_cache_tier_refused_total", "a", "host", "missing"): 1,
+        ("mamba_cache_tier_stored_total", "a", "host"): 3,
+        ("mamba_cache_tier_restored_total", "a", "host"): 4,
+        ("mamba_cache_tier_evicted_total", "a", "host"): 5,
+        ("mamba_cache_tier_dropped_total", "a", "host", "queue_full"): 6,
+        ("mamba_cache_tier_refused_total", "a", "host", "missing"): 8,
+        ("mamba_cache_tier_stored_total", "a", "store"): 10,
+        ("mamba_cache_tier_restored_total", "a", "store"): 0,
+        ("mamba_cache_tier_evicted_total", "a", "store"): 0,
+        ("mamba_cache_tier_dropped_total", "a", "store", "unconfirmed"): 11,
     }
+    assert ("mamba_cache_tier_rows", "a", "host", "kv") in tier_samples(make_tiered())
 
 
 def test_each_scrape_reads_the_context_anew(seed):

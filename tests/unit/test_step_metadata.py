@@ -80,12 +80,8 @@ def test_tensors_are_as_long_as_a_step_may_be(step):
         name for name in metadata.__slots__ if isinstance(getattr(metadata, name), torch.Tensor)
     }
     assert metadata.chunk_size == CHUNK
-
-
-def test_there_is_room_for_no_more_chunks_than_tokens():
-    metadata = fill(make_buffers(max_tokens=7))
-    assert len(metadata.chunk_seq_idx) == 7
-    assert len(metadata.cu_chunk_seqlens) == 8
+    few = fill(make_buffers(max_tokens=7))  # no more chunks than tokens
+    assert (len(few.chunk_seq_idx), len(few.cu_chunk_seqlens)) == (7, 8)
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
