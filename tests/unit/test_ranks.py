@@ -267,23 +267,17 @@ def test_what_failed_on_one_rank_is_on_its_way_on_all_until_all_know(disks):
     assert disks.match(request()).arriving_tokens == 0
 
 
-def test_a_reset_ends_what_is_open(disks):
+@pytest.mark.parametrize("end", ["ready", "timed_out", "cancelled"])
+def test_ranks_that_wait_find_out_together(disks, clock, end):
     tier_of(disks, 1).is_late = True
-    handles = prefetch(disks)
-    disks.reset()
-    assert state_of(handles) is PrefetchState.CANCELLED
-
-
-@pytest.mark.parametrize("seconds", [None, 3])
-def test_ranks_that_wait_find_out_together(disks, clock, seconds):
-    tier_of(disks, 1).is_late = True
-    handles = prefetch(disks, timeout_seconds=seconds)
-    if seconds is None:
+    handles = prefetch(disks, timeout_seconds=3 if end == "timed_out" else None)
+    if end == "ready":
         tier_of(disks, 1).flush()
-    else:
+    elif end == "timed_out":
         clock.now += 4
-    wanted = PrefetchState.READY if seconds is None else PrefetchState.TIMED_OUT
-    assert set(disks.run([handle.wait for handle in handles])) == {wanted}
+    else:
+        disks.reset()
+    assert set(disks.run([handle.wait for handle in handles])) == {PrefetchState(end)}
 
 
 def test_ranks_share_a_store_by_identity_and_rank(clock):

@@ -313,7 +313,8 @@ class Gate:
         self.unpinned.append(address)
 
 
-def test_pinned_memory_comes_in_the_background():
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_pinned_memory_comes_in_the_background_and_goes_with_the_tier(is_closed):
     """Nobody waits for it: entries find no row until then, and are counted."""
     gate = Gate()
     tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
@@ -329,7 +330,12 @@ def test_pinned_memory_comes_in_the_background():
     assert tier.complete(lease)
     tier.check_invariants()
     assert all(address % 2**21 == 0 and size == 3 * 4096 for address, size in gate.pinned)
-    tier.close()
+    if is_closed:
+        tier.close()
+    gone = weakref.ref(tier)
+    del tier
+    gc.collect()
+    assert gone() is None
     assert sorted(gate.unpinned) == sorted(address for address, _ in gate.pinned)
     make_tier().close()
 
@@ -354,18 +360,6 @@ def test_memory_that_cannot_be_pinned_is_done_without():
     assert not any(tier._slabs_to_come.values())
     assert tier.stats().ready_rows == {"kv": 0, "state": 0}
     tier.check_invariants()
-
-
-def test_memory_is_unpinned_when_the_tier_goes():
-    gate = Gate()
-    gate.opened.set()
-    tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
-    tier.wait_for_memory()
-    gone = weakref.ref(tier)
-    del tier
-    gc.collect()
-    assert gone() is None
-    assert len(gate.unpinned) == len(gate.pinned) == 2
 
 
 def test_lower_tiers_end_their_copies_later():
