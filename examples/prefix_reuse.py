@@ -168,16 +168,17 @@ def report(
         "requests": [
             {
                 "name": name,
-                "prompt_tokens": completion.prompt_tokens,
-                "kv_matched_blocks": completion.kv_matched_blocks,
-                "state_matched_blocks": completion.state_matched_blocks,
+                "prompt_tokens": completion.admission.prompt_tokens,
+                "kv_matched_blocks": completion.admission.kv_matched_blocks,
+                "state_matched_blocks": completion.admission.state_matched_blocks,
                 "skipped_tokens": completion.skipped_tokens,
                 "computed_tokens": completion.computed_tokens,
                 "ttft_ms": milliseconds(completion),
                 "ttft_ms_without_cache": milliseconds(without_cache[name]),
-                "miss_reason": completion.miss_reason,
+                "miss_reason": completion.admission.miss_reason,
             }
             for name, completion in with_cache.items()
+            if completion.admission is not None  # only forks have none
         ],
         "outputs_match": {name: answer.tokens for name, answer in with_cache.items()}
         == {name: answer.tokens for name, answer in without_cache.items()},

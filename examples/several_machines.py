@@ -122,7 +122,7 @@ def main(url: str = "") -> int:
         agree.append(shared.tokens == own.tokens)
         computed["with"] += shared.computed_tokens
         computed["without"] += own.computed_tokens
-        figures = f"{shared.prompt_tokens:6}  {shared.computed_tokens:23}  {own.computed_tokens:7}"
+        figures = f"{own.computed_tokens:6}  {shared.computed_tokens:23}  {own.computed_tokens:7}"
         print(f"{name:7}  {question.decode():26}  {figures}")
     print(f"\nPrompt tokens computed: {computed['with']:,} with, {computed['without']:,} without.")
     print(f"Answers with and without the store {'agree' if all(agree) else 'DO NOT AGREE'}.")

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from mamba_cache._checks import check_hashable, check_int, check_kind, check_number
+from mamba_cache._checks import check_hashable, check_int, check_kind
 from mamba_cache._guard import CallGuard, guarded, weak_callback
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import (
@@ -39,6 +39,9 @@ from mamba_cache.reference.results import Completion, DecodingStats, FinishReaso
 from mamba_cache.reference.sampling import SamplingParams, sample, verify
 
 __all__ = ["Engine", "LanguageModel", "compute_prefix"]
+
+_PREFETCH_SECONDS = 5.0
+"""How long a queued request may wait for what disk and store have of its prompt."""
 
 
 class LanguageModel(Protocol):
@@ -83,100 +86,54 @@ class _EngineRequest(QueuedRequest):
     drafter: Drafter | None
     num_told: int = 0  # tokens of its answer that events were made of
     prefill_tokens: int = 0  # computed before decoding, those computed twice included
-    decoding: DecodingStats = field(default_factory=DecodingStats)
     admission: Admission | None = None  # what was cached when it first ran
-    first_token_at: float | None = None  # likewise seconds
-    _tokens: list[int] = field(default_factory=list)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
-        return len(self.prepared.tokens)
+    ttft_seconds: float | None = None
+    known: list[int] = field(default_factory=list)  # prompt and answer, for the drafter
 
     def note_admission(self, admission: Admission) -> None:
         """Note what was cached when it first ran: that is what is reported."""
         if not self.prefill_tokens and not self.num_told:  # a fork has tokens without any prefill
             self.admission = admission
 
-    def propose_drafts(
-        self, output: Sequence[int], max_drafts: int, max_sequence_length: int
-    ) -> list[int]:
+    def propose_drafts(self, output: Sequence[int], max_drafts: int, max_length: int) -> list[int]:
         """Guess its next tokens, no more of them than it can still generate."""
+        num_prompt = len(self.prepared.tokens)
         useful = min(
             max_drafts,
             self.sampling.max_new_tokens - len(output) - 1,
-            max_sequence_length - self.prompt_tokens - len(output),
+            max_length - num_prompt - len(output),
         )
         if self.drafter is None or useful <= 0:
             return []
-        # Prompt and answer in one list, which grows: to join them anew takes time in each step.
-        tokens: list[int] = self._tokens or self.prepared.tokens.tolist()
-        self._tokens = tokens
-        tokens += output[len(tokens) - self.prompt_tokens :]
-        return list(self.drafter.propose(tokens, useful)[:useful])
+        # One list, which grows: to join both anew takes time in each step.
+        known: list[int] = self.known or self.prepared.tokens.tolist()
+        self.known = known
+        known += output[len(known) - num_prompt :]
+        return list(self.drafter.propose(known, useful)[:useful])
 
-    def note_computed(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> DecodingStats:
-        """Note its part of a committed step and the tokens that it brought; return what is new."""
-        if scheduled.is_prefill:
-            self.prefill_tokens += scheduled.num_tokens
-            return DecodingStats()
-        brought = DecodingStats(
-            steps=1,
-            tokens=len(tokens),
-            drafted_tokens=len(scheduled.drafts),
-            accepted_tokens=sum(map(eq, tokens, scheduled.drafts)),
-        )
-        self.decoding += brought
-        return brought
-
-    def take_events(
-        self, output: Callable[[int], Sequence[int]], max_sequence_length: int
-    ) -> list[TokenEvent]:
-        """Return the events since the last ones; ``output`` returns tokens from a number on."""
-        events, tokens, now = [], output(self.num_told), time.perf_counter()
-        if tokens and self.first_token_at is None:
-            self.first_token_at = now
-        done = None
-        for number, token in enumerate(tokens, self.num_told + 1):
-            reason = self._finish_reason(token, number, max_sequence_length)
-            done = None if reason is None else self._complete(reason, output(0)[:number], now)
-            events.append(TokenEvent(self.key, token, number == 1, done))
-            if done is not None:
-                break
-        if self.error is not None and done is None:
-            done = self._complete(FinishReason.FAILED, output(0), now)
-            events.append(TokenEvent(self.key, None, False, done))
-        self.num_told += len(tokens)
-        return events
-
-    def _finish_reason(
-        self, token: int, number: int, max_sequence_length: int
-    ) -> FinishReason | None:
+    def finish_reason(self, token: int, max_length: int) -> FinishReason | None:
+        """Say whether its answer ends with this token, which is the last that was told."""
         if token in self.sampling.stop_tokens:
             return FinishReason.STOP
         # Its last token cannot be computed.
-        too_long = self.prompt_tokens + number > max_sequence_length
-        if too_long or number == self.sampling.max_new_tokens:
-            return FinishReason.LENGTH
-        return None
+        is_too_long = len(self.prepared.tokens) + self.num_told > max_length
+        is_done = is_too_long or self.num_told == self.sampling.max_new_tokens
+        return FinishReason.LENGTH if is_done else None
 
-    def _complete(self, reason: FinishReason, output: Sequence[int], now: float) -> Completion:
-        admission, first = self.admission, self.first_token_at
-        is_fork = admission is None and bool(output)
+    def complete(self, reason: FinishReason, output: Sequence[int]) -> Completion:
+        """Return what became of it; ``output`` has what was told of its answer, or more."""
+        skipped = 0 if self.admission is None else self.admission.skip_tokens
+        if self.admission is None and output:  # a fork
+            skipped = len(self.prepared.tokens)
         return Completion(
             request_id=self.key,
-            tokens=tuple(output),
+            tokens=tuple(output[: self.num_told]),
             finish_reason=reason,
             error=cast("CapacityError | None", self.error),
-            ttft_seconds=None if first is None else first - self.submitted_at,
-            total_seconds=now - self.submitted_at,
-            prompt_tokens=self.prompt_tokens,
-            kv_matched_blocks=admission.kv_matched_blocks if admission else 0,
-            state_matched_blocks=admission.state_matched_blocks if admission else 0,
-            skipped_tokens=admission.skip_tokens if admission else self.prompt_tokens * is_fork,
+            ttft_seconds=self.ttft_seconds,
+            admission=self.admission,
+            skipped_tokens=skipped,
             computed_tokens=self.prefill_tokens,
-            decoding=self.decoding,
-            miss_reason=admission.miss_reason if admission else None,
         )
 
 
@@ -207,7 +164,6 @@ class Engine:
             computes; 0: none waits.
         drafter: Makes the drafter of one request, such as a class or a ``functools.partial`` of
             one. Not called without ``num_speculative_tokens``.
-        prefetch_seconds: How long a queued request may wait for what the disk has of its prompt.
         options: Further arguments of ``DynamicInferenceContext``.
 
     Attributes:
@@ -217,8 +173,8 @@ class Engine:
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
         InvalidArgumentError: ``model`` is no ``LanguageModel``, ``config`` no ``CacheConfig``,
-            ``max_wait_steps`` not an int >= 0, ``prefetch_seconds`` no number >= 0, or the
-            config's ``ssm_chunk_size`` or ``vocab_size`` is larger than the model's.
+            ``max_wait_steps`` not an int >= 0, or the config's ``ssm_chunk_size`` or
+            ``vocab_size`` is larger than the model's.
     """
 
     def __init__(
@@ -228,7 +184,6 @@ class Engine:
         *,
         max_wait_steps: int = 64,
         drafter: Callable[[], Drafter] = NgramDrafter,
-        prefetch_seconds: float = 5.0,
         **options: Any,
     ) -> None:
         check_kind("config", config, CacheConfig)
@@ -249,7 +204,7 @@ class Engine:
         self._scheduler: Scheduler[_EngineRequest] = Scheduler(
             self.context,
             max_wait_steps=check_int("max_wait_steps", max_wait_steps, minimum=0),
-            prefetch_seconds=check_number("prefetch_seconds", prefetch_seconds, maximum=1e9),
+            prefetch_seconds=_PREFETCH_SECONDS,
             propose=weak_callback(self._propose_drafts) if config.num_speculative_tokens else None,
         )
         self.decoding = DecodingStats()
@@ -323,13 +278,8 @@ class Engine:
         made[0].forks = made[1:]
         for fork in made[1:]:
             fork.fork_of = made[0]
-        try:
-            self._add(made)
-            return request_id
-        except BaseException:
-            for each in made:
-                self._scheduler.forget(each)
-            raise
+        self._add(made)
+        return request_id
 
     def step(self) -> list[TokenEvent]:
         """Compute one step for all requests that fit into it.
@@ -407,25 +357,6 @@ class Engine:
         check_hashable("a request id", request_id)
         self._scheduler.remove(request_id)
 
-    @guarded()
-    def verify_pending(self, max_hits: int | None = None) -> int:
-        """Compute hits again that wait to be verified, and compare them with what is cached.
-
-        With ``CacheConfig.verify_hits`` a part of the hits waits for this. Each takes as long as
-        its prefix does. ``context.verification_stats()`` says what came of it.
-
-        Args:
-            max_hits: How many at most. Default: all that wait.
-
-        Returns:
-            How many were.
-
-        Raises:
-            InvalidArgumentError: ``max_hits`` is not an int >= 1.
-        """
-        compute = partial(compute_prefix, self._model, self.context)
-        return self.context.verify_pending(compute, max_hits)
-
     @guarded(renews=True)
     def reset(self) -> None:
         """Forget all requests, their events and all that is cached, whatever happened."""
@@ -440,8 +371,13 @@ class Engine:
         for request in requests:
             if request.key in self._scheduler:
                 raise InvalidArgumentError(f"request id {request.key!r} is in use")
-        for request in requests:
-            self._scheduler.add(request)
+        try:
+            for request in requests:
+                self._scheduler.add(request)
+        except BaseException:  # an interrupt
+            for request in requests:
+                self._scheduler.forget(request)
+            raise
 
     @guarded()
     def _end_all(self) -> None:
@@ -486,7 +422,7 @@ class Engine:
         requests = []
         for scheduled, its_rows in zip(step.requests, rows, strict=True):
             request = self._scheduler.find(scheduled.request_id)
-            self.decoding += request.note_computed(scheduled, tokens.get(request.key, []))
+            self._count(request, scheduled, tokens.get(request.key, []))
             requests.append(request)
             may_fork = request.forks and scheduled.samples and scheduled.request_id not in preempted
             if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
@@ -506,13 +442,39 @@ class Engine:
                 )
         return tokens
 
+    def _count(
+        self, request: _EngineRequest, scheduled: ScheduledRequest, tokens: Sequence[int]
+    ) -> None:
+        """Count a request's part of a committed step and the tokens that it brought."""
+        if scheduled.is_prefill:
+            request.prefill_tokens += scheduled.num_tokens
+            return
+        self.decoding += DecodingStats(
+            steps=1,
+            tokens=len(tokens),
+            drafted_tokens=len(scheduled.drafts),
+            accepted_tokens=sum(map(eq, tokens, scheduled.drafts)),
+        )
+
     def _collect(self, requests: Iterable[_EngineRequest]) -> None:
         """Make events of what was generated since the last ones; forget requests that ended."""
         longest = self.context.config.max_sequence_length
         for request in list(requests):
-            events = request.take_events(partial(self._scheduler.output, request), longest)
-            self._events.extend(events)
-            if events and events[-1].finished:
+            done = None
+            for token in self._scheduler.output(request, request.num_told):
+                request.num_told += 1
+                if request.ttft_seconds is None:
+                    request.ttft_seconds = time.perf_counter() - request.submitted_at
+                reason = request.finish_reason(token, longest)
+                if reason is not None:
+                    done = request.complete(reason, self._scheduler.output(request))
+                self._events.append(TokenEvent(request.key, token, done))
+                if done is not None:
+                    break
+            if done is None and request.error is not None:
+                done = request.complete(FinishReason.FAILED, self._scheduler.output(request))
+                self._events.append(TokenEvent(request.key, None, done))
+            if done is not None:
                 self._scheduler.remove(request.key)
 
     def _recover(self) -> None:

