@@ -35,14 +35,14 @@ def test_prompts_that_branch_at_different_blocks_hit_where_they_branch(rng):
     root = draw_prompt(rng, 9 * BLOCK)
     prompts = [root, *([*root[: n * BLOCK], *draw_prompt(rng, 5)] for n in (2, 5, 7))]
     _, *others = run_together(make_engine(max_tokens=3 * BLOCK), prompts, greedy(3))
-    assert [other.state_matched_blocks for other in others] == [2, 5, 7]
+    assert [other.admission.state_matched_blocks for other in others] == [2, 5, 7]
 
 
 def test_prompts_that_go_on_where_another_ends_hit_at_its_end(rng):
     root = draw_prompt(rng, 4 * BLOCK)
     longer = [*root, *draw_prompt(rng, BLOCK)]
     completions = run_together(make_engine(), [root, longer, root], greedy(3))
-    assert [c.state_matched_blocks for c in completions] == [0, 4, 3]
+    assert [c.admission.state_matched_blocks for c in completions] == [0, 4, 3]
 
 
 def test_a_prompt_that_arrives_late_hits_what_is_being_computed(rng):
@@ -89,8 +89,8 @@ def test_requests_that_outgrow_memory_together_are_preempted_and_resume(rng, max
     prompts = [draw_prompt(rng, length) for length in (20, 13, 9, 17)]
     oldest, *others = run_together(engine, prompts, greedy(3 * BLOCK))
     assert engine.context.stats().preemptions > 0
-    assert oldest.computed_tokens == oldest.prompt_tokens, "the oldest gave way to others"
-    assert any(other.computed_tokens > other.prompt_tokens for other in others)
+    assert oldest.computed_tokens == oldest.admission.prompt_tokens, "the oldest gave way to others"
+    assert any(other.computed_tokens > other.admission.prompt_tokens for other in others)
     assert all(other.skipped_tokens == 0 for other in others), "of the first admission"
 
 

@@ -34,18 +34,14 @@ INTERFACE = {
 
 
 class Context:
-    """vLLM's ``ReqContext``; ``is_private`` hides the keys of the whole prompt."""
+    """vLLM's ``ReqContext``."""
 
     numbers = itertools.count()
 
-    def __init__(self, names, groups, *, is_private):
+    def __init__(self, names, groups):
         self.req_id = str(next(self.numbers))
-        self.places = {name + g: n + 1 for g in groups for n, name in enumerate(names)}
-        if not is_private:
-            self._offload_key_positions = self.places
-
-    def get_offload_key_position(self, key):
-        return self.places.get(key)
+        places = {name + g: n + 1 for g in groups for n, name in enumerate(names)}
+        self._offload_key_positions = places
 
 
 class Manager:
@@ -134,10 +130,10 @@ class Lru:
 class Run:
     """A request: it loads, and offers the state at its end and then its attention."""
 
-    def __init__(self, manager, ids, *, groups=(ATTENTION, STATES), is_private=False):
+    def __init__(self, manager, ids, *, groups=(ATTENTION, STATES)):
         names = [each.to_bytes(8, "big") for each in ids]
         self.manager = manager
-        self.context = Context(names[:-1], groups, is_private=is_private)
+        self.context = Context(names[:-1], groups)
         self.attention = [name + groups[0] for name in names]
         self.states = [[name + g for g in groups[1:]] for name in names]
         held = manager.chunks
@@ -177,14 +173,11 @@ def test_the_interface_is_that_of_vllm_0_33():
         assert [*inspect.signature(getattr(ValuePolicy, name)).parameters][1:] == expected
 
 
-@pytest.mark.parametrize("is_private", [False, True])
 @pytest.mark.parametrize("groups", [(ATTENTION, STATES), (ATTENTION, STATES, b"\0\0\0\2")])
-def test_prompts_that_come_again_outlive_those_that_do_not(groups, is_private):
+def test_prompts_that_come_again_outlive_those_that_do_not(groups):
     requests = draw_scan(800, num_hot=12)
-    options = {"groups": groups, "is_private": is_private}
-    control = _hit_rate(Manager(200, Lru()), requests, **options)
-    # With offered keys alone the ends of prompts that are refused are unknown.
-    assert _hit_rate(Manager(200), requests, **options) > control * (1.1 if is_private else 1.5)
+    control = _hit_rate(Manager(200, Lru()), requests, groups=groups)
+    assert _hit_rate(Manager(200), requests, groups=groups) > 1.5 * control
 
 
 def test_attention_alone_is_kept_by_the_ends_of_prompts():
@@ -246,13 +239,13 @@ OPERATION = st.tuples(
 )
 
 
-@given(st.integers(4, 40), st.booleans(), st.lists(OPERATION, max_size=40))
-def test_any_calls_leave_what_the_manager_holds(capacity, is_private, operations):
+@given(st.integers(4, 40), st.lists(OPERATION, max_size=40))
+def test_any_calls_leave_what_the_manager_holds(capacity, operations):
     """Requests that overlap, in any order, with stores that fail."""
     manager, running = Manager(capacity), []
     for branch, length, is_stored, is_cleared in operations:
         ids = [*range(branch % 3), *range(branch * 50 + 50, branch * 50 + 50 + length)]
-        running.append(Run(manager, ids, is_private=is_private))
+        running.append(Run(manager, ids))
         if len(running) > 3:
             running.pop(branch % 3).finish(is_stored=is_stored)
         policy = manager.policy

@@ -11,13 +11,12 @@ kept as long as a state at or below it is, or a running request has it.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import chain, count, islice, takewhile
+from itertools import count, islice, takewhile
 from operator import attrgetter
 from typing import Any, Final
 
@@ -29,7 +28,6 @@ from mamba_cache.cache.policies import PromptFacts
 __all__ = ["ValuePolicy"]
 
 _GROUP_BYTES: Final = 4  # a key is the hash of a prefix, then the number of the cache group
-_MAX_HASH: Final = 1 << 62
 _CHUNKS_PER_STATE: Final = 8
 _SWEPT_PER_REQUEST: Final = 64
 _MIN_REQUESTS_PER_SWEEP: Final = 4
@@ -56,12 +54,12 @@ class _Prefix:
 class _Request:
     """What is known of a running request."""
 
-    positions: dict[bytes, Any]  # tokens up to the ends of its chunks, or None
+    positions: dict[bytes, int]  # tokens up to the ends of its chunks
     num_known: int = 0  # positions that the path is made of
     path: list[_Prefix] = field(default_factory=list)
     num_matched: int = 0  # prefixes of the path that had chunks when it began
     prompt: PromptPath | None = None
-    end: _Prefix | None = None  # of the prompt
+    num_prompt: int = 0  # prefixes of the path up to the end of the prompt
     offered: set[_Prefix] = field(default_factory=set)  # at which states were offered
     is_refused: bool = False
 
@@ -108,6 +106,9 @@ class ValuePolicy:
         self._chunks[key] = chunk
         prefix = self._prefix(key[:-_GROUP_BYTES])
         prefix.num_chunks += 1
+        is_state = key[-_GROUP_BYTES:] in self._sparse
+        if is_state and prefix.candidate < 0 and self._has(prefix, self._sparse):
+            self._keep(prefix, self._candidate_of(prefix, self._last))
 
     def remove(self, key: bytes) -> None:
         """Remove a chunk whose transfer failed."""
@@ -118,14 +119,13 @@ class ValuePolicy:
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Count the request, if it was not counted before."""
-        self._request_of(req_context, keys)
+        self._request_of(req_context)
 
     on_request_access = touch
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Record what a request offers."""
-        keys = [*keys]
-        self._last = request = self._request_of(req_context, keys)
+        self._last = request = self._request_of(req_context)
         states = [key for key in keys if key[-_GROUP_BYTES:] in self._sparse]
         request.offered.update(self._prefix(key[:-_GROUP_BYTES]) for key in states)
 
@@ -137,18 +137,17 @@ class ValuePolicy:
         req_context: Any,
     ) -> None:
         """Let go of a request's chunks, and of its states whose attention was refused."""
-        request = self._request_of(req_context, chain.from_iterable(key_groups))
+        request = self._request_of(req_context)
         del self._running[req_context.req_id]
         self._last = None
-        if request.end is None:
+        if not request.path:
             return
         self._tell_groups_apart(key_groups)
         path, new = request.path, request.path[request.num_matched :]
         broken = next((p.depth for p in new if not self._has(p, self._dense)), _INFINITE)
-        states = {request.end, path[-1], *request.offered}
+        states = {path[request.num_prompt - 1], path[-1], *request.offered}
         for prefix in sorted(states, key=attrgetter("depth")):
-            is_state = self._has(prefix, self._sparse) if self._sparse else prefix is path[-1]
-            if not is_state or prefix.depth >= broken:
+            if prefix.depth >= broken or not self._has(prefix, self._sparse):
                 self._drop(prefix)
             elif prefix.candidate < 0:
                 self._keep(prefix, self._candidate_of(prefix, request))
@@ -189,17 +188,16 @@ class ValuePolicy:
     def _admit(self, request: _Request, num_needed: int) -> bool:
         """Make room for what a request offers, if its states are worth more than others."""
         offered = {prefix for prefix in request.offered if not self._has(prefix, self._sparse)}
-        if request.end is not None and request.end.candidate < 0:
-            offered.add(request.end)
+        if (end := request.path[request.num_prompt - 1]).candidate < 0:
+            offered.add(end)
         new = sorted(offered, key=attrgetter("depth"))
         if not new:  # room was made with the states; what an answer adds is worth nothing yet
             return len(self._worthless) >= num_needed
         for prefix in new:
             if prefix.candidate < 0:
                 self._keep(prefix, self._candidate_of(prefix, request))
-        num_free = self.cache_capacity - len(self._chunks)
         while new:
-            num_wanted = len(new) * len(self._sparse) - num_free
+            num_wanted = len(new) * len(self._sparse) + len(self._chunks) - self.cache_capacity
             for prefix in request.path[request.num_matched : new[-1].depth]:
                 num_wanted += not prefix.num_chunks
             lowest = min(new, key=self._density)
@@ -224,11 +222,10 @@ class ValuePolicy:
 
     def _tell_groups_apart(self, key_groups: Sequence[Sequence[bytes]]) -> None:
         """Count the chunks that requests have of each cache group."""
-        num_seen = self._num_seen
         for keys in filter(None, key_groups):
-            num_seen[keys[0][-_GROUP_BYTES:]] += len(keys)
-        most = max(num_seen.values(), default=0)
-        sparse = tuple(group for group, n in num_seen.items() if 2 * n <= most)
+            self._num_seen[keys[0][-_GROUP_BYTES:]] += len(keys)
+        num_seen = self._num_seen
+        sparse = tuple(group for group, n in num_seen.items() if 2 * n <= max(num_seen.values()))
         if sparse == self._sparse and len(num_seen) == len(sparse) + len(self._dense):
             return
         self._sparse, self._dense = sparse, tuple(g for g in num_seen if g not in sparse)
@@ -240,23 +237,16 @@ class ValuePolicy:
             if not chunk.ref_cnt:
                 self.mark_evictable(key)
 
-    def _request_of(self, context: Any, keys: Iterable[bytes]) -> _Request:
+    def _request_of(self, context: Any) -> _Request:
         """Return the view of a request; find its prefixes, and count it the first time."""
-        # Only this private attribute has the keys that a request neither offered nor loaded.
-        positions = getattr(context, "_offload_key_positions", None)
+        positions = context._offload_key_positions  # with keys neither offered nor loaded
         request = self._running.get(context.req_id)
         if request is None:
-            request = _Request({} if positions is None else positions)
-            self._running[context.req_id] = request
-        if positions is None:
-            positions = request.positions
-            positions.update((key, context.get_offload_key_position(key)) for key in keys)
+            request = self._running[context.req_id] = _Request(positions)
         if len(positions) == request.num_known:
             return request
         request.num_known = len(positions)
-        key_at = {at: key for key, at in positions.items() if at is not None}  # of any group
-        if not key_at:
-            return request
+        key_at = {at: key for key, at in positions.items()}  # of any group
         old_path, above = request.path, None
         request.path = path = []
         chunk = min(key_at)
@@ -273,22 +263,22 @@ class ValuePolicy:
             return request
         request.num_matched = sum(1 for _ in takewhile(attrgetter("num_chunks"), path))
         facts = PromptFacts(hash_ids, 1, request.num_matched, len(path))
-        request.prompt, request.end = self._tree.begin_request(facts), path[-1]
+        request.prompt, request.num_prompt = self._tree.begin_request(facts), len(path)
         self._tree.propose(request.prompt, len(path), "end")
         self._until_sweep -= 1
         return request
 
-    def _candidate_of(self, prefix: _Prefix, request: _Request) -> int:
-        if request.prompt is None or request.end is None or prefix not in request.path:
+    def _candidate_of(self, prefix: _Prefix, request: _Request | None) -> int:
+        if request is None or request.prompt is None or prefix not in request.path:
             return self._tree.find_or_add(prefix.hash_id, prefix.depth)
-        kind = "branch" if prefix.depth < request.end.depth else "end"
+        kind = "branch" if prefix.depth < request.num_prompt else "end"
         return self._tree.propose(request.prompt, request.path.index(prefix) + 1, kind)
 
     def _prefix(self, name: bytes, parent: _Prefix | None = None) -> _Prefix:
         """Return a prefix; a new one, or one without a parent, has this parent."""
         prefix = self._prefixes.get(name)
         if prefix is None:
-            hash_id = int.from_bytes(name[-8:], "big") % _MAX_HASH + 1
+            hash_id = int.from_bytes(name[-7:], "big") + 1
             prefix = self._prefixes[name] = _Prefix(name, None, 1, hash_id)
         if parent is not None and prefix.parent is None:
             prefix.parent, prefix.depth = parent, parent.depth + 1
@@ -309,7 +299,7 @@ class ValuePolicy:
             self._worthless.pop(prefix.name + group, None)
         self._need(prefix)
         self._kept[prefix] = None
-        self._push(prefix)
+        heappush(self._heap, (self._density(prefix), next(self._numbers), prefix))
 
     def _drop(self, prefix: _Prefix) -> None:
         """Make a state worthless, and the attention chunks that only it needs."""
@@ -348,7 +338,7 @@ class ValuePolicy:
             while above.candidate < 0 and above.num_needs == len(above.needed) == 1:
                 (above,) = above.needed
             if above.candidate >= 0:  # if it alone needs those chunks now, it takes more room
-                self._push(above)
+                heappush(self._heap, (self._density(above), next(self._numbers), above))
 
     def _lay_off(self, prefix: _Prefix, groups: tuple[bytes, ...]) -> None:
         """Put chunks among the worthless ones, unless a transfer reads them."""
@@ -381,10 +371,6 @@ class ValuePolicy:
                 num_alone, above = num_alone + 1, above.parent
         prefix.room = num_alone * max(1, len(self._dense)) + max(1, len(self._sparse))
         return self._tree.order_of(prefix.candidate)[0] / prefix.room
-
-    def _push(self, prefix: _Prefix) -> None:
-        """Enter a state into the heap at its present value."""
-        heappush(self._heap, (self._density(prefix), next(self._numbers), prefix))
 
     def _lowest(self, limit: float) -> _Prefix | None:
         """Return the state of the lowest value, if that is below a limit."""
