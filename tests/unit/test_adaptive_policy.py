@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from context_rig import make_config, make_context
-from drawn_traces import draw_conversations
 from kv_rig import by_id
 from slot_rig import save
 
@@ -18,7 +17,6 @@ from mamba_cache.cache import (
     StateProposal,
 )
 from mamba_cache.cache.adaptive import FORGOTTEN_AT_ONCE, NO_CANDIDATE, CandidateTree
-from mamba_cache.cli.replay import run_replay
 from mamba_cache.errors import InvariantError
 
 
@@ -181,6 +179,11 @@ def test_invariants_notice_slots_that_nobody_told_of():
     service.policy.admit([StateProposal(prompt, 1)], 1, np.empty(0, np.int64))
     with pytest.raises(InvariantError, match="are kept"):
         service.policy.check_invariants([0, 1])
+    service.policy.withdraw()
+    tree = service.policy._tree
+    tree._gains[np.array(tree.num_kept_at) > 0] += 1
+    with pytest.raises(InvariantError, match="contradict each other: values"):
+        service.pool.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -220,16 +223,6 @@ def test_hints_help_as_far_as_they_are_right_and_random_ones_cost_nothing():
     assert hints_skip(lambda truth, rng: bool(rng.random() < 0.5)) > 0.8 * without
 
 
-def test_one_value_for_states_and_kv_beats_two_orders():
-    def skipped(policy):
-        result = run_replay(draw_conversations(500), policies=[policy], slots=[40], kv_blocks=900)
-        [record] = result["records"]
-        assert record["evicted_blocks"] > 0
-        return record["token_hit_rate"]
-
-    assert skipped("adaptive") > skipped("lru") + 0.02
-
-
 def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_published():
     pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
@@ -255,21 +248,11 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
     pool.cancel_reserved([slot])
     pool.check_invariants()
     pool.invalidate_block(block)
-    for number in range(1, 5_000):  # until both are forgotten
-        pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
+    for number in range(1, 4_500):  # until both are forgotten
         again = pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
         pool.cancel_reserved(pool.reserve_slots([other], [StateProposal(again, 1)]))
     assert len(service.policy._tree.ghosts) <= 4_096 + FORGOTTEN_AT_ONCE
     pool.check_invariants()
-
-
-def test_no_array_grows_while_there_are_no_more_candidates_than_are_remembered(monkeypatch):
-    service = Service(4)
-    monkeypatch.setattr(service.policy._tree, "_grow", lambda size: 1 // 0)
-    for number in range(4_500):
-        service.ask([10 * number + 1, 10 * number + 2])
-    assert 4_096 <= len(service.policy._tree.ghosts) < 4_096 + FORGOTTEN_AT_ONCE
-    service.pool.check_invariants()
 
 
 def test_more_candidates_than_there_is_room_for_make_the_arrays_grow():
@@ -280,12 +263,3 @@ def test_more_candidates_than_there_is_room_for_make_the_arrays_grow():
         tree.keep(node)
     tree.check_invariants()
     assert tree.order_of(NO_CANDIDATE) < (0,) <= min(map(tree.order_of, nodes[::2]))
-
-
-def test_a_tree_that_contradicts_itself_is_noticed():
-    service = Service(2)
-    service.ask(range(1, 4))
-    tree = service.policy._tree
-    tree._gains[np.array(tree.num_kept_at) > 0] += 1
-    with pytest.raises(InvariantError, match="contradict each other: values"):
-        service.pool.check_invariants()

@@ -1,7 +1,5 @@
 """Rates of return and their index, against the formulas one number at a time."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -24,13 +22,6 @@ def starts():
     return [
         int(2 ** (b / 2)) if 2 ** (b / 2) % 1 == 0 else int(2 ** (b / 2)) + 1 for b in range(40)
     ]
-
-
-def test_bins_are_half_octaves():
-    edges = [*starts(), 2**20]
-    assert [b - a for a, b in pairwise(edges)] == WIDTH
-    assert len(BIN_OF_AGE) == OLDEST == 2**20 - 1
-    assert sorted(BIN_OF_AGE.tolist()) == BIN_OF_AGE.tolist()
 
 
 class Plain:
@@ -148,15 +139,6 @@ def test_a_rate_follows_a_change_of_traffic():
     assert rates.index_of(0, 1) > 8 * rates.index_of(1, 1)
 
 
-def test_ages_beyond_the_last_count_as_the_last():
-    rates, other = ReturnRates(np.array([0])), ReturnRates(np.array([0]))
-    for each, age in ((rates, 10**9), (other, OLDEST)):
-        each.count(0, age, 1, is_event=True)
-        refit(each, [0], [age])
-    assert all(rates.index_of(0, age) == other.index_of(0, age) for age in starts())
-    assert rates.index_of(0, 10**9) == rates.index_of(0, OLDEST)
-
-
 def told(trust, source, hint, given, returned):
     for _ in range(given):
         trust.count(source, hint)
@@ -205,3 +187,11 @@ def test_the_longest_unused_sources_are_forgotten():
     assert trust.level_of("old", True) == 0
     told(trust, "old", True, 1, 0)
     assert trust.level_of("old", True) == 0
+
+
+def test_ages_beyond_the_last_count_as_the_last():
+    rates, other = ReturnRates(np.array([0])), ReturnRates(np.array([0]))
+    for each, age in ((rates, 10**9), (other, OLDEST)):
+        each.count(0, age, 1, is_event=True)
+        refit(each, [0], [age])
+    assert all(rates.index_of(0, age) == other.index_of(0, age) for age in (*starts(), 10**9))

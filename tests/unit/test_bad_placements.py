@@ -18,6 +18,7 @@ from fingerprints import fingerprint
 
 from mamba_cache.cache import LruSlotPolicy, PlacementFacts
 from mamba_cache.cache.placement import placed_positions
+from mamba_cache.context import RequestStatus
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -130,3 +131,39 @@ def test_a_policy_that_raises_or_chooses_wrongly_takes_nothing(given):
     context.check_invariants()
     policy.given = None
     assert_same_run(generate(context, longer, 2), longer)
+
+
+def test_a_chunk_that_could_not_be_planned_is_planned_later(placement):
+    context = make_context(placement=placement)
+    add(context, "x", [5] * 30, chunk_tokens=3, checkpoint_positions=[8])
+    run_step(context)
+    before = fingerprint(context), context.stats()
+    placement.given = OSError("broken")
+    with pytest.raises(OSError, match="broken"):
+        context.schedule_prefill("x", checkpoint_positions=[16])
+    assert (fingerprint(context), context.stats()) == before
+    context.check_invariants()
+    placement.given = [3 * BLOCK]
+    context.schedule_prefill("x")
+    run_step(context)
+    assert saved_prefix_lengths(context, [5] * 30) == [1, 3]
+
+
+def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one(placement):
+    """The slots that the chunk had reserved are given back once."""
+    context = make_context(placement=placement)
+    placement.given = [BLOCK, 2 * BLOCK]
+    generate(context, PROMPT[: BLOCK + 1], 1)
+    assert add(context, "a", PROMPT[: 2 * BLOCK]).skip_tokens == BLOCK
+    [block] = context.match(prepared(context, PROMPT[: BLOCK + 1])).block_ids
+    context.slot_allocator.invalidate_block(block)
+    placement.given = OSError("broken")
+    with pytest.raises(OSError, match="broken"):
+        context.begin_step()
+    assert context.status("a") is RequestStatus.PREEMPTED
+    context.check_invariants()
+    assert context.stats().reserved_slots == 0
+    placement.given = [BLOCK, 2 * BLOCK]
+    context.resume_request("a")
+    run_step(context)
+    assert context.stats().saved_states == 1 + 2

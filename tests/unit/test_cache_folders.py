@@ -8,13 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from disk_rig import IDENTITY, load, make_identity, open_tier, payload_of, put
+from disk_rig import IDENTITY, make_identity, open_tier, put
 
 from mamba_cache import InvalidArgumentError
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers.directory import (
     CacheFolder,
-    FolderLock,
     cache_secret,
     folder_of,
     folders,
@@ -90,25 +89,26 @@ def test_a_marker_that_another_process_writes_meanwhile_is_seen(tmp_path, monkey
     open_tier(tmp_path).close()
 
 
-def test_a_folder_that_cannot_be_deleted_says_so(tmp_path, monkeypatch) -> None:
-    open_tier(tmp_path).close()
-    [folder] = folders(tmp_path)
-
-    def fail(_):
-        raise OSError(errno.EBUSY, "mounted")
-
-    monkeypatch.setattr(directories.Path, "rmdir", fail)
-    with pytest.raises(OSError, match="mounted"):
-        remove_folder(folder)
-
-
-def test_files_that_a_person_put_into_our_folder_stay_when_it_goes(tmp_path) -> None:
+def test_files_that_a_person_put_into_our_folder_stay_when_it_goes(tmp_path, monkeypatch) -> None:
     open_tier(tmp_path).close()
     [folder] = folders(tmp_path)
     (folder.path / "notes.txt").write_bytes(b"mine")
     remove_folder(folder)
     assert [each.name for each in folder.path.iterdir()] == ["notes.txt"]
     assert folders(tmp_path) == []
+    (folder.path / "notes.txt").unlink()
+    open_tier(tmp_path).close()
+
+    def fail(_):
+        raise OSError(errno.EBUSY, "mounted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directories.Path, "rmdir", fail)
+        with pytest.raises(OSError, match="mounted"):
+            remove_folder(folder)
+    folder.path.rmdir()
+    with pytest.raises(FileNotFoundError):
+        remove_folder(folder)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o755, 0o750, 0o701])
@@ -143,12 +143,6 @@ def test_what_another_user_owns_is_refused(tmp_path, monkeypatch) -> None:
             use(tmp_path)
 
 
-def test_a_path_where_nothing_can_be_made_is_refused_by_the_settings_name() -> None:
-    """/proc says of a new folder that there is no such file."""
-    with pytest.raises(InvalidArgumentError, match=r"^disk_cache_path: /proc/x cannot be made"):
-        cache_secret(Path("/proc/x"))
-
-
 def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
     path = tmp_path / "new" / "cache"
     mask = os.umask(0)
@@ -165,6 +159,7 @@ def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["lock", "identity.json"])
 def test_files_are_not_opened_through_links(tmp_path, name) -> None:
+    """Nor is what is no file, such as a pipe, opened."""
     open_tier(tmp_path / "cache").close()
     target = tmp_path / "precious"
     target.write_bytes(b"p" * 10**7)
@@ -174,16 +169,16 @@ def test_files_are_not_opened_through_links(tmp_path, name) -> None:
     file.symlink_to(target)
     with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*is a link"):
         open_tier(tmp_path / "cache")
+    for make in (os.mkdir, os.mkfifo):
+        file.rmdir() if file.is_dir() else file.unlink()
+        make(file)
+        with pytest.raises(InvalidArgumentError, match=rf"disk_cache_path.*{name} is no file"):
+            open_tier(tmp_path / "cache")
+    file.unlink()
+    file.with_name("identity.json").unlink(missing_ok=True)
+    file.with_name("identity.json.new").symlink_to(target)
+    open_tier(tmp_path / "cache").close()
     assert target.read_bytes() == b"p" * 10**7
-
-
-def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path) -> None:
-    folder, target = folder_of(tmp_path, IDENTITY), tmp_path / "precious"
-    target.write_bytes(b"p")
-    folder.mkdir(0o700)
-    (folder / "identity.json.new").symlink_to(target)
-    open_tier(tmp_path).close()
-    assert target.read_bytes() == b"p"
 
 
 def test_folders_are_not_entered_through_links(tmp_path) -> None:
@@ -200,42 +195,6 @@ def test_folders_are_not_entered_through_links(tmp_path) -> None:
     for use in (open_tier, cache_secret, folders):
         with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*is a link"):
             use(tmp_path / "linked")
-
-
-def test_a_path_that_is_a_file_is_refused(tmp_path) -> None:
-    (tmp_path / "cache").write_bytes(b"")
-    for use in (open_tier, cache_secret):
-        with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*is no directory"):
-            use(tmp_path / "cache")
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_file_that_is_something_else_is_refused(tmp_path, make) -> None:
-    open_tier(tmp_path).close()
-    file = folder_of(tmp_path, IDENTITY) / "lock"
-    file.unlink()
-    make(file)
-    with pytest.raises(InvalidArgumentError, match=r"disk_cache_path.*lock is no file"):
-        open_tier(tmp_path)
-
-
-def test_a_lock_is_not_made_in_a_foreign_folder(tmp_path) -> None:
-    (tmp_path / "mc1-anything").mkdir(0o755)
-    with pytest.raises(InvalidArgumentError, match="mode 0755"):
-        FolderLock(tmp_path / "mc1-anything")
-    assert list((tmp_path / "mc1-anything").iterdir()) == []
-
-
-def test_a_folder_that_was_deleted_meanwhile_is_no_folder(tmp_path) -> None:
-    open_tier(tmp_path).close()
-    [folder] = folders(tmp_path)
-    remove_folder(folder)
-    with pytest.raises(FileNotFoundError):
-        remove_folder(folder)
-    tier = open_tier(tmp_path)
-    assert put(tier, 1) is None
-    assert load(tier, 1) == payload_of(1)
-    tier.close()
 
 
 # The secret.
@@ -277,20 +236,17 @@ def test_who_comes_second_takes_the_secret_of_the_first(tmp_path, monkeypatch) -
             first[0] = cache_secret(tmp_path)
         link(*arguments, **names)
 
-    monkeypatch.setattr(directories.os, "link", link_later)
-    assert cache_secret(tmp_path) == first[0]
-    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
-
-
-def test_a_secret_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch) -> None:
     def fail(_):
         raise OSError(errno.EIO, "no sync")
 
-    monkeypatch.setattr(directories, "os", SimpleNamespace(**{**vars(os), "fsync": fail}))
-    with pytest.raises(OSError, match="no sync"):
-        cache_secret(tmp_path)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(directories, "os", SimpleNamespace(**{**vars(os), "fsync": fail}))
+        with pytest.raises(OSError, match="no sync"):
+            cache_secret(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(directories.os, "link", link_later)
+    assert cache_secret(tmp_path) == first[0]
+    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
 
 
 def test_a_secret_that_others_know_or_that_is_no_secret_is_refused(tmp_path) -> None:
@@ -313,10 +269,14 @@ def test_a_path_below_a_file_is_refused_by_the_settings_name(tmp_path) -> None:
     """It raised FileExistsError, or NotADirectoryError."""
     (tmp_path / "file").touch()
     for path in ("file", "file/cache", "file/deep/cache"):
-        with pytest.raises(
-            InvalidArgumentError, match=r"^disk_cache_path: .* is .*: give a folder"
-        ):
-            cache_secret(tmp_path / path)
+        for use in (open_tier, cache_secret):
+            with pytest.raises(
+                InvalidArgumentError, match=r"^disk_cache_path: .* is .*: give a folder"
+            ):
+                use(tmp_path / path)
+    # Of a new folder /proc says that there is no such file.
+    with pytest.raises(InvalidArgumentError, match=r"^disk_cache_path: /proc/x cannot be made"):
+        cache_secret(Path("/proc/x"))
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO])

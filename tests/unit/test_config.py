@@ -158,7 +158,10 @@ def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
         # Else two block boundaries could lie where one step's outcome is unknown.
         ({"num_speculative_tokens": 4}, r"at most block_size_tokens / 2 - 1 \(3\), got 4"),
         ({"slot_quantization": "int4"}, "slot_quantization"),
-        ({"save_decode_states": 1}, "save_decode_states must be a bool, got 1"),
+        # What a file or the environment says as "false" turned it on.
+        ({"save_decode_states": "false"}, "save_decode_states must be a bool, got 'false'"),
+        ({"enable_prefix_caching": 0}, "enable_prefix_caching must be a bool, got 0"),
+        ({"reuse_answers": None}, "reuse_answers must be a bool, got None"),
         ({"state_share": None}, r"state_share must be a number in \[0, 1\], got None"),
         ({"host_cache_gb": 1, **DISK, "disk_cache_path": 7}, "disk_cache_path must be a path"),
         ({"num_host_blocks": 1}, "or both num_host_blocks and num_host_states, got 1 and None"),

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context, run_step
@@ -36,17 +35,11 @@ def busy():
 
 BAD_CALLS = {
     "empty prompt": (lambda c: c.add_request(request("x", [])), "is empty"),
-    "negative token": (lambda c: c.add_request(request("x", [1, -2])), "-2 at position 1"),
-    "huge token": (lambda c: c.add_request(request("x", [2**31])), "2147483648"),
     "token past the vocabulary": (lambda c: c.add_request(request("x", [13])), "vocab_size"),
     "float tokens": (lambda c: c.add_request(request("x", torch.rand(3))), "integer dtype"),
-    "2-D tokens": (lambda c: c.add_request(request("x", np.ones((2, 2), int))), "one dimension"),
-    "no tokens": (lambda c: c.add_request(request("x", None)), "NoneType"),
     "id in use": (lambda c: c.add_request(request("decoding")), "in use"),
     "unhashable id": (lambda c: c.add_request(request([])), "hashable"),
     "empty chunk": (lambda c: c.add_request(request("x"), chunk_tokens=0), "chunk_tokens"),
-    "negative chunk": (lambda c: c.add_request(request("x"), chunk_tokens=-3), "chunk_tokens"),
-    "fractional chunk": (lambda c: c.add_request(request("x"), chunk_tokens=1.5), "chunk_tokens"),
     "bool chunk": (lambda c: c.add_request(request("x"), chunk_tokens=True), "chunk_tokens"),
     "bad checkpoint": (
         lambda c: c.add_request(request("x"), checkpoint_positions=[-1]),
@@ -56,26 +49,15 @@ BAD_CALLS = {
         lambda c: c.add_request(request("x", checkpoint_positions=[129])),
         r"at most max_sequence_length \(128\), got 129",
     ),
-    "checkpoints that are no collection": (
-        lambda c: c.add_request(request("x"), checkpoint_positions=8),
-        "checkpoint_positions",
-    ),
     "hint that is no bool": (lambda c: request("x", will_continue=1), "will_continue must be True"),
-    "hint of text": (lambda c: request("x", will_continue="yes"), "will_continue must be True"),
     "tells_tokens that is no bool": (
         lambda c: request("x", tells_tokens=1),
         "tells_tokens must be",
     ),
-    "source that is no key": (lambda c: request("x", source=[]), "source must be hashable"),
     "source with a list in it": (lambda c: request("x", source=([],)), "source must be hashable"),
     "no request": (lambda c: c.add_request({}), "give a Request"),
-    "nothing": (lambda c: c.prepare(None), "give a Request"),
     "a foreign preparation": (
         lambda c: c.add_request(make_context().prepare(request("x"))),
-        "another context",
-    ),
-    "a foreign preparation to match": (
-        lambda c: c.match(make_context().prepare(request("x"))),
         "another context",
     ),
     "decode ids that are no collection": (lambda c: c.begin_step(5), "decode_ids"),
@@ -208,11 +190,15 @@ def test_decoding_requests_keep_their_token_room():
     for name in ("a", "b"):
         context.add_request(request(name, [1]))
     run_step(context)
-    with pytest.raises(errors.TokenCapacityError, match="19 tokens in one step are required"):
+    with pytest.raises(errors.TokenCapacityError) as tokens:
         context.add_request(request("c", [2] * 19))
+    assert (tokens.value.required, tokens.value.available) == (19, 18)
     context.add_request(request("c", [2] * 18))
     assert set(run_step(context, decode_ids=["b", "b"])) == {"b", "c"}
     assert list(run_step(context, decode_ids=["c", "a"])) == ["c", "a"]
+    with pytest.raises(errors.RequestCapacityError) as row:
+        context.add_request(request("d", [3]))
+    assert (row.value.required, row.value.available) == (1, 0)
 
 
 def test_exception_while_saving_publishes_nothing(monkeypatch):
@@ -284,6 +270,14 @@ BREACHES = {
     "a chunk of before": (
         lambda c: add_chunk(c, replace(c.request_table.find("scheduled").chunk)),
         "are marked so",
+    ),
+    "no chunk": (
+        lambda c: setattr(c.request_table.find("scheduled"), "chunk", None),
+        "'scheduled' is scheduled with chunk None",
+    ),
+    "a chunk that was computed": (
+        lambda c: add_to(c.request_table.num_computed, row_of(c, "scheduled")),
+        "its chunk begins at 0",
     ),
     "a checkpoint of no step": (
         lambda c: setattr(c.request_table.find("decoding"), "checkpoint", Checkpoint(BLOCK, 0)),

@@ -17,30 +17,20 @@ from context_rig import (
     uncached,
 )
 
+from mamba_cache import BlockHasher, Request, compute_block_hashes
 from mamba_cache.cache import EveryNthBlock
-from mamba_cache.context import MissReason, Request, RequestStatus
+from mamba_cache.context import MissReason
 from mamba_cache.errors import BlockCapacityError
 
 PROMPT = [(5 * i * i + i) % 13 for i in range(3 * BLOCK + 2)]
 
 
 def test_nothing_is_findable_before_commit():
-    context = make_context()
-    add(context, "writer", PROMPT)
-    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 0
-    step = context.begin_step()
-    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 0
-    MODEL.forward(step.metadata, context)
-    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 0
-    context.commit_step({"writer": 1})
-    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 3
-
-
-def test_aborted_step_leaves_nothing_to_hit():
     """vLLM 56525, 57580: a hash published at scheduling let a retry read what nobody wrote."""
     context = make_context()
     add(context, "first", PROMPT)
-    context.begin_step()
+    MODEL.forward(context.begin_step().metadata, context)
+    assert context.match(prepared(context, PROMPT)).kv_matched_blocks == 0
     assert context.abort_step() == ("first",)
     admission = add(context, "retry", PROMPT)
     assert admission.kv_matched_blocks == 0
@@ -91,24 +81,6 @@ def test_lost_state_is_planned_anew():
     context.check_invariants()
 
 
-def test_lost_state_without_another_starts_from_zero():
-    context = make_context()
-    generate(context, PROMPT, 1)
-    assert add(context, "hit", PROMPT).state_matched_blocks == 3
-    slots = context.slot_allocator
-    slots.invalidate_block(int(slots.slot_to_block[slots.slot_to_block >= 0][0]))
-    logits, tokens = [], []
-    while len(tokens) < 3:
-        if context.status("hit") is RequestStatus.PREFILLING:
-            context.schedule_prefill("hit")
-        for row, token in run_step(context).values():
-            logits.append(row)
-            tokens.append(token)
-    assert_same_run((tokens, logits), PROMPT)
-    assert context.stats().misses == {"no_kv_match": 1, "no_state": 1}
-    context.check_invariants()
-
-
 def test_full_pool_is_not_an_error():
     """SGLang 36770, 40128: an assertion failed when every state was locked."""
     context = make_context(make_config(max_slots=0))
@@ -151,12 +123,47 @@ def test_admission_failure_gives_everything_back():
     assert not pinned_slots(context)
 
 
-def test_caller_may_reuse_its_token_array():
+OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
+
+
+KEYS = [
+    {"cache_salt": "a"}, {"cache_salt": b"a"}, {"cache_salt": "b"},
+    {"lora_id": 1}, {"lora_id": "1"},
+    {"multimodal_keys": [(0, "cat")]}, {"multimodal_keys": [(0, "dog")]},
+    {"multimodal_keys": [(1, "cat")]}, {"cache_salt": "a", "lora_id": 1}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["blake2b", "sha256", "xxh3_128"])
+def test_tenants_adapters_and_images_share_nothing(algorithm):
+    """Removed to see it fail: each of salt, LoRA id and multimodal keys in ``BlockHasher``."""
+    secret = b"known to the ranks of one model"
+    context = make_context(make_config(hash_algorithm=algorithm, hash_secret=secret))
+    hasher = BlockHasher(algorithm, secret)
+    assert prepared(context, PROMPT).hashes == compute_block_hashes(PROMPT, BLOCK, hasher=hasher)
+    for options in KEYS:
+        run = generate(context, PROMPT, 2, **options)
+        assert run[2].kv_matched_blocks == run[2].skip_tokens == 0, options
+        assert_same_run(run, PROMPT)
+    for options in KEYS:
+        assert generate(context, PROMPT, 1, **options)[2].skip_tokens == 3 * BLOCK, options
+
+
+def test_a_hash_of_few_values_never_serves_another_tenant(monkeypatch):
+    """Tokens collide here, digests and all; what a tenant cannot choose still keeps it apart."""
+    monkeypatch.setattr(
+        BlockHasher, "__init__", _few_digests(BlockHasher.__init__, num_bytes_read=16)
+    )
     context = make_context()
-    tokens = torch.tensor(PROMPT, dtype=torch.int32)
-    context.add_request(Request(request_id="x", prompt_tokens=tokens))
-    tokens.zero_()
-    row, token = run_step(context)["x"]
-    assert_same_run(([token], [row]), PROMPT)
-    context.finish("x")
-    assert generate(context, PROMPT, 1)[2].skip_tokens == 3 * BLOCK
+    generate(context, PROMPT, 1, cache_salt="a")
+    foreign = Request(request_id="x", prompt_tokens=PROMPT, cache_salt="b")
+    assert context.match(foreign).kv_matched_blocks == 0
+
+
+def _few_digests(init, num_bytes_read):
+    def patched(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        digest = self.digest
+        self.digest = lambda data: digest(data[:num_bytes_read])
+
+    return patched

@@ -1,13 +1,16 @@
-"""The memory of a context: what slots and an embedder read of it, and where it lies."""
+"""The memory of a context: how it is sized, what slots and an embedder read, where it lies."""
 
 import pytest
 import torch
-from context_rig import BLOCK, CHUNK, add, make_config, make_context
+from context_rig import BLOCK, CHUNK, MODEL_CONFIG, add, make_config, make_context
 
-from mamba_cache import DynamicInferenceContext, Request
-from mamba_cache.cache import EveryNthBlock
-from mamba_cache.config import EvictionPolicy
-from mamba_cache.states import CHECKPOINT_FIELDS, LayerKind, StateSpec
+from mamba_cache import Request, errors
+from mamba_cache.cache import EveryNthBlock, MegatronPlacement
+from mamba_cache.config import CacheConfig, EvictionPolicy
+from mamba_cache.context import DynamicInferenceContext
+from mamba_cache.states import CHECKPOINT_FIELDS, KVCacheSpec, LayerKind, StateSpec, StateTensorSpec
+
+STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
 
 
 def test_a_context_has_every_field_that_slots_read():
@@ -102,3 +105,73 @@ def test_layers_may_keep_a_state_or_a_window_alone(keeps):
     for slot, end, boundary in zip(slots, ends, (BLOCK, 2 * BLOCK), strict=True):
         wanted = states[end - 1] if keeps == "state" else inputs[boundary - 3 : boundary].T
         assert torch.equal(saved[0, slot], wanted)
+
+
+def test_budgets_become_blocks_and_slots():
+    block = KV.bytes_per_block(BLOCK) / 2**30
+
+    def make(kv_gb, slots_gb=3.5 * STATES.bytes_per_slot / 2**30):
+        budgets = {"kv_cache_gb": kv_gb, "mamba_cache_gb": slots_gb}
+        config = make_config(num_kv_blocks=None, max_slots=None, **budgets)
+        return DynamicInferenceContext(config, STATES, KV)
+
+    context = make(10.5 * block)
+    assert context.kv_block_allocator.pool_size == 10
+    assert context.kv_cache.nbytes == 10 * KV.bytes_per_block(BLOCK)
+    assert context.slot_allocator.max_slots == context.stats().free_slots == 3
+    assert make(2 * block).kv_block_allocator.pool_size == 2  # the dummy and another
+    with pytest.raises(errors.BudgetError, match=r"for one KV block .* dummy block"):
+        make(1.9 * block)
+    with pytest.raises(errors.BudgetError, match="slot"):
+        make(2 * block, 1e-9)
+
+
+@pytest.mark.parametrize("kv_spec", [None, KVCacheSpec(0, 1, 4, torch.float64)])
+def test_without_keys_and_values_blocks_are_counted(kv_spec):
+    """Of an embedder's own, or of a model without attention."""
+    with pytest.raises(errors.InvalidArgumentError, match="num_kv_blocks"):
+        DynamicInferenceContext(CacheConfig(kv_cache_gb=1.0, max_slots=1), STATES, kv_spec)
+    config = CacheConfig(num_kv_blocks=3, enable_prefix_caching=False)
+    context = DynamicInferenceContext(config, STATES, kv_spec)
+    assert (context.kv_cache is None) is (kv_spec is None)
+    assert (context.kv_block_allocator.pool_size, context.slot_allocator.max_slots) == (4, 0)
+
+
+def test_states_may_be_of_other_tensors_but_of_kinds_that_can_be_told_apart():
+    """Layers are numbered by kind: two tensors of one kind cannot have other numbers of layers."""
+    other = StateTensorSpec("other", 1, (2,), torch.float32)
+    context = DynamicInferenceContext(make_config(), StateSpec((other,)), KV)
+    assert context.bytes_per_slot == 8
+    odd = StateSpec((other, StateTensorSpec("odd", 2, (2,), torch.float32)))
+    with pytest.raises(errors.InvalidArgumentError, match="equally many layers"):
+        DynamicInferenceContext(make_config(), odd, KV)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((CacheConfig(num_kv_blocks=4, max_slots=1), KV, STATES), "state_spec must be a StateSpec"),
+        ((STATES, STATES, KV), "config must be a CacheConfig"),
+        ((None, STATES, KV), "config must be a CacheConfig, got None"),
+        ((CacheConfig(num_kv_blocks=4, max_slots=1), STATES, 3), "kv_spec must be a KVCacheSpec"),
+    ],
+)
+def test_arguments_of_other_kinds_are_named(arguments, message):
+    """Elsewhere specs in the wrong order were an AttributeError."""
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        DynamicInferenceContext(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"placement": "last"}, r"placement must be .* such as MegatronPlacement\(\)"),
+        ({"placement": MegatronPlacement}, "placement must be None or an object"),
+        ({"slot_policy": "lru"}, "slot policy must be an object"),
+        ({"device": "nope"}, "nope"),
+        ({"device": 1.5}, "device must name a PyTorch device"),
+    ],
+)
+def test_options_of_other_kinds_are_named(option, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        DynamicInferenceContext(make_config(), STATES, KV, **option)

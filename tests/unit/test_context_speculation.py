@@ -19,8 +19,7 @@ from context_rig import (
 from fingerprints import fingerprint
 
 from mamba_cache import DeviceTokens
-from mamba_cache.context import RequestStatus
-from mamba_cache.context.speculation import Speculation, plan_decodes
+from mamba_cache.context.speculation import Speculation
 from mamba_cache.errors import (
     InvalidArgumentError,
     SequenceLengthError,
@@ -51,62 +50,52 @@ def compute(context, **options):
     return step
 
 
+ON_DEVICE = "drafts must be a contiguous tensor of [4, 2]"
 REFUSED_DRAFTS = {
     "too many": ({"a": [1, 2, 3]}, "the number of drafts of 'a' must be an int in [0, 2], got 3"),
-    "of a stranger": ({"b": [1]}, "drafts are for requests that decode in the step, got [\"'b'\"]"),
+    "of a stranger": ({"c": [1]}, "drafts are for requests that decode in the step, got [\"'c'\"]"),
     "no tokens": ({"a": [VOCAB]}, "token ids must be below vocab_size"),
-    "no mapping": ([1], "in the order of the requests that decode, got list of int64 [1]"),
-    "another shape": (
-        torch.zeros(4, 3, dtype=torch.int64),
-        "drafts must be a contiguous tensor of [4, 2]",
-    ),
-    "another dtype": (torch.zeros(4, 2), "got [4, 2] torch.float32 on cpu"),
-    "another device": (
-        torch.zeros(4, 2, dtype=torch.int64, device="meta"),
-        "[4, 2] torch.int64 on meta",
-    ),
-    "a hole": ([[5, -1, 7]], "a request's drafts must come before its negative entries"),
-    "strides": (torch.zeros(2, 4, dtype=torch.int64).T, "contiguous"),
+    "no mapping": ([1, 2], "in the order of the requests that decode, got list of int64 [2]"),
+    "a tensor of another shape": (torch.zeros(4, 3, dtype=torch.int64), ON_DEVICE),
+    "a tensor of another dtype": (torch.zeros(4, 2), "got [4, 2] torch.float32 on cpu"),
+    "a tensor elsewhere": (torch.zeros(4, 2, dtype=torch.int64, device="meta"), ON_DEVICE),
+    "a tensor with strides": (torch.zeros(2, 4, dtype=torch.int64).T, ON_DEVICE),
+    "an array of several lengths": ([[1, 2], [3]], "ints"),
+    "an array for too many requests": ([[1, 2]] * 3, "ints"),
+    "an array of too many": ([[1, 2, 3]] * 2, "ints"),
+    "an array of floats": ([[1.0, 2.0]] * 2, "ints"),
+    "an array with a hole": ([[-1, 2], [3, 4]], "must come before its negative entries"),
+    "an array of no token ids": ([[1, VOCAB], [3, -1]], "token ids must be"),
+    "an array beyond 63 bits": (np.full((2, 2), 2**64 - 1, dtype=np.uint64), "ints"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_DRAFTS)
-def test_drafts_that_are_refused(case):
+def test_drafts_that_are_refused(context, case):
     drafts, message = REFUSED_DRAFTS[case]
-    context = make_context(make_config(num_speculative_tokens=3 if case == "a hole" else DRAFTS))
-    prefill(context, "a")
+    prefill(context, "a", "b")
     before = fingerprint(context)
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         context.begin_step(drafts=drafts)
     context.check_invariants()
     assert fingerprint(context) == before
-
-
-def test_of_several_requests_the_one_without_room_is_named():
-    context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
-    prefill(context, "short", prompt=PROMPT[:4])  # it may have just these two drafts
-    prefill(context, "long")
-    drafts = {"short": [1, 2], "long": [1, 2]}
-    with pytest.raises(InvalidArgumentError, match=r"request 'long' has room for 1 drafts"):
-        context.begin_step(drafts=drafts)
-    compute(context, drafts={"long": [1]})
-    context.commit_step({"short": [7], "long": [1, 8]})
-    with pytest.raises(SequenceLengthError, match=r"'long' has 8 tokens"):
-        context.begin_step()
+    assert context.begin_step(drafts=np.zeros((2, 0), dtype=np.int64)).metadata.num_tokens == 2
 
 
 def test_drafts_need_room_within_the_longest_sequence():
     context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
+    prefill(context, "short", prompt=PROMPT[:4])  # it may have just these two drafts
     prefill(context, "a")
-    with pytest.raises(InvalidArgumentError, match=r"has room for 1 drafts .* \(7\), got 2"):
-        context.begin_step(drafts={"a": [1, 2]})
-    step = compute(context, drafts=torch.full((4, DRAFTS), 1))
+    message = r"request 'a' has room for 1 drafts .* \(7\), got 2"
+    with pytest.raises(InvalidArgumentError, match=message):
+        context.begin_step(drafts={"short": [1, 2], "a": [1, 2]})
+    step = compute(context, decode_ids=["a"], drafts=torch.full((4, DRAFTS), 1))
     assert step.requests[0].num_tokens == 2  # the tensor's drafts are cut
     context.commit_step(on_device([1, 2]))
     with pytest.raises(SequenceLengthError, match=r"may have 8 tokens.*: collect the last step"):
         context.begin_step()
     context.collect_step()
-    with pytest.raises(SequenceLengthError, match=r"has 8 tokens.*: finish it"):
+    with pytest.raises(SequenceLengthError, match=r"'a' has 8 tokens.*: finish it"):
         context.begin_step()
 
 
@@ -149,13 +138,6 @@ def test_tokens_that_are_refused(context, case):
     assert context.finish("a") == [9, 1, 2, 5]
 
 
-def test_a_prefill_has_just_one_token(context):
-    add(context, "a", PROMPT)
-    compute(context)
-    with pytest.raises(InvalidArgumentError, match=re.escape("must be an int in [1, 1], got 0")):
-        context.commit_step({"a": []})
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -174,6 +156,8 @@ def test_tokens_on_the_device_that_are_refused(context, given):
     compute(context)
     with pytest.raises(InvalidArgumentError, match="must be a contiguous tensor of"):
         context.commit_step(given)
+    with pytest.raises(InvalidArgumentError, match=re.escape("must be an int in [1, 1], got 0")):
+        context.commit_step({"a": []})  # of a prefill there is one
     context.commit_step({"a": 1})
 
 
@@ -232,17 +216,6 @@ def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
     assert not slots.ssm_states[:, saved].isnan().any()
 
 
-def test_a_state_that_the_step_before_might_have_reached_is_saved_by_the_next(context):
-    prompt = [1, 2, 3, 4, 5, 6]
-    prefill(context, "a", prompt=prompt, token=0)
-    compute(context, drafts={"a": [1, 2]})  # may end the block, but does not
-    context.commit_step(on_device([1]))
-    compute(context, drafts={"a": [2, 3]})
-    assert context.collect_step() == {"a": [1]}
-    context.commit_step({"a": [2, 3]})
-    assert saved_prefix_lengths(context, [*prompt, 0, 1]) == [1]
-
-
 def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_left(context):
     for name, first in (("leaves", 1), ("stays", 2)):
         prefill(context, name, prompt=[first, 3, 3, 3, 3, 3, 3], token=0)
@@ -289,20 +262,6 @@ def test_an_unreached_checkpoint_is_given_back_beside_a_step_that_cannot_reach_i
     context.check_invariants()
 
 
-def test_slots_are_not_reset_while_an_uncollected_step_may_have_saved_a_state(context):
-    prefill(context, "a", prompt=[1, 2, 3, 4, 5, 6])
-    compute(context, drafts={"a": [1, 2]})
-    context.commit_step(on_device([1, 4]))
-    with pytest.raises(StepOrderError, match=r"\['a'\] have reserved slots"):
-        context.slot_allocator.reset()
-    context.check_invariants()
-    assert context.collect_step() == {"a": [1, 4]}
-    context.slot_allocator.reset()
-    context.check_invariants()
-    assert saved_prefix_lengths(context, [1, 2, 3, 4, 5, 6, 9, 1]) == []
-    assert context.status("a") is RequestStatus.DECODING
-
-
 def test_live_rows_of_requests_are_not_for_others(context):
     """Only the device knows which row of the ring holds a request's state."""
     prefill(context, "a", prompt=list(range(BLOCK)))
@@ -345,17 +304,6 @@ def test_drafts_of_a_request_may_come_in_any_form(context, form):
     assert step.metadata.token_ids[:5].tolist() == [9, 4, 5, 9, 6]
 
 
-def test_the_first_of_the_prompts_that_were_uncollected_is_told_its_token(context):
-    prefill(context, "decodes")
-    for name in ("a", "b"):
-        add(context, name, PROMPT)
-    compute(context)
-    context.commit_step(on_device([3], [4], [5]))
-    context.preempt("decodes")
-    assert context.collect_step() == {"a": [4], "b": [5]}
-    assert context.output("a") == [4]
-
-
 def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
     """On a GPU the kernel reads them as what they are."""
     prefill(context, "a")
@@ -368,16 +316,3 @@ def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
     [(_, (tokens, counts))] = given
     assert (tokens.dtype, counts.dtype) == (np.int64, np.int64)
     assert (tokens[:, 0].tolist(), counts.tolist()) == ([7, 0], [1, 0])
-
-
-def test_drafts_that_the_device_knows_are_cut_where_each_sequence_ends():
-    config = make_config(num_speculative_tokens=2, max_sequence_length=7)
-    most = np.array([6, 1, 5])
-    work = plan_decodes(
-        SimpleNamespace(ids=["a", "b", "c"]), most, most,
-        torch.zeros(config.max_requests, 2, dtype=torch.int64),
-        longest=6, config=config, preparer=None, device=torch.device("cpu"),
-    )  # fmt: skip
-    assert work.lengths.tolist() == [1, 3, 2]
-    assert work.ends.tolist() == [7, 4, 7]
-    assert work.longest == 7

@@ -5,11 +5,13 @@ import threading
 from collections import Counter
 
 import pytest
-import torch
-from context_rig import MODEL_CONFIG, generate, make_config, make_context
+from context_rig import BLOCK, add, generate, make_config, make_context
 
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import MissReason
-from mamba_cache.context.stats import collect_stats
+from mamba_cache.context.stats import _COUNTED, collect_stats
+
+PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 
 
 @pytest.fixture
@@ -43,27 +45,48 @@ def test_regression_reasons_may_come_up_while_another_thread_reads(many_switches
         writer.join()
 
 
-@pytest.mark.parametrize("slot_quantization", [None, "int8"])
-def test_bytes_per_slot_are_those_of_the_tensors(slot_quantization):
-    config = make_config(slot_quantization=slot_quantization, max_slots=7)
-    context = make_context(config, poison=False)
+@pytest.mark.parametrize("settings", [{}, {"slot_quantization": "int8"}, {"max_slots": 0}])
+def test_bytes_per_slot_are_those_of_the_tensors(settings):
+    context = make_context(make_config(**{"max_slots": 7, **settings}), poison=False)
     slots = context.slot_allocator
     tensors = [slots.conv_states, slots.ssm_states, slots.ssm_scales]
     held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    assert context.stats().bytes_per_slot * 7 == held
+    assert context.stats().bytes_per_slot * slots.max_slots == held
+    assert context.stats().bytes_per_slot > 0
 
 
-def test_bytes_per_slot_are_known_without_slots():
-    context = make_context(make_config(max_slots=0), poison=False)
-    assert context.stats().bytes_per_slot == MODEL_CONFIG.state_spec(torch.float64).bytes_per_slot
-
-
-def test_a_summary_says_the_hit_rate_and_what_is_not_zero():
+def test_statistics_are_the_counters_and_the_totals_of_the_allocators():
     context = make_context()
+    numbers = {name: number for number, name in enumerate(_COUNTED, start=1)}
+    kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
+    kv_blocks.evicted_blocks_total, kv_blocks.hash_collisions_total = 111, 112
+    slots.skipped_checkpoints_total, slots.evicted_slots_total = 113, 114
+    slots.reserve_slots([3])
+    stats = collect_stats(Counter(numbers), kv_blocks, slots, 77)
+    assert {name: getattr(stats, name) for name in numbers} == numbers
+    assert stats.bytes_per_slot == 77
+    assert (stats.evicted_blocks, stats.hash_collisions) == (111, 112)
+    assert (stats.skipped_checkpoints, stats.evicted_slots) == (113, 114)
+    assert (stats.free_slots, stats.reserved_slots, stats.cached_slots) == (99, 1, 0)
+    assert stats.free_blocks == kv_blocks.num_free_blocks == 200
+
+
+def test_counters_of_several_requests_add_up():
+    context = make_context(placement=EveryNthBlock(1))
     assert context.stats().hit_rate == 0
-    for _ in range(4):
-        generate(context, [5] * 40, 1)
+    for first in (1, 2):
+        generate(context, [first, *PROMPT], 1)
+        generate(context, [first, *PROMPT], 1)
     stats = context.stats()
-    assert (stats.requests, stats.hits, stats.hit_rate) == (4, 3, 0.75)
-    assert repr(stats).startswith("CacheStats(hit_rate=0.75, requests=4, hits=3, misses={")
+    assert (stats.requests, stats.hits, stats.misses) == (4, 2, {"no_kv_match": 2})
+    assert (stats.kv_matched_blocks, stats.state_matched_blocks) == (6, 6)
+    assert stats.skipped_tokens == 2 * 3 * BLOCK
+    assert stats.computed_tokens == 4 * (len(PROMPT) + 1) - stats.skipped_tokens
+    assert (stats.saved_states, stats.hit_rate) == (6, 0.5)
+    assert repr(stats).startswith("CacheStats(hit_rate=0.5, requests=4, hits=2, misses={")
     assert "=0," not in repr(stats)
+    for name in ("a", "b"):
+        add(context, name, PROMPT)
+        context.begin_step()
+        context.abort_step()
+    assert context.stats().aborted_steps == 2

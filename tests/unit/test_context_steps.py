@@ -1,5 +1,8 @@
 """What a step says of its requests, and what it moves for them."""
 
+from itertools import combinations
+
+import numpy as np
 import pytest
 import torch
 from context_rig import BLOCK, MODEL, add, generate, make_config, make_context, run_step
@@ -7,7 +10,7 @@ from kv_rig import by_id
 
 from mamba_cache import Request
 from mamba_cache.cache import EveryNthBlock, LastBlock
-from mamba_cache.context import RequestStatus, ScheduledRequest
+from mamba_cache.context import ScheduledRequest
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import ZERO_SOURCE
 
@@ -73,21 +76,6 @@ def blocks_of(context, name):
     return table.blocks_of(table.find(name).row).tolist()
 
 
-def test_the_lowest_free_row_is_taken_next():
-    context = make_context(make_config(max_requests=4))
-    for name in "abcd":
-        add(context, name, OTHER)
-    run_step(context)
-    for name in "dbc":
-        context.finish(name)
-    taken = []
-    for name in "xyz":
-        add(context, name, OTHER)
-        taken.append(context.begin_step([]).metadata.state_rows[0].item())
-        context.commit_step({name: 1})
-    assert taken == [1, 2, 3]
-
-
 def test_tokens_are_skipped_by_the_first_chunk_alone(context):
     generate(context, PROMPT, 1)
     add(context, "hit", PROMPT, chunk_tokens=1)
@@ -147,36 +135,6 @@ def test_an_answer_is_read_from_a_token_on(context, start):
         context.output("a", start)
 
 
-class Sulking:
-    """A placement that fails when it is told to."""
-
-    fails = False
-
-    def positions(self, facts):
-        if self.fails:
-            raise OSError("asked again")
-        return [BLOCK, 2 * BLOCK]
-
-
-def test_a_plan_that_cannot_be_made_again_leaves_nothing_of_the_old_one():
-    """The slots that the chunk had reserved are given back once."""
-    placement = Sulking()
-    context = make_context(placement=placement)
-    generate(context, PROMPT[: BLOCK + 1], 1)
-    assert add(context, "a", PROMPT[: 2 * BLOCK]).skip_tokens == BLOCK
-    context.slot_allocator.invalidate_block(blocks_of(context, "a")[0])
-    placement.fails = True
-    with pytest.raises(OSError, match="asked again"):
-        context.begin_step()
-    assert context.status("a") is RequestStatus.PREEMPTED
-    context.check_invariants()
-    assert context.stats().reserved_slots == 0
-    placement.fails = False
-    context.resume_request("a")
-    run_step(context)
-    assert context.stats().saved_states == 1 + 2
-
-
 def test_a_prepared_request_can_be_added_again_when_an_answer_has_grown_on_it(context):
     prepared = context.prepare(Request(request_id="a", prompt_tokens=PROMPT[:BLOCK]))
     for _ in range(2):
@@ -221,3 +179,16 @@ def test_a_state_is_not_given_to_a_block_of_another_prefix_with_its_hash_id():
     context.commit_step({"a": 1})
     assert not context.slot_allocator.has_state(foreign)
     assert context.stats().reserved_slots == 0
+
+
+def test_tokens_are_int32_wherever_they_come_from():
+    context = make_context()
+    add(context, "x", OTHER)
+    for _ in range(3):
+        run_step(context)
+    [active] = context.request_table
+    context.request_table.collect(active)
+    every = [*OTHER, *active.generated]
+    for start, end in combinations(range(len(every) + 1), 2):
+        tokens = active.tokens(start, end)
+        assert (tokens.dtype, tokens.tolist()) == (np.int32, every[start:end])

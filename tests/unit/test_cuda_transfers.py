@@ -141,18 +141,14 @@ def test_a_turned_bit_is_found_where_it_is(device, piece_bytes):
             row[byte] ^= 128
             assert rig.transfers.load(rig.jobs).damaged() == [index], byte
             row[byte] ^= 128
-    assert rig.transfers.load(rig.jobs).damaged() == []
-
-
-def test_swapped_checksums_are_found(device):
-    rig = Rig(device)
-    rig.transfers.spill(rig.jobs)
+    states = [job for job in rig.jobs if job.kind is STATE]
+    assert rig.transfers.load(states).damaged() == []
     checksums, memory = rig.layouts[STATE].checksums, rig.host.memory[STATE]
     first, second = memory.row(0)[checksums], memory.row(2)[checksums]
     kept = first.clone()
     first.copy_(second)
     second.copy_(kept)
-    assert rig.transfers.load(rig.jobs).damaged() == [11, 12]
+    assert rig.transfers.load(states).damaged() == [0, 1], "their checksums are swapped"
 
 
 def test_no_piece_goes_beyond_its_kind(device):
@@ -164,21 +160,6 @@ def test_no_piece_goes_beyond_its_kind(device):
     assert [piece.which for piece in pieces][:2] == [slice(0, 2), slice(2, 3)]
     assert [index for piece in pieces for index in piece.order] == list(range(len(jobs)))
     assert all(piece.which.stop - piece.which.start == len(piece.order) for piece in pieces)
-
-
-def test_an_entry_of_just_a_piece_is_not_cut(device):
-    rig = Rig(device)
-    jobs = [CopyJob(STATE, 0, 0)] + 500 * [CopyJob(KV, 0, 0)]
-    room = rig.transfers._entries[STATE].num_bytes
-    first = next(cuda._pieces(rig.transfers._by_kind(jobs), room))
-    assert (first.order, first.lines) == ([0], None)
-
-
-def test_one_copy_takes_lines_up_to_the_pitch_that_the_driver_takes():
-    tensor = cuda._Tensor(0, 0, 64, cuda._MAX_PITCH, 8, range(3))
-    assert [len(each.lines) for each in tensor.cut(slice(0, 3))] == [3]
-    wider = tensor._replace(pitch=cuda._MAX_PITCH + 1)
-    assert [len(each.lines) for each in wider.cut(slice(0, 3))] == [1, 1, 1]
 
 
 class Journal:
@@ -338,14 +319,6 @@ def test_each_piece_is_compared_behind_its_copies_and_the_forward_waits_for_thes
     assert len(seen) == len(set(seen)) == 5 * state + 11 * kv
 
 
-def test_a_load_may_be_of_one_kind_alone(journal):
-    transfers, jobs = journal.rig.transfers, journal.rig.jobs
-    states = [job for job in jobs if job.kind is STATE]
-    assert 0 < len(states) < len(jobs)
-    [group] = transfers._by_kind(states)
-    assert group.order == list(range(len(states)))
-
-
 def test_little_is_compared_behind_the_last_copy(journal):
     """Pieces become smaller to the end, where a line is shorter than they."""
     transfers, jobs = journal.rig.transfers, journal.rig.jobs
@@ -362,3 +335,10 @@ def test_little_is_compared_behind_the_last_copy(journal):
         one_line = piece.lines is not None and piece.lines.stop - piece.lines.start == 1
         assert one_line or size <= max(2**13, min(2**16, left // 2))
         left -= size
+
+
+def test_one_copy_takes_lines_up_to_the_pitch_that_the_driver_takes():
+    tensor = cuda._Tensor(0, 0, 64, cuda._MAX_PITCH, 8, range(3))
+    assert [len(each.lines) for each in tensor.cut(slice(0, 3))] == [3]
+    wider = tensor._replace(pitch=cuda._MAX_PITCH + 1)
+    assert [len(each.lines) for each in wider.cut(slice(0, 3))] == [1, 1, 1]

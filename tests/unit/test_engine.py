@@ -55,13 +55,6 @@ def test_what_a_stream_that_is_broken_off_has_not_told_the_next_step_tells(rng):
     assert {first.request_id, *(event.request_id for event in engine.step())} == {"a", "b"}
 
 
-def test_prompts_may_be_lists_arrays_and_tensors(rng):
-    prompt = rng.integers(256, size=20)
-    forms = [prompt.tolist(), prompt, torch.from_numpy(prompt)]
-    tokens = [completion.tokens for completion in make_engine().generate(forms, greedy(4))]
-    assert tokens == [alone(prompt, greedy(4))] * 3
-
-
 def test_completion_repeats_what_admission_found(rng):
     prompt = draw_prompt(rng, 5 * BLOCK + 3)
     engine = make_engine()
@@ -70,16 +63,6 @@ def test_completion_repeats_what_admission_found(rng):
     assert (miss.skipped_tokens, miss.computed_tokens) == (0, 43)
     assert (hit.admission.kv_matched_blocks, hit.admission.state_matched_blocks) == (5, 5)
     assert (hit.skipped_tokens, hit.computed_tokens, hit.admission.prompt_tokens) == (40, 3, 43)
-
-
-def test_ids_are_unique_and_free_after_the_end(rng):
-    engine = make_engine()
-    engine.submit(draw_prompt(rng, 3), request_id=0)
-    assert engine.submit(draw_prompt(rng, 3)) == 1
-    with pytest.raises(InvalidArgumentError, match="0 is in use"):
-        engine.submit(draw_prompt(rng, 3), request_id=0)
-    run_checked(engine)
-    assert engine.submit(draw_prompt(rng, 3), request_id=0) == 0
 
 
 BAD_CALLS = {
@@ -96,7 +79,11 @@ BAD_CALLS = {
         lambda e: e.submit([1], {"max_new_tokens": 3}), InvalidArgumentError, "sampling.*dict"
     ),
     "sampling of a tuple": (lambda e: e.submit([1], ()), InvalidArgumentError, "sampling.*tuple"),
+    "id that is not there": (lambda e: e.cancel("never"), UnknownRequestError, "'never'"),
     "id to cancel": (lambda e: e.cancel([1]), InvalidArgumentError, r"hashable.*\[1\]"),
+    "id in use": (
+        lambda e: e.submit([1], request_id="good"), InvalidArgumentError, "'good' is in use"
+    ),
     "busy": (lambda e: e.generate([[1]]), StepOrderError, "this one has 1"),
 }  # fmt: skip
 
@@ -110,12 +97,6 @@ def test_bad_calls_are_refused_and_change_nothing(rng, name):
         call(engine)
     assert engine.num_requests == 1
     assert list(run_checked(engine)) == ["good"]
-
-
-@pytest.mark.parametrize("prompts", [5, None])
-def test_prompts_are_a_collection(prompts):
-    with pytest.raises(InvalidArgumentError, match=f"prompts.*{prompts}"):
-        make_engine().generate(prompts)
 
 
 def test_the_vocabulary_is_the_models_if_none_is_given():
@@ -187,20 +168,13 @@ def test_an_engine_needs_a_model_and_settings(given, said):
     """They raised AttributeError."""
     with pytest.raises(InvalidArgumentError, match=said):
         Engine(*given)
-
-
-def test_max_wait_steps_is_checked():
     with pytest.raises(InvalidArgumentError, match=r"max_wait_steps.*-1"):
         make_engine(max_wait_steps=-1)
-
-
-def test_cancel_of_an_unknown_or_finished_request_raises(rng):
     engine = make_engine()
-    request_id = engine.submit(draw_prompt(rng, 3), greedy(1))
-    run_checked(engine)
-    for unknown in (request_id, "never"):
-        with pytest.raises(UnknownRequestError, match=repr(unknown)):
-            engine.cancel(unknown)
+    for prompts, message in ((5, r"prompts.*5"), ([[1], []], "empty")):
+        with pytest.raises(InvalidArgumentError, match=message):
+            engine.generate(prompts)
+        assert engine.num_requests == 0
 
 
 def test_a_request_that_fits_alone_does_not_fail(rng):
@@ -214,22 +188,8 @@ def test_a_request_that_fits_alone_does_not_fail(rng):
     assert done["long"].tokens == alone([*prompt, 7], greedy(BLOCK + 1))
 
 
-def test_generate_keeps_the_order_of_prompts(rng):
-    prompts = [draw_prompt(rng, length) for length in (50, 3, 20)]
-    completions = make_engine().generate(prompts, greedy(3))
-    assert [c.tokens for c in completions] == [alone(prompt, greedy(3)) for prompt in prompts]
-    assert make_engine().generate([]) == []
-
-
-def test_generate_with_a_bad_prompt_leaves_none_behind(rng):
-    engine = make_engine()
-    with pytest.raises(InvalidArgumentError, match="empty"):
-        engine.generate([draw_prompt(rng, 5), []])
-    assert engine.num_requests == 0
-
-
 def test_generate_that_fails_leaves_an_engine_that_works(rng):
-    prompts = [draw_prompt(rng, 30) for _ in range(2)]
+    prompts = [draw_prompt(rng, length) for length in (30, 3, 20)]
     engine = make_engine(FailingModel(2))
     with pytest.raises(ModelFailure):
         engine.generate(prompts, greedy(4))

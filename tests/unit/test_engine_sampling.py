@@ -19,10 +19,6 @@ def draws(logits, count, **params):
     return [sample(logits, SamplingParams(**params), n) for n in range(count)]
 
 
-def test_temperature_0_takes_the_likeliest(logits):
-    assert draws(logits, 3) == [int(logits.argmax())] * 3
-
-
 def test_draws_follow_the_softmax(logits):
     count = 4000
     found = np.bincount(draws(logits, count, temperature=0.7), minlength=50) / count
@@ -33,10 +29,6 @@ def test_draws_follow_the_softmax(logits):
 def test_top_k_draws_among_the_k_likeliest(logits):
     likeliest = set(logits.topk(3).indices.tolist())
     assert set(draws(logits, 200, temperature=5.0, top_k=3)) == likeliest
-
-
-def test_top_k_larger_than_the_vocabulary_changes_nothing(logits):
-    assert draws(logits, 20, temperature=1.0, top_k=99) == draws(logits, 20, temperature=1.0)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53, None])
@@ -52,6 +44,7 @@ def test_a_token_of_probability_0_is_never_drawn(logits, monkeypatch, uniform):
 def test_draws_depend_on_seed_and_number_alone(logits):
     first = draws(logits, 40, temperature=2.0, seed=1)
     assert first == draws(logits, 40, temperature=2.0, seed=1)
+    assert first == draws(logits, 40, temperature=2.0, seed=1, top_k=99)  # more than there are
     assert first != draws(logits, 40, temperature=2.0, seed=2)
     assert len(set(first)) > 5
 
@@ -70,7 +63,7 @@ def test_logits_that_leave_no_token_are_refused(logits, temperature):
         sample(torch.full_like(logits, -torch.inf), SamplingParams(temperature=temperature), 0)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-3])
+@pytest.mark.parametrize("temperature", [0, 5e-324, 1e-308, 1e-3])
 @pytest.mark.parametrize("top_k", [None, 1, 5])
 def test_the_lowest_temperatures_take_the_likeliest(logits, temperature, top_k):
     likeliest = int(logits.argmax())
@@ -83,28 +76,19 @@ def test_the_highest_temperature_draws_among_all(logits):
     assert len(set(tokens)) > 40
 
 
-def test_stop_tokens_may_be_any_collection_of_ints():
-    for stop_tokens in ([3, 5], np.array([3, 5]), (np.int64(3), 5)):
-        assert SamplingParams(stop_tokens=stop_tokens).stop_tokens == (3, 5)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
         ("max_new_tokens", 0, ">= 1"),
         ("max_new_tokens", 2.0, "int"),
-        ("max_new_tokens", True, "int"),
         ("temperature", -0.1, r"\[0, "),
         ("temperature", float("nan"), r"\[0, "),
         ("temperature", float("inf"), r"\[0, "),
         ("top_k", 0, ">= 1"),
         ("seed", -1, ">= 0"),
-        ("temperature", "a", "number"),
         ("temperature", True, "number"),
-        ("temperature", None, "number"),
         ("temperature", 10**400, r"\[0, "),
         ("stop_tokens", (3, -1), ">= 0"),
-        ("stop_tokens", 5, "ints"),
         ("stop_tokens", "5", "ints"),
         ("stop_tokens", (3.0,), "ints"),
     ],

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from mamba_cache import errors
+from mamba_cache import _extras, errors
+from mamba_cache._extras import install_hint
 
 ALL = [getattr(errors, name) for name in errors.__all__]
 
@@ -58,3 +59,14 @@ def test_capacity_errors_say_what_is_short_in_every_process(
     supply = "free or evictable slots are" if "slots" in error.resource else "are"
     expected = f"7 {error.resource} are required, but only 3 {supply} available: 6 are pinned"
     assert str(copy) == expected
+
+
+def test_the_hint_works_in_a_checkout():
+    assert install_hint("metrics") == "pip install -e '.[metrics]'"
+    assert install_hint("transformers", "peft") == "pip install -e '.[transformers,peft]'"
+
+
+def test_the_hint_works_beside_an_installed_wheel(monkeypatch, tmp_path):
+    """pip finds the package itself where it is installed, and asks the index for the rest."""
+    monkeypatch.setattr(_extras, "__file__", str(tmp_path / "mamba_cache" / "_extras.py"))
+    assert install_hint("metrics") == "pip install 'mamba-cache[metrics]'"

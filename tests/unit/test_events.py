@@ -52,11 +52,6 @@ def test_tokens_that_do_not_fit_are_refused_whether_or_not_somebody_listens(pool
         assert it.register_kv_block_hashes([], prefix(), tokens=[]) == []
 
 
-def test_tokens_are_worth_gathering_only_if_somebody_listens(pool):
-    assert pool.listeners.wants(Stored)
-    assert not KVBlockAllocator(9).listeners.wants(Stored)
-
-
 def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
     cached = cache(pool, 1)
     told(pool)
@@ -110,18 +105,6 @@ def test_a_reset_is_done_whatever_a_listener_raises(make, error):
 # The list of listeners.
 
 
-@pytest.mark.parametrize("listener", [None, 5, "print"])
-def test_a_listener_must_be_callable(listener):
-    with pytest.raises(InvalidArgumentError, match="must be callable"):
-        Listeners().add(listener)
-
-
-@pytest.mark.parametrize("kind", [int, "Stored", None])
-def test_a_kind_of_events_must_be_one(kind):
-    with pytest.raises(InvalidArgumentError, match=r"kinds of events are .*'Stored'"):
-        Listeners().add(print, Removed, kind)
-
-
 def test_a_listener_gets_the_kinds_that_it_was_added_for():
     listeners, heard, all_heard = Listeners(), [], []
     listeners.add(heard.append, Removed)
@@ -134,6 +117,12 @@ def test_a_listener_gets_the_kinds_that_it_was_added_for():
     assert all_heard == events
     listeners.remove(all_heard.append)
     assert [listeners.wants(kind) for kind in (Admitted, Stored, Removed)] == [False, False, True]
+    for listener in (None, 5, "print"):
+        with pytest.raises(InvalidArgumentError, match="must be callable"):
+            listeners.add(listener)
+    for kind in (int, "Stored", None):
+        with pytest.raises(InvalidArgumentError, match=r"kinds of events are .*'Stored'"):
+            listeners.add(print, Removed, kind)
 
 
 def test_slots_and_blocks_have_one_list_and_states_go_before_their_blocks():
@@ -214,6 +203,3 @@ def test_slots_whose_caller_never_learns_them_are_taken_back(error):
         allocator._evict_lru_slots_batch(1)
     assert allocator.free_count == allocator.max_slots
     allocator.check_invariants()
-
-
-# A context.

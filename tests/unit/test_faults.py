@@ -1,4 +1,9 @@
-"""Single faults, by name; ``tests/property/test_faults.py`` strikes everywhere."""
+"""Single faults by name, and commits that break off.
+
+tests/property/test_faults.py strikes everywhere.
+"""
+
+import itertools
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from context_rig import (
     generate,
     make_config,
     make_context,
+    prepared,
     run_step,
     uncached,
 )
@@ -17,8 +23,8 @@ from fingerprints import fingerprint
 from injectors import OutOfMemory
 
 from mamba_cache import DeviceTokens, Request
-from mamba_cache.context import RequestStatus
-from mamba_cache.errors import InvariantError, PoisonedError, StepOrderError
+from mamba_cache.cache import EveryNthBlock
+from mamba_cache.errors import InvalidArgumentError, PoisonedError, StepOrderError
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -56,33 +62,6 @@ def context():
     context.schedule_prefill("later", chunk_tokens=BLOCK)
     add(context, "new", OTHER)
     return context
-
-
-def go_on(context):
-    """Brings both requests to their answers, which are those of uncached runs."""
-    for name, prompt in (("later", PROMPT), ("new", OTHER)):
-        if context.status(name) is RequestStatus.PREEMPTED:
-            context.resume_request(name)
-        while context.status(name) is not RequestStatus.DECODING:
-            if context.status(name) is RequestStatus.PREFILLING:
-                context.schedule_prefill(name)
-            run_step(context)
-        tokens = context.finish(name)
-        assert tokens == uncached(prompt, len(tokens))[0]
-        assert_same_run(generate(context, prompt, 2), prompt)
-    context.check_invariants()
-    assert context.stats().used_blocks == context.stats().reserved_slots == 0
-
-
-def test_a_step_that_breaks_off_after_its_restores_is_taken_back(context, monkeypatch):
-    """It was neither in flight nor forgotten, and the next one began over its chunks."""
-    with monkeypatch.context() as patches:
-        patches.setattr("mamba_cache.context.context.Step", fail_on(1)(lambda *_, **__: None))
-        with pytest.raises(OSError, match="broken"):
-            context.begin_step()
-    context.check_invariants()
-    assert {context.status(name) for name in ("later", "new")} == {RequestStatus.PREEMPTED}
-    go_on(context)
 
 
 def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
@@ -139,7 +118,7 @@ def test_what_a_caller_gives_may_raise_itself(context):
     with pytest.raises(OSError, match="broken"):
         context.match(Request(request_id="x", prompt_tokens=PROMPT, multimodal_keys=Broken()))
     assert fingerprint(context) == before
-    go_on(context)
+    run_step(context)
 
 
 def test_without_memory_nothing_is_made():
@@ -151,23 +130,89 @@ def test_without_memory_nothing_is_made():
             make_context(poison=False)
 
 
-def test_invariants_see_a_chunk_that_is_not_due(context):
-    context.request_table.find("later").chunk = None
-    with pytest.raises(InvariantError, match="'later' is scheduled with chunk None"):
-        context.check_invariants()
+def prompt_with_ids(context, wanted, not_this=()):
+    """A prompt of two blocks whose hash ids are as wanted, by trying."""
+    blocks = [[a] * (BLOCK - 1) + [b] for a, b in itertools.product(range(1, 13), repeat=2)]
+    for first, second in itertools.product(blocks, repeat=2):
+        prompt = [*first, *second, 0]
+        if tuple(prepared(context, prompt).hashes) == wanted and prompt != not_this:
+            return prompt
+    raise AssertionError(f"no prompt has ids {wanted}")
 
 
-def test_invariants_see_a_request_that_has_moved_on_without_its_chunk(context):
-    context.request_table.num_computed[context.request_table.find("later").row] += 1
-    with pytest.raises(InvariantError, match="its chunk begins at 8"):
-        context.check_invariants()
-
-
-def test_invariants_see_a_pin_without_a_reader(context):
-    run_step(context)
-    slots = context.slot_allocator
-    [lease] = slots.pin_slots([int((slots.slot_to_block >= 0).nonzero()[0])])
-    with pytest.raises(InvariantError, match=r"slots \[.*\] are pinned, but \[\] are read"):
-        context.check_invariants()
-    slots.unpin_slots([lease])
+def test_a_colliding_id_whose_parents_lead_back_to_it_is_kept_private(monkeypatch):
+    """Registration refused it, in the middle of a commit; the next one was an AssertionError."""
+    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", 3)  # ids are 1, 2 or 3
+    context = make_context(placement=EveryNthBlock(1))
+    first = prompt_with_ids(context, (2, 3))
+    generate(context, first, 1)
+    [parent, _] = context.kv_block_allocator.match_prefix(prepared(context, first).hashes)
+    context.kv_block_allocator.deregister_blocks([parent])  # the child is there, under id 3
+    second = prompt_with_ids(context, (3, 2), not_this=first)
+    collisions = context.stats().hash_collisions
+    add(context, "beside it", OTHER)
+    assert_same_run(generate(context, second, 2), second)
+    assert context.stats().hash_collisions > collisions
     context.check_invariants()
+    context.finish("beside it")
+    for prompt in (first, second, OTHER, first):
+        assert_same_run(generate(context, prompt, 2), prompt)
+        context.check_invariants()
+
+
+@pytest.mark.parametrize("num_ids", [1, 3, 7])
+def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatch, rng, num_ids):
+    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", num_ids)
+    context = make_context(make_config(num_kv_blocks=9), placement=EveryNthBlock(1))
+    for _ in range(12):
+        prompt = rng.integers(0, 3, size=int(rng.integers(1, 4 * BLOCK))).tolist()
+        assert_same_run(generate(context, prompt, 2), prompt)
+        registered = [b for b in range(9) if context.kv_block_allocator.block_hashes[b] >= 0]
+        if registered:
+            context.kv_block_allocator.deregister_blocks(rng.choice(registered, 1).tolist())
+        context.check_invariants()
+    assert context.stats().hash_collisions > 0 or num_ids > 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    ("kv_block_allocator", "register_kv_block_hashes"),
+    ("slot_allocator", "commit_reserved"),
+    ("slot_allocator", "note_consumed"),
+])  # fmt: skip
+def test_any_error_in_the_middle_of_a_commit_poisons(monkeypatch, owner, name):
+    """One of the package's own, too: half of the requests have their tokens."""
+    context = make_context()
+    prompt = [1, 2, 3] * BLOCK
+    generate(context, prompt, 1)
+    add(context, "a", prompt)
+    add(context, "b", OTHER)
+
+    def refuse(*_, **__):
+        raise InvalidArgumentError("no")
+
+    monkeypatch.setattr(getattr(context, owner), name, refuse)
+    with pytest.raises(InvalidArgumentError, match="no"):
+        run_step(context)
+    monkeypatch.undo()
+    with pytest.raises(PoisonedError, match="commit_step broke off"):
+        run_step(context)
+    context.reset()
+    assert_same_run(generate(context, prompt, 2), prompt)
+
+
+def test_slots_that_were_not_freed_with_their_blocks_make_the_context_unusable(monkeypatch):
+    """Freeing the slots broke off; the block's next tokens would have had the state of these."""
+    context = make_context(make_config(num_kv_blocks=6))
+    generate(context, OTHER, 1)
+
+    def broken(*_):
+        raise OSError("broken")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(context.slot_allocator, "free_states", broken)
+        with pytest.raises(OSError, match="broken"):
+            add(context, "x", OTHER[::-1] * 2)
+    with pytest.raises(PoisonedError, match="allocate_memory_blocks broke off"):
+        add(context, "x", OTHER)
+    context.reset()
+    assert_same_run(generate(context, OTHER, 2), OTHER)

@@ -17,7 +17,7 @@ from events_rig import GOLDEN, PAUSE, Books, Subscriber, by_hand, catch_up, obse
 from work import lines_executed  # noqa: E402
 
 from mamba_cache.errors import InvalidArgumentError, StepOrderError  # noqa: E402
-from mamba_cache.events import Removed, Stored  # noqa: E402
+from mamba_cache.events import Stored  # noqa: E402
 from mamba_cache.integrations.events import EventPublisher  # noqa: E402
 from mamba_cache.integrations.events import publisher as publishing  # noqa: E402
 from mamba_cache.integrations.events.publisher import _is_bound, encode_batch  # noqa: E402
@@ -46,11 +46,8 @@ def test_a_batch_is_encoded_as_vllms_own_classes_encode_it():
     stored = stored_event(0, [0x0102030405060708], None, [1, 2, 3, 4])
     removed = {**removed_event(1, [7]), "medium": "CPU"}
     assert encode_batch(1.5, [stored, removed, CLEARED], 0) == GOLDEN
-
-
-def test_the_largest_hashes_and_a_rank_are_encoded():
-    stored = stored_event(1, [2**64 - 1], 2**63 - 1, [2**31 - 1])
-    _, [event], rank = msgspec.msgpack.decode(encode_batch(0.0, [stored], 3))
+    largest = stored_event(1, [2**64 - 1], 2**63 - 1, [2**31 - 1])
+    _, [event], rank = msgspec.msgpack.decode(encode_batch(0.0, [largest], 3))
     assert (event["block_hashes"], event["parent_block_hash"]) == ([2**64 - 1], 2**63 - 1)
     assert (event["kv_cache_spec_kind"], event["group_idx"], rank) == ("mamba", 1, 3)
 
@@ -78,9 +75,7 @@ def test_frames_are_a_topic_a_number_and_a_batch():
     ("endpoint", "binds"),
     [
         ("tcp://*:5557", True),
-        ("tcp://[::]:5557", True),
         ("ipc:///tmp/x", True),
-        ("inproc://x", True),
         ("tcp://127.0.0.1:5557", True),
         ("tcp://localhost:5557", True),
         ("tcp://[::1]:5557", True),
@@ -151,27 +146,6 @@ def test_a_publisher_is_for_one_cache_that_holds_nothing_yet():
 # What a context tells.
 
 
-def test_an_engines_prompts_and_answers_are_told_as_far_as_they_can_be_reused():
-    engine = make_engine()
-    with by_hand(block_size=BLOCK) as publisher:
-        books = Books()
-        engine.context.listeners.add(publisher._take, Stored, Removed)
-        engine.context.listeners.add(books._record, Stored, Removed)
-        with Subscriber(publisher) as subscriber:
-            history = list(range(20))
-            for _ in range(3):
-                history += [7, 8, 9]
-                [done] = engine.generate([history], SamplingParams(max_new_tokens=11))
-                told = subscriber.known.groups[0]
-                assert done.skipped_tokens == len(told) * BLOCK
-                history += done.tokens
-                catch_up(publisher, subscriber)
-            blocks = sorted(subscriber.known.groups[0].values(), key=lambda block: block[1])
-            in_order = [history[i : i + BLOCK] for i in range(0, len(blocks) * BLOCK, BLOCK)]
-            assert [tokens for _, tokens in blocks] == sorted(in_order)
-            assert len(blocks) >= 5
-
-
 @pytest.mark.parametrize(
     ("keys", "extra"),
     [
@@ -200,16 +174,6 @@ def test_what_tokens_alone_do_not_name_is_told_beside_them_as_vllm_does(keys, ex
         engine.generate([[1] * 3 * BLOCK], SamplingParams(max_new_tokens=2))
         catch_up(publisher, subscriber)
         assert publisher.stats().told_blocks == 7
-
-
-def test_tokens_that_a_request_keeps_to_itself_are_not_told():
-    engine = make_engine()
-    with by_hand("resident", block_size=BLOCK) as publisher:
-        observe(engine.context, publisher)
-        engine.submit([1] * 3 * BLOCK, SamplingParams(max_new_tokens=2), tells_tokens=False)
-        list(engine.stream())
-        publisher._step()
-        assert (publisher.stats().told_blocks, publisher.stats().untold_blocks) == (0, 3)
 
 
 # What a cache pays.

@@ -1,4 +1,4 @@
-"""MambaSlotAllocator: slots of blocks, as an embedder asks for them."""
+"""MambaSlotAllocator: slots of blocks, and states moved between them and live rows, by bits."""
 
 from types import SimpleNamespace
 
@@ -7,12 +7,18 @@ import pytest
 import torch
 from slot_rig import (
     CONV,
+    DTYPES,
     NUM_LAYERS,
     SSM,
+    add_live_states,
     books,
     full,
+    live_bits,
     make_allocator,
     make_context,
+    randomize,
+    slot_bits,
+    state_bits,
 )
 
 from mamba_cache.cache import (
@@ -23,7 +29,7 @@ from mamba_cache.cache import (
 from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
-    MambaSlotCapacityError,
+    MissingStateError,
     UnknownBlockError,
 )
 from mamba_cache.slots import MambaSlotAllocator
@@ -35,13 +41,6 @@ def test_an_older_embedder_writes_three_states_for_every_request():
     assert allocator.max_intermediate_count == 15
     assert allocator.intermediate_conv_out.shape == (NUM_LAYERS, 15, *CONV)
     assert allocator.intermediate_ssm_out.shape == (NUM_LAYERS, 15, *SSM)
-
-
-def test_older_embedders_call_the_pool_size_total_count():
-    context = make_context(num_blocks=9)
-    context.kv_block_allocator.total_count = context.kv_block_allocator.pool_size
-    del context.kv_block_allocator.pool_size
-    assert make_allocator(context=context).block_to_slot.shape == (9,)
 
 
 def test_the_device_is_torchs_current_one_unless_the_context_has_its_own(monkeypatch):
@@ -171,25 +170,6 @@ def test_check_invariants_finds_hashes_that_contradict_each_other(spoil, message
         allocator.check_invariants()
 
 
-def test_kv_arrays_may_be_numpy():
-    allocator = full()
-    kv_blocks = allocator.context.kv_block_allocator
-    for name in ("block_ref_counts", "block_timestamps", "block_hashes"):
-        setattr(kv_blocks, name, getattr(kv_blocks, name).numpy())
-    kv_blocks.block_ref_counts[0] = 1
-    allocator.allocate_slots_batch([8])
-    assert not allocator.has_state(1)
-
-
-def test_eviction_may_be_limited_to_candidates():
-    allocator = full()
-    slot = allocator.get_slot(2)
-    assert allocator._evict_lru_slots_batch(1, torch.tensor([3, 2])) == [slot]
-    with pytest.raises(MambaSlotCapacityError):
-        allocator._evict_lru_slots_batch(2, [3])
-    assert allocator.has_state(3)
-
-
 @pytest.mark.parametrize("gone", [([], [700]), ([7], [700]), ([7], [])])
 def test_deregistration_drops_hashes_of_blocks_without_a_slot(gone):
     allocator = full()
@@ -205,7 +185,102 @@ def test_deregistration_drops_hashes_of_blocks_without_a_slot(gone):
 
 
 def test_a_minimal_namespace_can_embed_it():
-    kv_blocks = SimpleNamespace(pool_size=4)
+    """Older embedders call the pool size ``total_count``."""
+    kv_blocks = SimpleNamespace(total_count=4)
     context = SimpleNamespace(device="cpu", max_requests=1, kv_block_allocator=kv_blocks)
     allocator = make_allocator(2, context=context)
+    assert allocator.block_to_slot.shape == (4,)
     assert allocator.reserve_slots([0, 1]) != [None, None]
+
+
+@pytest.fixture
+def context(generator):
+    context = make_context()
+    add_live_states(context, generator)
+    return context
+
+
+@pytest.fixture
+def allocator(context, generator):
+    """Four slots full of random bits; blocks 5 and 6 have the slots 3 and 2."""
+    allocator = make_allocator(4, context=context, policy=ConsumedSlotPolicy())
+    randomize(allocator.conv_states, generator)
+    randomize(allocator.ssm_states, generator)
+    assert allocator.allocate_slots_batch([6, 5]) == [2, 3]
+    return allocator
+
+
+def all_slots(allocator):
+    return [slot_bits(allocator, slot) for slot in range(allocator.max_slots)]
+
+
+def all_live(context):
+    return [live_bits(context, row) for row in range(context.max_requests)]
+
+
+@pytest.mark.parametrize(
+    ("slots", "requests", "message"),
+    [([0, 1], [0], "equally long"), ([4], [0], r"slots must be in \[0, 4\), got \[4\]"),
+     ([-1], [0], r"got \[-1\]"), ([0], [4], r"requests must be in \[0, 4\)"),
+     ([0, 1], [0, 2], r"the rows of live state are \[3, -1\]")],
+)  # fmt: skip
+def test_bad_saves_are_refused(allocator, context, slots, requests, message):
+    context.mamba_metadata.request_to_mamba_state_idx[2] = -1
+    before = all_slots(allocator)
+    with pytest.raises(InvalidArgumentError, match=message):
+        allocator.store_from_live_batch(slots, requests)
+    assert all_slots(allocator) == before
+
+
+def test_the_embedder_may_put_other_live_states_in_place(allocator, context, generator):
+    allocator.restore_to_live(0, 5)
+    old = all_live(context)
+    kept = (context.mamba_conv_states, context.mamba_ssm_states)
+    add_live_states(context, generator)
+    allocator.restore_to_live(1, 6)
+    assert live_bits(context, 2) == slot_bits(allocator, 2)
+    assert [state_bits(*kept, row) for row in range(4)] == old
+    # In a larger tensor, so that the strides differ too.
+    wide = torch.empty(2, 9, *CONV, dtype=DTYPES[0])
+    randomize(wide, generator)
+    context.mamba_conv_states = wide[:, 2:6]
+    allocator.store_from_live_batch([1], [0])
+    assert slot_bits(allocator, 1) == live_bits(context, 3)
+    # Or other memory in the same tensor.
+    context.mamba_conv_states.data = torch.zeros_like(context.mamba_conv_states)
+    allocator.restore_to_live(0, 6)
+    assert live_bits(context, 3) == slot_bits(allocator, 2)
+
+
+def test_live_states_may_be_viewed_anew_at_each_look(allocator, context):
+    """Copiers, which take long to make, are made once for all views of the same memory."""
+    allocator.restore_to_live(0, 5)
+    copier = allocator._slots_to_live
+    context.mamba_conv_states = context.mamba_conv_states[:]
+    allocator.restore_to_live(0, 6)
+    assert allocator._slots_to_live is copier
+    assert live_bits(context, 3) == slot_bits(allocator, 2)
+
+
+FITTING = {
+    "block_id": 5,
+    "layer_idx": 0,
+    "ssm_state": torch.ones(SSM),
+    "conv_state": torch.ones(CONV).bfloat16(),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [({"block_id": 7}, MissingStateError, "no slot"),
+     ({"layer_idx": 2}, InvalidArgumentError, r"\[0, 1\], got 2"),
+     ({"conv_state": None}, InvalidArgumentError, "tensor .* got NoneType"),
+     ({"ssm_state": torch.ones(1)}, InvalidArgumentError, r"got \(\(1,\)"),
+     ({"conv_state": torch.ones(CONV)}, InvalidArgumentError, "got .* torch.float32")],
+    ids=str,
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(allocator, wrong, error, message):
+    before = all_slots(allocator)
+    with pytest.raises(error, match=message):
+        allocator.store_from_tensors(**FITTING | wrong)
+    assert all_slots(allocator) == before

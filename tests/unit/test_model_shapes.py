@@ -42,7 +42,7 @@ def test_built_in_models_have_the_states_that_are_published():
     for name in BUILT_IN:
         num_layers, conv_dim, ssm = PUBLISHED[name]
         spec = StateSpec.mamba(num_layers, (conv_dim, 4), ssm, torch.bfloat16, torch.float32)
-        assert load_shape(name).state_spec == spec, name
+        assert load_shape(name).state_spec == load_shape(name.upper()).state_spec == spec, name
 
 
 def test_every_size_is_read(transformers, tmp_path):
@@ -61,22 +61,15 @@ def test_without_transformers_a_configuration_cannot_be_read(tmp_path, monkeypat
     assert load_shape("nemotron-h-8b") is BUILT_IN["nemotron-h-8b"]
 
 
-@pytest.mark.parametrize("name", ["Nemotron-H-8B", "ZAMBA2-7b"])
-def test_a_built_in_name_in_any_case(name):
-    assert load_shape(name) == load_shape(name.lower())
-
-
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         ("nemotron-h-8", "did you mean 'nemotron-h-8b'"),
-        ("nvidia/Nemotron-H-8B-Base-8K", "did you mean 'nemotron-h-8b'"),
         ("someone/their-model", "hf download someone/their-model config.json"),
         (
             "nowhere/config.json",
             r"got 'nowhere/config\.json'\. There is no such file, and no folder .*config\.json$",
         ),
-        ("", "got ''"),
         ("x" * 5000, "got 'xxx"),
         ("a\0b", "got"),
     ],
@@ -88,16 +81,12 @@ def test_a_model_that_is_not_there_says_what_is_allowed(model, said):
     assert "Errno" not in str(info.value)
 
 
-def test_a_folder_without_a_configuration_is_said_to_be_one(tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"no folder of that name with a config\.json"):
-        load_shape(str(tmp_path))
-
-
 @pytest.mark.parametrize("found", ["a file", None, object(), ValueError("no id"), "no library"])
 def test_a_hub_id_is_looked_up_in_the_local_cache(transformers, tmp_path, monkeypatch, found):
     """Where huggingface_hub is installed; and nothing is downloaded."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
+    shape = load_shape(str(path))  # which imports what transformers needs of the hub
 
     def look_up(hub_id, filename):
         assert (hub_id, filename) == ("someone/their-model", "config.json")
@@ -108,7 +97,7 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(transformers, tmp_path, monkey
     library = SimpleNamespace(try_to_load_from_cache=look_up)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None if found == "no library" else library)
     if found == "a file":
-        assert load_shape("someone/their-model") == load_shape(str(path))
+        assert load_shape("someone/their-model") == shape
     else:
         with pytest.raises(InvalidArgumentError, match="no such model"):
             load_shape("someone/their-model")
