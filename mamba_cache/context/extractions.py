@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
@@ -40,7 +41,8 @@ class CapturedExtractions:
     lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not _are_lengths(self.lengths):
+        is_mapping = isinstance(self.lengths, dict)
+        if not is_mapping or not all(map(_is_pair_of_counts, self.lengths.values())):
             raise InvalidArgumentError(
                 "lengths must map each layer to a pair of ints >= 0, its chunks and its tokens, "
                 f"got {self.lengths!r}"
@@ -211,11 +213,9 @@ class StepExtractions:
         self._missing.difference_update(captured.lengths)
 
 
-def _are_lengths(lengths: object) -> bool:
-    return isinstance(lengths, dict) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
-        for pair in lengths.values()
-    )
+def _is_pair_of_counts(pair: Any) -> bool:
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    return is_pair and all(type(number) is int and number >= 0 for number in pair)
 
 
 def _check_names(

@@ -83,14 +83,23 @@ def make_memory(
         max_requests=config.max_requests,
         max_mamba_intermediate_states_per_step=0,
     )
-    quantization = None
+    quantization, slot_spec = None, state_spec
     if config.slot_quantization is not None:
         quantization = SlotQuantization(config.quantized_tensors)
+        slot_spec = quantization.slot_spec(state_spec)
+    num_slots = config.max_slots if config.enable_prefix_caching else 0
+    if num_slots is None:
+        assert config.slot_budget_gb is not None
+        num_slots = slots_in_budget(config.slot_budget_gb, slot_spec)
+    if policy is None:
+        is_ref_zero = config.eviction_policy is EvictionPolicy.REF_ZERO
+        policy_of = RefZeroSlotPolicy if is_ref_zero else SLOT_POLICIES["adaptive"]
+        policy = SLOT_POLICIES.get(config.slot_policy or "", policy_of)()
     slots = MambaSlotAllocator.from_spec(
         cast(SlotContext, fields),
-        _num_slots(config, quantization.slot_spec(state_spec) if quantization else state_spec),
+        num_slots,
         state_spec,
-        policy=_default_policy(config) if policy is None else policy,
+        policy=policy,
         quantization=quantization,
     )
     if slots.knows_prompts:
@@ -124,19 +133,3 @@ def _kv_pool_size(config: CacheConfig, kv_spec: KVCacheSpec | None) -> int:
             "block that padding is written to"
         )
     return num_blocks
-
-
-def _default_policy(config: CacheConfig) -> SlotEvictionPolicy:
-    if config.slot_policy is None and config.eviction_policy is EvictionPolicy.REF_ZERO:
-        return RefZeroSlotPolicy()
-    return SLOT_POLICIES[config.slot_policy or "adaptive"]()
-
-
-def _num_slots(config: CacheConfig, slot_spec: StateSpec) -> int:
-    """Return the slots that the budget holds; none if prefix caching is off."""
-    if not config.enable_prefix_caching:
-        return 0
-    if config.max_slots is not None:
-        return config.max_slots
-    assert config.slot_budget_gb is not None
-    return slots_in_budget(config.slot_budget_gb, slot_spec)

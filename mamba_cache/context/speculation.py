@@ -109,16 +109,13 @@ class Speculation:
 
     def advance(self, metadata: StepMetadata, sampled: Sampled | DeviceTokens) -> None:
         """Move the step's requests past the tokens, in batch order, that became part of them."""
-        tokens: Any
-        counts: Any
-        if isinstance(sampled, DeviceTokens):
-            tokens, counts = sampled.tokens, sampled.counts
-        else:
-            tokens, counts = sampled
+        is_on_device = isinstance(sampled, DeviceTokens)
+        given: Any = sampled
+        tokens, counts = (given.tokens, given.counts) if is_on_device else given
         if self._device.type == "cpu":
             decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
             return
-        if not isinstance(sampled, DeviceTokens):
+        if not is_on_device:
             table = np.zeros((len(tokens), self._config.max_decode_tokens), dtype=np.int64)
             table[:, : tokens.shape[1]] = tokens
             tokens, counts = self._send(table), self._send(counts.astype(np.int32))
@@ -306,28 +303,24 @@ def _read_array(given: Any, counts: Any, num_ids: int, preparer: RequestPreparer
 
 
 def _as_array(name: str, given: Any) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return ints on the host as an array."""
-    wanted = f"{name} must be ints: a numpy array, a tensor on the CPU or a list"
+    """Return ints on the host as an array; what is on a device is not waited for."""
+    wanted = (
+        f"{name} must be ints in the order of the batch, in a numpy array, a tensor on the CPU or "
+        "a list; tokens may also be in a mapping of request ids"
+    )
+    is_tensor = isinstance(given, torch.Tensor) and given.device.type == "cpu"
+    if not is_tensor and not isinstance(given, (np.ndarray, list, tuple)):
+        is_elsewhere = isinstance(given, torch.Tensor)
+        where = f" on {given.device}: give DeviceTokens" if is_elsewhere else ""
+        raise InvalidArgumentError(f"{wanted}, got {type(given).__name__}{where}")
     try:
-        if isinstance(given, torch.Tensor):
-            if given.device.type != "cpu":
-                raise InvalidArgumentError(
-                    f"{wanted}, got one on {given.device}: DeviceTokens are not waited for"
-                )
-            array = given.detach().numpy()
-        elif isinstance(given, (np.ndarray, list, tuple)):
-            array = np.asarray(given)
-            if not array.size and not isinstance(given, np.ndarray):
-                array = array.astype(np.int64)  # of nothing numpy makes floats
-        else:
-            raise InvalidArgumentError(
-                f"{name} must map request ids to tokens, or be ints in the order of the batch, "
-                f"got {type(given).__name__}"
-            )
+        array = given.detach().numpy() if is_tensor else np.asarray(given)
     except Exception as error:
         if is_unreadable(error):
             raise InvalidArgumentError(f"{wanted}, got {given!r}") from error
         raise
+    if not array.size and isinstance(given, (list, tuple)):
+        array = array.astype(np.int64)  # of nothing numpy makes floats
     if array.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{wanted}, got {array.dtype}")
     return array

@@ -74,7 +74,10 @@ REFUSED = {
     "floats": ((np.ones(3), None), "new_tokens must be ints.*got float64"),
     "bools": (([True, False, True], None), "new_tokens must be ints.*got bool"),
     "lists of several lengths": (([[1], [1, 2], [1]], [1, 2, 1]), "new_tokens must be ints"),
-    "elsewhere": ((torch.ones(3, device="meta").long(), None), "got one on meta: DeviceTokens"),
+    "elsewhere": (
+        (torch.ones(3, device="meta").long(), None),
+        "got Tensor on meta: give DeviceTokens",
+    ),
     "text": (("abc", None), "got str"),
     "counts with a mapping": (({"b": 1, "a": 1, "whole": 1}, [1, 1, 1]), "counts belong to tokens"),
     "counts with one token each": (([1, 2, 3], [1, 1, 1]), r"\[3, k\] and counts \[3\]"),
