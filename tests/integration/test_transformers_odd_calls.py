@@ -41,8 +41,8 @@ from mamba_cache.integrations.transformers.batching.answers import AnswerSetting
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.capture import _find_scans
 from mamba_cache.integrations.transformers.replacement import replaced
-from mamba_cache.integrations.transformers.serve.manager import Arrival, BatchManager
 from mamba_cache.integrations.transformers.serve.models import ServedModel
+from mamba_cache.integrations.transformers.serve.requests import Arrival, BatchManager
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 

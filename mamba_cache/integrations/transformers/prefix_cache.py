@@ -85,7 +85,7 @@ from mamba_cache.tiers import TierStats
 from mamba_cache.tiers.directory import cache_secret
 
 if TYPE_CHECKING:  # which imports this
-    from mamba_cache.integrations.transformers.serve.manager import BatchManager
+    from mamba_cache.integrations.transformers.serve.requests import BatchManager
 
 __all__ = ["PrefixCache", "check_settings"]
 

@@ -17,8 +17,12 @@ from mamba_cache.errors import (
     PoisonedError,
 )
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
-from mamba_cache.integrations.transformers.serve.manager import SERVER, BatchManager
-from mamba_cache.integrations.transformers.serve.requests import ServedRequest, current_request
+from mamba_cache.integrations.transformers.serve.requests import (
+    SERVER,
+    BatchManager,
+    ServedRequest,
+    current_request,
+)
 
 if TYPE_CHECKING:
     from mamba_cache.integrations.events import EventPublisher  # an extra

@@ -1,16 +1,44 @@
-"""Requests of the server, as the code that answers one knows it."""
+"""The requests of a server: what is known of each, and the thread that batches those that run."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
+import torch
 
-__all__ = ["SALT_HEADER", "ServedRequest", "current_request", "salt_of", "salt_values"]
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MambaCacheError,
+    ModelChangedError,
+    PoisonedError,
+    SequenceLengthError,
+    StepOrderError,
+)
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
+from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
+from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
+
+__all__ = [
+    "SALT_HEADER",
+    "SERVER",
+    "Arrival",
+    "BatchManager",
+    "ServedRequest",
+    "current_request",
+    "salt_of",
+    "salt_values",
+]
 
 SALT_HEADER = b"x-cache-salt"
 """The header that keeps requests apart, in lower case as ASGI has it."""
@@ -72,3 +100,272 @@ def salt_of(headers: Sequence[str], user: Any) -> str | None:
     if user is None and not headers:
         return None
     return json.dumps([list(headers), user], sort_keys=True)
+
+
+SERVER = "transformers server"
+"""Whose hints they are: each source is trusted as far as its hints come true."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A request of a client, and how far it is."""
+
+    settings: AnswerSettings  # how its answer is made
+    served: ServedRequest = field(default_factory=ServedRequest)  # is told what comes of it
+    checkpoints: Sequence[int] = ()  # positions at which others will branch off
+    request_id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    is_streaming: bool = False  # an output is delivered for every token
+    request: BatchRequest | None = None  # its request in the batch
+    is_cancelled: bool = False  # the client has gone away
+    deliver: Callable[[Any], None] | None = None  # result callback; None until registered
+    num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
+    was_restarted: bool = False  # it was submitted again after a call that broke off
+
+
+class BatchManager:
+    """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
+
+    It has those methods of the library's ``ContinuousBatchingManager`` that the server calls.
+
+    A request whose settings, processors or prompt are at fault fails alone. When the cache's call
+    breaks off, the cache is reset if it must be. Requests of which no token was delivered are then
+    run again from their beginning, once each; the others fail with the reason.
+
+    ``describe`` returns what is known of a request that is being added, given its tokens. What it
+    raises goes to the caller of ``add_request``.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        describe: Callable[[list[int]], Arrival],
+        batching_config: Any = None,
+        *,
+        max_sequence_length: int | None = None,
+    ) -> None:
+        self.batching_config = batching_config
+        self._cache = cache
+        self._describe = describe
+        self._max_sequence_length = max_sequence_length
+        self._lock = threading.Lock()
+        self._arrivals: dict[str, Arrival] = {}
+        self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests not yet added
+        self._untold: dict[str, list[Any]] = {}  # outputs without a listener yet
+        self._wake = threading.Event()
+        self._is_stopped = False
+        self._is_over = False  # the thread has ended
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self.batch_processor = None
+
+    def start(self) -> None:
+        """Begin to run requests."""
+        # A thread that is inside PyTorch when the interpreter ends aborts the process.
+        atexit.register(self._stop_at_exit)
+        self._thread.start()
+
+    def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
+        """End the thread when all requests that there are have been answered."""
+        self._is_stopped = True
+        self._wake.set()
+        if block:
+            self._thread.join(timeout)
+
+    def add_request(
+        self, input_ids: Sequence[int], request_id: str, *, streaming: bool = False, **_: Any
+    ) -> str:
+        """Have a prompt answered; with ``streaming`` there is an output with each token.
+
+        Return its name: another one if a request of this name runs, for clients may choose it.
+        """
+        tokens = list(input_ids)
+        try:
+            longest = self._max_sequence_length
+            if not tokens:
+                raise InvalidArgumentError("the prompt must have at least one token, got none")
+            if longest is not None and len(tokens) > longest:
+                raise SequenceLengthError(
+                    f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
+                )
+            arrival = self._describe(tokens)
+        except BaseException:
+            with self._lock:
+                self._listeners.pop(request_id, None)
+            raise
+        arrival.request_id, arrival.tokens, arrival.is_streaming = request_id, tokens, streaming
+        with self._lock:
+            arrival.deliver = self._listeners.pop(request_id, None)
+            while arrival.request_id in self._arrivals or arrival.request_id in self._untold:
+                arrival.request_id += "'"
+            self._arrivals[arrival.request_id] = arrival
+            is_over = self._is_over
+        self._wake.set()
+        if is_over:
+            self._fail_all(StepOrderError("the thread that runs requests has ended"))
+        return arrival.request_id
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Say who hears of a request, before it is added or after.
+
+        ``callback`` is called in the running event loop with each ``GenerationOutput``.
+        """
+        loop = asyncio.get_running_loop()
+
+        def deliver(output: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(callback, output)
+
+        with self._lock:
+            arrival, untold = self._arrivals.get(request_id), self._untold.pop(request_id, [])
+            if arrival is not None and arrival.deliver is None:
+                arrival.deliver = deliver
+            elif not untold:
+                self._listeners[request_id] = deliver
+        for output in untold:
+            deliver(output)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Have nobody wait for a request; it ends with the step that runs."""
+        with self._lock:
+            arrival = self._arrivals.get(request_id)
+            if arrival is not None:
+                arrival.is_cancelled = True
+        self._wake.set()
+
+    def _stop_at_exit(self) -> None:
+        with self._lock:
+            for arrival in self._arrivals.values():
+                arrival.is_cancelled = True
+        self.stop()
+
+    def _work(self) -> None:
+        try:
+            self._run_until_stopped()
+        finally:
+            with self._lock:
+                self._is_over = True
+            self._fail_all(StepOrderError("the thread that runs requests has ended"))
+            del self._cache  # the server keeps this object when the model is unloaded
+            atexit.unregister(self._stop_at_exit)
+
+    def _run_until_stopped(self) -> None:
+        while True:
+            try:
+                self._cache.run_batches(self)
+            except Exception as error:
+                if not self._recovers(error):
+                    self._fail_all(error)
+                    return
+                self._restart(error)
+            except BaseException as error:
+                self.background_thread_status.fatal_error = error
+                self._fail_all(error)
+                raise
+            if self._is_stopped and not self._arrivals:
+                return
+            self._wake.wait()
+
+    def _recovers(self, error: Exception) -> bool:
+        """Reset the cache after an error that every later call would raise again."""
+        if isinstance(error, (ModelChangedError, PoisonedError)):
+            try:
+                self._cache.reset()
+            except MambaCacheError as reason:
+                self.background_thread_status.fatal_error = reason
+                return False
+        return True
+
+    def _restart(self, error: Exception) -> None:
+        """Run requests of a call that broke off again; fail those that cannot be."""
+        with self._lock:
+            known = list(self._arrivals.values())
+        for arrival in known:
+            is_heard = arrival.is_streaming and arrival.num_told > 0
+            if is_heard or arrival.was_restarted:
+                self._fail(arrival, error)
+            else:
+                arrival.was_restarted, arrival.request, arrival.num_told = True, None, 0
+                self._wake.set()
+
+    def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
+        """Run what has arrived, and what arrives meanwhile, until nobody waits.
+
+        ``begin`` looks at the model when there is something new.
+        """
+        while True:
+            self._wake.clear()
+            with self._lock:
+                known = list(self._arrivals.values())
+            new = [one for one in known if one.request is None and not one.is_cancelled]
+            if new:
+                begin()
+            for arrival in new:
+                self._submit(batcher, arrival)
+            for arrival in known:
+                if arrival.is_cancelled:
+                    self._cancel(batcher, arrival)
+            if not batcher.num_unfinished:
+                return
+            batcher.step()
+            self._tell(known)
+
+    def _submit(self, batcher: Batcher, arrival: Arrival) -> None:
+        try:
+            [arrival.request] = batcher.submit(
+                arrival.request_id,
+                arrival.tokens,
+                arrival.settings,
+                seed=int(torch.randint(2**62, (), device="cpu")),
+                cache_salt=arrival.served.cache_salt,
+                checkpoints=[p for p in arrival.checkpoints if 0 < p <= len(arrival.tokens)],
+                will_continue=arrival.served.will_continue,
+                source=SERVER,
+            )
+        except Exception as error:  # of this request alone: nothing was submitted
+            self._fail(arrival, error)
+
+    def _cancel(self, batcher: Batcher, arrival: Arrival) -> None:
+        if arrival.request is not None and not arrival.request.is_over:
+            batcher.end(arrival.request)
+        with self._lock:
+            for kept in (self._arrivals, self._listeners, self._untold):
+                kept.pop(arrival.request_id, None)
+
+    def _tell(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            request = arrival.request
+            if request is None or arrival.is_cancelled:
+                continue
+            if request.answer and not arrival.num_told:
+                arrival.served.cached_tokens = request.cached_tokens
+            is_new = len(request.answer) > arrival.num_told
+            arrival.num_told = len(request.answer)
+            if request.is_over:
+                arrival.served.error = request.error
+                self._end(arrival, answer_output(request))
+            elif is_new and arrival.is_streaming:
+                self._deliver(arrival, answer_output(request))
+
+    def _end(self, arrival: Arrival, output: Any) -> None:
+        self._deliver(arrival, output)
+        with self._lock:
+            self._arrivals.pop(arrival.request_id, None)
+
+    def _deliver(self, arrival: Arrival, output: Any) -> None:
+        with self._lock:
+            if arrival.deliver is None:
+                self._untold.setdefault(arrival.request_id, []).append(output)
+                return
+        arrival.deliver(output)
+
+    def _fail(self, arrival: Arrival, error: BaseException) -> None:
+        arrival.served.error = error
+        self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            known = list(self._arrivals.values())
+        for arrival in known:
+            if not arrival.is_cancelled:
+                self._fail(arrival, error)
