@@ -67,17 +67,9 @@ _Submit = Callable[[Callable[[], bytes]], Future[bytes]]
 class DiskTier(QueuedTier):
     """Entries of one identity, each in a file of its own.
 
-    A file is written under another name and renamed, so it is there whole or not at all. Each read
-    compares the header with what the request derived, field by field, and verifies the MAC of
-    header and payload. Whatever is wrong is a counted miss: a full disk, an error of the disk,
-    damage, a forged entry. Callers wait for the disk only in ``flush`` and ``close``. Any thread
-    may call; ``done`` is called from threads of this object, or from the caller's when the answer
-    is known at once.
-
-    Each identity has a folder, which one process uses at a time. Folders of others are deleted, the
-    least recently opened first, when all of them would take more than ``capacity_bytes``.
-
-    Its threads end at ``close``. In a process that was forked it refuses everything.
+    A file is written under another name and renamed, so it is there whole or not at all. Folders of
+    other identities are deleted, the least recently opened first, when all of them would take more
+    than ``capacity_bytes``.
     """
 
     name = "disk"

@@ -80,8 +80,10 @@ _Some = TypeVar("_Some", bound=Job)
 class QueuedTier(ABC):
     """A place for entries below host memory, whose threads do what callers queue.
 
-    No call waits for input or output, and none raises because of it: what goes wrong is a
-    ``Refusal``, which the tier counts too. A tier that is slow, full or broken refuses at once.
+    No call waits for input or output but ``flush`` and ``close``, and none raises because of it:
+    what goes wrong is a ``Refusal``, which the tier counts too. A tier that is slow, full or broken
+    refuses at once, and in a process that was forked it refuses everything. Any thread may call;
+    ``done`` is called from threads of this object, or from the caller's when the answer is known.
 
     Subclasses say which entries they have (``_absence``), and have threads that ``_wait`` for jobs
     and ``_end`` each. The lock is held by whoever reads or changes anything of the tier.

@@ -91,16 +91,12 @@ class _GivenUpError(Exception):
 class RemoteTier(QueuedTier):
     """Entries in a store.
 
-    Nobody who calls waits for the store: threads of this object do, each call with a deadline. A
-    call that does not return by it is given up with its thread and the memory that it reads or
-    writes, and another thread takes its place; what it brings later is not looked at. After such a
-    call, or two failures in a row, the store is left alone, and asked every five seconds whether it
-    is back.
+    A call of the store that does not return by its deadline is given up with its thread and the
+    memory that it reads or writes, and another thread takes its place. After such a call, or two
+    failures in a row, the store is left alone, and asked every five seconds whether it is back.
 
-    Whatever is wrong is a counted miss. An entry that is not what its key says is not asked for
-    again by this process until it has put it anew, and removed from the store. Any thread may call;
-    ``done`` is called from threads of this object, or from the caller's when the answer is known at
-    once. In a process that was forked it refuses everything.
+    An entry that is not what its key says is not asked for again by this process until it has put
+    it anew, and removed from the store.
     """
 
     name = "store"

@@ -437,6 +437,26 @@ def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> No
     wait_until(lambda: not bench.tier._num_hung)
 
 
+def test_a_store_is_not_called_any_more_when_its_tier_is_closed(monkeypatch) -> None:
+    """By a thread that was between two calls."""
+    bench = Bench(monkeypatch, call_seconds=0.05)
+    copy, began = remote._copy, threading.Event()
+
+    def late(into, source):
+        began.set()
+        wait_until(lambda: bench.tier._is_closed)
+        copy(into, source)
+
+    monkeypatch.setattr(remote, "_copy", late)
+    put = Answer()
+    assert bench.tier.put(facts_of(1), payload_of(1), put)
+    assert began.wait(PATIENCE)
+    bench.tier.close()
+    assert put.get() is Refusal.ABORTED
+    assert bench.names() == []
+    assert bench.tier.stats().hung == 0
+
+
 def test_a_store_that_was_given_is_not_closed(bench) -> None:
     other = Bench(store=bench.memory)
     other.tier.close()

@@ -162,6 +162,12 @@ class RowMachine(RuleBasedStateMachine):
         self.pool.release(lease)
         assert not self.pool.is_held(lease)
 
+    @rule(number=st.integers(0, 4))
+    def remove(self, number):
+        """Also while it is read: then its row is free when the last reader has ended."""
+        assert self.pool.remove(digest(number)) == (number in self.stored)
+        self.stored.pop(number, None)
+
     @rule(forgets=st.booleans())
     def reset(self, forgets):
         self.stored = {}
