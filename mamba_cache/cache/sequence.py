@@ -161,7 +161,7 @@ class CachedSequence:
     state_position: int = 0  # the last state that is not superseded, or where it resumed
     num_shared_blocks: int = 0  # the first blocks, which it may not write
     num_published: int = 0  # the first blocks, which were registered
-    num_announced: int = 0  # tokens that policies were told of: what follows is decoded
+    num_initial: int = 0  # tokens when it was matched: what follows is decoded
     prompt_seen: object = None  # what the policy of the slots knows it by
     prompt_seen_below: object = None  # likewise that of the host tier
 
@@ -212,7 +212,7 @@ class CachedSequence:
             state_position=self.state_position,
             num_shared_blocks=self.num_shared_blocks,
             num_published=self.num_published,
-            num_announced=self.num_announced,
+            num_initial=self.num_initial,
             prompt_seen=self.prompt_seen,
             prompt_seen_below=self.prompt_seen_below,
         )
@@ -290,7 +290,6 @@ class PrefixIndex:
 
     def announce(self, sequence: CachedSequence, max_skipped: int) -> None:
         """Tell the policies of a sequence that was just matched, if they know prompts."""
-        sequence.num_announced = sequence.num_known
         if not self._slots.knows_prompts:  # then no policy of a tier does
             return
         request = sequence.request
@@ -391,7 +390,7 @@ class PrefixIndex:
 
     def _propose(self, sequence: CachedSequence, position: int) -> StateProposal:
         """Describe a state inside a prompt, at its end, or of a sequence that decodes."""
-        size, end, prompt = self._block_size, sequence.num_announced, sequence.prompt_seen
+        size, end, prompt = self._block_size, sequence.num_initial, sequence.prompt_seen
         depth = position // size
         is_asked = not self.refuses_states or position in sequence.wanted_boundaries
         if position > end:  # the block need not be complete yet
@@ -426,7 +425,7 @@ def _count_saved_tokens(sequence: CachedSequence, checkpoint: Checkpoint) -> int
     """
     position = checkpoint.position
     saved_tokens = position - sequence.state_position
-    if position <= sequence.num_announced or position in sequence.wanted_boundaries:
+    if position <= sequence.num_initial or position in sequence.wanted_boundaries:
         sequence.state_position = position
     return saved_tokens
 

@@ -105,7 +105,7 @@ class Planner:
         found = {name: getattr(match, name) for name in PrefixMatch.__slots__}
         admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
         active.admission = admission
-        active.num_published = match.kv_matched_blocks
+        active.num_initial, active.num_published = match.prompt_tokens, match.kv_matched_blocks
         # What is loaded is written by the load, and by nothing else.
         active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
         chunk = self._chunk(active, match.skip_tokens, num_tokens, is_first=True, lease=lease)
