@@ -394,14 +394,13 @@ class _Reading:
         self._names: dict[int, str] = {}  # of all modules
         self._paths: dict[int, str] = {}  # of all that was read
         self._configs: list[Any] = []
-        # What ``is_current`` looks at: members of lists and sets, keys and values of dicts, and
-        # single entries of dicts.
+        # What ``is_current`` looks at: members of lists and sets and keys of dicts, values of
+        # dicts, and single entries of dicts.
         self._members: list[Any] = []
-        self._keyed: list[Any] = []
         self._dicts: list[Any] = []
         self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
-        self._found: tuple[list[Any], list[Any]] = [], []
+        self._found: list[Any] = []
 
     def read(self, model: torch.nn.Module) -> None:
         """Walk through a model."""
@@ -437,21 +436,19 @@ class _Reading:
         if not self.digest:
             return False
         try:
-            (objects, keys), (objects_before, keys_before) = self._look(), self._found
-            same = len(objects) == len(objects_before) and all(map(is_, objects, objects_before))
-            return same and keys == keys_before
-        except Exception:  # a dict that another thread writes to, or whatever a key raises
+            found = self._look()
+            return len(found) == len(self._found) and all(map(is_, found, self._found))
+        except RuntimeError:  # a dict that another thread writes to
             return False
 
-    def _look(self) -> tuple[list[Any], list[Any]]:
-        """Return what must be the very same objects in the next look, and what must be equal."""
-        objects = [
+    def _look(self) -> list[Any]:
+        """Return what must be the very same objects in the next look."""
+        return [
             *chain.from_iterable(self._members),
             *chain.from_iterable(map(methodcaller("values"), self._dicts)),
             *map(dict.get, self._owners, self._keys),
             *map(type, self.modules.values()),
         ]
-        return objects, [*chain.from_iterable(self._keyed)]
 
     def _read(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -512,7 +509,7 @@ class _Reading:
                 self._read(f"{path}.{name}", members[name])
 
     def _read_hooks(self, path: str, hooks: Any) -> None:
-        self._keyed.append(hooks)
+        self._members.append(hooks)
         for position, hook in enumerate([*hooks.values()]):
             if _module_of(hook) != _CAPTURING:
                 self._read_function(f"{path}[{position}]", hook, "forward hook")
@@ -580,7 +577,7 @@ class _Reading:
         that were made before are the model. New names in a file are looked up by none of its code.
         """
         namespace = vars(owner)
-        self._keyed.append(namespace)
+        self._members.append(namespace)
         self._dicts.append(namespace)
         functions: dict[str, Any] = {}
         for name in list(namespace):
@@ -664,7 +661,7 @@ class _Reading:
 
     def _watch(self, path: str, items: dict[str, Any]) -> None:
         """Watch a dict; entry by entry if a forward rewrites some of them."""
-        self._keyed.append(items)
+        self._members.append(items)
         rewritten = {name for name in items if f"{path}.{name}" in self._known.left_out}
         if not rewritten:
             self._dicts.append(items)
