@@ -4,7 +4,7 @@ from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.states.copier import RowIndices, StateCopier
 from mamba_cache.states.extraction import CHECKPOINT_FIELDS, plan_extraction
 from mamba_cache.states.kernels import CopyBackend, kernels_for
-from mamba_cache.states.kernels.quantize_torch import dequantize_states, quantize_states
+from mamba_cache.states.kernels.twins import dequantize_states, quantize_states
 from mamba_cache.states.pool import StatePool, as_device
 from mamba_cache.states.spec import (
     KVCacheSpec,

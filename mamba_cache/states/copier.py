@@ -11,8 +11,8 @@ import torch
 from mamba_cache._checks import as_ids
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE, outside_inference_mode, to_device
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states.kernels import CopyBackend, copy_torch, kernels_for
-from mamba_cache.states.kernels.copy_torch import Quantized, RowCopy
+from mamba_cache.states.kernels import CopyBackend, kernels_for, twins
+from mamba_cache.states.kernels.twins import Quantized, RowCopy
 
 __all__ = ["RowIndices", "StateCopier"]
 
@@ -64,8 +64,8 @@ class StateCopier:
         self._num_destination_rows = destinations[0].shape[1]
         read = {tensor.data_ptr() for tensor in sources if tensor.numel()}
         self._in_place = any(tensor.data_ptr() in read for tensor in destinations)
-        kernels = kernels_for(backend, self._device, kernels=_KERNELS, twins=copy_torch)
-        self._takes_lists = kernels is copy_torch  # of rows on the host
+        kernels = kernels_for(backend, self._device, kernels=_KERNELS, twins=twins)
+        self._takes_lists = kernels is twins  # of rows on the host
         self._kept_alive = (*sources, *destinations)  # kernels know addresses alone
         self._launches: list[RowCopy] = [
             kernels.copy_states([] if i else unchanged, each, self._device)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states.kernels import CopyBackend, extract_torch, kernels_for
+from mamba_cache.states.kernels import CopyBackend, kernels_for, twins
 
 __all__ = ["CHECKPOINT_FIELDS", "plan_extraction"]
 
@@ -87,7 +87,7 @@ def plan_extraction(
             )
         if slot_scales is None:
             slot_ssm, chunk_states = _as_bits(slot_ssm), _as_bits(chunk_states)
-    kernels = kernels_for(backend, fields[0].device, kernels=_KERNELS, twins=extract_torch)
+    kernels = kernels_for(backend, fields[0].device, kernels=_KERNELS, twins=twins)
     tensors = (slot_conv, slot_ssm, slot_scales, live_conv, chunk_states, conv_input)
     return partial(kernels.extract_states, *tensors, *fields)
 

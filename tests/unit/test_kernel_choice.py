@@ -14,15 +14,14 @@ from mamba_cache.states.kernels import (
     checksum,
     checksum_torch,
     copy,
-    copy_torch,
     extract,
-    extract_torch,
+    twins,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PAIRS = [
-    (copy, copy_torch),
-    (extract, extract_torch),
+    (copy, twins),
+    (extract, twins),
     (checksum, checksum_torch),
     (decode, decode_numpy),
     (align_kernels, copies),
@@ -45,8 +44,8 @@ def test_without_an_interpreter_kernels_need_a_gpu(monkeypatch):
         ("x", "must be 'auto', 'torch' or 'triton', got 'x'"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
-            kernels_for(backend, CPU, kernels=copy.__name__, twins=copy_torch)
-    assert kernels_for("triton", GPU, kernels=copy.__name__, twins=copy_torch) is copy
+            kernels_for(backend, CPU, kernels=copy.__name__, twins=twins)
+    assert kernels_for("triton", GPU, kernels=copy.__name__, twins=twins) is copy
 
 
 def test_without_triton_only_the_twins_are_there(monkeypatch):

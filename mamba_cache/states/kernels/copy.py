@@ -23,7 +23,6 @@ from mamba_cache.states.kernels._launch import (
     end_of_real,
     entries_per_program,
 )
-from mamba_cache.states.kernels.copy_torch import Pairs, Quantized, RowCopy, as_bytes
 from mamba_cache.states.kernels.quantize import (
     RESTORE_OPTIONS,
     RESTORED_CODES,
@@ -34,6 +33,7 @@ from mamba_cache.states.kernels.quantize import (
     restored_tile_sizes,
     stored_tile_sizes,
 )
+from mamba_cache.states.kernels.twins import Pairs, Quantized, RowCopy, as_bytes
 
 __all__ = ["WORDS", "copy_states"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from mamba_cache.states.kernels.quantize_torch import (
+from mamba_cache.states.kernels.twins import (
     INFINITY_BITS,
     LARGEST_CODE,
     LEAST_MAGNITUDE_BITS,
