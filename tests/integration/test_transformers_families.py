@@ -11,8 +11,6 @@ from transformers_rig import (
     BLOCK,
     FAMILIES,
     GREEDY,
-    UNKNOWN_LAYERS,
-    UNRESUMABLE,
     assert_same,
     cached,
     join,
@@ -22,8 +20,6 @@ from transformers_rig import (
     skipped,
     text,
 )
-
-from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 
 SHORT = {"max_new_tokens": 4}
 model_of = functools.cache(make_model)  # each is built once
@@ -95,15 +91,3 @@ def test_prefill_for_those_who_loop_themselves(name, generator):
                 names["position_ids"] = position
             logits = model(rest, **names).logits[:, -1]
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", UNRESUMABLE)
-def test_models_that_forget_are_refused(name):
-    with pytest.raises(UnresumableModelError, match=r"layer 0 of kind 'linear_attention' .* by "):
-        make_cache(make_model(name))
-
-
-@pytest.mark.parametrize("name", UNKNOWN_LAYERS)
-def test_caches_of_unknown_layers_are_refused(name):
-    with pytest.raises(InvalidArgumentError, match=r"layer 1 of the cache .* DynamicIndexedLayer"):
-        make_cache(make_model(name))

@@ -1,10 +1,13 @@
 """Calls of `generate` that are computed as batches: the same results, and which calls they are."""
 
+from contextlib import contextmanager
+
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch
+from model_changes import KINDS, attention
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import TopKLogitsWarper
 from transformers_rig import (
@@ -170,32 +173,21 @@ def test_a_streamer_that_changes_the_model_is_noticed(cache, prompt, monkeypatch
     cache.check_invariants()
 
 
-def change_setting(model):
-    model.model.layers[0].norm.variance_epsilon = 0.5
-    return lambda: None
-
-
-def hook_a_layer(model):
-    return model.model.layers[0].register_forward_hook(lambda *_: _[-1] * 1.5).remove
-
-
-def replace_a_method(model):
-    layer = model.model.layers[0]
-    forward = layer.forward
-    layer.forward = lambda *args, **options: forward(*args, **options) * 1.5
-    return lambda: delattr(layer, "forward")
-
-
 def replace_an_attention_layer(model):
     """By code that a batch cannot compute: it keeps no keys and values."""
-    mixer = next(one.mixer for one in model.model.layers if hasattr(one.mixer, "q_proj"))
-    mixer.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-    return lambda: delattr(mixer, "forward")
+    attention(model).forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    yield
+    del attention(model).forward
+
+
+CHANGES = ("a norm's epsilon", "a forward hook", "a forward replaced on the object")
 
 
 @pytest.mark.filterwarnings("ignore:nothing is reused or cached")
 @pytest.mark.parametrize(
-    "change", [change_setting, hook_a_layer, replace_a_method, replace_an_attention_layer]
+    "change",
+    [*(KINDS[name].change for name in CHANGES), replace_an_attention_layer],
+    ids=[*CHANGES, "an attention layer"],
 )
 def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, prompt):
     """A call begins with the settings of the one before, and drops what it computed with them."""
@@ -206,11 +198,10 @@ def test_what_changed_since_the_last_call_is_found_while_its_batch_runs(change, 
     assert cache.stats().hits == 2
     admitted = []
     cache.listeners.add(admitted.append, Admitted)
-    undo = change(model)
-    assert_equal(model, cache, prompt)
+    with contextmanager(change)(model):
+        assert_equal(model, cache, prompt)
     assert len(admitted) <= 1  # of one call; one that bypasses the cache tells nothing
     assert cache.stats().hits == 2  # other settings, or a call that bypasses the cache
-    undo()
     cache.check_invariants()
     assert not cache._batcher.context.statuses()
     before = cache.stats().hits

@@ -14,6 +14,8 @@ from memory_store import MemoryStore
 from transformers import BatchEncoding, ContinuousBatchingConfig, GenerationConfig, cache_utils
 from transformers_rig import (
     GREEDY,
+    UNKNOWN_LAYERS,
+    UNRESUMABLE,
     VOCABULARY,
     assert_same,
     cached,
@@ -29,6 +31,7 @@ from mamba_cache.errors import (
     MissingExtraError,
     ModelChangedError,
     StepOrderError,
+    UnresumableModelError,
     UnsupportedVersionError,
 )
 
@@ -208,6 +211,14 @@ def test_models_of_other_kinds(model):
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             make_cache(other)
+
+
+@pytest.mark.parametrize("name", [*UNRESUMABLE, *UNKNOWN_LAYERS])
+def test_families_that_are_refused(name):
+    error = UnresumableModelError if name in UNRESUMABLE else InvalidArgumentError
+    message = r"layer 0 of kind 'linear_attention' .* by |layer 1 of the cache .* DynamicIndexed"
+    with pytest.raises(error, match=message):
+        make_cache(make_model(name))
 
 
 def layers_of(model):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from mamba_cache._checks import check_choice, check_int, check_kind, check_number
 from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth, check_blobs, check_keys
 
 __all__ = ["FaultyStore", "Trouble"]
@@ -119,12 +118,7 @@ class FaultyStore:
         The probability is of each key, or of each call where the whole call is met; ``matches``
         says of a key whether it is met; ``times`` is how often at most.
         """
-        check_choice("call", call, _TROUBLES)
-        check_choice(f"trouble of {call}", trouble, _TROUBLES[call])
-        check_number("probability", probability, maximum=1.0)
-        if times is not None:
-            check_int("times", times, minimum=1)
-        check_kind("fault", fault, StoreFault)
+        assert trouble in _TROUBLES[call]
         with self._lock:
             self._rules.append(
                 _Rule(Trouble(trouble), call, probability, times, fault, seconds, matches)
