@@ -31,7 +31,6 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import (
     MooncakeStore,
     StoreFault,
-    StoreHealth,
     ValkeyStore,
     open_store,
 )
@@ -623,16 +622,6 @@ def test_the_command_that_kills_runs_with_damaged_reads():
     command += ["--only", "valkey", "reader"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_a_full_memory_store(rng):
-    store = MemoryStore(max_bytes=150)
-    blobs = blobs_of(rng, "k", (100, 100, 50))
-    answers = store.put_many(list(blobs), views(blobs.values()))
-    assert answers == [None, StoreFault.FULL, None]
-    assert store.health() == StoreHealth(None, "2 blobs, 150 of 150 bytes")
-    store.remove(["k0"])
-    assert store.put_many(["k1"], [blobs["k1"].data]) == [None]
 
 
 def test_wrong_keys_raise_everywhere_and_read_only_memory_is_not_read_into(store):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from mamba_cache._checks import check_int
 from mamba_cache.stores.protocols import (
     MAX_BLOB_BYTES,
     BlobStore,
@@ -19,15 +18,13 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(BlobStore):
-    """A ``BlobStore`` that no other process sees. It keeps what it has: full is ``FULL``."""
+    """A ``BlobStore`` that no other process sees, and that is never full."""
 
     name = "memory"
     max_blob_bytes = MAX_BLOB_BYTES
 
-    def __init__(self, max_bytes: int = 2**30) -> None:
-        self._max_bytes = check_int("max_bytes", max_bytes, minimum=1)
+    def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
-        self._num_bytes = 0
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -60,20 +57,19 @@ class MemoryStore(BlobStore):
             if self._is_closed:
                 return [StoreFault.CLOSED] * len(keys)
             for key in keys:
-                self._num_bytes -= len(self._blobs.pop(key, b""))
+                self._blobs.pop(key, None)
             return [None] * len(keys)
 
     def health(self) -> StoreHealth:
         """Say how much it holds."""
-        detail = f"{len(self._blobs)} blobs, {self._num_bytes} of {self._max_bytes} bytes"
-        return StoreHealth(StoreFault.CLOSED if self._is_closed else None, detail)
+        fault = StoreFault.CLOSED if self._is_closed else None
+        return StoreHealth(fault, f"{len(self._blobs)} blobs")
 
     def close(self) -> None:
         """Forget everything."""
         with self._lock:
             self._is_closed = True
             self._blobs.clear()
-            self._num_bytes = 0
 
     def _fault_of(self, key: str) -> StoreFault | None:
         if self._is_closed:
@@ -86,10 +82,7 @@ class MemoryStore(BlobStore):
             return fault
         if buffer.nbytes > self.max_blob_bytes:
             return StoreFault.TOO_LARGE
-        if self._num_bytes + buffer.nbytes > self._max_bytes:
-            return StoreFault.FULL
         self._blobs[key] = bytes(buffer)
-        self._num_bytes += buffer.nbytes
         return None
 
     def _get(self, key: str, buffer: memoryview) -> int | StoreFault:
