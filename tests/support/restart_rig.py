@@ -49,13 +49,9 @@ def make_engine(path, *, weights="w", model=MODEL, **changes):
         }  # fmt: skip
     identity = ModelIdentity(name="model", weights=weights)
     config = cache_config(**(settings | changes))
-    return Engine(
-        model,
-        config,
-        identity=identity,
-        load_planner=slow_prefill(),
-        prefetch_seconds=1e9,  # the package's clock jumps in tests
-    )
+    engine = Engine(model, config, identity=identity, load_planner=slow_prefill())
+    engine._scheduler._prefetch_seconds = 1e9  # the package's clock jumps in tests
+    return engine
 
 
 def run(engine, seed, **options):
