@@ -23,7 +23,6 @@ except ImportError as error:
     raise MissingExtraError(f"metrics need prometheus_client: {install_hint('metrics')}") from error
 
 __all__ = [
-    "DURATION_BUCKETS",
     "TIMED_CALLS",
     "CacheCollector",
     "CallDurations",
@@ -104,7 +103,7 @@ _OF_TIERS: Sequence[_Row] = [
      "reason", "refused"),
 ]  # fmt: skip
 
-DURATION_BUCKETS = (
+_DURATION_BUCKETS = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3),
     *(5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0),
 )  # fmt: skip
@@ -167,20 +166,14 @@ class CallDurations:
 
     Args:
         registry: Where the histogram is registered. Default: prometheus_client's own.
-        buckets: Upper bounds in seconds.
     """
 
-    def __init__(
-        self,
-        registry: CollectorRegistry = REGISTRY,
-        *,
-        buckets: Sequence[float] = DURATION_BUCKETS,
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._histogram = Histogram(
             "mamba_cache_call_duration_seconds",
             "Time that calls of a step take on the host",
             ["cache", "call"],
-            buckets=buckets,
+            buckets=_DURATION_BUCKETS,
             registry=registry,
         )
 

@@ -6,10 +6,16 @@ PyTorch; ``mamba`` shows what a layer owes the cache.
 """
 
 from mamba_cache.reference.drafting import Drafter, NgramDrafter
-from mamba_cache.reference.engine import Engine, LanguageModel
+from mamba_cache.reference.engine import (
+    Completion,
+    DecodingStats,
+    Engine,
+    FinishReason,
+    LanguageModel,
+    TokenEvent,
+)
 from mamba_cache.reference.hybrid_model import HybridModel
 from mamba_cache.reference.model_config import HybridModelConfig
-from mamba_cache.reference.results import Completion, DecodingStats, FinishReason, TokenEvent
 from mamba_cache.reference.sampling import SamplingParams, sample, verify, verify_greedy_on_device
 
 __all__ = [

@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 from drawn_traces import WORKLOADS
 
-from mamba_cache.cli.bound import bound_of
-from mamba_cache.cli.replay import run_replay
+from mamba_cache.cli.replay import bound_of, run_replay
 from mamba_cache.cli.traces import TraceRequest
 from mamba_cache.errors import MissingExtraError
 
