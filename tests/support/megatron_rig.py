@@ -365,11 +365,6 @@ class Server:
         if hasattr(self.slots, "check_invariants"):
             self.slots.check_invariants()
 
-    @property
-    def num_found(self) -> int:
-        """States that can be found."""
-        return len(self.slots.hash_to_block_id)
-
 
 @dataclass
 class Steps:
