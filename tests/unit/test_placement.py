@@ -7,7 +7,6 @@ import pytest
 from slot_rig import make_allocator, make_context
 
 from mamba_cache.cache import EveryNthBlock, LastBlock, MegatronPlacement, PlacementFacts
-from mamba_cache.cache.placement import checkpoint_offsets
 from mamba_cache.errors import InvalidArgumentError
 
 BLOCK = 256
@@ -59,23 +58,6 @@ def test_positions(placement, prompt, expected):
 def test_n_is_a_positive_count(n):
     with pytest.raises(InvalidArgumentError, match="n must be an int >= 1"):
         EveryNthBlock(n)
-
-
-@pytest.mark.parametrize(
-    ("positions", "chunk_start", "num_tokens", "alignment", "expected"),
-    [
-        ([768, 256, 768, 512], 0, 1000, 1, [256, 512, 768]),
-        ([0, 256, 512, 768], 256, 512, 1, [256]),  # strictly inside the computed tokens
-        ([64, 128, 192, 256], 0, 999, 128, [128, 256]),  # on the kernel's chunks
-        ([512], 300, 600, 128, []),  # from a start off the grid the kernel has no state there
-        ([0, 1, 2], 0, 2, 1, [1]),
-    ],
-)
-def test_offsets(positions, chunk_start, num_tokens, alignment, expected):
-    found = checkpoint_offsets(
-        positions, chunk_start=chunk_start, num_tokens=num_tokens, alignment=alignment
-    )
-    assert found == expected
 
 
 def test_a_position_inside_a_block_is_planned_as_its_beginning():

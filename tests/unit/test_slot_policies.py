@@ -10,7 +10,6 @@ from fingerprints import digest_of
 
 from mamba_cache.cache import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
 from mamba_cache.cache.policies import as_host_array, policy_named
-from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import InvalidArgumentError
 
 SLOTS = np.array([1, 3, 4, 6])
@@ -94,26 +93,6 @@ def test_an_embedders_array_is_read_as_it_is_now(given):
     assert as_host_array(given).tolist() == [1, 2]
     given[0] = 9
     assert as_host_array(given).tolist() == [9, 2]
-
-
-class Foreign(str):
-    """An engine's own enum member: its value is what counts."""
-
-    value = "ref_zero"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("lru", LruSlotPolicy),
-        (EvictionPolicy.LRU, LruSlotPolicy),
-        ("ref_zero", RefZeroSlotPolicy),
-        (EvictionPolicy.REF_ZERO, RefZeroSlotPolicy),
-        (Foreign("PrefixCachingEvictionPolicy.REF_ZERO"), RefZeroSlotPolicy),
-    ],
-)
-def test_policies_are_named_by_value(name, kind):
-    assert type(policy_named(name)) is kind
 
 
 @pytest.mark.parametrize("name", ["fifo", None, 3])
