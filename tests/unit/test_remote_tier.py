@@ -288,6 +288,7 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     bench.turn(0.25)
     assert answer.get() is Refusal.TIMEOUT
     assert bench.tier.stats().hung == 1
+    assert not bench.tier.is_healthy  # one answer that is overdue is enough
     bench.tier.check_invariants()
     bench.recover()
     for number in (1, 2, 1):  # others go on, with other memory

@@ -31,6 +31,13 @@ def sound_books(pool):
     pool.check_invariants()
 
 
+@pytest.mark.parametrize("sizes", [(-1, 1), (1, -1), (2**31, 1), (1, 2**31)])
+def test_sizes_must_be_counts(sizes):
+    assert make_pool(0, 0).free_count == 0
+    with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
+        make_pool(*sizes)
+
+
 @pytest.mark.parametrize(
     ("blocks", "victims", "message"),
     [
