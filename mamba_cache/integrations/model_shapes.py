@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +30,6 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
 __all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]
-
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
-"""What names a repository of the Hugging Face hub: owner/name."""
 
 _TOKENS: Final = 8
 _LINEAR_ATTENTION_CHUNK: Final = 64
@@ -246,23 +242,13 @@ def _find(model: str) -> Path:
         pass
     if isinstance(cached, str):
         return Path(cached)
-    raise InvalidArgumentError(_not_found(model))
-
-
-def _not_found(model: str) -> str:
-    """Say what is allowed, what may have been meant, and how to get it."""
-    allowed = f"{', '.join(BUILT_IN)}, or a Hugging Face config.json or the folder that holds one"
-    message = f"model must be one of {allowed}, got {model!r:.200}"
     near = get_close_matches(model.rpartition("/")[2].lower(), BUILT_IN, n=1)
-    message += f"; did you mean {near[0]!r}?" if near else "."
-    if model.endswith(".json") or model.startswith(("/", ".", "~")):
-        message += " There is no such file, and no folder of that name with a config.json"
-    elif _HUB_ID.fullmatch(model):
-        message += (
-            " Nothing is downloaded, and this machine's cache of the hub has no such model: run "
-            f"'hf download {model} config.json' first"
-        )
-    return message
+    raise InvalidArgumentError(
+        f"model must be one of {', '.join(BUILT_IN)}, a Hugging Face config.json or the folder "
+        "that holds one, or the hub id of a model in this machine's cache, where 'hf download "
+        f"OWNER/NAME config.json' puts it, got {model!r:.200}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
 
 
 def _checkpoint_bytes(folder: Path) -> int | None:
