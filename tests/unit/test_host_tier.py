@@ -391,6 +391,20 @@ def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
     assert all(hashes[depth - 1] in policy._tree._by_hash for depth in depths)
 
 
+def test_a_load_that_raises_is_computed_instead():
+    context = make_tiered()
+    failing = install(context, FailingTransfers)
+    fill(context)
+    failing.fails = {"load"}
+    add(context, "a", PROMPT)
+    run_step(context)
+    context.check_invariants()
+    assert host_stats(context).refused == {"copy_failed": 4}
+    context.finish("a")
+    failing.fails = set()
+    resume(context)
+
+
 def test_loading_is_weighed_against_computing():
     slow = LoadPlanner(Rates(1e3, 0.0, 1e6), learns=False)
     context = make_context(

@@ -165,6 +165,13 @@ def test_an_id_collision_never_serves_the_other_prefix(pool):
     assert pool.find_block(mine[0], mine.digests[0]) == pool.find_block(mine[0]) == block_ids[0]
 
 
+def test_nothing_is_registered_without_prefix_caching():
+    pool = KVBlockAllocator(5, enable_prefix_caching=False)
+    block_ids = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes(block_ids, prefix(1, 2)) == [None, None]
+    assert pool.match_prefix(prefix(1, 2)) == []
+
+
 def test_many_blocks_cost_few_lines_each():
     """A prompt of 32,768 tokens has 2,048 blocks of 16: what is done for each is done in C."""
 

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from slot_rig import (
@@ -103,25 +102,6 @@ def test_calls_for_conv_and_ssm_states_refuse_other_kinds():
     odd = StateSpec((*spec.tensors, StateTensorSpec("odd", 5, SSM, torch.float32)))
     with pytest.raises(InvalidArgumentError, match="equally many layers"):
         MambaSlotAllocator.from_spec(make_context(), 3, odd)
-
-
-@pytest.mark.parametrize("make", [list, set, tuple, np.array, torch.tensor])
-def test_block_ids_come_in_any_container(make):
-    allocator = full()
-    assert allocator.allocate_slots_batch(make([2])) == [allocator.get_slot(2)]
-    allocator.on_kv_blocks_deregistered(make([2, 3]), make([100]))
-    assert allocator.hash_to_block_id == {101: 1}
-    allocator.check_invariants()
-
-
-def test_a_block_may_have_a_hash_before_it_has_a_slot():
-    allocator = full(slots=2)
-    allocator.register_block_hashes_batch([7], [10])
-    allocator.check_invariants()
-    assert allocator.hash_to_block_id == {100: 0, 101: 1, 10: 7}
-    allocator.allocate_slots_batch([7])
-    allocator._invalidate_blocks_batch([7])
-    assert (allocator.hash_to_block_id, allocator._hash_of) == ({101: 1}, {1: 101})
 
 
 def test_hashes_that_an_embedder_writes_or_drops_are_the_truth():
