@@ -21,7 +21,7 @@ ROW_ALIGNMENT = 4096
 _SLAB_BYTES = 2**28
 _HUGE_PAGE = 2**21
 _PAGE = 4096
-_MOST_THREADS = 12
+_MAX_THREADS = 12
 _SPARE_CORES = 2
 """What the threads leave to who serves requests meanwhile."""
 _PINNING_THREADS = 4
@@ -92,7 +92,7 @@ class Pinner:
 
     def __init__(self, pin: Callable[[int, int], object], unpin: Callable[[int], object]) -> None:
         self._pin = pin
-        count = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - _SPARE_CORES))
+        count = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) - _SPARE_CORES))
         name = "mamba-cache-pin"
         self._touching = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-touch")
         self._pinning = ThreadPoolExecutor(_PINNING_THREADS, thread_name_prefix=name)

@@ -15,7 +15,7 @@ __all__ = ["LoadPlanner", "Rates", "largest", "quickest"]
 _WEIGHT = 0.9
 """Of what was measured before, each time that something is measured."""
 
-_LEAST_SPREAD = 0.05
+_MIN_SPREAD = 0.05
 """Of the sizes of loads, relative to their mean: below it one cannot tell latency and bandwidth."""
 
 
@@ -87,7 +87,7 @@ class LoadPlanner:
         self._means = mean_bytes, mean_seconds, squares, products
         variance = squares - mean_bytes**2
         latency = self.rates.latency_seconds
-        if variance > (_LEAST_SPREAD * mean_bytes) ** 2:
+        if variance > (_MIN_SPREAD * mean_bytes) ** 2:
             slope = (products - mean_bytes * mean_seconds) / variance
             if slope > 0:
                 latency = max(0.0, mean_seconds - slope * mean_bytes)

@@ -51,7 +51,7 @@ _CHUNK_BYTES: Final = 2**21
 _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
 _ENTRIES_AT_ONCE: Final = 16
-_MOST_THREADS: Final = 4  # unless more are asked for
+_MAX_THREADS: Final = 4  # unless more are asked for
 _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
 _MAX_REMEMBERED: Final = 2**16
@@ -122,7 +122,7 @@ class RemoteTier(QueuedTier):
             queues=[self._connecting, self._asks],
         )
         if num_threads is None:  # Mooncake's reads of a dead machine keep a processor busy each
-            num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or _MOST_THREADS))
+            num_threads = max(2, min(_MAX_THREADS, os.cpu_count() or _MAX_THREADS))
         self._num_threads = num_threads
         self._call_seconds = call_seconds
         self._chunk_bytes = chunk_bytes

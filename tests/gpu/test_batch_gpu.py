@@ -125,7 +125,7 @@ def test_calls_of_generate_are_replayed_and_answer_as_the_model_does(family, gen
         cache.check_invariants()
     stats = cache.batch_stats()
     # Rows wait before their last tokens, which then are single ones.
-    is_step_exact = cache._prefiller.fewest_tokens == 1
+    is_step_exact = cache._prefiller.min_tokens == 1
     num_batched = len(calls) if is_step_exact else 2
     assert stats.generate_calls == num_batched
     assert stats.eager_steps == 0, stats.eager_reason

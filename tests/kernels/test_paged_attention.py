@@ -83,7 +83,7 @@ def test_every_row_attends_to_its_own_request(
 ):
     """Requests shorter and longer than a tile, in any order, and rows of nobody."""
     monkeypatch.setattr(paged_attention, "_TILE", 16)
-    monkeypatch.setattr(paged_attention, "_MOST_SPLITS", splits)
+    monkeypatch.setattr(paged_attention, "_MAX_SPLITS", splits)
     lengths, places = [1, 16, 33, 70], [2, -1, 0, 3, 1, -1]
     given = make(generator, device, lengths, places, dtype=torch.float32, **shape)
     pools = [given[1].clone(), given[2].clone()]
@@ -157,7 +157,7 @@ def test_every_token_of_a_chunk_sees_what_is_before_it(
     """Chunks and keys of more than one tile; padding attends to nothing, whatever is in it."""
     monkeypatch.setattr(paged_attention, "_TILE", 16)
     monkeypatch.setattr(paged_attention, "_QUERIES", 32)
-    monkeypatch.setattr(paged_attention, "_MOST_SPLITS", splits)
+    monkeypatch.setattr(paged_attention, "_MAX_SPLITS", splits)
     given = make_chunks(generator, device, torch.float32, num_tokens=35, **shape)
     wanted = expected_of_chunks(*given, 0.3)
     for row, count in enumerate(COUNTS):

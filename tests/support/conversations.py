@@ -52,7 +52,7 @@ CLAMPING = ("nemotron_h", "nemotron_h with experts", "zamba2")
 BOUND = 1e-9
 """Of the largest logit: by how much an answer's may be off in float64."""
 
-MOST_TOKENS = 150
+MAX_TOKENS = 150
 PAD = 0
 EOS = 2
 """The models' own, where a call names none."""
@@ -341,7 +341,7 @@ class Conversation:
 
     def _prompt_of(self, user: _User) -> Tokens:
         """The next prompt of a user: all so far, and a message."""
-        if len(user.history) > MOST_TOKENS:
+        if len(user.history) > MAX_TOKENS:
             user.history = ()
         return (user.history or user.system) + self._text(self._length(1.5))
 

@@ -97,7 +97,7 @@ _REGISTRIES = (
 """transformers' registries of attention, mask and experts functions."""
 
 _SAMPLE_STRIDE = 16
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 _ROOT = "model."
 _SIZE_WITH_DICT = type("WithDict", (), {}).__basicsize__  # of objects with nothing but __dict__
 _CAPTURING = "transformers.utils.output_capturing"  # its hooks return nothing
@@ -959,8 +959,8 @@ def _name(path: str) -> str:
 
 
 def _changed(paths: list[str]) -> ModelChangedError:
-    names = ", ".join(map(_name, paths[:_MOST_NAMES]))
-    more = f" and {len(paths) - _MOST_NAMES} more" if len(paths) > _MOST_NAMES else ""
+    names = ", ".join(map(_name, paths[:_MAX_NAMES]))
+    more = f" and {len(paths) - _MAX_NAMES} more" if len(paths) > _MAX_NAMES else ""
     return ModelChangedError(
         "the model's weights are not those that the cached prefixes were computed with "
         f"({names or 'they were others for a moment'}{more}): call reset() to forget those"

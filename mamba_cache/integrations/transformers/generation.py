@@ -236,7 +236,7 @@ class Generation:
         if self.find_batcher is None or self.runner.fingerprint.has_foreign:
             return False
         can_wait = min(len(prompt.tokens) for prompt in prompts) > 1
-        if not is_single and (self.prefiller.fewest_tokens > 1 or not can_wait):
+        if not is_single and (self.prefiller.min_tokens > 1 or not can_wait):
             return False
         self._batcher = batcher = self.find_batcher()
         if batcher is None or not self._is_quicker(batcher, prompts):
@@ -378,7 +378,7 @@ class Generation:
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
         """Return how many tokens of each row the forward of the batch computes."""
-        lengths, left = {len(prompt.tokens) for prompt in prompts}, self.prefiller.fewest_tokens
+        lengths, left = {len(prompt.tokens) for prompt in prompts}, self.prefiller.min_tokens
         if lengths == {1}:
             return 1
         if min(lengths) < left:

@@ -84,7 +84,7 @@ class Prefiller:
         capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
         segment_tokens: The most that one forward computes, a multiple of the block size.
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
-        fewest_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
+        min_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
             exact, else 1. A prompt of one token is computed at once all the same.
     """
 
@@ -97,7 +97,7 @@ class Prefiller:
         capture: StateCapture | None,
         segment_tokens: int,
         may_shrink: bool,
-        fewest_tokens: int,
+        min_tokens: int,
     ) -> None:
         self._runner = runner
         self._store = store
@@ -105,7 +105,7 @@ class Prefiller:
         self._capture = capture
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
-        self.fewest_tokens = fewest_tokens
+        self.min_tokens = min_tokens
 
     def compute(
         self, task: PrefillTask, cache: Any, last_forward: Callable[[int], Any] | None = None
@@ -145,9 +145,9 @@ class Prefiller:
         """Restore what is cached, and plan the rest; a prompt that is tried again is counted."""
         tokens, end = task.tokens, task.end
         record = self._open(task, task.min_computed)
-        if 0 < end - record.match.skip_tokens < self.fewest_tokens and record.match.skip_tokens:
+        if 0 < end - record.match.skip_tokens < self.min_tokens and record.match.skip_tokens:
             record.close()
-            record = self._open(task, len(tokens) - end + self.fewest_tokens)
+            record = self._open(task, len(tokens) - end + self.min_tokens)
         if (restored := record.load()) is not None:
             self.filler.fill(cache, restored)
         positions = self._positions(record, task)
@@ -243,8 +243,8 @@ class Prefiller:
         size = self._store.layout.block_size_tokens
         positions = self._store.index.positions(record.sequence)
         # Where the same prompt goes on from when it comes again.
-        positions.add((len(task.tokens) - self.fewest_tokens) // size * size)
-        if self.fewest_tokens > 1 and task.end - 1 in positions:  # it would leave a single token
+        positions.add((len(task.tokens) - self.min_tokens) // size * size)
+        if self.min_tokens > 1 and task.end - 1 in positions:  # it would leave a single token
             positions = positions - {task.end - 1} | {task.end - 1 - size}
         return {p for p in positions if p > record.match.skip_tokens}
 
@@ -255,7 +255,7 @@ class Prefiller:
         if self._capture is None:
             cuts |= {p for p in checkpoints if p < end}
         ends = sorted(cuts - {start})
-        if self.fewest_tokens > 1:
+        if self.min_tokens > 1:
             # No cut leaves a single token before it or after it.
             ends = [one for one, after in pairwise([*ends, 0]) if one + 1 != after]
             if len(ends) > 1 and ends[0] == start + 1:

@@ -92,8 +92,8 @@ __all__ = ["PrefixCache", "check_settings"]
 _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
-_MOST_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch
-_FEWEST_SLOTS = 16
+_MAX_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch
+_MIN_SLOTS = 16
 """From which on the default policy learns: with fewer a chat must go on from its last state."""
 
 _BLOCKS_WITHOUT_MEMORY = 2**18
@@ -242,10 +242,10 @@ class PrefixCache:
         )
         self._batcher_settings = BatcherSettings(
             max_requests=settings.max_requests,
-            chunk_tokens=max(min(most_tokens, _MOST_CHUNK_TOKENS), settings.block_size_tokens),
+            chunk_tokens=max(min(most_tokens, _MAX_CHUNK_TOKENS), settings.block_size_tokens),
             placement=settings.placement,
             saves_answers=settings.reuse_answers and is_step_exact,
-            fewest_tokens=1 if is_step_exact else 2,
+            min_tokens=1 if is_step_exact else 2,
             is_eager=self._why_eager(),
         )
         self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.initial)
@@ -272,7 +272,7 @@ class PrefixCache:
             capture=self._capture,
             segment_tokens=most_tokens,
             may_shrink=settings.segment_tokens is None,
-            fewest_tokens=self._batcher_settings.fewest_tokens,
+            min_tokens=self._batcher_settings.min_tokens,
         )
         self._batcher: Batcher | None = None
         # Without capture the context saves no states inside of prompts.
@@ -382,7 +382,7 @@ class PrefixCache:
             hint=hint,
             checkpoints=named,
             eos_token_ids=frozenset(served.eos_token_ids),
-            follows_rows=served.follows_rows and self._prefiller.fewest_tokens == 1,
+            follows_rows=served.follows_rows and self._prefiller.min_tokens == 1,
             keeps_decoded=self._settings.reuse_answers,
             variant=check_variant(variant),
             find_batcher=self._find_batcher if self._may_batch(served, options) else None,
@@ -1022,7 +1022,7 @@ def _read_policy(
     slot_policy: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
 ) -> SlotEvictionPolicy:
     if slot_policy is None:
-        slot_policy = "adaptive" if num_slots >= _FEWEST_SLOTS else "consumed"
+        slot_policy = "adaptive" if num_slots >= _MIN_SLOTS else "consumed"
     if isinstance(slot_policy, str):
         check_choice("slot_policy", slot_policy, get_args(SlotPolicyName))
         return SLOT_POLICIES[slot_policy]()

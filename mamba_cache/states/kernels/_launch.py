@@ -17,7 +17,7 @@ __all__ = ["WIDE_BYTES", "Launcher", "end_of_real", "entries_per_program", "layo
 WIDE_BYTES = 16
 """The widest access that a GPU has."""
 
-_MOST_PROGRAMS_Y = 65535
+_MAX_PROGRAMS_Y = 65535
 
 
 class Launcher:
@@ -82,4 +82,4 @@ def entries_per_program(num_entries: int, *, on_gpu: bool, captured: int) -> int
     padded states of 24 layers cost 985 us so, and 18 us in one walk (NVIDIA H200, 98 MiB a state).
     """
     in_graph = on_gpu and torch.cuda.is_current_stream_capturing()
-    return captured if in_graph or num_entries > _MOST_PROGRAMS_Y else 1
+    return captured if in_graph or num_entries > _MAX_PROGRAMS_Y else 1

@@ -53,7 +53,7 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Types of words by their bytes."""
 
 _WIDEST_WORD_BYTES = 8
-_MOST_TILES_PER_CHUNK = 16
+_MAX_TILES_PER_CHUNK = 16
 _TILE_WORDS = tl.constexpr(512)
 _WIDE_BYTES = tl.constexpr(WIDE_BYTES)
 _ZERO_SOURCE = tl.constexpr(ZERO_SOURCE)
@@ -163,7 +163,7 @@ def _plan_chunks(pairs: Pairs) -> tuple[np.ndarray, int, int, int]:
     kinds = ((wide, _WIDEST_WORD_BYTES), (narrow, narrow_bytes))
     most_words = max((size // word for those, word in kinds for *_, size in those), default=0)
     most_tiles = triton.next_power_of_2(max(triton.cdiv(most_words, _TILE_WORDS.value), 1))
-    tiles_per_chunk = min(_MOST_TILES_PER_CHUNK, most_tiles)
+    tiles_per_chunk = min(_MAX_TILES_PER_CHUNK, most_tiles)
     chunk_words = tiles_per_chunk * _TILE_WORDS.value
     tables = [np.empty((0, 5), dtype=np.int64)]
     for those, word_bytes in kinds:

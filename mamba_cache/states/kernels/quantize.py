@@ -60,7 +60,7 @@ _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 _ONE_OVER_LARGEST_CODE = tl.constexpr(ONE_OVER_LARGEST_CODE)
 _MAGNITUDE_MASK = tl.constexpr(MAGNITUDE_MASK)
 _INFINITY_BITS = tl.constexpr(INFINITY_BITS)
-_LEAST_MAGNITUDE_BITS = tl.constexpr(LEAST_MAGNITUDE_BITS)
+_MIN_MAGNITUDE_BITS = tl.constexpr(LEAST_MAGNITUDE_BITS)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 # Added to a code that is not rounded yet, it leaves a float32 whose last bits are the code, rounded
 # to nearest, halves to even: no conversion, of which a GPU makes few at a time.
@@ -93,7 +93,7 @@ def quantize_tile(  # type: ignore[no-untyped-def]
     places, mask, scale_places, scale_mask = _places(tile, HEAD_DIM, STATE_DIM, ROWS, COLUMNS)
     values = tl.load(states + places, mask=mask & (source_row >= 0), other=0).to(tl.float32)
     bits = values.to(tl.int32, bitcast=True)
-    largest_bits = tl.maximum(tl.max(bits & _MAGNITUDE_MASK, axis=0), _LEAST_MAGNITUDE_BITS)
+    largest_bits = tl.maximum(tl.max(bits & _MAGNITUDE_MASK, axis=0), _MIN_MAGNITUDE_BITS)
     largest = largest_bits.to(tl.float32, bitcast=True)
     # In bits: Triton compares the constants of a kernel before each launch, and NaN is not NaN.
     nan = tl.full([COLUMNS], _NAN_BITS, tl.int32).to(tl.float32, bitcast=True)

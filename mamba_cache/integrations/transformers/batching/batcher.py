@@ -51,7 +51,7 @@ __all__ = ["BatchStats", "Batcher", "BatcherSettings"]
 _LONGEST = 2**17
 """Maximum tokens of a sequence if the model sets none; block tables have that width."""
 
-_MOST_OFFERS = 1024
+_MAX_OFFERS = 1024
 """Maximum number of blocks and states that wait for a copy to the tiers below."""
 
 _MAX_WAIT_STEPS = 64
@@ -82,7 +82,7 @@ class BatcherSettings:
     # Where states inside a prompt are saved, beside its last complete block.
     placement: CheckpointPlacement
     saves_answers: bool  # keep what is computed while decoding
-    fewest_tokens: int  # minimum of a chunk of a prompt
+    min_tokens: int  # minimum of a chunk of a prompt
     is_eager: str = ""  # the reason for using no CUDA graphs, if any
 
 
@@ -192,7 +192,7 @@ class Batcher:
                 max_slots=store.slots.max_slots,
                 ssm_chunk_size=math.gcd(block_size, runner.chunk_size),
                 vocab_size=runner.vocabulary,
-                min_computed_tokens=settings.fewest_tokens,
+                min_computed_tokens=settings.min_tokens,
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=settings.saves_answers,
                 reuse_answers=settings.saves_answers,
@@ -214,7 +214,7 @@ class Batcher:
             filler,
             graphs=self._graphs,
             capture=capture,
-            fewest_tokens=settings.fewest_tokens,
+            min_tokens=settings.min_tokens,
         )
         self._sizes = padded_sizes(settings.max_requests)
         self._sampler = Sampler(self.context.device)
@@ -294,7 +294,7 @@ class Batcher:
         )
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
-        size, least = self.context.block_size_tokens, self._settings.fewest_tokens
+        size, least = self.context.block_size_tokens, self._settings.min_tokens
         first = self._num_requests
         made = [
             BatchRequest(
@@ -552,7 +552,7 @@ class Batcher:
         prepared, tiers = request.prepared, self._store.tiers
         if tiers is not None:
             sequence = CachedSequence(prepared.request, prepared.tokens, prepared.chain)
-            tiers.bring(sequence, self._settings.fewest_tokens)
+            tiers.bring(sequence, self._settings.min_tokens)
         return self.context.match(prepared).skip_tokens
 
     def _close_ranks(self) -> None:
@@ -729,7 +729,7 @@ class Batcher:
                 over.append(request)
         tiers = self._store.tiers
         # Spilling blocks this thread: do it when idle, or when much waits.
-        if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MOST_OFFERS):
+        if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MAX_OFFERS):
             tiers.spill()
         if self._has_listeners and not self._runner.fingerprint.is_current():
             raise ModelChangedError(

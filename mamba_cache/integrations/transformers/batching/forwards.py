@@ -111,7 +111,7 @@ class BatchForwards:
         *,
         graphs: StepGraphs,
         capture: StateCapture | None,
-        fewest_tokens: int,
+        min_tokens: int,
     ) -> None:
         assert context.kv_cache is not None
         self._runner = runner
@@ -130,7 +130,7 @@ class BatchForwards:
         self._kernels = kernels_for(
             "auto", context.device, kernels=_KERNELS, twins=decode_inputs_torch
         )
-        self._fewest_tokens = fewest_tokens
+        self._min_tokens = min_tokens
         self._live = context.live_states.tensors
         self._metadata = context.step_buffers.tensors
         self._head = runner.model.get_output_embeddings()
@@ -275,7 +275,7 @@ class BatchForwards:
         )
         size = max(lengths)
         # One token would take the model's decode path, which is not exact for every model.
-        least = self._fewest_tokens if self._capture is not None else 1
+        least = self._min_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
         is_ragged = not is_alike or size < least
         shape = RectangleShape(

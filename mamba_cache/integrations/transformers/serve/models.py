@@ -31,10 +31,10 @@ __all__ = ["ServedModel", "ServedModels"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_RENEWALS = 3
+_MAX_RENEWALS = 3
 """How often a cache is begun anew without a hit in between: a model may change in each call."""
 
-_MOST_REASONS = 16
+_MAX_REASONS = 16
 """Reasons for which a model's requests went past its cache that are told, each once."""
 
 
@@ -202,7 +202,7 @@ class ServedModel:
         ``error`` says why: the model was changed, or a call broke off.
         """
         self._num_renewals += 1
-        if self._num_renewals > _MOST_RENEWALS:
+        if self._num_renewals > _MAX_RENEWALS:
             self._give_up(error)
             return
         self._tell(error)
@@ -223,7 +223,7 @@ class ServedModel:
     def _tell(self, error: Exception) -> None:
         """Say why a request went past the cache, once for each reason."""
         reason = str(error)
-        if reason in self._told or len(self._told) >= _MOST_REASONS:
+        if reason in self._told or len(self._told) >= _MAX_REASONS:
             return
         self._told.add(reason)
         _log.warning("%s answers such requests without its prefix cache: %s", self._name, reason)

@@ -15,7 +15,7 @@ _TILE = 64
 _QUERIES = 64
 _PROGRAMS = 512
 """The keys of a request are split among programs up to so many, which fill a GPU."""
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 _LOWEST = tl.constexpr(-3.0e38)
 """The peak of no scores: below all of them, and still a number to subtract from."""
 
@@ -175,7 +175,7 @@ def paged_attention(
     group = num_heads // kv_heads
     queries = min(_QUERIES, max(triton.next_power_of_2(num_tokens * group), 16))
     parts = triton.cdiv(num_tokens * group, queries)
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (rows * kv_heads * parts)))
+    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * kv_heads * parts)))
     output = query.new_empty((rows, num_tokens, num_heads, head_dim))
     sums = peaks = totals = output  # which are not used without splits
     if splits > 1:
