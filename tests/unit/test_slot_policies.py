@@ -95,6 +95,16 @@ def test_an_embedders_array_is_read_as_it_is_now(given):
     assert as_host_array(given).tolist() == [9, 2]
 
 
+class Foreign(str):
+    """An engine's own enum member: its value is what counts."""
+
+    value = "ref_zero"
+
+
+def test_a_policy_is_named_by_value():
+    assert type(policy_named(Foreign("PrefixCachingEvictionPolicy.REF_ZERO"))) is RefZeroSlotPolicy
+
+
 @pytest.mark.parametrize("name", ["fifo", None, 3])
 def test_unknown_names_are_refused(name):
     with pytest.raises(InvalidArgumentError, match=r"one of \['lru', 'ref_zero'\], got"):

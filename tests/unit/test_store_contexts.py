@@ -20,7 +20,7 @@ from mamba_cache.context import prefetch as prefetching
 from mamba_cache.context import tiering as tierings
 from mamba_cache.errors import TierInUseError
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import ModelIdentity, ParallelRank, Rates, Refusal
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
 from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers import jobs as jobs_module
 from mamba_cache.tiers import remote as remote_module
@@ -319,6 +319,14 @@ def test_a_full_queue_of_questions_lets_requests_go_on(make, store) -> None:
     context = make(store)
     context.store_tier._max_queued = 0
     assert ask(context).state is PrefetchState.NOTHING
+
+
+def test_a_store_that_is_slower_than_computing_is_not_asked(make, store) -> None:
+    """Where B <= k P nothing is gained, however long the prefix."""
+    fast = LoadPlanner(Rates(tokens_per_second=1e12), learns=False)
+    context = make(store, planner=fast)
+    assert ask(context).state is PrefetchState.NOTHING
+    assert context.store_tier.stats().asks == 0
 
 
 def test_the_speed_of_the_store_is_measured(make, store, clock) -> None:
