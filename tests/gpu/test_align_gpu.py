@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from align_rig import HostWorld, ResidentWorld, check_worlds
+from align_rig import HostWorld, ResidentWorld, SlotWorld, check_worlds
 from align_states import Group, Model, States, models
 from gpu_rig import BUSY_CYCLES, waiting_raises
 from hypothesis import given
@@ -38,7 +38,9 @@ class QuietWorld(ResidentWorld):
 WORLDS = [
     partial(HostWorld, device="cuda"),
     partial(HostWorld, device="cuda", decides_on_device=True),
+    partial(HostWorld, device="cuda", decides_on_device=True, by_kind=True),
     partial(QuietWorld, device="cuda"),
+    partial(SlotWorld, device="cuda"),
 ]
 
 
@@ -102,7 +104,7 @@ def test_all_groups_are_looked_up_without_waiting(seed):
     """What vLLM's metadata builders get, bit for bit as the plain twin finds it."""
     rng = np.random.default_rng(seed)
     model = Model(16, 3, 4, False, (Group(), Group(num_layers=1), Group()), max_requests=70)
-    config, kinds = model.kv_cache_config(), model.copy_funcs
+    config, kinds = model.kv_cache_config(), {"mamba2": model.copy_funcs}
     host = [torch.from_numpy(rng.integers(0, 99, (70, 12))).int() for _ in model.groups]
     lengths = torch.from_numpy(rng.integers(0, 9 * 16, 70)).int()
     found = []

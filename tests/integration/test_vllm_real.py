@@ -246,6 +246,7 @@ def test_the_resident_state_binds_tables_by_slot(utils, seed):
         state.initialize_kv_cache(world.config, tables)
     bound = state._mamba_ctx
     assert isinstance(bound, MambaSpecDecodeGPUContext)
+    assert bound.table.is_by_slot
     assert bound.table.block_tables[0].data_ptr() == world.tables[0].data_ptr()
     assert torch.equal(bound.index_tables[0], world.tables[0].flip(0))
 

@@ -37,7 +37,7 @@ class Setup:
         self.expected = States(model, np.random.default_rng(seed))
         config = model.kv_cache_config()
         self.context = MambaSpecDecodeGPUContext.create(
-            ROWS, config, {}, device, partial(CpuGpuBuffer, device=device), backend=backend
+            ROWS, config, 2, device, partial(CpuGpuBuffer, device=device), backend=backend
         )
         ids = [np.random.default_rng(seed + g).permutation(ROWS * 10) + 1 for g in range(3)]
         self.blocks = np.stack(ids).reshape(3, ROWS, 10)
@@ -162,7 +162,7 @@ def test_offsets_past_int32(device, backend):
     state[0] = torch.arange(16, dtype=torch.uint8, device=device)
     conv = torch.arange(3 * 3 * 2, dtype=torch.uint8, device=device).view(3, 3, 2)
     config, make_buffer = model.kv_cache_config(), partial(CpuGpuBuffer, device=device)
-    context = MambaSpecDecodeGPUContext.create(1, config, {}, device, make_buffer, backend=backend)
+    context = MambaSpecDecodeGPUContext.create(1, config, 2, device, make_buffer, backend=backend)
     tables = [torch.tensor([[0, 2]], dtype=torch.int32, device=device)]
     layers = {"mamba.0.0": SimpleNamespace(kv_cache=[conv, state])}
     context.initialize_from_forward_context(config, layers, model.copy_funcs, tables)

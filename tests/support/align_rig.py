@@ -15,6 +15,7 @@ from mamba_cache.integrations.vllm import (
     CpuGpuBuffer,
     MambaBuffers,
     MambaHybridModelState,
+    postprocess_mamba,
     postprocess_mamba_align_gpu,
     preprocess_mamba,
     stage_postprocess_inputs_to_gpu,
@@ -67,15 +68,16 @@ class Oracle:
 
 
 class HostWorld:
-    """An engine that decides before a step on the host or the device, and after it on the device.
+    """An engine that decides on the host before a step, and after it on the host or the device."""
 
-    vLLM's V1 runner does both.
-    """
-
-    def __init__(self, model, rng, *, device="cpu", backend="auto", decides_on_device=False):
+    def __init__(
+        self, model, rng, *, device="cpu", backend="auto", decides_on_device=False, by_kind=False
+    ):
         self.model, self.states, self.device = model, States(model, rng, device), device
         self.config = model.kv_cache_config()
-        self.copy_funcs, self.decides_on_device = model.copy_funcs, decides_on_device
+        # From vLLM 0.32 on: functions by kind of layer, and copies before a step on the device too.
+        self.by_kind = by_kind
+        self.copy_funcs = {"mamba2": model.copy_funcs} if by_kind else model.copy_funcs
         self.cache_config = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align")
         self.bufs = MambaBuffers.create(
             model.max_requests,
@@ -83,9 +85,11 @@ class HostWorld:
             self.copy_funcs,
             partial(CpuGpuBuffer, device=device),
             device,
-            with_postprocess_align=True,
+            decides_on_device,
         )
-        self.bufs.preprocess.backend = self.bufs.postprocess_align.backend = backend
+        self.bufs.preprocess.backend = backend
+        if decides_on_device:
+            self.bufs.postprocess_align.backend = backend
         self.state_idx, self.accepted = {}, {}
         self.tables = block_tables(model, device)
 
@@ -102,13 +106,25 @@ class HostWorld:
         preprocess_mamba(
             step.scheduler_output(), self.config, self.cache_config, self.state_idx,
             self.input_batch, self.requests, self.states.forward_context(), self.copy_funcs,
-            self.bufs.preprocess, self.bufs.postprocess_align if self.decides_on_device else None,
+            self.bufs.preprocess, self.bufs.postprocess_align if self.by_kind else None,
         )  # fmt: skip
         self.remember(step)
 
     def after(self, step):
         counts = self.input_batch.num_accepted_tokens_cpu
         counts[:] = [step.accepted(request) for request in step.batch]
+        if self.bufs.postprocess_align:
+            self.postprocess_on_device(step, counts)
+        else:
+            postprocess_mamba(
+                step.scheduler_output(), self.config, self.cache_config, self.input_batch,
+                self.requests, self.state_idx, self.model.num_drafts, len(step.batch),
+                forward_context=self.states.forward_context(),
+                mamba_state_copy_funcs=self.copy_funcs, copy_bufs=self.bufs.preprocess,
+            )  # fmt: skip
+        self.remember(step)
+
+    def postprocess_on_device(self, step, counts):
         on_cpu = torch.from_numpy(counts)
         stage_postprocess_inputs_to_gpu(
             self.bufs.postprocess_align, step.scheduler_output(), step.req_ids, len(step.batch),
@@ -126,7 +142,6 @@ class HostWorld:
         )
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
-        self.remember(step)
 
     def remember(self, step):
         counts = self.input_batch.num_accepted_tokens_cpu.tolist()
@@ -141,14 +156,12 @@ class ResidentWorld:
         self.config = model.kv_cache_config()
         self.state = MambaHybridModelState(
             engine_config(model, self.states.forward_context()),
-            SimpleNamespace(get_mamba_state_copy_funcs=lambda kinds: model.copy_funcs),
+            SimpleNamespace(get_mamba_state_copy_func=lambda: model.copy_funcs),
             None,
             device,
             backend=backend,
         )
-        self.tables = block_tables(model, device)  # by request slot
-        by_group = SimpleNamespace(block_tables=[SimpleNamespace(gpu=t) for t in self.tables])
-        self.state.initialize_kv_cache(self.config, by_group)
+        self.tables = block_tables(model, device)
         self.rng = np.random.default_rng(5)
         self.slots = {}
 
@@ -158,10 +171,7 @@ class ResidentWorld:
             self.state.add_request(request.slot, request)
         rows = [*step.batch, *([None] * int(self.rng.integers(3)))]
         self.rows = [rows[index] for index in self.rng.permutation(len(rows))]
-        by_slot = [None] * self.model.max_requests
-        for request in step.batch:
-            by_slot[request.slot] = request.block_ids
-        fill_tables(self.tables, by_slot)
+        fill_tables(self.tables, [row.block_ids if row else None for row in self.rows])
         slots = [row.slot if row else -1 for row in self.rows]
         lengths = [step.num_scheduled[row.req_id] if row else 3 for row in self.rows]
         drafts = [len(step.drafts.get(row.req_id, ())) if row else 0 for row in self.rows]
@@ -176,7 +186,6 @@ class ResidentWorld:
             num_scheduled_tokens=np.array(lengths),
             num_draft_tokens_per_req=np.array(drafts),
             is_prefilling_np=np.zeros(len(self.rows), dtype=bool),
-            prefill_runs_as_decode_np=None,
             seq_lens_cpu_upper_bound=torch.ones(num_padded, dtype=torch.int32),
         )
         self.preprocess(self.per_slot(step, lambda r: r.num_computed_tokens))
@@ -190,7 +199,7 @@ class ResidentWorld:
         assert told.num_accepted_tokens.tolist() == [*counts, *padding]
 
     def preprocess(self, num_computed):
-        self.state.preprocess_state(self.batch, None, None, num_computed)
+        self.state.preprocess_state(self.batch, self.tables, self.config, num_computed)
 
     def prepare(self, mode):
         return self.state.prepare_attn(self.batch, mode)
@@ -221,6 +230,32 @@ class ResidentWorld:
     def state_idx(self):
         columns = self.state._mamba_state_idx_gpu.tolist()
         return {req_id: columns[slot] for req_id, slot in self.slots.items()}
+
+
+class SlotWorld(ResidentWorld):
+    """The same as from vLLM 0.32 on: block tables are bound once, by request slot."""
+
+    def __init__(self, model, rng, **options):
+        super().__init__(model, rng, **options)
+        self.by_slot = block_tables(model, self.device)
+        self.state._model = SimpleNamespace(
+            get_mamba_state_copy_funcs=lambda kinds: dict.fromkeys(kinds, model.copy_funcs)
+        )
+        tables = SimpleNamespace(
+            block_tables=[SimpleNamespace(gpu=table) for table in self.by_slot],
+            input_block_tables=self.tables,
+        )
+        self.state.initialize_kv_cache(self.config, tables)
+
+    def preprocess(self, num_computed):
+        by_slot = [None] * self.model.max_requests
+        for row in self.rows:
+            if row:
+                by_slot[row.slot] = row.block_ids
+        fill_tables(self.by_slot, by_slot)
+        for table in self.tables:
+            table.zero_()  # which are the next step's by then, if stages of a pipeline overlap
+        super().preprocess(num_computed)
 
 
 def engine_config(model, forward_context):

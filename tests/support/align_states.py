@@ -49,7 +49,7 @@ class Model:
     @property
     def copy_funcs(self):
         conv = get_conv_copy_spec_ds if self.is_ds else get_conv_copy_spec
-        return {"mamba2": (conv, get_temporal_copy_spec)}
+        return conv, get_temporal_copy_spec
 
     @property
     def num_blocks(self):

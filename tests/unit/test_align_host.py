@@ -15,8 +15,11 @@ from mamba_cache.integrations.vllm import (
     CpuGpuBuffer,
     MambaBuffers,
     cleanup_mamba_state_idx,
+    postprocess_mamba,
     postprocess_mamba_align_gpu,
+    postprocess_mamba_all,
     preprocess_mamba,
+    stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
 )
 
@@ -73,6 +76,18 @@ class Worker:
             output, self.config, self.cache_config, self.state_idx, self.input_batch,
             self.requests, self.states.forward_context(), MODEL.copy_funcs, self.bufs.preprocess,
             align_ctx,
+        )  # fmt: skip
+
+    def postprocess(self, output, **changed):
+        options = {
+            "forward_context": self.states.forward_context(),
+            "mamba_state_copy_funcs": MODEL.copy_funcs,
+            "copy_bufs": self.bufs.preprocess,
+        }
+        postprocess_mamba(
+            output, self.config, self.cache_config, self.input_batch, self.requests,
+            self.state_idx, MODEL.num_drafts, len(self.input_batch.req_ids),
+            **{**options, **changed},
         )  # fmt: skip
 
     @property
@@ -134,8 +149,44 @@ def test_states_that_moved_in_memory_are_found_again(worker, rng):
     assert torch.equal(worker.states.temporal(0)[0][3], wanted)
 
 
+@pytest.mark.parametrize("missing", ["forward_context", "mamba_state_copy_funcs", "copy_bufs"])
+def test_align_mode_needs_the_states(worker, missing):
+    worker.batch("a", [1])
+    with pytest.raises(InvalidArgumentError, match="in 'align' mode postprocess_mamba requires"):
+        worker.postprocess(scheduled({"a": 1}), **{missing: None})
+
+
+def test_postprocess_without_preprocess_names_the_request(worker):
+    worker.batch("a", [1])
+    with pytest.raises(UnknownRequestError, match=r"has none of \['a'\]"):
+        worker.postprocess(scheduled({"a": 1}))
+
+
+@pytest.mark.parametrize("mode", ["all", "none"])
+def test_all_mode_copies_nothing(worker, mode):
+    worker.cache_config.mamba_cache_mode = mode
+    worker.state_idx.update(a=5, b=5)
+    worker.batch("ab", [3, 1], a=2 * B - 3)
+    worker.postprocess(scheduled({"a": 3, "b": 1}))
+    assert worker.state_idx == ({"a": 1} if mode == "all" else {"a": 5, "b": 5})
+    assert worker.is_untouched()
+
+
+def test_all_mode_looks_at_the_first_requests_alone(worker):
+    worker.state_idx.update(a=5, b=5)
+    worker.batch("ab", [1, 1])
+    args = scheduled({"b": 3}), worker.config, worker.input_batch, worker.requests
+    for num_spec_tokens, num_reqs, left in (
+        (0, 2, {"a": 5, "b": 5}),
+        (2, 1, {"b": 5}),
+        (2, 2, {"b": 0}),
+    ):
+        postprocess_mamba_all(*args, worker.state_idx, num_spec_tokens, num_reqs)
+        assert worker.state_idx == left
+
+
 def test_an_engine_of_which_the_device_decides_copies_there_before_a_step_too(worker):
-    """vLLM's ``align_ctx``. Where no state moves nothing is sent."""
+    """vLLM 0.32's ``align_ctx``. Where no state moves nothing is sent."""
     context = worker.bufs.postprocess_align
     table = torch.arange(1, 21, dtype=torch.int32).view(2, 10)
     tables = [None, SimpleNamespace(get_device_tensor=lambda n: table[:n])]
@@ -173,12 +224,12 @@ def test_staging_checks_requests_and_room(worker):
     )
     staged = [[0, 1], [3, 1], [0, 5], [2, 0]]
     assert [buffer.gpu.tolist() for buffer in buffers] == staged
-    with pytest.raises(UnknownRequestError, match=r"of preprocess_mamba, got \['d'\]"):
+    with pytest.raises(UnknownRequestError, match=r"has none of \['d'\]"):
         stage_postprocess_inputs_to_gpu(context, output, ["b", "d"], 2, *inputs)
     with pytest.raises(UnknownRequestError, match=r"got \['c'\]"):
         stage_postprocess_inputs_to_gpu(context, output, ["b", "c"], 2, *inputs)
     with pytest.raises(InvalidArgumentError, match="holds 2 entries, got 3"):
-        stage_postprocess_inputs_to_gpu(context, output, ["a", "b", "a"], 3, *inputs)
+        stage_mamba_state_idx_to_gpu(columns, ["a", "b", "c"], 3, context.mamba_state_idx_buf)
     assert [buffer.gpu.tolist() for buffer in buffers] == staged
 
 

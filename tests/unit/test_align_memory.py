@@ -26,7 +26,7 @@ FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
     [
         ({"block_size": 0}, "got 0 and 0"),
         ({"num_speculative_blocks": -1}, "got 8 and -1"),
-        ({"mamba_cache_mode": "all"}, "'none' or 'align', got 'all'"),
+        ({"mamba_cache_mode": "some"}, "'none', 'align' or 'all', got 'some'"),
         ({"shapes": ((1,),)}, "equally many, got 1 and 0"),
     ],
 )
@@ -51,12 +51,12 @@ def test_a_foreign_spec_is_known_by_its_attributes():
 def test_groups_must_be_scheduled_alike():
     specs = MambaSpec(**FIELDS), MambaSpec(**{**FIELDS, "block_size": 16})
     with pytest.raises(InvalidArgumentError, match=r"agree on block_size.*16"):
-        MambaSpecDecodeGPUContext.create(1, make_config(*specs), {}, "cpu", None)
+        MambaSpecDecodeGPUContext.create(1, make_config(*specs), 2, "cpu", None)
     with pytest.raises(InvalidArgumentError, match="got \\['SimpleNamespace'\\]"):
         get_mamba_groups(make_config(SimpleNamespace(block_size=8)))
 
 
-def test_groups_by_spec_as_in_vllm():
+def test_groups_by_spec_as_in_vllm_0_32():
     """A group may have a spec for each layer, and be listed under several."""
     one = MambaSpec(block_size=8, shapes=((4,),), dtypes=(torch.float16,))
     other = MambaSpec(block_size=8, shapes=((6,),), dtypes=(torch.float16,), mamba_type="gdn")
@@ -92,7 +92,7 @@ def test_a_foreign_function_for_both_layouts_says_which_one_is_set(monkeypatch):
     for answer, width in ((None, 3), (False, 3), (True, 4)):
         if answer is not None:
             foreign.is_conv_state_dim_first = lambda answer=answer: answer
-        memory = describe_states(config, [0], layers, {"mamba2": (foreign.get_conv_copy_spec,)})[0]
+        memory = describe_states(config, [0], layers, (foreign.get_conv_copy_spec,))[0]
         assert memory.conv_width == width
 
 
@@ -129,8 +129,8 @@ MODEL = Model(8, 2, 4, True, (Group(num_layers=1), Group(1, 3, ssm_shape=(5,), g
 
 def make_context(**options):
     buffer = SimpleNamespace(np=[0, 0])
-    create, config = MambaSpecDecodeGPUContext.create, MODEL.kv_cache_config()
-    return create(2, config, MODEL.copy_funcs, "cpu", lambda n, dtype: buffer, **options)
+    config = MODEL.kv_cache_config()
+    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", lambda n, dtype: buffer, **options)
 
 
 @pytest.fixture
@@ -151,14 +151,8 @@ def other_func():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"mamba_state_copy_funcs": {"mamba2": (get_conv_copy_spec, other_func)}},
-            "got other_func",
-        ),
-        (
-            {"mamba_state_copy_funcs": {"mamba2": (get_conv_copy_spec,) * 3}},
-            "each of 3 copy functions, got 2",
-        ),
+        ({"mamba_state_copy_funcs": (get_conv_copy_spec, other_func)}, "got other_func"),
+        ({"mamba_state_copy_funcs": (get_conv_copy_spec,) * 3}, "each of 3 copy functions, got 2"),
         (
             {"mamba_state_copy_funcs": {"gdn": (get_conv_copy_spec,)}},
             r"of the kind mamba2 are required, got those of \['gdn'\]",

@@ -12,7 +12,7 @@ import torch
 from align_rig import ResidentWorld, engine_config
 from align_states import Group, Model
 
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm import MambaHybridModelState
 
 B = 8
@@ -26,8 +26,8 @@ class World(ResidentWorld):
         self.state.add_request(slot, SimpleNamespace(num_computed_tokens=num_computed))
 
     def begin(self, slots, lengths, computed):
-        for slot in slots:
-            self.tables[1][slot] = torch.arange(10) + 10 * slot + 1
+        for row, slot in enumerate(slots):
+            self.tables[1][row] = torch.arange(10) + 10 * slot + 1
         self.batch = SimpleNamespace(
             num_reqs=len(slots),
             idx_mapping=self.on_device(slots),
@@ -38,7 +38,7 @@ class World(ResidentWorld):
     def end(self, sampled, computed):
         self.postprocess(self.on_device(sampled), self.on_device(computed))
 
-    def told(self, drafts, mode=None, padding=0, as_decodes=None, **options):
+    def told(self, drafts, mode=None, padding=0, **options):
         """Returns what the layers are told of the last batch."""
         num_reqs = self.batch.num_reqs
         batch = SimpleNamespace(
@@ -49,7 +49,6 @@ class World(ResidentWorld):
             idx_mapping=self.batch.idx_mapping,
             num_scheduled_tokens=np.full(num_reqs, 3),
             is_prefilling_np=np.arange(num_reqs) == 1,
-            prefill_runs_as_decode_np=as_decodes,
             seq_lens_cpu_upper_bound=torch.arange(num_reqs + padding) + 20,
             num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
         )
@@ -76,6 +75,17 @@ def world(rng):
     return World(MODEL, rng)
 
 
+def test_block_tables_may_move(world):
+    """Raw addresses of tables that were gathered anew each step pointed to freed memory."""
+    world.add(0, B)
+    world.begin([0], [1], [B] * 4)
+    world.tables = [table.clone() for table in world.tables]
+    world.add(3, 2 * B)
+    wanted = world.column(3, 1)
+    world.begin([3], [1], [0, 0, 0, 2 * B])
+    assert torch.equal(world.column(3, 2), wanted)
+
+
 def test_without_align_mode_only_counts_are_kept():
     config = engine_config(MODEL, {})
     config.cache_config = SimpleNamespace(mamba_cache_mode="none")
@@ -94,20 +104,22 @@ def test_without_align_mode_only_counts_are_kept():
 
 def test_the_tokens_of_a_column_must_be_known():
     config = engine_config(MODEL, {})
-    config.cache_config.mamba_block_size = None
-    with pytest.raises(InvalidArgumentError, match=r"mamba_block_size must be.*got None"):
+    config.cache_config = SimpleNamespace(mamba_cache_mode="align", block_size=24)
+    with pytest.raises(InvalidArgumentError, match=r"mamba_block_size must give.*got None"):
         MambaHybridModelState(config, None, None, "cpu")
-
-
-def test_a_step_before_the_states_are_known_is_refused():
-    state = MambaHybridModelState(engine_config(MODEL, {}), None, None, "cpu")
-    with pytest.raises(StepOrderError, match="initialize_kv_cache must come"):
-        state.preprocess_state(SimpleNamespace(num_reqs=1), None, None, None)
+    state = MambaHybridModelState(
+        config, None, None, "cpu", kv_cache_config=MODEL.kv_cache_config()
+    )
+    state.add_request(0, SimpleNamespace(num_computed_tokens=2 * B))
+    assert state._mamba_state_idx_gpu[0] == 1
 
 
 def test_groups_must_have_the_columns_that_requests_were_added_by(world):
+    world.config = Model(2 * B).kv_cache_config()
     with pytest.raises(InvalidArgumentError, match=f"columns of {B} tokens.*got {2 * B}"):
-        world.state.initialize_kv_cache(Model(2 * B).kv_cache_config(), None)
+        world.begin([0], [1], [0] * 4)
+    with pytest.raises(InvalidArgumentError, match=f"columns of {B} tokens.*got {2 * B}"):
+        world.state.initialize_kv_cache(world.config, None)
 
 
 @pytest.mark.parametrize("slot", [-1, 4])
@@ -137,7 +149,7 @@ def test_layers_are_told_of_rows_and_padding(world):
     assert (told.num_reqs, told.num_tokens, told.max_query_len, told.max_seq_len) == (5, 9, 3, 24)
     assert told.num_accepted_tokens.tolist() == [3, 1, 1, 1, 1]
     assert told.num_accepted_tokens.dtype == torch.int32
-    assert told.num_decode_draft_tokens_cpu.tolist() == [2, -1, 0, -1, -1]
+    assert told.num_decode_draft_tokens_cpu.tolist() == [2, -1, -1, -1, -1]
     assert told.is_prefilling.tolist() == [False, True, False, False, False]
     told = world.told([2, 1, 0], Mode.NONE, padding=2)
     assert (told.num_reqs, told.num_tokens, told.max_seq_len) == (3, 7, 22)
@@ -148,17 +160,6 @@ def test_graphs_are_for_the_longest_sequence_and_without_speculation_nobody_draf
     world.batch = SimpleNamespace(num_reqs=1, idx_mapping=world.on_device([0]))
     told = world.told(None, "FULL", for_capture=True)
     assert told.max_seq_len == MODEL.max_tokens
-    assert told.num_decode_draft_tokens_cpu.tolist() == [0]
+    assert told.num_decode_draft_tokens_cpu.tolist() == [-1]
     world.state._config.num_speculative_tokens = 0
     assert world.told(None).num_decode_draft_tokens_cpu is None
-
-
-def test_decodes_are_told_apart_as_in_vllm(world):
-    """A decode without drafts was none: it did not read the state behind the accepted draft."""
-    world.batch = SimpleNamespace(num_reqs=3, idx_mapping=world.on_device([0, 1, 2]))
-    assert world.told(None).num_decode_draft_tokens_cpu.tolist() == [0, -1, 0]
-    told = world.told([0, 2, 2], as_decodes=np.array([False, True, False]))
-    assert told.num_decode_draft_tokens_cpu.tolist() == [0, 2, 2]
-    assert told.is_prefilling.tolist() == [False] * 3
-    world.state._config.num_speculative_tokens = 1  # 3 tokens are more than a decode has
-    assert world.told([0, 0, 0]).num_decode_draft_tokens_cpu.tolist() == [-1] * 3

@@ -121,12 +121,29 @@ def test_tensors_lie_where_the_kernels_read(mixed_batch):
     """On the device that holds no data, which no copy to the host survives."""
     mixed_batch.block_table_tensor = mixed_batch.block_table_tensor.to("meta")
     mixed_batch.seq_lens = mixed_batch.seq_lens.to("meta")
-    for mode in ("none", "align"):
+    for mode in ("all", "align"):
         metadata = make_builder(mode=mode, num_drafts=1, device="meta").build(0, mixed_batch)
         values = [getattr(metadata, field.name) for field in fields(metadata)]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         assert len(tensors) > 5
         assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_columns_in_all_mode(mixed_batch):
+    mixed_batch.query_start_loc = mixed_batch.query_start_loc.long()
+    metadata = make_builder(mode="all").build(0, mixed_batch)
+    assert metadata.query_start_loc_p.dtype == torch.int32
+    assert torch.equal(metadata.state_indices_tensor, mixed_batch.block_table_tensor)
+    assert metadata.block_idx_last_computed_token.tolist() == [2, 0, 1, 3]
+    assert metadata.block_idx_first_scheduled_token_p.tolist() == [0, 2, 3]
+    assert metadata.block_idx_last_scheduled_token.tolist() == [2, 0, 2, 5]
+    assert metadata.block_idx_last_scheduled_token.dtype == torch.int32
+
+
+def test_columns_of_decodes_alone_in_all_mode(rng):
+    metadata = make_builder(mode="all").build(0, make_batch([13, 4], [1, 1], rng))
+    assert metadata.block_idx_last_computed_token.tolist() == [2, 0]
+    assert metadata.block_idx_first_scheduled_token_p is None
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
@@ -137,15 +154,16 @@ def test_running_columns_in_align_mode(mixed_batch, num_drafts):
     wanted = [row[c : c + 1 + num_drafts] for row, c in zip(table, running, strict=True)]
     wanted = torch.stack(wanted)
     assert torch.equal(metadata.state_indices_tensor, wanted if num_drafts else wanted[:, 0])
+    assert metadata.block_idx_last_scheduled_token is None
 
 
 def test_computed_tokens_may_be_given_by_lengths(mixed_batch):
-    wanted = make_builder().build(0, mixed_batch)
+    wanted = make_builder(mode="all").build(0, mixed_batch)
     del mixed_batch.num_computed_tokens_cpu
-    from_device = make_builder().build(0, mixed_batch)
+    from_device = make_builder(mode="all").build(0, mixed_batch)
     mixed_batch.seq_lens_cpu = mixed_batch.seq_lens.clone()
     mixed_batch.seq_lens = mixed_batch.seq_lens + 1000
-    for got in (from_device, make_builder().build(0, mixed_batch)):
+    for got in (from_device, make_builder(mode="all").build(0, mixed_batch)):
         assert torch.equal(got.num_computed_tokens_p, wanted.num_computed_tokens_p)
 
 

@@ -24,9 +24,13 @@ from mamba_cache.integrations.vllm.mamba_utils import (
     MambaCopyBuffers,
     MambaSpecDecodeGPUContext,
     cleanup_mamba_state_idx,
+    postprocess_mamba,
     postprocess_mamba_align_gpu,
+    postprocess_mamba_all,
     preprocess_mamba,
+    stage_mamba_state_idx_to_gpu,
     stage_postprocess_inputs_to_gpu,
+    stage_postprocess_metadata_to_gpu,
 )
 
 __all__ = [
@@ -47,7 +51,11 @@ __all__ = [
     "get_conv_copy_spec_ds",
     "get_mamba_groups",
     "get_temporal_copy_spec",
+    "postprocess_mamba",
     "postprocess_mamba_align_gpu",
+    "postprocess_mamba_all",
     "preprocess_mamba",
+    "stage_mamba_state_idx_to_gpu",
     "stage_postprocess_inputs_to_gpu",
+    "stage_postprocess_metadata_to_gpu",
 ]

@@ -145,6 +145,7 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
         num_running += 1 - accepted
     else:
         num_running += _load(num_scheduled, slots, is_real) - _load(num_drafts, slots, is_real)
+    # As ``plan_alignment``.
     aligned = (num_running + accepted - 1) // BLOCK_SIZE * BLOCK_SIZE
     moves = is_real & (aligned >= num_running) & (aligned > 0)
     destinations = aligned // BLOCK_SIZE - 1
@@ -300,7 +301,7 @@ def _plan(
             num_reqs,
             *inputs,
             BLOCK_SIZE=table.block_size,
-            BY_SLOT=True,
+            BY_SLOT=table.is_by_slot,
             ROWS=max(_MIN_ROWS, triton.next_power_of_2(num_reqs)),
             num_warps=_NUM_WARPS,
         )

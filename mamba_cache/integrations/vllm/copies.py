@@ -32,6 +32,7 @@ __all__ = [
     "StateTable",
     "align_kernels_for",
     "copy_listed",
+    "plan_alignment",
     "plan_migration",
     "plan_postcopy",
     "plan_precopy",
@@ -66,6 +67,12 @@ class Moves(NamedTuple):
     destinations: IntArray
     biases: IntArray
 
+    @property
+    def staying_rows(self) -> IntArray:
+        """Rows whose states stay in their column."""
+        staying: IntArray = self.rows[self.sources == self.destinations]
+        return staying
+
 
 def running_columns(num_tokens: IntArray, block_size: int) -> IntArray:
     """Return the columns of the last of ``num_tokens`` tokens, -1 for none.
@@ -83,6 +90,19 @@ def plan_migration(previous: IntArray, current: IntArray, num_accepted: IntArray
     """
     (rows,) = ((previous >= 0) & (previous != current)).nonzero()
     return Moves(rows, previous[rows], current[rows], np.maximum(num_accepted[rows] - 1, 0))
+
+
+def plan_alignment(
+    num_running: IntArray, num_accepted: IntArray, columns: IntArray, block_size: int
+) -> Moves:
+    """Return how states at block boundaries that were crossed are saved.
+
+    ``num_running`` are the tokens in the state of the running column: all but the step's drafts.
+    """
+    aligned = (num_running + num_accepted - 1) // block_size * block_size
+    (rows,) = ((aligned >= num_running) & (aligned > 0)).nonzero()
+    destinations = aligned[rows] // block_size - 1
+    return Moves(rows, columns[rows], destinations, (aligned - num_running)[rows])
 
 
 class StateTable:
@@ -107,6 +127,7 @@ class StateTable:
         self.pointers = torch.zeros(num_groups, dtype=torch.int64, device=copies.device)
         self.row_stride = 0
         self.block_tables: Sequence[torch.Tensor] = ()
+        self.is_by_slot = True  # rows of block tables are request slots, else rows of the batch
 
     @staticmethod
     def num_ints(max_num_reqs: int, num_groups: int) -> int:
@@ -131,10 +152,12 @@ class StateTable:
         self.memories = memories
 
     def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
-        """Take block tables by request slot; they must keep their storage."""
+        """Take the block tables to be used from now on; they must keep their storage."""
         whole = whole_tables(block_tables, self.num_groups, self.device)
-        addresses = np.array([table.data_ptr() for table in whole], dtype=np.int64)
-        self.pointers = to_device(torch.from_numpy(addresses), self.device)
+        addresses = [table.data_ptr() for table in whole]
+        if addresses != [table.data_ptr() for table in self.block_tables]:
+            pointers = torch.from_numpy(np.array(addresses, dtype=np.int64))
+            self.pointers = to_device(pointers, self.device)
         self.row_stride = whole[0].stride(0)
         self.block_tables = whole
 
@@ -258,14 +281,14 @@ def plan_precopy(
     if query_start_loc is None or num_computed is None or num_accepted is None:
         biases = token_bias.numpy()[slots]
         moves = plan_migration(source_columns.numpy()[slots], columns[slots], biases + 1)
-        _list(table, moves, slots)
+        _list(table, moves, rows, slots)
         return
     previous, accepted = columns[slots], num_accepted.numpy()
     num_tokens = num_computed.numpy()[slots] + np.diff(query_start_loc.numpy())[rows]
     current = running_columns(num_tokens, table.block_size)
     biases = np.maximum(accepted[slots] - 1, 0)
     moves = plan_migration(previous, current, biases + 1)
-    _list(table, moves, slots)
+    _list(table, moves, rows, slots)
     columns[slots] = current
     source_columns.numpy()[slots] = previous
     token_bias.numpy()[slots] = biases
@@ -284,9 +307,8 @@ def plan_postcopy(
     num_drafts: torch.Tensor | None,
     num_sampled: torch.Tensor | None,
 ) -> None:
-    """Save states at block boundaries that were crossed.
+    """Save states at boundaries that were crossed, as ``plan_alignment`` decides.
 
-    ``num_running`` are the tokens in the state of the running column: all but the step's drafts.
     Without scheduled tokens and drafts, ``num_computed`` is that after the step. Sampled tokens, by
     row of the batch, take the place of the accepted ones.
     """
@@ -299,14 +321,12 @@ def plan_postcopy(
         num_running = num_running - accepted + 1
     else:
         num_running = num_running + num_scheduled.numpy()[slots] - num_drafts.numpy()[slots]
-    aligned = (num_running + accepted - 1) // table.block_size * table.block_size
-    (moving,) = ((aligned >= num_running) & (aligned > 0)).nonzero()
-    sources, destinations = state_idx.numpy()[slots], aligned // table.block_size - 1
-    biases = aligned - num_running
-    _list(table, Moves(moving, sources[moving], destinations[moving], biases[moving]), slots)
+    columns = state_idx.numpy()[slots]
+    moves = plan_alignment(num_running, accepted, columns, table.block_size)
+    _list(table, moves, rows, slots)
     out = num_accepted_out.numpy()
     out[slots] = accepted
-    out[slots[moving[sources[moving] == destinations[moving]]]] = 1
+    out[slots[moves.staying_rows]] = 1
 
 
 def copy_listed(table: StateTable, max_copies: int) -> None:
@@ -331,13 +351,15 @@ def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> tuple[IntArray, In
     return rows, slots[rows]
 
 
-def _list(table: StateTable, moves: Moves, slots: IntArray) -> None:
-    """List the moves of requests; their block tables are those of their ``slots``."""
+def _list(table: StateTable, moves: Moves, rows: IntArray, slots: IntArray) -> None:
+    """List the moves of requests, which are numbered as ``rows`` and ``slots`` are."""
+    places = slots if table.is_by_slot else rows
 
     def blocks_of(index: int, group: int) -> list[int]:
-        blocks, slot = table.block_tables[group], int(slots[index])
-        found: list[int] = blocks[slot].tolist() if slot < len(blocks) else []
+        blocks = table.block_tables[group]
+        place = int(places[index])
+        found: list[int] = blocks[place].tolist() if place < len(blocks) else []
         return found
 
-    listed = table.list_copies(moves, blocks_of, lambda index: f"row {slots[index]}")
+    listed = table.list_copies(moves, blocks_of, lambda index: f"row {places[index]}")
     table.copies.view(-1)[: len(listed)] = torch.tensor(listed, dtype=torch.int32)

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from mamba_cache._checks import check_int
 from mamba_cache._torch import outside_inference_mode
-from mamba_cache.errors import InvalidArgumentError, StepOrderError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm.copies import StateTable, align_kernels_for, run_plan
 from mamba_cache.integrations.vllm.mamba_spec import (
+    CopyFuncs,
     describe_states,
     get_mamba_groups,
     shared_schedule,
@@ -40,8 +41,8 @@ class MambaHybridAttnMetadata:
         is_prefilling: [num_reqs] bool on the CPU.
         num_accepted_tokens: [num_reqs] int32 on the device: accepted tokens of the last step, 1 in
             rows without a request.
-        num_decode_draft_tokens_cpu: [num_reqs] int32 on the CPU: drafts that a decoding row
-            verifies, -1 in other rows; None without speculation.
+        num_decode_draft_tokens_cpu: [num_reqs] int32 on the CPU: drafts that a row verifies, -1
+            where it does not decode speculatively; None without speculation.
     """
 
     num_reqs: int
@@ -60,14 +61,18 @@ class MambaHybridModelState:
     where -1 means that the row is skipped. Nothing here waits for the device, so a step can be
     prepared before the accepted counts of the one before are known.
 
+    vLLM from 0.32 on gives ``initialize_kv_cache`` its block tables by request slot, once. Earlier
+    engines gave ``preprocess_state`` those of the batch, at each step.
+
     Args:
-        vllm_config: Read are ``cache_config.mamba_cache_mode`` and, in "align" mode,
+        vllm_config: Read are ``cache_config.mamba_cache_mode`` and, without a KV cache config,
             ``mamba_block_size``; ``scheduler_config.max_num_seqs``; ``model_config.max_model_len``;
             ``compilation_config.static_forward_context``; ``num_speculative_tokens``.
         model: Has ``get_mamba_state_copy_funcs(mamba_types)``, which returns the copy functions by
-            kind of layer.
+            kind of layer, or ``get_mamba_state_copy_func()`` as before vLLM 0.32.
         encoder_cache: Taken for the engine's sake and not read.
         device: Where the states live.
+        kv_cache_config: The KV cache groups, if they are known already.
         backend: "torch", "triton", or "auto": the kernels on CUDA, plain Python elsewhere.
 
     Attributes:
@@ -75,8 +80,9 @@ class MambaHybridModelState:
         max_num_reqs: Request slots.
 
     Raises:
-        InvalidArgumentError: In "align" mode ``cache_config.mamba_block_size`` does not give the
-            tokens of a column, or the backend is unknown or not for the device.
+        InvalidArgumentError: In "align" mode neither ``kv_cache_config`` nor
+            ``cache_config.mamba_block_size`` gives the tokens of a column, or the backend is
+            unknown or not for the device.
         MissingExtraError: The kernels are asked for and Triton is not installed.
     """
 
@@ -87,6 +93,7 @@ class MambaHybridModelState:
         encoder_cache: object,
         device: torch.device | str,
         *,
+        kv_cache_config: KVCacheConfig | None = None,
         backend: CopyBackend = "auto",
     ) -> None:
         self._config = vllm_config
@@ -100,41 +107,33 @@ class MambaHybridModelState:
         self.num_accepted_tokens_gpu = self._accepted[:-1]
         self._is_aligned = vllm_config.cache_config.mamba_cache_mode == "align"
         if self._is_aligned:
-            self._block_size = check_int(
-                "cache_config.mamba_block_size",
-                vllm_config.cache_config.mamba_block_size,
-                minimum=1,
-            )
+            block_size = getattr(vllm_config.cache_config, "mamba_block_size", None)
+            if kv_cache_config is not None:
+                block_size = shared_schedule(kv_cache_config)[1].block_size
+            if not isinstance(block_size, int):
+                raise InvalidArgumentError(
+                    "in 'align' mode kv_cache_config or cache_config.mamba_block_size must give "
+                    f"the tokens of a Mamba column, got {block_size!r}"
+                )
+            self._block_size = block_size
             self._mamba_state_idx_gpu = self._filled(self.max_num_reqs, 0)
             self._mamba_src_col_gpu = self._filled(self.max_num_reqs, -1)
             self._mamba_src_off_gpu = self._filled(self.max_num_reqs, 0)
             self._table: StateTable | None = None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: Any) -> None:
-        """Learn where the states and the block tables by request slot lie.
+        """Take block tables by request slot, to be used from now on.
 
-        By KV cache group ``block_tables.block_tables[gid].gpu`` is [slots, columns] int32. States
-        and tables must keep their storage.
+        By KV cache group ``block_tables.block_tables[gid].gpu`` is [slots, columns] int32. The
+        tables must keep their storage.
 
         Raises:
             InvalidArgumentError: States or block tables do not fit.
         """
-        if not self._is_aligned:
-            return
-        group_ids, spec = shared_schedule(kv_cache_config)
-        if spec.block_size != self._block_size:
-            raise InvalidArgumentError(
-                f"the Mamba groups must have columns of {self._block_size} tokens, as "
-                f"cache_config.mamba_block_size says, got {spec.block_size}"
+        if self._is_aligned:
+            self._table = self._make_table(
+                kv_cache_config, lambda group_id: block_tables.block_tables[group_id].gpu
             )
-        kinds = {spec.mamba_type for spec in get_mamba_groups(kv_cache_config)}
-        copy_funcs = self._model.get_mamba_state_copy_funcs(kinds)
-        layers = self._config.compilation_config.static_forward_context
-        num_ints = StateTable.num_ints(self.max_num_reqs, len(group_ids))
-        table = StateTable(len(group_ids), spec.block_size, self._filled(num_ints, 0))
-        table.bind_states(describe_states(kv_cache_config, group_ids, layers, copy_funcs))
-        table.bind_block_tables([block_tables.block_tables[gid].gpu for gid in group_ids])
-        self._table = table
 
     def add_request(self, req_index: int, new_req_data: RequestState) -> None:
         """Give a request the slot ``req_index``; its computed tokens have a state.
@@ -157,8 +156,8 @@ class MambaHybridModelState:
     def preprocess_state(
         self,
         input_batch: Any,
-        block_tables: Any,
-        kv_cache_config: Any,
+        block_tables: Sequence[torch.Tensor],
+        kv_cache_config: KVCacheConfig,
         num_computed_tokens: torch.Tensor,
     ) -> None:
         """Bring the states to the columns that the forward will read, before ``prepare_attn``.
@@ -169,18 +168,23 @@ class MambaHybridModelState:
             input_batch: The batch: ``num_reqs``; ``idx_mapping`` [num_reqs] int on the device, the
                 slot of each row, -1 to skip it; ``query_start_loc`` [num_reqs + 1] int on the
                 device, the first token of each row, then their number.
-            block_tables: Those of the batch, which are not read.
-            kv_cache_config: Not read.
+            block_tables: By KV cache group: [rows, columns] int32 in batch order. Not read after
+                ``initialize_kv_cache``.
+            kv_cache_config: The KV cache groups.
             num_computed_tokens: [max_num_reqs] int on the device, by slot: tokens before the step.
 
         Raises:
-            InvalidArgumentError: Without a GPU a column or block is out of range.
-            StepOrderError: ``initialize_kv_cache`` was not called.
+            InvalidArgumentError: States or block tables do not fit, or without a GPU a column or
+                block is out of range.
         """
         if not self._is_aligned or not input_batch.num_reqs:
             return
         if self._table is None:
-            raise StepOrderError("initialize_kv_cache must come before the first step")
+            self._table = self._make_table(kv_cache_config, block_tables.__getitem__)
+            self._table.is_by_slot = False
+        elif not self._table.is_by_slot:
+            group_ids, _ = shared_schedule(kv_cache_config)
+            self._table.bind_block_tables([block_tables[group_id] for group_id in group_ids])
         columns = self._mamba_state_idx_gpu, self._mamba_src_col_gpu, self._mamba_src_off_gpu
         batch = input_batch.num_reqs, input_batch.idx_mapping
         inputs = input_batch.query_start_loc, num_computed_tokens, self.num_accepted_tokens_gpu
@@ -200,19 +204,15 @@ class MambaHybridModelState:
 
         The batch has ``num_reqs``, ``num_tokens``, the same ``_after_padding``, ``idx_mapping``,
         ``num_scheduled_tokens`` and ``is_prefilling_np`` [num_reqs], ``seq_lens_cpu_upper_bound``,
-        and, [num_reqs] or None, ``num_draft_tokens_per_req`` and ``prefill_runs_as_decode_np``: the
-        ends of prompts that run as decodes, with placeholders for drafts. It is padded if
-        ``cudagraph_mode`` is "FULL", an enum or its name. Lengths are the worst case
-        ``for_capture`` of a CUDA graph. The other arguments are not read.
+        and ``num_draft_tokens_per_req`` [num_reqs] or None. It is padded if ``cudagraph_mode`` is
+        "FULL", an enum or its name. Lengths are the worst case ``for_capture`` of a CUDA graph. The
+        other arguments are not read.
         """
         is_padded = getattr(cudagraph_mode, "name", cudagraph_mode) == "FULL"
         suffix = "_after_padding" if is_padded else ""
         num_reqs: int = getattr(input_batch, f"num_reqs{suffix}")
-        are_prefilling = input_batch.is_prefilling_np
-        if input_batch.prefill_runs_as_decode_np is not None:
-            are_prefilling = are_prefilling & ~input_batch.prefill_runs_as_decode_np
         is_prefilling = torch.zeros(num_reqs, dtype=torch.bool, device="cpu")
-        is_prefilling[: input_batch.num_reqs] = torch.from_numpy(are_prefilling)
+        is_prefilling[: input_batch.num_reqs] = torch.from_numpy(input_batch.is_prefilling_np)
         accepted = self._filled(num_reqs, 1)
         slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
         accepted[: input_batch.num_reqs] = torch.where(slots >= 0, self._accepted[slots], 1)
@@ -226,7 +226,7 @@ class MambaHybridModelState:
             max_seq_len=max_seq_len,
             is_prefilling=is_prefilling,
             num_accepted_tokens=accepted,
-            num_decode_draft_tokens_cpu=self._drafts_by_row(input_batch, are_prefilling, num_reqs),
+            num_decode_draft_tokens_cpu=self._drafts_by_row(input_batch, num_reqs),
         )
 
     def postprocess_state(
@@ -264,16 +264,35 @@ class MambaHybridModelState:
     def _filled(self, count: int, value: int) -> torch.Tensor:
         return torch.full((count,), value, dtype=torch.int32, device=self.device)
 
-    def _drafts_by_row(
-        self, input_batch: Any, are_prefilling: Any, num_reqs: int
-    ) -> torch.Tensor | None:
+    def _make_table(
+        self, kv_cache_config: KVCacheConfig, table_of: Callable[[int], torch.Tensor]
+    ) -> StateTable:
+        """Bind the states, and the block table of each KV cache group."""
+        group_ids, spec = shared_schedule(kv_cache_config)
+        if spec.block_size != self._block_size:
+            raise InvalidArgumentError(
+                f"the Mamba groups must have columns of {self._block_size} tokens, by which "
+                f"requests were added, got {spec.block_size}"
+            )
+        num_ints = StateTable.num_ints(self.max_num_reqs, len(group_ids))
+        table = StateTable(len(group_ids), spec.block_size, self._filled(num_ints, 0))
+        layers = self._config.compilation_config.static_forward_context
+        by_kind = getattr(self._model, "get_mamba_state_copy_funcs", None)
+        if by_kind is None:
+            copy_funcs: CopyFuncs = self._model.get_mamba_state_copy_func()
+        else:
+            copy_funcs = by_kind({spec.mamba_type for spec in get_mamba_groups(kv_cache_config)})
+        table.bind_states(describe_states(kv_cache_config, group_ids, layers, copy_funcs))
+        table.bind_block_tables([table_of(group_id) for group_id in group_ids])
+        return table
+
+    def _drafts_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor | None:
         if not self._config.num_speculative_tokens:
             return None
         by_row = np.full(num_reqs, _NO_DRAFTS, dtype=np.int32)
-        drafts, lengths = input_batch.num_draft_tokens_per_req, input_batch.num_scheduled_tokens
-        drafts = np.zeros_like(lengths) if drafts is None else drafts
-        # A decode without drafts reads its state behind the last accepted draft, too.
-        most = 1 + self._config.num_speculative_tokens
-        decodes = ~are_prefilling & (lengths > 0) & (lengths <= most)
-        by_row[: input_batch.num_reqs] = np.where(decodes, drafts, _NO_DRAFTS)
+        drafts = input_batch.num_draft_tokens_per_req
+        if drafts is not None:
+            # A row whose prompt is not all computed has more than one token beside its drafts.
+            verifies = (drafts > 0) & (input_batch.num_scheduled_tokens == drafts + 1)
+            by_row[: input_batch.num_reqs] = np.where(verifies, drafts, _NO_DRAFTS)
         return torch.from_numpy(by_row)

@@ -60,9 +60,13 @@ class Mamba2AttentionMetadata:
         has_initial_states_p: [num_prefills] bool: whether anything was computed before.
         query_start_loc_p: [num_prefills + 1], first token of each, counted from the first prefill.
         num_computed_tokens_p: [num_prefills], tokens before the batch.
-        state_indices_tensor: The state blocks of each request: in "align" mode the running column
-            and those of its drafts, [num_reqs] if there are no drafts; otherwise the first column,
-            [num_reqs].
+        state_indices_tensor: The state blocks of each request: in "all" mode its row of the block
+            table; in "align" mode the running column and those of its drafts, [num_reqs] if there
+            are no drafts; otherwise the first column, [num_reqs].
+        block_idx_last_scheduled_token: [num_reqs], last column that is written. As the two below,
+            None outside "all" mode.
+        block_idx_first_scheduled_token_p: [num_prefills], first column that is written.
+        block_idx_last_computed_token: [num_reqs], column that is read.
         nums_dict: Left to the convolution's kernel, as the two below.
         batch_ptr: Left to the convolution's kernel.
         token_chunk_offset_ptr: Left to the convolution's kernel.
@@ -82,6 +86,9 @@ class Mamba2AttentionMetadata:
     query_start_loc_p: torch.Tensor | None
     num_computed_tokens_p: torch.Tensor | None
     state_indices_tensor: torch.Tensor
+    block_idx_last_scheduled_token: torch.Tensor | None
+    block_idx_first_scheduled_token_p: torch.Tensor | None
+    block_idx_last_computed_token: torch.Tensor | None
     nums_dict: dict[int, Any] | None = None
     batch_ptr: torch.Tensor | None = None
     token_chunk_offset_ptr: torch.Tensor | None = None
@@ -150,8 +157,20 @@ class Mamba2AttentionMetadataBuilder:
             query_start_loc_p=None,
             num_computed_tokens_p=None,
             state_indices_tensor=self._state_indices(batch),
+            block_idx_last_scheduled_token=None,
+            block_idx_first_scheduled_token_p=None,
+            block_idx_last_computed_token=None,
             chunk_size=self.chunk_size,
         )
+        if self.kv_cache_spec.mamba_cache_mode == "all":
+            block_size = self.kv_cache_spec.block_size
+            last = np.maximum(-(-(computed + lengths) // block_size) - 1, 0)
+            read = np.maximum(-(-computed // block_size) - 1, 0)
+            metadata.block_idx_last_scheduled_token = self._to_device(last)
+            metadata.block_idx_last_computed_token = self._to_device(read)
+            if num_prefills:
+                first = self._to_device(computed[num_decodes:] // block_size)
+                metadata.block_idx_first_scheduled_token_p = first
         if num_prefills:
             computed = computed[num_decodes:]
             cu_chunk_seqlen, seq_idx, last_chunk_indices = compute_chunk_metadata(
@@ -188,6 +207,8 @@ class Mamba2AttentionMetadataBuilder:
 
     def _state_indices(self, batch: CommonAttentionMetadata) -> torch.Tensor:
         table, spec = batch.block_table_tensor, self.kv_cache_spec
+        if spec.mamba_cache_mode == "all":
+            return table
         if spec.mamba_cache_mode != "align":
             return table[:, 0]
         running = (batch.seq_lens.long() - 1).clamp(min=0) // spec.block_size

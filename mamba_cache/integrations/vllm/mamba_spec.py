@@ -40,8 +40,8 @@ class MambaSpec:
         num_speculative_blocks: Drafts that a step may verify: columns after the running one.
         shapes: Shape of each kind of state in one block.
         dtypes: Dtype of each kind of state.
-        mamba_cache_mode: "none" or "align".
-        mamba_type: The kind of layer, by which copy functions are found.
+        mamba_cache_mode: "none", "align" or "all".
+        mamba_type: The kind of layer, by which copy functions are found where they come as a dict.
 
     Raises:
         InvalidArgumentError: A field is out of range, or shapes and dtypes differ in number.
@@ -60,9 +60,9 @@ class MambaSpec:
                 f"block_size must be >= 1 and num_speculative_blocks >= 0, "
                 f"got {self.block_size} and {self.num_speculative_blocks}"
             )
-        if self.mamba_cache_mode not in ("none", "align"):
+        if self.mamba_cache_mode not in ("none", "align", "all"):
             raise InvalidArgumentError(
-                f"mamba_cache_mode must be 'none' or 'align', got {self.mamba_cache_mode!r}"
+                f"mamba_cache_mode must be 'none', 'align' or 'all', got {self.mamba_cache_mode!r}"
             )
         if len(self.shapes) != len(self.dtypes):
             raise InvalidArgumentError(
@@ -129,8 +129,9 @@ def _mamba_specs(kv_cache_config: KVCacheConfig) -> list[tuple[int, Any]]:
     return specs
 
 
-CopyFuncs: TypeAlias = Mapping[Any, Sequence[Callable[..., Any]]]
-"""Copy functions, one for each kind of state, by ``mamba_type`` of the layer's spec."""
+CopyFuncs: TypeAlias = "Mapping[Any, Sequence[Callable[..., Any]]] | Sequence[Callable[..., Any]]"
+"""Copy functions, one for each kind of state, by ``mamba_type`` of the layer's spec. Engines before
+vLLM 0.32 have one sequence for all layers."""
 
 _KINDS = ("get_conv_copy_spec", "get_conv_copy_spec_ds", "get_temporal_copy_spec")
 
@@ -207,13 +208,15 @@ def describe_states(
     for group, group_id in enumerate(group_ids):
         kv_cache_group = kv_cache_config.kv_cache_groups[group_id]
         for name in kv_cache_group.layer_names:
-            states, spec = forward_context[name].kv_cache, _spec_of_layer(kv_cache_group, name)
-            funcs = copy_funcs.get(spec.mamba_type)
-            if funcs is None:
-                raise InvalidArgumentError(
-                    f"copy functions of layers of the kind {spec.mamba_type} are required, "
-                    f"got those of {list(copy_funcs)}"
-                )
+            states, funcs = forward_context[name].kv_cache, copy_funcs
+            if isinstance(funcs, Mapping):
+                kind = _spec_of_layer(kv_cache_group, name).mamba_type
+                if kind not in funcs:
+                    raise InvalidArgumentError(
+                        f"copy functions of layers of the kind {kind} are required, "
+                        f"got those of {list(funcs)}"
+                    )
+                funcs = funcs[kind]
             if len(states) < len(funcs):
                 raise InvalidArgumentError(
                     f"a layer must have a state for each of {len(funcs)} copy functions, "

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from mamba_cache.integrations.vllm.copies import (
     Moves,
     StateTable,
     align_kernels_for,
+    plan_alignment,
     plan_migration,
     run_plan,
     running_columns,
@@ -46,9 +47,13 @@ __all__ = [
     "MambaCopyBuffers",
     "MambaSpecDecodeGPUContext",
     "cleanup_mamba_state_idx",
+    "postprocess_mamba",
     "postprocess_mamba_align_gpu",
+    "postprocess_mamba_all",
     "preprocess_mamba",
+    "stage_mamba_state_idx_to_gpu",
     "stage_postprocess_inputs_to_gpu",
+    "stage_postprocess_metadata_to_gpu",
 ]
 
 
@@ -229,7 +234,7 @@ class MambaSpecDecodeGPUContext:
         cls,
         max_num_reqs: int,
         kv_cache_config: KVCacheConfig,
-        copy_funcs: CopyFuncs,
+        copy_funcs: CopyFuncs | int,
         device: torch.device | str,
         make_buffer: Callable[..., Any],
         *,
@@ -433,20 +438,66 @@ def stage_postprocess_inputs_to_gpu(
             was written.
         InvalidArgumentError: The buffers are too small. Nothing was written.
     """
-    staged, scheduled = req_ids[:num_reqs], scheduler_output.num_scheduled_tokens
+    columns = _columns_of(req_ids[:num_reqs], mamba_state_idx)
+    _check_known(req_ids[:num_reqs], scheduler_output.num_scheduled_tokens, requests)
+    _stage(ctx.mamba_state_idx_buf, columns)
+    buffers = ctx.num_scheduled_tokens_buf, ctx.num_computed_tokens_buf, ctx.num_draft_tokens_buf
+    stage_postprocess_metadata_to_gpu(scheduler_output, req_ids, num_reqs, requests, *buffers)
+
+
+def stage_mamba_state_idx_to_gpu(
+    mamba_state_idx: Mapping[str, int],
+    req_ids: Sequence[str],
+    num_reqs: int,
+    gpu_buf: HostDeviceBuffer,
+) -> None:
+    """Bring the running columns of the first ``num_reqs`` requests to the device.
+
+    Raises:
+        UnknownRequestError: A request has no running column. Nothing was written.
+        InvalidArgumentError: The buffer is too small. Nothing was written.
+    """
+    _stage(gpu_buf, _columns_of(req_ids[:num_reqs], mamba_state_idx))
+
+
+def stage_postprocess_metadata_to_gpu(
+    scheduler_output: SchedulerOutput,
+    req_ids: Sequence[str],
+    num_reqs: int,
+    requests: Mapping[str, RequestState],
+    num_scheduled_tokens_buf: HostDeviceBuffer,
+    num_computed_tokens_buf: HostDeviceBuffer,
+    num_draft_tokens_buf: HostDeviceBuffer,
+) -> None:
+    """Bring scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
+
+    Raises:
+        UnknownRequestError: A request is not scheduled or not known. Nothing was written.
+        InvalidArgumentError: A buffer is too small.
+    """
+    staged = req_ids[:num_reqs]
+    scheduled = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    known = mamba_state_idx, scheduled, requests
-    unknown = [req_id for req_id in staged if any(req_id not in each for each in known)]
+    _check_known(staged, scheduled, requests)
+    _stage(num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
+    _stage(num_computed_tokens_buf, [requests[req_id].num_computed_tokens for req_id in staged])
+    _stage(num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
+
+
+def _check_known(req_ids: Sequence[str], *known: Container[str]) -> None:
+    unknown = [req_id for req_id in req_ids if any(req_id not in each for each in known)]
     if unknown:
+        raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
+
+
+def _columns_of(req_ids: Sequence[str], mamba_state_idx: Mapping[str, int]) -> list[int]:
+    missing = [req_id for req_id in req_ids if req_id not in mamba_state_idx]
+    if missing:
         raise UnknownRequestError(
-            "every request must be known, scheduled, and have a running column of "
-            f"preprocess_mamba, got {unknown}"
+            f"mamba_state_idx must have every request of the batch, but has none of {missing}: "
+            "preprocess_mamba comes first"
         )
-    _stage(ctx.mamba_state_idx_buf, [mamba_state_idx[req_id] for req_id in staged])
-    _stage(ctx.num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
-    computed = [requests[req_id].num_computed_tokens for req_id in staged]
-    _stage(ctx.num_computed_tokens_buf, computed)
-    _stage(ctx.num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
+    return [mamba_state_idx[req_id] for req_id in req_ids]
 
 
 def cleanup_mamba_state_idx(
@@ -525,6 +576,95 @@ def preprocess_mamba(
     copy_bufs.run(copies)
 
 
+def postprocess_mamba(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    cache_config: Any,
+    input_batch: InputBatch,
+    requests: Mapping[str, RequestState],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+    *,
+    forward_context: Mapping[str, Any] | None = None,
+    mamba_state_copy_funcs: CopyFuncs | None = None,
+    copy_bufs: MambaCopyBuffers | None = None,
+) -> None:
+    """Do what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
+
+    Engines of the generation before vLLM 0.32 decide on the host with it.
+
+    In "align" mode the states of requests that crossed a block boundary are saved, all in one
+    launch; in "all" mode see ``postprocess_mamba_all``.
+
+    Accepted counts become 1 where a state was shifted in its column. ``requests`` are as before the
+    step. "align" mode requires the last three arguments; "all" mode looks at ``num_reqs`` requests
+    and reads ``num_spec_tokens``, the drafts of a full step.
+
+    Raises:
+        InvalidArgumentError: A required argument is missing, or a column or block is out of range.
+            Nothing was copied.
+        UnknownRequestError: A request has no running column. Nothing was copied.
+    """
+    if cache_config.mamba_cache_mode == "all":
+        counted = input_batch, requests, mamba_state_idx, num_spec_tokens, num_reqs
+        postprocess_mamba_all(scheduler_output, kv_cache_config, *counted)
+    if cache_config.mamba_cache_mode != "align":
+        return
+    if forward_context is None or mamba_state_copy_funcs is None or copy_bufs is None:
+        raise InvalidArgumentError(
+            "in 'align' mode postprocess_mamba requires forward_context, mamba_state_copy_funcs "
+            "and copy_bufs"
+        )
+    ids, counts = input_batch.req_ids, input_batch.num_accepted_tokens_cpu
+    columns = _int_array(_columns_of(ids, mamba_state_idx))
+    scheduled = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    num_running = [
+        requests[req_id].num_computed_tokens + scheduled[req_id] - len(drafts.get(req_id, ()))
+        for req_id in ids
+    ]
+    accepted, block_size = _int_array(counts[: len(ids)]), copy_bufs.mamba_spec.block_size
+    moves = plan_alignment(_int_array(num_running), accepted, columns, block_size)
+    states = kv_cache_config, forward_context, mamba_state_copy_funcs
+    copies = copy_bufs.list_copies(moves, ids, requests, *states)
+    for row in moves.staying_rows.tolist():
+        counts[row] = 1
+    copy_bufs.run(copies)
+
+
+def postprocess_mamba_all(
+    scheduler_output: SchedulerOutput,
+    kv_cache_config: KVCacheConfig,
+    input_batch: InputBatch,
+    requests: Mapping[str, RequestState],
+    mamba_state_idx: MutableMapping[str, int],
+    num_spec_tokens: int,
+    num_reqs: int,
+) -> None:
+    """Remember the last column that each decoding request has written, in "all" mode.
+
+    Kernels write all columns in place then, so nothing is copied. A request that did not verify a
+    full set of drafts is forgotten.
+
+    It takes what ``postprocess_mamba`` takes, and changes ``mamba_state_idx``: the last column of
+    each request. Without ``num_spec_tokens`` nothing is done.
+
+    Raises:
+        InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
+    """
+    if num_spec_tokens < 1:
+        return
+    _, spec = shared_schedule(kv_cache_config)
+    for req_id in input_batch.req_ids[:num_reqs]:
+        num_scheduled = scheduler_output.num_scheduled_tokens.get(req_id, 0)
+        if num_scheduled == 1 + num_spec_tokens:
+            num_tokens = requests[req_id].num_computed_tokens + num_scheduled
+            mamba_state_idx[req_id] = max(0, (num_tokens - 1) // spec.block_size)
+        else:
+            mamba_state_idx.pop(req_id, None)
+
+
 def postprocess_mamba_align_gpu(
     *,
     bufs: MambaBuffers,
@@ -536,7 +676,7 @@ def postprocess_mamba_align_gpu(
     forward_context: Mapping[str, Any],
     mamba_state_copy_funcs: CopyFuncs,
 ) -> None:
-    """Save the states of requests that crossed a block boundary, decided on the device.
+    """Save states as ``postprocess_mamba`` in "align" mode, decided and copied on the device.
 
     The inputs have been staged by ``stage_postprocess_inputs_to_gpu``. The first call learns where
     states and block tables lie.

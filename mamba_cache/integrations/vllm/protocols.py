@@ -7,7 +7,7 @@ Functions of this package take these objects under the same names:
 - ``forward_context``: the layers by name. Of a layer ``kv_cache`` is read, a tensor for each kind
   of state, the first axis being the physical block. States must keep their storage.
 - ``copy_funcs`` or ``mamba_state_copy_funcs``: what each kind of state is, by ``mamba_type`` of the
-  layer's spec.
+  layer's spec; before vLLM 0.32 one sequence for all layers.
 - ``mamba_state_idx``: the running column of each request, by request id.
 - ``req_ids`` and ``num_reqs``: requests in batch order, and how many of them are meant.
 - ``max_num_reqs``: the most requests of a batch. ``device``: where the states live.
