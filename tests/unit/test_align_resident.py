@@ -38,7 +38,7 @@ class World(ResidentWorld):
     def end(self, sampled, computed):
         self.postprocess(self.on_device(sampled), self.on_device(computed))
 
-    def told(self, drafts, mode=None, padding=0, **options):
+    def told(self, drafts, mode=None, padding=0, as_decodes=None, **options):
         """Returns what the layers are told of the last batch."""
         num_reqs = self.batch.num_reqs
         batch = SimpleNamespace(
@@ -49,6 +49,7 @@ class World(ResidentWorld):
             idx_mapping=self.batch.idx_mapping,
             num_scheduled_tokens=np.full(num_reqs, 3),
             is_prefilling_np=np.arange(num_reqs) == 1,
+            prefill_runs_as_decode_np=as_decodes,
             seq_lens_cpu_upper_bound=torch.arange(num_reqs + padding) + 20,
             num_draft_tokens_per_req=None if drafts is None else np.array(drafts),
         )
@@ -149,7 +150,7 @@ def test_layers_are_told_of_rows_and_padding(world):
     assert (told.num_reqs, told.num_tokens, told.max_query_len, told.max_seq_len) == (5, 9, 3, 24)
     assert told.num_accepted_tokens.tolist() == [3, 1, 1, 1, 1]
     assert told.num_accepted_tokens.dtype == torch.int32
-    assert told.num_decode_draft_tokens_cpu.tolist() == [2, -1, -1, -1, -1]
+    assert told.num_decode_draft_tokens_cpu.tolist() == [2, -1, 0, -1, -1]
     assert told.is_prefilling.tolist() == [False, True, False, False, False]
     told = world.told([2, 1, 0], Mode.NONE, padding=2)
     assert (told.num_reqs, told.num_tokens, told.max_seq_len) == (3, 7, 22)
@@ -160,6 +161,15 @@ def test_graphs_are_for_the_longest_sequence_and_without_speculation_nobody_draf
     world.batch = SimpleNamespace(num_reqs=1, idx_mapping=world.on_device([0]))
     told = world.told(None, "FULL", for_capture=True)
     assert told.max_seq_len == MODEL.max_tokens
-    assert told.num_decode_draft_tokens_cpu.tolist() == [-1]
+    assert told.num_decode_draft_tokens_cpu.tolist() == [0]
     world.state._config.num_speculative_tokens = 0
     assert world.told(None).num_decode_draft_tokens_cpu is None
+
+
+def test_decodes_are_told_apart_as_in_vllm(world):
+    """A decode without drafts was none: it did not read the state behind the accepted draft."""
+    world.batch = SimpleNamespace(num_reqs=3, idx_mapping=world.on_device([0, 1, 2]))
+    assert world.told(None).num_decode_draft_tokens_cpu.tolist() == [0, -1, 0]
+    told = world.told([0, 2, 2], as_decodes=np.array([False, True, False]))
+    assert told.num_decode_draft_tokens_cpu.tolist() == [0, 2, 2]
+    assert told.is_prefilling.tolist() == [False] * 3

@@ -41,8 +41,8 @@ class MambaHybridAttnMetadata:
         is_prefilling: [num_reqs] bool on the CPU.
         num_accepted_tokens: [num_reqs] int32 on the device: accepted tokens of the last step, 1 in
             rows without a request.
-        num_decode_draft_tokens_cpu: [num_reqs] int32 on the CPU: drafts that a row verifies, -1
-            where it does not decode speculatively; None without speculation.
+        num_decode_draft_tokens_cpu: [num_reqs] int32 on the CPU: drafts that a decoding row
+            verifies, -1 in other rows; None without speculation.
     """
 
     num_reqs: int
@@ -204,15 +204,19 @@ class MambaHybridModelState:
 
         The batch has ``num_reqs``, ``num_tokens``, the same ``_after_padding``, ``idx_mapping``,
         ``num_scheduled_tokens`` and ``is_prefilling_np`` [num_reqs], ``seq_lens_cpu_upper_bound``,
-        and ``num_draft_tokens_per_req`` [num_reqs] or None. It is padded if ``cudagraph_mode`` is
-        "FULL", an enum or its name. Lengths are the worst case ``for_capture`` of a CUDA graph. The
-        other arguments are not read.
+        ``num_draft_tokens_per_req`` [num_reqs] or None and, from vLLM 0.32 on, likewise
+        ``prefill_runs_as_decode_np``: the ends of prompts that run as decodes, with placeholders
+        for drafts. It is padded if ``cudagraph_mode`` is "FULL", an enum or its name. Lengths are
+        the worst case ``for_capture`` of a CUDA graph. The other arguments are not read.
         """
         is_padded = getattr(cudagraph_mode, "name", cudagraph_mode) == "FULL"
         suffix = "_after_padding" if is_padded else ""
         num_reqs: int = getattr(input_batch, f"num_reqs{suffix}")
+        are_prefilling = input_batch.is_prefilling_np
+        if (as_decodes := getattr(input_batch, "prefill_runs_as_decode_np", None)) is not None:
+            are_prefilling = are_prefilling & ~as_decodes
         is_prefilling = torch.zeros(num_reqs, dtype=torch.bool, device="cpu")
-        is_prefilling[: input_batch.num_reqs] = torch.from_numpy(input_batch.is_prefilling_np)
+        is_prefilling[: input_batch.num_reqs] = torch.from_numpy(are_prefilling)
         accepted = self._filled(num_reqs, 1)
         slots = input_batch.idx_mapping[: input_batch.num_reqs].long()
         accepted[: input_batch.num_reqs] = torch.where(slots >= 0, self._accepted[slots], 1)
@@ -226,7 +230,7 @@ class MambaHybridModelState:
             max_seq_len=max_seq_len,
             is_prefilling=is_prefilling,
             num_accepted_tokens=accepted,
-            num_decode_draft_tokens_cpu=self._drafts_by_row(input_batch, num_reqs),
+            num_decode_draft_tokens_cpu=self._drafts_by_row(input_batch, are_prefilling, num_reqs),
         )
 
     def postprocess_state(
@@ -286,13 +290,16 @@ class MambaHybridModelState:
         table.bind_block_tables([table_of(group_id) for group_id in group_ids])
         return table
 
-    def _drafts_by_row(self, input_batch: Any, num_reqs: int) -> torch.Tensor | None:
+    def _drafts_by_row(
+        self, input_batch: Any, are_prefilling: Any, num_reqs: int
+    ) -> torch.Tensor | None:
         if not self._config.num_speculative_tokens:
             return None
         by_row = np.full(num_reqs, _NO_DRAFTS, dtype=np.int32)
-        drafts = input_batch.num_draft_tokens_per_req
-        if drafts is not None:
-            # A row whose prompt is not all computed has more than one token beside its drafts.
-            verifies = (drafts > 0) & (input_batch.num_scheduled_tokens == drafts + 1)
-            by_row[: input_batch.num_reqs] = np.where(verifies, drafts, _NO_DRAFTS)
+        drafts, lengths = input_batch.num_draft_tokens_per_req, input_batch.num_scheduled_tokens
+        drafts = np.zeros_like(lengths) if drafts is None else drafts
+        # A decode without drafts reads its state behind the last accepted draft, too.
+        most = 1 + self._config.num_speculative_tokens
+        decodes = ~are_prefilling & (lengths > 0) & (lengths <= most)
+        by_row[: input_batch.num_reqs] = np.where(decodes, drafts, _NO_DRAFTS)
         return torch.from_numpy(by_row)
