@@ -55,6 +55,10 @@ BAD_CALLS = {
         "tells_tokens must be",
     ),
     "source with a list in it": (lambda c: request("x", source=([],)), "source must be hashable"),
+    "checkpoints that are no collection": (
+        lambda c: c.add_request(request("x"), checkpoint_positions=8),
+        "checkpoint_positions",
+    ),
     "no request": (lambda c: c.add_request({}), "give a Request"),
     "a foreign preparation": (
         lambda c: c.add_request(make_context().prepare(request("x"))),
