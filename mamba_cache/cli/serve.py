@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ def serve(options: Namespace) -> None:
         typer = importlib.import_module("typer")  # transformers builds its commands with it
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         server.command()(importlib.import_module("transformers.cli.serve").Serve)
+        _check_options(typer.main.get_command(server), options.others)
         try:  # it ends the process
             server(args=[options.model, *options.others], prog_name="mamba-cache serve")
         except MambaCacheError:
@@ -75,6 +78,16 @@ def serve(options: Namespace) -> None:
         except (OSError, ValueError) as error:  # there is no such model to load
             said = " ".join(str(error).split())
             raise InvalidArgumentError(f"{options.model!r} cannot be served: {said}") from error
+
+
+def _check_options(command: Any, others: Sequence[str]) -> None:
+    """Refuse an option that transformers does not know and that is nearly one of ours."""
+    known = {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in command.params))
+    own = [f"--{name.replace('_', '-')}" for name, *_ in _SETTINGS]
+    for given in (each.partition("=")[0] for each in others):
+        alike = get_close_matches(given, own, n=1) if given.startswith("--") else []
+        if alike and given not in known:
+            raise InvalidArgumentError(f"there is no option {given}: did you mean {alike[0]}?")
 
 
 def _secret_in(file: Path) -> bytes:

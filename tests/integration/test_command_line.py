@@ -301,7 +301,7 @@ def test_serve_passes_on_what_is_not_its_own(call, serving, monkeypatch):
               ("events_endpoint", "events_replay_endpoint")}  # fmt: skip
     assert taken.items() <= given[0].items()
     code, _, err = call("serve", "some/model", "--block-size=64")
-    assert (code, "--block-size" in err) == (2, True)
+    assert (code, "no option --block-size: did you mean --block-size-tokens?" in err) == (2, True)
     code, _, err = call("serve", "some/model", "80", "--cb-block-size", "x")
     assert (code, "--cb-block-size" in err) == (2, True)
 
