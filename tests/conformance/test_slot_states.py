@@ -211,13 +211,13 @@ def test_a_commit_goes_through_its_steps_on_self(allocator, context, monkeypatch
 
 def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context):
     allocator._intermediate_block_ids_cpu[3, :2] = torch.tensor([7, 6])
-    allocator._eos_cache_block_id_cpu[2] = 5
+    allocator._eos_cache_block_id_cpu[2] = 0
     context.kv_block_allocator.block_hashes[6] = -1
     reported(context, [0, 2, 0])
-    assert allocator._collect_commit_data() == ([7, 6], [0, 1], [5], [2], [1008, -1, 1006])
+    assert allocator._collect_commit_data() == ([7, 6], [0, 1], [0], [2], [1008, -1, 1001])
     allocator.commit_intermediate_states()
-    assert [allocator.has_state(block) for block in (7, 6, 5)] == [True] * 3
-    assert allocator.hash_to_block_id == {1008: 7, 1006: 5}
+    assert [allocator.has_state(block) for block in (7, 6, 0)] == [True] * 3
+    assert allocator.hash_to_block_id == {1008: 7, 1001: 0}
 
 
 @pytest.fixture

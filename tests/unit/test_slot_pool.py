@@ -36,6 +36,8 @@ def test_sizes_must_be_counts(sizes):
     assert make_pool(0, 0).free_count == 0
     with pytest.raises(InvalidArgumentError, match=r"must be an int in \[0, 2147483647\]"):
         make_pool(*sizes)
+    with pytest.raises(InvalidArgumentError, match="number of KV blocks must be an int"):
+        SlotPool(3, 10)
 
 
 @pytest.mark.parametrize(
