@@ -245,7 +245,6 @@ TARGETS = {
         pin_slots={"slots": [1]},
         unpin_slots={"leases": []},
         is_current={"lease": SlotLease(1, 1, 0)},
-        is_pinned={"slot": 1},
         note_consumed={"slots": [1, 2]},
         invalidate_block={"block_id": 1},
         on_kv_blocks_deregistered={"block_ids": [1], "hashes_to_delete": [102]},

@@ -17,7 +17,7 @@ from mamba_cache.cache import (
     StateProposal,
 )
 from mamba_cache.cache.adaptive import FORGOTTEN_AT_ONCE, NO_CANDIDATE, CandidateTree
-from mamba_cache.errors import InvariantError
+from mamba_cache.errors import InvalidArgumentError, InvariantError
 
 
 class Service:
@@ -98,6 +98,8 @@ def test_a_state_that_another_request_is_about_to_save_needs_no_second_slot():
     assert pool.reserve_slots([3], [StateProposal(one, 2)]) == [3]
     assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [None]
     assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (1, 0)
+    with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 1"):
+        pool.reserve_slots([5, 6], [StateProposal(other, 2)])
     pool.cancel_reserved([3])
     assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [3]
     pool.check_invariants()

@@ -158,3 +158,11 @@ def test_a_scratch_of_integers_is_cleared(context):
     allocator.intermediate_ssm_out.fill_(5)
     allocator.commit_intermediate_states()
     assert allocator.intermediate_ssm_out[0, :, 0, 0, 0].tolist() == [0, 0, 0, 5, 5]
+
+
+def test_with_nothing_to_commit_the_tables_are_cleared(allocator, context):
+    record(allocator, 2, 1100)
+    wrote(context, 0, 0)
+    allocator.commit_intermediate_states()
+    assert allocator.num_cached_slots == 0
+    assert not allocator._intermediate_counts_cpu.any()
