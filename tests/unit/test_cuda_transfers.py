@@ -160,6 +160,8 @@ def test_no_piece_goes_beyond_its_kind(device):
     assert [piece.which for piece in pieces][:2] == [slice(0, 2), slice(2, 3)]
     assert [index for piece in pieces for index in piece.order] == list(range(len(jobs)))
     assert all(piece.which.stop - piece.which.start == len(piece.order) for piece in pieces)
+    just_one = next(cuda._pieces(rig.transfers._by_kind(jobs), room // 2))
+    assert (just_one.order, just_one.lines) == ([0], None), "an entry of just a piece is not cut"
 
 
 class Journal:
