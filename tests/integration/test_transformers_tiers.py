@@ -229,7 +229,7 @@ def open_over(store, model):
 
 
 def test_a_store_that_fails_or_is_silent_is_not_waited_for(model, clock) -> None:
-    """Patience ends with the clock, which the first question turns; later calls do not ask."""
+    """A question is overdue by the clock, which it turns; later calls do not ask."""
     store = FaultyStore(MemoryStore())
     with open_over(store, model) as first:
         answers, _ = ask(first, prompts()[:2])
@@ -237,7 +237,7 @@ def test_a_store_that_fails_or_is_silent_is_not_waited_for(model, clock) -> None
     hangs = store._meet_call
 
     def turn(call):
-        clock.now += 1.0
+        clock.now += 3.0  # more than a call may take
         hangs(call)
 
     store._meet_call = turn
