@@ -104,6 +104,20 @@ def test_refused_arrays_leave_the_step_in_flight(case):
     context.check_invariants()
 
 
+class Broken:
+    """An array whose reading fails for a reason of its own."""
+
+    def __array__(self, *_, **__):
+        raise OSError("broken")
+
+
+def test_a_failure_of_the_array_itself_is_passed_on():
+    context = make_mixed()
+    with pytest.raises(OSError, match="broken"):
+        context.commit_step([Broken()] * 3)
+    context.commit_step([1, 2, 3])
+
+
 def test_accepted_tokens_of_an_array_must_be_the_drafts():
     context = make_context(make_config(num_speculative_tokens=DRAFTS))
     add(context, "a", PROMPT)

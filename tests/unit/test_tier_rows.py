@@ -197,6 +197,18 @@ TestRowMachine = RowMachine.TestCase
 TestRowMachine.settings = examples(100)
 
 
+def test_an_entry_that_is_removed_while_it_is_read_leaves_its_row_to_the_reader():
+    pool = ready(2)
+    store(pool, 0, 1)
+    lease = pool.read(facts(0))
+    assert pool.remove(digest(0))
+    assert pool.remove(digest(1))
+    assert pool.rows.num_free == 1
+    pool.release(lease)
+    assert pool.rows.num_free == 2
+    pool.check_invariants()
+
+
 def test_the_end_of_a_prefix_goes_before_its_beginning():
     pool = ready(3)
     store(pool, 1, 2, 3)
