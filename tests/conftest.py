@@ -27,6 +27,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected: what is imported stays, and is not gone through again
 
+ALL_BUT_ENGINES = "not engine"  # what pyproject.toml chooses: all tests that need no engine
+
 MAX_PROCESSES = 16  # each takes half a GiB of memory, and seconds to import torch
 
 # Timing is no property of the code under test, so no profile fails on it.
@@ -59,7 +61,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         getattr(option, "numprocesses", 0) is None  # -n is not given, and pytest-xdist is there
         and os.environ.get("PYTEST_XDIST_WORKER") is None
         and config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        and not (option.keyword or option.markexpr or option.collectonly)  # a few, or none
+        and not (option.keyword or option.collectonly)  # a few, or none
+        and option.markexpr == ALL_BUT_ENGINES
         and not option.usepdb
         and option.capture != "no"
         and not getattr(option, "cov_source", None)  # pytest-cov had to know before: give it -n
