@@ -8,6 +8,7 @@ variable is set here, before any test imports the package.
 """
 
 import gc
+import importlib.util
 import os
 import random
 import sys
@@ -26,6 +27,10 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected: what is imported stays, and is not gone through again
+
+# Their scripts in tests/engines name these files, and then they are run, or fail, in any case.
+_ENGINES = {"vllm": "integration/test_vllm_real.py", "trl": "integration/test_trl.py"}
+collect_ignore = [each for name, each in _ENGINES.items() if not importlib.util.find_spec(name)]
 
 ALL_BUT_ENGINES = "not engine"  # what pyproject.toml chooses: all tests that need no engine
 

@@ -37,13 +37,19 @@ if [ -d "$site/mooncake" ] && ! loads; then
     rm -rf "$site/mooncake"
 fi
 
-marks=""  # with the tests of a Valkey server, if one could be had
-PYTHONPATH=$PYTHONPATH:tests/support python -c 'import sys, store_rig; sys.exit(not store_rig.find_valkey())' || marks="not engine"
+# Without the tests of what could not be had, which was said above.
+has() { PYTHONPATH=$PYTHONPATH:tests/support python -c "import sys, store_rig; sys.exit(not store_rig.find_$1())"; }
+chosen="not nothing"
+has valkey || chosen="$chosen and not valkey"
+has mooncake_master || chosen="$chosen and not mooncake"
+python -c 'import trustme' 2>/dev/null || chosen="$chosen and not tls"
 
-timeout 900 python -m pytest -q -m "$marks" -p no:cacheprovider tests/integration/test_stores.py \
+timeout 900 python -m pytest -q -m "" -p no:cacheprovider -k "$chosen" tests/integration/test_stores.py \
     tests/integration/test_store_processes.py "$@"
-timeout 300 python -m pytest -q -m "$marks" -p no:cacheprovider tests/integration/test_transformers_serve.py -k share_a_store || {
-    [ $? -eq 5 ] && echo "SKIPPED: two servers over one store need the extra serve"
-}
+if has valkey; then
+    timeout 300 python -m pytest -q -m "" -p no:cacheprovider tests/integration/test_transformers_serve.py -k share_a_store || {
+        [ $? -eq 5 ] && echo "SKIPPED: two servers over one store need the extra serve"
+    }
+fi
 # Mooncake says much on stderr, of which only a failure is worth the reading.
 timeout 600 python tests/store_kills.py --count 2 2>"$work/kills.log" || { tail -n 50 "$work/kills.log"; exit 1; }

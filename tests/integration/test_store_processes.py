@@ -12,7 +12,6 @@ from clocks import ManualClock
 from restart_rig import PROMPT_TOKENS, uncached
 from store_rig import (
     LOOPBACK,
-    find_mooncake_master,
     mooncake_master,
     valkey_server,
 )
@@ -25,13 +24,7 @@ SERVERS = {
     "valkey": (valkey_server, ""),
     "mooncake": (mooncake_master, "?segment=64MiB"),
 }
-REAL = [
-    pytest.param("valkey", marks=pytest.mark.engine),
-    pytest.param(
-        "mooncake",
-        marks=pytest.mark.skipif(find_mooncake_master() is None, reason="needs the extra mooncake"),
-    ),
-]
+REAL = [pytest.param(name, marks=pytest.mark.engine) for name in SERVERS]
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from sources import ROOT
 from store_rig import (
     LOOPBACK,
     PAUSE,
-    find_mooncake_master,
     free_port,
     mooncake_master,
     valkey_server,
@@ -38,11 +37,7 @@ from mamba_cache.stores import (
 MISSING = StoreFault.MISSING
 SIZES = (1, 13, 4096, 65_537, 2**20 + 13, 4 * 2**20)
 
-with_valkey = pytest.mark.engine
-with_mooncake = pytest.mark.skipif(
-    find_mooncake_master() is None, reason="needs the extra mooncake"
-)
-REAL = [pytest.param("valkey", marks=with_valkey), pytest.param("mooncake", marks=with_mooncake)]
+REAL = [pytest.param(name, marks=pytest.mark.engine) for name in ("valkey", "mooncake")]
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +317,7 @@ def call_all(store):
     return [answer for (answer,) in calls], store.health()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_a_dead_valkey_is_unreachable_and_comes_back():
     with valkey_server() as server:
         store = ValkeyStore(LOOPBACK, server.port)
@@ -338,7 +333,7 @@ def test_a_dead_valkey_is_unreachable_and_comes_back():
         store.close()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_a_valkey_that_stands_still_times_out():
     with valkey_server() as server:
         store = ValkeyStore(LOOPBACK, server.port, timeout_seconds=0.2)
@@ -352,7 +347,7 @@ def test_a_valkey_that_stands_still_times_out():
         store.close()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_a_full_valkey(rng):
     with valkey_server("--maxmemory", "20mb", "--maxmemory-policy", "noeviction") as server:
         store = ValkeyStore(LOOPBACK, server.port)
@@ -364,7 +359,7 @@ def test_a_full_valkey(rng):
         store.close()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_what_a_valkey_evicts_is_missing(rng):
     with valkey_server("--maxmemory", "20mb", "--maxmemory-policy", "allkeys-lru") as server:
         store = ValkeyStore(LOOPBACK, server.port)
@@ -375,7 +370,7 @@ def test_what_a_valkey_evicts_is_missing(rng):
         store.close()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_passwords_of_valkey(monkeypatch):
     monkeypatch.setenv("STORE_PASSWORD", "p@ss:word")
     with valkey_server("--requirepass", "p@ss:word") as server:
@@ -396,7 +391,7 @@ def test_passwords_of_valkey(monkeypatch):
             store.close()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_databases_and_time_to_live():
     with valkey_server() as server:
         url = f"valkey://{LOOPBACK}:{server.port}"
@@ -455,9 +450,10 @@ class TlsFront:
             each.close()
 
 
-@with_valkey
+@pytest.mark.engine
 def test_valkey_behind_tls(tmp_path, rng):
-    trustme = pytest.importorskip("trustme", reason="makes the certificates")
+    import trustme  # noqa: PLC0415 - tests/engines/stores.sh brings it
+
     authority, stranger = trustme.CA(), trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(LOOPBACK).configure_cert(context)
@@ -478,7 +474,7 @@ def test_valkey_behind_tls(tmp_path, rng):
         front.close()
 
 
-@with_mooncake
+@pytest.mark.engine
 def test_a_dead_mooncake_master_is_unreachable_and_comes_back():
     with mooncake_master() as master:
         store = open_store(f"mooncake://{LOOPBACK}:{master.port}?segment=64MiB")
@@ -498,7 +494,7 @@ def test_a_dead_mooncake_master_is_unreachable_and_comes_back():
         store.close()
 
 
-@with_mooncake
+@pytest.mark.engine
 def test_a_mooncake_store_whose_master_is_not_there_yet():
     port = free_port()
     store = MooncakeStore(f"{LOOPBACK}:{port}")
@@ -509,7 +505,7 @@ def test_a_mooncake_store_whose_master_is_not_there_yet():
     store.close()
 
 
-@with_mooncake
+@pytest.mark.engine
 def test_a_mooncake_master_that_stands_still_does_not_stop_the_process():
     """Mooncake's own attempt to connect would, with all threads, for as long as it stands still."""
     with mooncake_master() as master:
@@ -524,7 +520,7 @@ def test_a_mooncake_master_that_stands_still_does_not_stop_the_process():
         store.close()
 
 
-@with_mooncake
+@pytest.mark.engine
 def test_a_full_mooncake(rng):
     """What was just asked for has a lease, so that nothing is evicted for more."""
     with mooncake_master("60s") as master:
@@ -544,7 +540,7 @@ def test_a_full_mooncake(rng):
         store.close()
 
 
-@with_mooncake
+@pytest.mark.engine
 def test_what_a_mooncake_holder_had_is_gone_with_it(rng):
     with mooncake_master("2s", "--client_ttl=1") as master:
         where = f"mooncake://{LOOPBACK}:{master.port}"
@@ -591,7 +587,7 @@ def mooncake_holder(master, log, ports):
         holder.communicate()
 
 
-@with_mooncake
+@pytest.mark.engine
 def test_a_mooncake_holder_on_the_port_of_a_dead_one_is_written_to(rng, tmp_path):
     """What Mooncake knows of a port is of the dead one, for ever if it does not look anew."""
     first = free_port() % 10_000 + 20_000
@@ -616,8 +612,8 @@ def test_a_mooncake_holder_on_the_port_of_a_dead_one_is_written_to(rng, tmp_path
         store.close()
 
 
-@with_valkey
-def test_the_command_that_kills_runs_with_damaged_reads():
+@pytest.mark.engine
+def test_the_command_that_kills_a_valkey_runs_with_damaged_reads():
     command = [sys.executable, ROOT / "tests" / "store_kills.py", "--count=3", "--flips=0.2"]
     command += ["--only", "valkey", "reader"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -395,9 +395,6 @@ class NoEvent:
     synchronize = record
 
 
-@pytest.mark.skipif(
-    not hasattr(generation_utils, "DeferredStopCheck"), reason="needs a transformers that has it"
-)
 @pytest.mark.parametrize("returns_dict", [True, False])
 @pytest.mark.parametrize("family", ["lfm2", "inkling", "granite 4"])
 def test_a_token_that_is_taken_back_is_in_no_state(family, returns_dict, generator, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 for package in ("accelerate", "fastapi", "openai", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="needs the extra serve")
 pytest.importorskip("transformers", reason="needs the extra transformers")
-pillow = pytest.importorskip("PIL.Image", reason="needs pillow, as processors of images do")
+pillow = pytest.importorskip("PIL.Image", reason="needs the extra docs: pillow")
 
 from chats import make_tokenizer  # noqa: E402
 from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, Server, draw_words  # noqa: E402

@@ -4,15 +4,13 @@ tests/engines/trl.sh makes an environment for it.
 """
 
 import pytest
-
-trl = pytest.importorskip("trl", reason="needs TRL: tests/engines/trl.sh")
-
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
-from transformers_rig import VOCABULARY, make_cache, make_model, plain, text  # noqa: E402
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers_rig import VOCABULARY, make_cache, make_model, plain, text
 
 # Of TRL's and transformers' own code.
 pytestmark = pytest.mark.filterwarnings("ignore")

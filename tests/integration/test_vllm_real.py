@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import triton
 import vllm_rig
 from align_states import Group, Model, States
 from drawn_traces import draw_scan
@@ -87,7 +88,6 @@ def test_drafts_with_prefix_caching_where_there_is_no_triton(drafting):
 @pytest.fixture(scope="module")
 def interpreted(utils):
     """vLLM's module once more, whose kernels Triton interprets."""
-    triton = pytest.importorskip("triton")
     stand_in = ModuleType("vllm.triton_utils")
     stand_in.triton, stand_in.tl = triton, triton.language
     own = sys.modules["vllm.triton_utils"]

@@ -2,17 +2,11 @@
 
 import contextlib
 import gc
-import importlib.util
 import os
 import random
 import warnings
 from dataclasses import dataclass, field
 from unittest import mock
-
-import pytest
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("needs vLLM: tests/engines/vllm.sh", allow_module_level=True)
 
 os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
