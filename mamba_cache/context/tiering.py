@@ -383,6 +383,11 @@ class Tiering:
             else:
                 self.host.release(lease)
 
+    @property
+    def _takes_offers(self) -> bool:
+        """Whether what is published now can be found by others."""
+        return True
+
     def offer_blocks(
         self,
         active: CachedSequence,
@@ -391,7 +396,7 @@ class Tiering:
         holders: Sequence[int | None],
     ) -> None:
         """Offer blocks of a request that became findable."""
-        if not self._keeps_kv:
+        if not (self._keeps_kv and self._takes_offers):
             return
         hashes, known = active.hashes, self.host.digests(EntryKind.KV)
         entries = self._entries(active)
@@ -433,7 +438,8 @@ class Tiering:
     ) -> None:
         """Offer a state of a request that became findable."""
         index = position // self._block_size - 1
-        if not self.host.has(EntryKind.STATE, active.hashes.digest(index)):
+        digest = active.hashes.digest(index)
+        if self._takes_offers and not self.host.has(EntryKind.STATE, digest):
             if proposal is not None:
                 proposal = proposal._replace(
                     prompt=active.prompt_seen_below,

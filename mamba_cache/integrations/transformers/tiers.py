@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import torch
 
 from mamba_cache._extras import installed_version
 from mamba_cache._guard import weak_callback
-from mamba_cache.cache import BlockHashes, ExtraKey, StateProposal
+from mamba_cache.cache import BlockHashes, ExtraKey
 from mamba_cache.cache.sequence import CachedSequence, Checkpoint, PrefixMatch
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import Prefetch, PromptEntries
@@ -149,26 +149,9 @@ class PrefixTiers(Tiering):
 
     @property
     def _takes_offers(self) -> bool:
-        """Whether what is computed now may be found by others: not in dtypes of its own."""
-        return self._key is not None and self._runner.fingerprint.key not in self._store.live_dtypes
-
-    def offer_blocks(
-        self,
-        active: CachedSequence,
-        first: int,
-        blocks: Sequence[int],
-        holders: Sequence[int | None],
-    ) -> None:
-        """Have blocks copied to the host tier when the call is over."""
-        if self._takes_offers:
-            super().offer_blocks(active, first, blocks, holders)
-
-    def offer_state(
-        self, active: CachedSequence, position: int, slot: int, proposal: StateProposal | None
-    ) -> None:
-        """Have a state copied to the host tier when the call is over."""
-        if self._takes_offers:
-            super().offer_state(active, position, slot, proposal)
+        # Not what is computed in dtypes of its own: others would not find it as it is.
+        is_alike = self._runner.fingerprint.key not in self._store.live_dtypes
+        return self._key is not None and is_alike
 
     def offer_cached(self, hashes: BlockHashes) -> None:
         """Offer what is cached of a sequence's whole blocks, and the host tier has not."""
