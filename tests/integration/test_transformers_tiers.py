@@ -268,6 +268,18 @@ def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next(model, clo
         assert skipped >= 0.9 * len(answers[0])
 
 
+def test_what_is_computed_in_other_dtypes_stays_beside_the_model(model) -> None:
+    """Under autocast: an entry would come back in the dtypes of the layout."""
+    with make_cache(model, host_cache_gb=0.01) as cache:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            answers, _ = ask(cache, prompts()[:1])
+            assert ask(cache, prompts()[:1])[0] == answers
+        assert cache.stats().skipped_tokens > 0
+        assert cache._store.live_dtypes
+        host = cache._store.tiers.host
+        assert [len(host.digests(kind)) for kind in entry.EntryKind] == [0, 0]
+
+
 # What entries depend on, beside weights and settings: numerics and adapters.
 
 

@@ -167,3 +167,17 @@ def _few_digests(init, num_bytes_read):
         self.digest = lambda data: digest(data[:num_bytes_read])
 
     return patched
+
+
+def test_what_follows_a_removed_block_stays_private_and_its_slots_are_free_again():
+    context = make_context(placement=EveryNthBlock(1))
+    add(context, "a", PROMPT, chunk_tokens=BLOCK)
+    run_step(context)
+    assert saved_prefix_lengths(context, PROMPT) == [1]
+    context.kv_block_allocator.deregister_blocks([context.request_table.block_tables[0, 0]])
+    context.schedule_prefill("a")
+    run_step(context)
+    slots = context.slot_allocator
+    assert saved_prefix_lengths(context, PROMPT) == []
+    assert (slots.num_cached_slots, slots.num_reserved_slots) == (0, 0)
+    context.check_invariants()

@@ -161,3 +161,15 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
     pool.kv_blocks.block_hashes[0] = -1
     with pytest.raises(InvariantError, match=r"blocks \[0\] have states of what they held before"):
         pool.check_uses([], [])
+
+
+def test_unread_states_are_freed_and_those_that_are_read_stay(pool):
+    named = pool.leases_of([3, 4])
+    assert pool.leases_of([0]) == [None]
+    pinned = pool.pin_slots([4])
+    assert named[1:] == pinned
+    pool.free_unread(named)
+    assert [pool.get_slot(block) for block in (7, 8)] == [4, -1]
+    pool.unpin_slots(pinned)
+    pool.free_unread(named)  # of which one is gone
+    assert pool.num_cached_slots == 0
