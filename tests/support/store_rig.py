@@ -68,7 +68,10 @@ class Server:
         raise RuntimeError(f"ended with {self.process.returncode}: {' '.join(self.command)}")
 
     def pause(self):
+        """Stop all its threads: one that still ran could answer a first question, and no more."""
         self.process.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), f"it ended: {self.command}"
 
     def go_on(self):
         self.process.send_signal(signal.SIGCONT)
