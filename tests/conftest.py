@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected: what is imported stays, and is not gone through again
 
-# Their scripts in tests/engines name these files, and then they are run, or fail, in any case.
+# A script in tests/engines brings each engine and names its file; a named file is always collected.
 _ENGINES = {"vllm": "integration/test_vllm_real.py", "trl": "integration/test_trl.py"}
 collect_ignore = [each for name, each in _ENGINES.items() if not importlib.util.find_spec(name)]
 
