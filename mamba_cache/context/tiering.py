@@ -390,16 +390,16 @@ class Tiering:
 
     def offer_blocks(
         self,
-        active: CachedSequence,
+        sequence: CachedSequence,
         first: int,
         blocks: Sequence[int],
         holders: Sequence[int | None],
     ) -> None:
-        """Offer blocks of a request that became findable."""
+        """Offer blocks of a sequence that became findable."""
         if not (self._keeps_kv and self._takes_offers):
             return
-        hashes, known = active.hashes, self.host.digests(EntryKind.KV)
-        entries = self._entries(active)
+        hashes, known = sequence.hashes, self.host.digests(EntryKind.KV)
+        entries = self._entries(sequence)
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
             if block == holder and hashes.digest(index) not in known:
                 self.offer_block(block, entries.facts(EntryKind.KV, index))
@@ -411,7 +411,7 @@ class Tiering:
             self._watched[block] = offer
             self._offers.append(offer)
 
-    def wants(self, active: CachedSequence, proposals: Sequence[StateProposal]) -> list[bool]:
+    def wants(self, sequence: CachedSequence, proposals: Sequence[StateProposal]) -> list[bool]:
         """Say which states of a request are worth a row of a tier, and have none in host memory.
 
         Over several ranks none is: they would not say the same.
@@ -421,9 +421,9 @@ class Tiering:
         if self._passes_all:
             worth = [True] * len(proposals)
         else:
-            own = [each._replace(prompt=active.prompt_seen_below) for each in proposals]
+            own = [each._replace(prompt=sequence.prompt_seen_below) for each in proposals]
             worth = self.host.would_admit(own)
-        hashes = active.hashes
+        hashes = sequence.hashes
         return [
             is_worth
             and not (
@@ -434,18 +434,18 @@ class Tiering:
         ]
 
     def offer_state(
-        self, active: CachedSequence, position: int, slot: int, proposal: StateProposal | None
+        self, sequence: CachedSequence, position: int, slot: int, proposal: StateProposal | None
     ) -> None:
-        """Offer a state of a request that became findable."""
+        """Offer a state of a sequence that became findable."""
         index = position // self._block_size - 1
-        digest = active.hashes.digest(index)
+        digest = sequence.hashes.digest(index)
         if self._takes_offers and not self.host.has(EntryKind.STATE, digest):
             if proposal is not None:
                 proposal = proposal._replace(
-                    prompt=active.prompt_seen_below,
+                    prompt=sequence.prompt_seen_below,
                     is_asked=proposal.is_asked or self._passes_all,
                 )
-            facts = self._entries(active).facts(EntryKind.STATE, index)
+            facts = self._entries(sequence).facts(EntryKind.STATE, index)
             self.offer_slot(slot, facts, proposal)
 
     def offer_slot(
@@ -574,8 +574,8 @@ class Tiering:
         if watched != of_blocks:
             raise InvariantError("blocks are watched for spills that there are not")
 
-    def _entries(self, active: CachedSequence) -> PromptEntries:
-        return self.entries(active.hashes, active.request.cache_salt)
+    def _entries(self, sequence: CachedSequence) -> PromptEntries:
+        return self.entries(sequence.hashes, sequence.request.cache_salt)
 
     def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:
         """Return what derives the entries of a prompt."""

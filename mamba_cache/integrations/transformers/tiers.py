@@ -167,8 +167,8 @@ class PrefixTiers(Tiering):
             if slot >= 0 and not self.host.has(EntryKind.STATE, digest):
                 self.offer_slot(slot, entries.facts(EntryKind.STATE, index))
 
-    def _entries(self, active: CachedSequence) -> PromptEntries:
-        return self.entries(active.hashes, None)  # digests have the salt
+    def _entries(self, sequence: CachedSequence) -> PromptEntries:
+        return self.entries(sequence.hashes, None)  # digests have the salt
 
     def spill(self) -> None:
         """Copy what was offered, as far as it is still there, and offer it to the disk."""
