@@ -39,10 +39,11 @@ fi
 
 # Without the tests of what could not be had, which was said above.
 has() { PYTHONPATH=$PYTHONPATH:tests/support python -c "import sys, store_rig; sys.exit(not store_rig.find_$1())"; }
-chosen="not nothing"
-has valkey || chosen="$chosen and not valkey"
-has mooncake_master || chosen="$chosen and not mooncake"
-python -c 'import trustme' 2>/dev/null || chosen="$chosen and not tls"
+chosen=""
+without() { chosen="${chosen:+$chosen and }not $1"; }
+has valkey || without valkey
+has mooncake_master || without mooncake
+python -c 'import trustme' 2>/dev/null || without tls
 
 timeout 900 python -m pytest -q -m "" -p no:cacheprovider -k "$chosen" tests/integration/test_stores.py \
     tests/integration/test_store_processes.py "$@"
