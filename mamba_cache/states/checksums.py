@@ -18,6 +18,9 @@ __all__ = ["CHUNK_BYTES", "EntryChecksums", "TensorChecksums", "bytes_of"]
 
 _KERNELS = "mamba_cache.states.kernels.checksum"
 
+_PROGRAMS_PER_SM = 4
+"""Enough to read at the speed of memory, and few enough that small kernels run beside them."""
+
 
 class TensorChecksums:
     """Remembers what tensors on one device hold, to the bit, and tells whether they still do.
@@ -51,12 +54,14 @@ class TensorChecksums:
         self._entry = torch.tensor([[0, self._sums.data_ptr()]], device=self.device)
         self._changed = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._verdict = self._changed
+        self._programs = 1
         self._done: Any = None
         self._stream: Any = None
         if self.device.type == "cuda":
             self._verdict = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._programs = _PROGRAMS_PER_SM * _num_sms(self.device)
 
     def measure(self) -> list[bytes]:
         """Return the checksum of each tensor now, which are expected from then on. It waits."""
@@ -83,16 +88,20 @@ class TensorChecksums:
         for tensor, copy in self._gapped:
             copy.copy_(tensor.detach())
         self._changed.zero_()
-        plan, chunks = self._plan, self._plan.num_chunks
+        plan = self._plan
         heads = plan.bounds[len(plan.parts) // 2]
-        others = range(heads + phase, chunks, stride)
-        self._kernel(plan, self._entry, changed, slice(0, 1), heads, others, chunks)
+        others = range(heads + phase, plan.num_chunks, stride)
+        self._kernel(plan, self._entry, changed, slice(0, 1), heads, others, self._programs)
 
     def is_unchanged(self) -> bool:
         """Say whether all that ``start`` compared was as expected. It waits for that."""
         if self._done is not None:
             self._done.synchronize()
         return not self._verdict.item()
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +151,7 @@ class EntryChecksums:
         parts = [layer for tensor in bytes_of_places for layer in tensor]
         self._plan = plan_checksums(parts, sums_start=sums_start)
         if programs is None and device.type == "cuda":
-            programs = torch.cuda.get_device_properties(device).multi_processor_count
+            programs = _num_sms(device)
         self._programs = programs or 1
         self._kernels = kernels_for(backend, device, kernels=_KERNELS, twins=checksum_torch)
         self.num_sums = self._plan.num_chunks  # of one entry

@@ -221,10 +221,6 @@ class _Pools:
         start = turn % (source.numel() // count) * count
         destination[start : start + count].copy_(source[start : start + count])
 
-    def extract(self) -> None:
-        """Plan and write, as a context does for a layer."""
-        self.plan()()
-
     def check_bits(self) -> None:
         """Compare one copy of this package with the sources."""
         sources, destinations = _random_rows(self.num_rows, 4)
@@ -259,6 +255,10 @@ class _Layer:
             fields=(entries, self.ends, zeros, zeros, self.order),
             slot_scales=self.slots.get("ssm_scales"),
         )
+
+    def extract(self) -> None:
+        """Plan and write, as a context does for a layer."""
+        self.plan()()
 
     def check_bits(self) -> None:
         """Compare one extraction into slots that are not int8 with what a loop would have taken."""

@@ -106,3 +106,21 @@ def test_weights_that_change_are_noticed_before_anything_leaves(cached_model, we
     hits = cache.stats().hits
     cache.generate(PROMPT, **OPTIONS)
     assert cache.stats().hits == hits + 1
+
+
+def test_small_kernels_do_not_wait_for_a_check():
+    """Sums need shared memory, which a check needs hardly any of."""
+    tensor = torch.zeros(2**31, dtype=torch.uint8, device="cuda")
+    checksums = TensorChecksums([tensor] * 64)  # some 30 ms
+    checksums.measure()
+    begin, summed, checked = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    for _ in range(2):  # the first sum loads its kernel
+        torch.cuda.synchronize()
+        begin.record()
+        checksums.start()
+        tensor[:4096].sum()
+        summed.record()
+        checked.record(checksums._stream)
+        assert checksums.is_unchanged()
+        torch.cuda.synchronize()
+    assert summed.elapsed_time(checked) > begin.elapsed_time(summed)

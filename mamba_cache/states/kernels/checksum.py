@@ -125,7 +125,7 @@ def _checksum_kernel(  # type: ignore[no-untyped-def]
             tl.store(where, _chunk_sum(address, num_bytes, is_wide))
 
 
-_launch = Launcher(_checksum_kernel)
+_launch = Launcher(_checksum_kernel, runs_beside=True)
 
 
 def checksum(
