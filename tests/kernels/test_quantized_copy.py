@@ -62,6 +62,8 @@ def copies(pool):
         ((2, 16, 32), torch.float32),  # aligned: many elements in one access
         ((1, 1, 1), torch.bfloat16),
         ((1, 80, 72), torch.bfloat16),  # more than a tile
+        ((2, 33, 65), torch.float64),
+        ((3, 4, 1), torch.float16),
     ],
 )
 def test_store_and_restore(generator, device, backend, dtype, ssm):

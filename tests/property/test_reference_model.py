@@ -1,12 +1,16 @@
-"""However a batch is packed and cut into steps, the model computes the same."""
+"""The reference model's scan and convolution, however a batch is packed and cut.
 
+Whole models, packed and cut in any way, are compared by tests/property/test_context_machine.py.
+"""
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_steps import CONFIG, PlainCaches, Sequence, Work, chunk_lengths, run_step, ssd_naive
+from packed_steps import ssd_naive
 
-from mamba_cache.reference import HybridModel
+from mamba_cache.metadata import compute_chunk_metadata
 from mamba_cache.reference.batch import place_windows
 from mamba_cache.reference.mamba import causal_conv1d, causal_conv1d_step
 from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ssd_step
@@ -14,9 +18,6 @@ from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan, ss
 SEEDS = st.integers(0, 2**32 - 1)
 # (tokens before this step, tokens of this step) of each sequence.
 SPANS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=4)
-
-MODEL = HybridModel(CONFIG, dtype=torch.float64, seed=11)
-BLOCK_SIZE = 8
 
 
 def drawing(seed):
@@ -46,13 +47,9 @@ def cut(inputs, tokens):
 
 
 def chunk_layout(spans, chunk_size):
-    lengths, sequences, last = [], [], []
-    for index, (computed, count) in enumerate(spans):
-        lengths += chunk_lengths(computed, count, chunk_size)
-        sequences += [index] * (len(lengths) - len(sequences))
-        last.append(len(lengths) - 1)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    sequences, last = torch.tensor(sequences), torch.tensor(last)
+    starts, computed = starts_of(spans), [computed for computed, _ in spans]
+    parts = compute_chunk_metadata(starts.numpy(), np.array(computed), chunk_size)
+    ends, sequences, last = (torch.from_numpy(part).long() for part in parts)
     return ChunkLayout.build(ends, sequences, last, chunk_size, int(ends[-1])), ends[1:]
 
 
@@ -145,82 +142,3 @@ def test_convolution_has_the_same_bits_however_a_sequence_is_cut(pieces, conv_ke
         outputs.append(output)
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(window, expected_window)
-
-
-@st.composite
-def schedules(draw):
-    """Lengths of the requests, and steps as lists of (request, tokens, decodes?) until all end."""
-    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
-    left, steps = list(lengths), []
-    while any(left):
-        waiting = [i for i, count in enumerate(left) if count]
-        chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, unique=True))
-        step = []
-        for i in chosen:
-            count = draw(st.integers(1, left[i]))
-            left[i] -= count
-            step.append((i, count, count == 1 and draw(st.booleans())))
-        steps.append(step)
-    return lengths, steps
-
-
-@given(schedules(), SEEDS)
-def test_logits_and_checkpoints_do_not_depend_on_the_schedule(schedule, seed):
-    """One piece, random chunks, decode steps and one token at a time, alone or packed."""
-    lengths, steps = schedule
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(32, (count,), generator=generator).tolist() for count in lengths]
-    alone = [one_token_at_a_time(prompt) for prompt in prompts]
-    caches, sequences = make_caches(len(prompts)), []
-    for row, prompt in enumerate(prompts):
-        sequences.append(Sequence(prompt, row, list(range(row, 4 * len(prompts), len(prompts)))))
-
-    for step in steps:
-        decodes = [Work(sequences[i], 1) for i, _, decode in step if decode]
-        prefills = [
-            Work(sequences[i], count, slots_of(sequences[i].row))
-            for i, count, decode in step
-            if not decode
-        ]
-        logits = run_step(MODEL, caches, decodes, prefills)
-        for work, row in zip([*decodes, *prefills], logits, strict=True):
-            expected, states = alone[work.sequence.row]
-            at = work.sequence.num_computed
-            torch.testing.assert_close(row, expected[at - 1], rtol=0, atol=1e-9)
-            reached = range(at - work.num_tokens + 1, at + 1)
-            for position, slot in work.checkpoints.items():
-                if position in reached:
-                    check_slot(caches, slot, states[position - 1])
-
-
-def make_caches(num_rows):
-    caches = PlainCaches(
-        CONFIG,
-        torch.float64,
-        num_blocks=4 * num_rows,
-        block_size=BLOCK_SIZE,
-        num_rows=num_rows,
-        num_slots=4 * num_rows,
-    )
-    caches.live_states.zero_()
-    return caches
-
-
-def slots_of(row):
-    """A checkpoint at every block boundary that a request can reach, and its slot."""
-    return {BLOCK_SIZE * (i + 1): 4 * row + i for i in range(4)}
-
-
-def one_token_at_a_time(prompt):
-    """Logits and live state after every token of a request that runs alone."""
-    caches, sequence = make_caches(1), Sequence(prompt, 0, list(range(4)))
-    logits, states = [], []
-    for _ in prompt:
-        logits.append(run_step(MODEL, caches, [Work(sequence, 1)], [])[0])
-        states.append({name: t[:, 0].clone() for name, t in caches.live_states.tensors.items()})
-    return logits, states
-
-
-def check_slot(caches, slot, expected):
-    for name, tensor in caches.slots.tensors.items():
-        torch.testing.assert_close(tensor[:, slot], expected[name], rtol=0, atol=1e-9)

@@ -1,29 +1,14 @@
-"""Requests, caches and step metadata in plain Python: the model's tests need no context."""
+"""Requests, caches and the metadata of single steps: the model's tests need no context."""
 
-import itertools
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from step_plans import decode_work, make_buffers, make_table, part
 
-from mamba_cache.metadata import StepMetadata
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.reference import HybridModelConfig
-from mamba_cache.states import CHECKPOINT_FIELDS, PAD_SLOT_ID, StatePool, plan_extraction
-
-CONFIG = HybridModelConfig(
-    layer_pattern="M*M-",
-    hidden_size=16,
-    num_attention_heads=2,
-    num_kv_heads=1,
-    attention_head_dim=8,
-    mamba_num_heads=4,
-    mamba_head_dim=4,
-    ssm_state_size=5,
-    num_groups=2,
-    ssm_chunk_size=4,
-    mlp_size=16,
-    vocab_size=32,
-)
-"""A model of every kind of layer, small enough for many runs."""
+from mamba_cache.states import CHECKPOINT_FIELDS, StatePool, plan_extraction
 
 
 @dataclass
@@ -45,8 +30,6 @@ class Work:
     sequence: Sequence
     num_tokens: int
     checkpoints: dict[int, int] = field(default_factory=dict)
-    written_rows: list[int] = field(default_factory=list)
-    """Of a decode with drafts: the live-state row for the state after each token. None: its own."""
 
 
 class PlainCaches:
@@ -76,16 +59,6 @@ class PlainCaches:
         )()
 
 
-def chunk_lengths(num_computed, num_tokens, chunk_size):
-    """The chunks of one sequence in one step: a started chunk is finished first."""
-    lengths = []
-    while num_tokens:
-        lengths.append(min(chunk_size - num_computed % chunk_size, num_tokens))
-        num_computed += lengths[-1]
-        num_tokens -= lengths[-1]
-    return lengths
-
-
 def run_step(model, caches, decodes, prefills):
     """Compute one step and advance its sequences; returns the logits, decodes first."""
     metadata = build_metadata(model.config, caches, decodes, prefills)
@@ -96,98 +69,41 @@ def run_step(model, caches, decodes, prefills):
 
 
 def build_metadata(config: HybridModelConfig, caches, decodes, prefills, *, padding=3):
-    """Metadata of one step, padded by ``padding`` rows in every tensor."""
+    """Metadata of one step with room for ``padding`` more requests, tokens and checkpoints."""
     works = [*decodes, *prefills]
-    starts = [0, *itertools.accumulate(work.num_tokens for work in works)]
-    seq_lens = [work.sequence.num_computed + work.num_tokens for work in works]
-
-    def padded(values, value, dtype=torch.int32):
-        return torch.tensor([*values, *[value] * padding], dtype=dtype)
-
-    nothing = padded([], PAD_SLOT_ID)
-    return StepMetadata(
-        num_decodes=len(decodes),
-        num_prefills=len(prefills),
-        num_tokens=starts[-1],
-        num_decode_tokens=sum(work.num_tokens for work in decodes),
-        max_decode_len=max((work.num_tokens for work in decodes), default=0),
-        max_seq_len=max(seq_lens),
-        chunk_size=config.ssm_chunk_size,
-        query_start_loc=padded(starts, starts[-1]),
-        num_computed_tokens=padded([work.sequence.num_computed for work in works], 0),
-        seq_lens=padded(seq_lens, 0),
-        request_rows=padded([work.sequence.row for work in works], PAD_SLOT_ID),
-        state_rows=padded([work.sequence.row for work in works], PAD_SLOT_ID),
-        decode_state_rows=_decode_state_rows(decodes, len(prefills) + padding),
-        restore_sources=nothing,
-        restore_rows=nothing,
-        boundary_rows=nothing,
-        boundary_slots=nothing,
-        boundary_entries=nothing,
-        boundary_positions=nothing,
-        block_tables=_block_tables(caches, works, padding),
-        **_token_fields(caches, works, padded),
-        **_chunk_fields(config.ssm_chunk_size, prefills, padded),
+    num_rows = max(work.sequence.row for work in works) + 1 + padding
+    width = max(len(work.sequence.blocks) for work in works) + 1
+    tables = np.full((num_rows, width), caches.dummy_block, dtype=np.int32)
+    for work in works:
+        tables[work.sequence.row, : len(work.sequence.blocks)] = work.sequence.blocks
+    table = make_table(tables)
+    buffers = make_buffers(
+        table,
+        torch.device("cpu"),
+        block_size_tokens=caches.block_size,
+        ssm_chunk_size=config.ssm_chunk_size,
+        max_tokens=sum(work.num_tokens for work in works) + padding,
+        checkpoints_per_step=sum(len(work.checkpoints) for work in prefills) + padding,
+        max_decode_tokens=max((work.num_tokens for work in decodes), default=1),
+        live_rows_per_request=1,
     )
+    pieces = [_piece(work, caches.block_size) for work in works]
+    split = len(decodes)
+    work = decode_work(pieces[:split], table, caches.block_size)
+    return buffers.fill(work, pieces[split:], [])
 
 
-def _token_fields(caches, works, padded):
-    token_ids, positions, places = [], [], []
-    for sequence, count in ((work.sequence, work.num_tokens) for work in works):
-        for position in range(sequence.num_computed, sequence.num_computed + count):
-            block, offset = divmod(position, caches.block_size)
-            filled = block < sequence.filled_blocks
-            place = sequence.blocks[block] * caches.block_size + offset
-            token_ids.append(sequence.tokens[position])
-            positions.append(position)
-            places.append(PAD_SLOT_ID if filled else place)
-    return {
-        "token_ids": padded(token_ids, 0, torch.int64),
-        "positions": padded(positions, 0, torch.int64),
-        "kv_slot_mapping": padded(places, PAD_SLOT_ID, torch.int64),
-    }
-
-
-def _decode_state_rows(decodes, num_others):
-    rows = [[d.sequence.row, *(d.written_rows or [d.sequence.row])] for d in decodes]
-    width = max(map(len, rows), default=2)
-    return torch.tensor([*rows, *[[PAD_SLOT_ID] * width] * num_others], dtype=torch.int32)
-
-
-def _block_tables(caches, works, padding):
-    """Every row ends in the dummy block; rows past the batch hold what no kernel may follow."""
-    tables = [work.sequence.blocks for work in works]
-    width = max(map(len, tables)) + 1
-    tables = [[*table, *[caches.dummy_block] * (width - len(table))] for table in tables]
-    return torch.tensor([*tables, *[[-1] * width] * padding], dtype=torch.int32)
-
-
-def _chunk_fields(chunk_size, prefills, padded):
-    starts, seq_idx, last = [0], [], []
-    marks = []  # (chunk, conv end, sequence start, live row, slot)
-    for index, work in enumerate(prefills):
-        first_token, position = starts[-1], work.sequence.num_computed
-        for length in chunk_lengths(position, work.num_tokens, chunk_size):
-            position += length
-            starts.append(starts[-1] + length)
-            if position in work.checkpoints:
-                slot = work.checkpoints[position]
-                marks.append((len(seq_idx), starts[-1], first_token, work.sequence.row, slot))
-            seq_idx.append(index)
-        last.append(len(seq_idx) - 1)
-    names = ("chunks", "conv_ends", "seq_starts", "rows", "slots")
-    columns = zip(*marks, strict=True) if marks else [[]] * len(names)
-    return {
-        "num_chunks": len(seq_idx),
-        "num_checkpoints": len(marks),
-        "cu_chunk_seqlens": padded(starts, starts[-1]),
-        "chunk_seq_idx": padded(seq_idx, -1),
-        "last_chunk_indices": padded(last, -1),
-        **{
-            f"checkpoint_{name}": padded(column, PAD_SLOT_ID)
-            for name, column in zip(names, columns, strict=True)
-        },
-    }
+def _piece(work, block_size):
+    sequence, start = work.sequence, work.sequence.num_computed
+    end = start + work.num_tokens
+    inside = [Checkpoint(at, slot) for at, slot in work.checkpoints.items() if start < at <= end]
+    return part(
+        sequence.row,
+        start,
+        sequence.tokens[start:end],
+        sequence.filled_blocks * block_size,
+        inside=tuple(inside),
+    )
 
 
 def ssd_naive(inputs, initial_state):

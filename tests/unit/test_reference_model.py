@@ -127,16 +127,24 @@ def _attention_by_the_formulas(layer, x):
 
 
 def test_follows_the_papers_formulas(generator):
+    """For two requests in rows of any order: whole, in chunks and token by token, side by side."""
     model = HybridModel(CONFIG, dtype=torch.float64, seed=1)
-    tokens = draw_tokens(generator, 27)
-    expected = logits_by_the_formulas(model, tokens)
+    prompts = [draw_tokens(generator, 27) for _ in range(2)]
+    expected = [logits_by_the_formulas(model, tokens) for tokens in prompts]
     caches = make_caches()
-    sequence = start(caches, tokens, row=2)
-    prefilled = run_step(model, caches, [], [Work(sequence, 18)])
-    torch.testing.assert_close(prefilled[0], expected[17], rtol=0, atol=1e-9)
-    for position in range(18, 27):
-        decoded = run_step(model, caches, [Work(sequence, 1)], [])
-        torch.testing.assert_close(decoded[0], expected[position], rtol=0, atol=1e-9)
+    first, second = (start(caches, *each) for each in zip(prompts, (2, 0), strict=True))
+    steps = [([], [Work(first, count), Work(second, 5)]) for count in (11, 7)]
+    steps += [([Work(first, 1)], [Work(second, count)]) for count in (1, 6, 3, 2)]
+    steps += [([Work(second, 1), Work(first, 1)], []), ([Work(second, 2), Work(first, 1)], [])]
+    for decodes, prefills in steps:
+        logits = run_step(model, caches, decodes, prefills)
+        ends = [(w, w.num_tokens - 1) for w in prefills]
+        rows = [(w, place) for w in decodes for place in range(w.num_tokens)] + ends
+        for row, (work, place) in zip(logits, rows, strict=True):
+            sequence = work.sequence
+            at = sequence.num_computed - work.num_tokens + place
+            wanted = expected[0 if sequence is first else 1][at]
+            torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("pattern", ["M-", "*-", "MM"])
@@ -181,7 +189,7 @@ def test_forward_reads_nothing_back_from_the_device(generator):
     caches = make_caches()
     decoding, prefilling = (start(caches, draw_tokens(generator, 20), row) for row in (0, 1))
     decoding.num_computed = 9
-    decodes = [Work(decoding, 2, written_rows=[2, 3])]
+    decodes = [Work(decoding, 2)]
     metadata = build_metadata(CONFIG, caches, decodes, [Work(prefilling, 18, {8: 0, 16: 1})])
     on_meta = {
         field.name: getattr(metadata, field.name).to("meta")
