@@ -74,10 +74,9 @@ from mamba_cache.states import (
     as_device,
 )
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, TierStats
-from mamba_cache.tiers.disk import DiskTier
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.lower import LowerTier
 
 __all__ = ["DynamicInferenceContext"]
 
@@ -1330,16 +1329,16 @@ class DynamicInferenceContext:
         return self._tiering.stats()
 
     @property
-    def disk_tier(self) -> DiskTier | None:
+    def disk_tier(self) -> LowerTier | None:
         """Entries on disk; None without such a tier."""
         lower = self._tiering.lower
-        return None if lower is None or not isinstance(lower.tier, DiskTier) else lower.tier
+        return None if lower is None or not isinstance(lower.tier, LowerTier) else lower.tier
 
     @property
-    def store_tier(self) -> RemoteTier | None:
+    def store_tier(self) -> LowerTier | None:
         """Entries in a store that other processes share; None without such a tier."""
         lower = self._tiering.lower
-        return lower.store if lower is not None and isinstance(lower.store, RemoteTier) else None
+        return lower.store if lower is not None and isinstance(lower.store, LowerTier) else None
 
     def close(self) -> None:
         """End the tiers below the host tier: threads, and a folder's lock.

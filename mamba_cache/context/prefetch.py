@@ -20,9 +20,8 @@ from mamba_cache.protocols import RankAgreement
 from mamba_cache.tiers import LoadPlanner, Refusal
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.jobs import Done, QueuedTier
+from mamba_cache.tiers.lower import Done, LowerTier
 from mamba_cache.tiers.planner import largest, quickest
-from mamba_cache.tiers.remote import RemoteTier
 
 __all__ = ["LowerTierLink", "Planners", "Prefetch", "PrefetchState", "PromptEntries"]
 
@@ -353,8 +352,8 @@ class LowerTierLink:
         planners: Planners,
         *,
         has_kv: bool,
-        tier: QueuedTier | None = None,
-        store: RemoteTier | None = None,
+        tier: LowerTier | None = None,
+        store: LowerTier | None = None,
         is_waited_for: bool = False,
         agreement: RankAgreement | None = None,
     ) -> None:
@@ -374,7 +373,7 @@ class LowerTierLink:
         self._has_broken_off = False
 
     @property
-    def tiers(self) -> list[QueuedTier]:
+    def tiers(self) -> list[LowerTier]:
         """All of them, from the top down."""
         return [each for each in (self.tier, self.store) if each is not None]
 
@@ -419,7 +418,7 @@ class LowerTierLink:
             for tier in self.tiers:
                 self._offer_to(tier, facts)
 
-    def _offer_to(self, tier: QueuedTier, facts: EntryFacts) -> None:
+    def _offer_to(self, tier: LowerTier, facts: EntryFacts) -> None:
         if not tier.is_healthy:
             return
         lease = self._host.read(facts, for_lower=True)
@@ -682,7 +681,7 @@ class LowerTierLink:
             return sys.float_info.max
         return self._planners.seconds(asked.match.prompt_tokens - asked.match.skip_tokens)
 
-    def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: QueuedTier) -> None:
+    def _load(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
         """Begin to bring one entry."""
         flight = self._flights.get(facts.key)
         if flight is not None and flight.join(prefetch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 
@@ -21,10 +21,10 @@ from mamba_cache.stores import open_store
 from mamba_cache.tiers import CacheIdentity, ModelIdentity, Numerics
 from mamba_cache.tiers.cuda import CudaTicket, CudaTransfers, pinner_for
 from mamba_cache.tiers.directory import cache_secret
-from mamba_cache.tiers.disk import DiskTier
-from mamba_cache.tiers.entry import EntryKind
+from mamba_cache.tiers.disk import DiskStore
+from mamba_cache.tiers.entry import EntryKind, EntryMacs
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.lower import LowerTier
 from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import PlainTicket, PlainTransfers, RowLayout
 
@@ -38,6 +38,7 @@ __all__ = [
     "with_secret",
 ]
 
+_MAX_QUEUED_ON_DISK: Final = 256
 
 Ticket: TypeAlias = PlainTicket | CudaTicket
 """Copies that were enqueued."""
@@ -109,7 +110,7 @@ def make_host_tier(
 
 def open_lower_tiers(
     config: CacheConfig, identity: CacheIdentity | None, host: HostTier
-) -> tuple[DiskTier | None, RemoteTier | None]:
+) -> tuple[LowerTier | None, LowerTier | None]:
     """Open the tiers below host memory that the settings ask for."""
     for name in ("disk_cache_path", "store"):
         if identity is None and getattr(config, name) is not None:
@@ -122,9 +123,9 @@ def open_lower_tiers(
     assert config.hash_secret is not None, "the identity has it"
     store, remote = config.store, None
     if store is not None:
-        remote = RemoteTier(
+        remote = LowerTier(
             open_store(store) if isinstance(store, str) else store,
-            secret=config.hash_secret,
+            macs=EntryMacs(config.hash_secret),
             write_on_use=config.write_on_use,
             owns_store=isinstance(store, str),
         )
@@ -137,20 +138,26 @@ def open_lower_tiers(
     return disk, remote
 
 
-def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> DiskTier:
+def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> LowerTier:
     """Open the disk tier that the settings ask for."""
     assert config.disk_cache_path is not None, "the caller has looked"
     assert config.disk_cache_gb is not None, "the settings have both or none"
     sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
     assert config.hash_secret is not None, "the identity has it"
-    return DiskTier(
+    macs = EntryMacs(config.hash_secret)  # what is missing for it is said before a folder is made
+    store = DiskStore(
         config.disk_cache_path,
         identity,
         int(config.disk_cache_gb * 2**30),
-        secret=config.hash_secret,
         state_bytes=sizes[EntryKind.STATE],
         kv_bytes=sizes[EntryKind.KV],
+    )
+    return LowerTier(
+        store,
+        macs=macs,
         write_on_use=config.write_on_use,
+        max_queued=_MAX_QUEUED_ON_DISK,
+        owns_store=True,
     )
 
 

@@ -36,6 +36,12 @@ class StoreFault(str, Enum):
     FULL = "full"
     """It has no memory for the blob now."""
 
+    DISK_FULL = "disk_full"
+    """The disk has no room, or other processes use all that it may take."""
+
+    IO_ERROR = "io_error"
+    """The system did not read or write a file."""
+
     LEASED = "leased"
     """Somebody reads the blob, so that it cannot be removed now."""
 
@@ -68,6 +74,7 @@ class StoreFault(str, Enum):
 
 _OF_THE_STORE = frozenset(
     {
+        StoreFault.IO_ERROR,
         StoreFault.TRANSFER_FAILED,
         StoreFault.TIMED_OUT,
         StoreFault.UNREACHABLE,

@@ -68,10 +68,10 @@ class CacheFolder:
 
 
 class FolderLock:
-    """Holds a folder for this process, until ``release`` or the process's end."""
+    """Holds a folder for this process, and open, until ``release`` or the process's end."""
 
-    def __init__(self, folder: Path) -> None:
-        self._fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    def __init__(self, folder: Path, folder_fd: int) -> None:
+        self._fd = open_own_file(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, folder_fd)
         try:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,7 +89,8 @@ class FolderLock:
             os.close(self._fd)
             raise
         self._pid = os.getpid()
-        self._closes = finalize(self, os.close, self._fd)
+        self.folder_fd = os.dup(folder_fd)
+        self._closes = finalize(self, _close, self._fd, self.folder_fd)
 
     def release(self) -> None:
         """Let others have it, if they could not."""
@@ -97,6 +98,11 @@ class FolderLock:
             # Processes that were forked since have the file open, too, and would keep it locked.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._closes()
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def folder_of(path: Path, identity: CacheIdentity) -> Path:
@@ -149,7 +155,7 @@ def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
     folder = path / name
     with _own_folder(folder) as fd:
         _check_marker(fd, folder, identity)
-        lock = FolderLock(folder)
+        lock = FolderLock(folder, fd)
         try:
             _put_marker(fd, folder, identity)
             _delete(fd, [*_FORMER, *(name for name in os.listdir(fd) if name.endswith(NEW))])
@@ -176,8 +182,8 @@ def _check_marker(fd: int, folder: Path, identity: CacheIdentity) -> None:
         )
 
 
-def entry_name(key: EntryKey) -> str:
-    """Return the name of an entry's file in the folder of its identity."""
+def entry_name(key: EntryKey | str) -> str:
+    """Return the name of an entry's file in the folder of its identity; ``key`` may be spelled."""
     return "-".join(str(key).split("/")[2:])
 
 
@@ -209,7 +215,7 @@ def remove_folder(folder: CacheFolder) -> None:
     """Delete a folder that nobody uses. Files that are not of the cache stay, and it with them."""
     with _own_folder(folder.path) as fd:
         identity = _read_marker(fd, folder.path)
-        lock = FolderLock(folder.path)
+        lock = FolderLock(folder.path, fd)
         try:
             entries = [name for name in os.listdir(fd) if _is_entry(identity, name)]
             # The marker goes after the files that it vouches for.
@@ -259,24 +265,18 @@ def _own_folder(path: Path, *, make: bool = False) -> Iterator[int]:
         os.close(fd)
 
 
-def open_own_file(path: Path, flags: int) -> int:
-    """Open a file that is this user's alone, in a folder that is."""
-    with _own_folder(path.parent) as folder:
-        return _open_in(folder, path.parent, path.name, flags)
-
-
-def _open_in(folder: int, path: Path, name: str, flags: int) -> int:
-    """Open a file in a folder that is open; ``path`` is the folder's, for messages."""
+def open_own_file(path: Path, flags: int, folder: int) -> int:
+    """Open a file that is this user's alone, in a folder that is and is open."""
     # Without O_NONBLOCK a pipe in the place of the file would stop this process.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(name, flags, 0o600, dir_fd=folder)
+        fd = os.open(path.name, flags, 0o600, dir_fd=folder)
     except OSError as error:
-        raise _refusal(error, path / name, "no file") from None
+        raise _refusal(error, path, "no file") from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InvalidArgumentError(f"disk_cache_path: {path / name} is no file")
-        _check_owner(fd, path / name, mode="600")
+            raise InvalidArgumentError(f"disk_cache_path: {path} is no file")
+        _check_owner(fd, path, mode="600")
     except InvalidArgumentError:
         os.close(fd)
         raise
@@ -318,13 +318,13 @@ def _check_owner(fd: int, path: Path, *, mode: str) -> None:
 
 def _read(folder: int, path: Path, name: str) -> bytes:
     """Read a small file in a folder that is open."""
-    with open(_open_in(folder, path, name, os.O_RDONLY), "rb") as file:
+    with open(open_own_file(path / name, os.O_RDONLY, folder), "rb") as file:
         return file.read()
 
 
 def _write_new(folder: int, path: Path, name: str, content: bytes) -> None:
     """Write a small file that is not there, and have it on the disk."""
-    fd = _open_in(folder, path, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fd = open_own_file(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder)
     with open(fd, "wb") as file:
         file.write(content)
         file.flush()

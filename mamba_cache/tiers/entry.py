@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import xxhash
@@ -20,7 +19,6 @@ from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 __all__ = [
     "HEADER_BYTES",
     "NONCE_BYTES",
-    "PART_BYTES",
     "EntryFacts",
     "EntryHeader",
     "EntryKey",
@@ -28,16 +26,12 @@ __all__ = [
     "EntryMacs",
     "PayloadMac",
     "Refusal",
-    "parts_of",
     "payload_digest",
+    "prefix_tokens_in",
 ]
 
 HEADER_BYTES: Final = 256
 """Bytes of every header."""
-
-PART_BYTES: Final = 4 * 2**20
-"""Bytes of a payload's parts, each with a MAC of its own: several threads can take them.
-The last one has up to twice as many."""
 
 NONCE_BYTES: Final = 16
 """Bytes of ``EntryHeader.nonce``."""
@@ -49,6 +43,7 @@ _NO_CHUNK: Final = 2**32 - 1
 _CHECKSUM_BYTES: Final = 16
 _LAST_NONCE: Final = b"\xff" * 12
 _MAX_IDENTITIES: Final = 16
+_MAX_PREFIX_TOKENS: Final = 2**40
 
 # Magic, version, kind, bytes of the full digest, rank, chunk, generation, prefix tokens, payload
 # bytes, identity, tenant, full digest, nonce, payload tag.
@@ -331,10 +326,10 @@ def payload_digest(payload: Any) -> bytes:
     return digest
 
 
-def parts_of(num_bytes: int) -> list[slice]:
-    """Return the parts of a payload: each of ``PART_BYTES``, but the last one has the rest too."""
-    starts = range(0, max(num_bytes - PART_BYTES, 0) + 1, PART_BYTES)
-    return [slice(start, end) for start, end in pairwise([*starts, num_bytes])]
+def prefix_tokens_in(header: memoryview) -> int:
+    """Return the prefix tokens that a header tells of, which something else may have written."""
+    prefix_tokens: int = _FIELDS.unpack_from(header)[7]
+    return min(prefix_tokens, _MAX_PREFIX_TOKENS)
 
 
 def _checksum(content: bytes, key: bytes) -> bytes:

@@ -31,8 +31,8 @@ from mamba_cache.reference.no_model import NoModel, count_as_computed
 from mamba_cache.states import KVCacheSpec, StateSpec
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, Numerics, Rates
-from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind, EntryMacs
+from mamba_cache.tiers.lower import LowerTier
 
 _PROCESSES: Final = 4
 _BLOCK: Final = 256
@@ -94,9 +94,9 @@ def _measure_moves(url: str, *, small: bool) -> Iterator[Measurement]:
     name = url.partition(":")[0]
     size = 2**20 if small else 96 * 2**20
     progress(f"{name}: {_ENTRIES} entries of {size / 2**20:g} MiB")
-    tier = RemoteTier(
+    tier = LowerTier(
         open_store(url),
-        secret=secrets.token_bytes(32),
+        macs=EntryMacs(secrets.token_bytes(32)),
         write_on_use=1,
         call_seconds=_WAIT_SECONDS,
         owns_store=True,

@@ -54,7 +54,7 @@ from mamba_cache.context import PrefetchState
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import open_store
 from mamba_cache.tiers import ModelIdentity
-from mamba_cache.tiers import jobs as jobs_module
+from mamba_cache.tiers import lower as lower_module
 
 LIMIT_MS, LATE_SECONDS, DEADLINE_SECONDS = 50.0, 0.002, 0.03
 PROMPTS, PROMPT_TOKENS = 32, 61
@@ -530,7 +530,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    jobs_module.REST_SECONDS = 0.5  # 5 s outside of this command, which has no time
+    lower_module._REST_SECONDS = 0.5  # 5 s outside of this command, which has no time
     prefix_tiers._DEADLINE_SECONDS = None
     Trials.is_plain = options.plain
     if not options.plain:

@@ -18,7 +18,7 @@ from store_rig import (
 
 from mamba_cache.context import prefetch
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import remote
+from mamba_cache.tiers import lower
 
 SERVERS = {
     "valkey": (valkey_server, ""),
@@ -118,7 +118,7 @@ class Remembering:
 
 @pytest.mark.parametrize("store", REAL[:1], indirect=True)
 def test_damage_is_a_counted_miss(store, monkeypatch) -> None:
-    for module in (remote, prefetch):
+    for module in (lower, prefetch):
         monkeypatch.setattr(module, "time", ManualClock())
     client = Remembering(open_store(store))
     first = restart_rig.make_engine(store, store=client)

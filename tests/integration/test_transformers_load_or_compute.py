@@ -14,7 +14,8 @@ from transformers_rig import budgets, make_cache, make_model
 
 from mamba_cache.context import prefetch, tiering
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
-from mamba_cache.tiers import disk, remote
+from mamba_cache.tiers import lower
+from mamba_cache.tiers.disk import DiskStore
 
 FAST = 1e4
 """Tokens that a model computes a second: a prompt takes less time than any load here."""
@@ -26,10 +27,12 @@ class Reads(MemoryStore):
     def __init__(self, monkeypatch):
         super().__init__()
         self.clock, self.count, self.gate = ManualClock(), 0, threading.Event()
-        self._lock, read_payload = threading.Lock(), disk._read_payload
+        self._lock, read_blob = threading.Lock(), DiskStore._read
         monkeypatch.setattr(prefetch, "time", self.clock)
-        monkeypatch.setattr(remote, "time", ManualClock())  # the store never owes an answer
-        monkeypatch.setattr(disk, "_read_payload", lambda *args: self.turn() or read_payload(*args))
+        monkeypatch.setattr(lower, "time", ManualClock())  # the store never owes an answer
+        monkeypatch.setattr(
+            DiskStore, "_read", lambda *args: (args[2] is None or self.turn(), read_blob(*args))[1]
+        )
 
     def turn(self):
         with self._lock:

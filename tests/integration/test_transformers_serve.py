@@ -60,7 +60,7 @@ from mamba_cache.errors import (  # noqa: E402
 from mamba_cache.integrations.transformers import serve  # noqa: E402
 from mamba_cache.integrations.transformers import tiers as prefix_tiers  # noqa: E402
 from mamba_cache.integrations.transformers.serve import installing  # noqa: E402
-from mamba_cache.tiers import remote  # noqa: E402
+from mamba_cache.tiers import lower  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -743,7 +743,7 @@ def test_servers_share_a_store_and_answer_without_it(
 ) -> None:
     monkeypatch.setattr(prefix_tiers, "_DEADLINE_SECONDS", None)
     monkeypatch.setattr(tiering.Tiering, "_read_times", lambda self: None)
-    for module in (remote, prefetch):
+    for module in (lower, prefetch):
         monkeypatch.setattr(module, "time", ManualClock())
     question, hits, said = words(100), [], []
     with valkey_server() as store:

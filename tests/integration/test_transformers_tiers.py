@@ -24,7 +24,7 @@ from mamba_cache.context import prefetch
 from mamba_cache.errors import ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import Numerics, entry, remote, transfers
+from mamba_cache.tiers import Numerics, entry, lower, transfers
 from mamba_cache.tiers.disk import PAGE_BYTES
 
 FAMILY = "granite 4"
@@ -66,7 +66,7 @@ def test_a_second_process_skips_what_the_first_computed_with_equal_answers(tmp_p
 def clock(monkeypatch):
     """The clock of stores, which stands still."""
     clock = ManualClock()
-    for module in (remote, prefetch):
+    for module in (lower, prefetch):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -158,7 +158,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())
-        folder = first._store.tiers.lower.tiers[0].folder
+        folder = first._store.tiers.lower.tiers[0].store.folder
     for number, file in enumerate(entry_files(folder)[::3]):
         turn_bits(file, PAGE_BYTES + number)
     with open_cache(tmp_path, model) as second:
@@ -172,7 +172,7 @@ def test_a_call_whose_deepest_boundary_is_damaged_takes_the_one_before(tmp_path,
     with open_cache(tmp_path, model) as first:
         ask(first, [prompts()[0][:, : 5 * BLOCK + 3]])
         answers, _ = ask(first, prompts()[:1])
-        folder = first._store.tiers.lower.tiers[0].folder
+        folder = first._store.tiers.lower.tiers[0].store.folder
     depths = {
         entry._FIELDS.unpack_from(file.read_bytes())[7]: file
         for file in entry_files(folder)

@@ -9,13 +9,15 @@ import torch
 from mamba_cache import CacheConfig, KVCacheSpec, StateSpec
 from mamba_cache.tiers import CacheIdentity, ModelIdentity
 from mamba_cache.tiers.directory import entry_name, folder_of
-from mamba_cache.tiers.disk import DiskTier, file_bytes
-from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.disk import DiskStore, file_bytes
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind, EntryMacs
+from mamba_cache.tiers.lower import LowerTier
 
 STATE_BYTES = 9000
 """Two pages and some bytes."""
 
 KV_BYTES = 4096
+CHUNK_BYTES = 4 * 2**20
 TENANT = b"t" * 16
 
 
@@ -67,10 +69,14 @@ def capacity_for(states, blocks=0):
     return states * file_bytes(STATE_BYTES) + blocks * file_bytes(KV_BYTES)
 
 
-def open_tier(path, *, states=4, blocks=4, identity=IDENTITY, **options):
-    sizes = {"state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
-    options = sizes | {"write_on_use": 1, "num_readers": 2, "secret": SECRET} | options
-    return DiskTier(path, identity, capacity_for(states, blocks), **options)
+def open_tier(
+    path, *, states=4, blocks=4, identity=IDENTITY, num_readers=2, secret=SECRET, **options
+):
+    options = {"write_on_use": 1, "macs": EntryMacs(secret), "owns_store": True} | options
+    sizes = {"state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES, "chunk_bytes": CHUNK_BYTES}
+    sizes |= {name: options.pop(name) for name in sizes.keys() & options.keys()}
+    store = DiskStore(path, identity, capacity_for(states, blocks), **sizes)
+    return LowerTier(store, num_threads=num_readers and num_readers + 1, **options)
 
 
 def file_of(path, number=1, kind=EntryKind.STATE, *, identity=IDENTITY, **changes):

@@ -9,10 +9,9 @@ from disk_rig import SECRET, Answer, buffer_for, facts_of
 from faulty_store import FaultyStore
 from memory_store import MemoryStore
 
-from mamba_cache.tiers import jobs as jobs_module
-from mamba_cache.tiers import remote as remote_module
-from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers import lower as lower_module
+from mamba_cache.tiers.entry import EntryKind, EntryMacs
+from mamba_cache.tiers.lower import LowerTier
 
 CHUNK_BYTES = 2048
 """A state of the disk rig has five chunks, the last one shorter; a KV block two."""
@@ -27,22 +26,26 @@ def let_see(tier):
     """Let a store tier see that a clock was turned."""
     with tier._lock:
         tier._call_began.notify()
-        tier._load_came.notify_all()
+        tier._job_came.notify_all()
 
 
 class Bench:
     """A tier, what it stands on, and calls that wait for their end."""
 
-    def __init__(self, monkeypatch=None, *, store=None, **options):
+    def __init__(self, monkeypatch=None, *, store=None, secret=SECRET, **options):
         self.clock = ManualClock()
         if monkeypatch is not None:
-            for module in (remote_module, jobs_module):
-                monkeypatch.setattr(module, "time", self.clock)
+            monkeypatch.setattr(lower_module, "time", self.clock)
         self.memory = MemoryStore() if store is None else store
         self.faulty = FaultyStore(self.memory)
-        own = {"secret": SECRET, "write_on_use": 1, "chunk_bytes": CHUNK_BYTES, "num_threads": 4}
+        own = {
+            "macs": EntryMacs(secret),
+            "write_on_use": 1,
+            "chunk_bytes": CHUNK_BYTES,
+            "num_threads": 4,
+        }
         self.options = own | options
-        self.tier = RemoteTier(self.faulty, **self.options)
+        self.tier = LowerTier(self.faulty, **self.options)
         self.end()
 
     def put(self, number, kind=EntryKind.STATE, **changes):

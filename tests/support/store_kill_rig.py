@@ -1,6 +1,6 @@
 """Processes that share a store, one of them killed again and again, and what came of it.
 
-Writers and readers go through ``RemoteTier``; holders are processes that give memory to Mooncake.
+Writers and readers go through ``LowerTier``; holders are processes that give memory to Mooncake.
 Each is forked from the parent, which has imported everything and has no thread and no client of a
 store, so that a killed one is back within milliseconds. What they did they write to pipes, a line
 each.
@@ -24,9 +24,9 @@ from faulty_store import FaultyStore, Trouble
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.stores import open_store
-from mamba_cache.tiers import jobs as jobs_module
-from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers import lower as lower_module
+from mamba_cache.tiers.entry import EntryKind, EntryMacs
+from mamba_cache.tiers.lower import LowerTier
 
 CHUNK_BYTES = 2**17
 PAYLOAD_BYTES = 4 * CHUNK_BYTES + 1000
@@ -129,9 +129,9 @@ def open_tier(url, *, flips=0.0):
     if flips:
         store = FaultyStore(store)
         store.inject("get_many_into", Trouble.FLIP, probability=flips)
-    return RemoteTier(
+    return LowerTier(
         store,
-        secret=SECRET,
+        macs=EntryMacs(SECRET),
         write_on_use=1,
         chunk_bytes=CHUNK_BYTES,
         call_seconds=CALL_SECONDS,
@@ -156,7 +156,7 @@ def write(url, shared):
     """The work of a writer."""
 
     def work(tell):
-        jobs_module.REST_SECONDS = PROBE_SECONDS
+        lower_module._REST_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
         tier, gained = open_tier(url), Differences()
         pause = threading.Event()
@@ -187,7 +187,7 @@ def read(url, shared, flips):
     """The work of a reader. As ``context.prefetch`` does, it waits up to a deadline."""
 
     def work(tell):
-        jobs_module.REST_SECONDS = PROBE_SECONDS
+        lower_module._REST_SECONDS = PROBE_SECONDS
         torch.set_num_threads(1)
         tier, gained = open_tier(url, flips=flips), Differences()
         rng = random.Random(os.getpid())

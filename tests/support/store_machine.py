@@ -12,10 +12,9 @@ from tiers_machine import PROMPTS, LowerTierMachine
 
 from mamba_cache.context import prefetch as prefetching
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import jobs as jobs_module
-from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers import lower as lower_module
 
-MODULES = (jobs_module, remote_module, prefetching)
+MODULES = (lower_module, prefetching)
 TROUBLES = [(call, trouble) for call, troubles in _TROUBLES.items() for trouble in troubles]
 
 

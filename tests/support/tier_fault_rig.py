@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,11 +24,11 @@ from disk_rig import IDENTITY, SECRET, TENANT, Answer
 from mamba_cache.context import PrefixMatch
 from mamba_cache.context.prefetch import LowerTierLink, Planners, PrefetchState
 from mamba_cache.tiers import LoadPlanner, Refusal
-from mamba_cache.tiers import disk as disks
 from mamba_cache.tiers.directory import entry_name
-from mamba_cache.tiers.disk import PAGE_BYTES, DiskTier, file_bytes
-from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.disk import PAGE_BYTES, DiskStore, file_bytes
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind, EntryMacs
 from mamba_cache.tiers.host import HostTier
+from mamba_cache.tiers.lower import LowerTier
 from mamba_cache.tiers.rows import RowFormat
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
@@ -79,15 +80,16 @@ class Rig:
     def open(self):
         sizes = {kind: layout.row_bytes for kind, layout in self.layouts.items()}
         capacity = sum(map(file_bytes, sizes.values())) * NUM_ROWS
-        self.disk = DiskTier(
+        self.files = DiskStore(
             self.path,
             IDENTITY,
             capacity,
-            secret=SECRET,
             state_bytes=sizes[EntryKind.STATE],
             kv_bytes=sizes[EntryKind.KV],
-            write_on_use=1,
-            num_readers=2,
+            chunk_bytes=2 * PAGE_BYTES,
+        )
+        self.disk = LowerTier(
+            self.files, macs=EntryMacs(SECRET), write_on_use=1, num_threads=3, owns_store=True
         )
         self.link = LowerTierLink(
             SimpleNamespace(block_size_tokens=1, min_computed_tokens=1),
@@ -186,10 +188,10 @@ class Rig:
 
     def forgive_disk(self):
         """Let the disk be asked again after failures."""
-        self.disk._failures, self.disk._rests_until, self.disk._full_until = 0, 0.0, 0.0
+        self.disk._failures, self.disk._rests_until, self.files._full_until = 0, 0.0, 0.0
 
     def file(self, number, kind):
-        return self.disk.folder / entry_name(self.facts(number, kind).key)
+        return self.files.folder / entry_name(self.facts(number, kind).key)
 
     def flip_file(self, number, kind, bit):
         """Turn a bit of a file."""
@@ -430,16 +432,16 @@ def aborted(rig):
     rig.host.clear()
     rng = rig.rng
     gate, passed = threading.Semaphore(int(rng.integers(0, NUM_ENTRIES + 2))), threading.Event()
-    read = disks._read_payload
+    read = DiskStore._read
 
     def held(*args):
         is_before = rng.random() < 0.5
-        parts = None if is_before else read(*args)
+        num_read = None if is_before else read(*args)
         if not passed.is_set():
             gate.acquire()
-        return read(*args) if is_before else parts
+        return read(*args) if is_before else num_read
 
-    disks._read_payload = held
+    DiskStore._read = held
     try:
         prefetch = prefetch_all(rig)
         if rng.random() < 0.5:
@@ -467,7 +469,7 @@ def aborted(rig):
             rig.host.poll()
             rig.open()
         rig.end()
-        disks._read_payload = read
+        DiskStore._read = read
     for each in (prefetch, second):
         if each is not None and not each.is_done:
             raise Hung("a prefetch is never done")
@@ -480,7 +482,7 @@ def slow_copy(rig):
     rig.host.clear()
     number, kind = rig.draw()
     other = (number + 1) % NUM_ENTRIES
-    go, read = threading.Event(), disks._read_payload
+    go, read = threading.Event(), DiskStore._read
 
     def slow(*arguments):
         go.wait(PATIENCE)
@@ -488,7 +490,7 @@ def slow_copy(rig):
 
     facts, answer = rig.facts(number, kind), Answer()
     lease = rig.host.reserve(facts, for_lower=True)
-    disks._read_payload = slow
+    DiskStore._read = slow
     try:
 
         def done(refusal):
@@ -505,7 +507,7 @@ def slow_copy(rig):
         outcomes = [rig.restore(each, kind) for each in range(100, 100 + NUM_ROWS)]
     finally:
         go.set()
-        disks._read_payload = read
+        DiskStore._read = read
     rig.end()
     outcomes += [rig.restore(each, kind) for each in range(100, 100 + NUM_ROWS)]
     return [*outcomes, rig.restore(number, kind), rig.fetch(other, kind)]
@@ -525,8 +527,8 @@ def killed_writer(rig):
                 first += 1
                 rig.host.clear()
                 if first % 5 == 0:  # so that files are written again and again
-                    for key in list(rig.disk._entries):
-                        rig.disk.remove(key)
+                    for number, kind in product(range(12), EntryKind):
+                        rig.disk.remove(rig.facts(number, kind).key)
         finally:
             os._exit(1)
     time.sleep(seconds)

@@ -31,9 +31,8 @@ from tier_rig import (
 from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.tiers import ModelIdentity, Refusal, jobs
+from mamba_cache.tiers import ModelIdentity, Refusal, lower
 from mamba_cache.tiers import disk as disks
-from mamba_cache.tiers.directory import entry_name
 from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import payload_digest
 
@@ -459,7 +458,7 @@ class DiskMachine(LowerTierMachine):
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="mamba-cache-machine-")
         self.clock = ManualClock()
-        modules = disks, jobs, prefetching
+        modules = disks, lower, prefetching
         self.patches = [mock.patch.object(each, "time", self.clock) for each in modules]
         self.faults_now = []
         self.patches += [
@@ -553,9 +552,9 @@ class DiskMachine(LowerTierMachine):
         self.damage(kind, number, how, bit)
 
     def damage(self, kind, number, how, bit):
-        files = [
-            self.disk.folder / entry_name(key) for key in self.disk._entries if key.kind is kind
-        ]
+        store = self.disk.store
+        entries = [entry for entry in store._entries if f"/{kind.value}/" in entry]
+        files = [store._path_of(entry) for entry in entries]
         if not files or not (path := files[number % len(files)]).exists():
             return
         if not (content := bytearray(path.read_bytes())):  # damage has left nothing of it before

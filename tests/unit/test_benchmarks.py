@@ -18,7 +18,7 @@ import torch
 from clocks import ManualClock
 from memory_store import MemoryStore
 
-from mamba_cache.tiers import remote
+from mamba_cache.tiers import lower
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_tiers(keep, tmp_path):
 
 
 def test_store(keep, monkeypatch):
-    monkeypatch.setattr(remote, "time", ManualClock())
+    monkeypatch.setattr(lower, "time", ManualClock())
     monkeypatch.setattr(bench_store, "open_store", lambda url: MemoryStore())
     options, read = keep
     bench_store.main(["--device", "cpu", "--small", "--store", "memory://", *options])

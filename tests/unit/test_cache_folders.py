@@ -152,8 +152,8 @@ def test_a_path_that_is_made_is_this_users_alone(tmp_path) -> None:
     finally:
         os.umask(mask)
     assert put(tier, 1) is None
-    assert (mode_of(path), mode_of(tier.folder)) == (0o700, 0o700)
-    assert {mode_of(file) for file in [*tier.folder.iterdir(), path / "secret"]} == {0o600}
+    assert (mode_of(path), mode_of(tier.store.folder)) == (0o700, 0o700)
+    assert {mode_of(file) for file in [*tier.store.folder.iterdir(), path / "secret"]} == {0o600}
     tier.close()
 
 

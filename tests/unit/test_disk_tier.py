@@ -1,6 +1,6 @@
 """The disk tier: what it stores it finds again, verified, also in the next process.
 
-What it has in common with the store tier stands in test_tier_jobs.py.
+What it has in common with the store tier stands in test_lower_tier.py.
 """
 
 import errno
@@ -11,13 +11,11 @@ import threading
 from contextlib import suppress
 from multiprocessing import get_context
 
-import disk_rig
 import pytest
 from clocks import ManualClock
 from disk_rig import (
     IDENTITY,
     KV_BYTES,
-    SECRET,
     STATE_BYTES,
     Answer,
     Gate,
@@ -36,13 +34,14 @@ from disk_rig import (
 
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import BudgetError, InvariantError, TierInUseError
-from mamba_cache.tiers import Refusal, jobs
+from mamba_cache.stores import StoreFault
+from mamba_cache.tiers import Refusal, lower
 from mamba_cache.tiers import directory as directories
 from mamba_cache.tiers import disk as disks
-from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers.directory import folder_of, folders, remove_folder
-from mamba_cache.tiers.disk import PAGE_BYTES, file_bytes
-from mamba_cache.tiers.entry import EntryKind, PayloadMac
+from mamba_cache.tiers.disk import PAGE_BYTES, DiskStore, file_bytes
+from mamba_cache.tiers.entry import HEADER_BYTES, EntryKind
+from mamba_cache.tiers.lower import LowerTier
 
 STATE, KV = EntryKind.STATE, EntryKind.KV
 
@@ -77,7 +76,7 @@ def files_in(path):
 def clock(monkeypatch):
     """The tier's clock stands still, until the test sets ``now``."""
     clock = ManualClock()
-    for module in (disks, jobs):
+    for module in (disks, lower):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -102,27 +101,34 @@ def test_an_entry_is_loaded_as_it_was_put(tier, kind, offset) -> None:
 
 def test_only_the_very_entry_is_found(tier) -> None:
     other = make_identity("other weights")
-    assert [put(tier, 1), put(tier, 1, chunk=0)] == [None, None]
+    assert put(tier, 1) is None
     assert has(tier, 1, kind=KV) == tier.has_many([facts_of(1, identity=other).key]) == [False]
-    for change in ({"kind": KV}, {"tenant": b"u" * 16}, {"chunk": 1}):
+    for change in ({"kind": KV}, {"tenant": b"u" * 16}):
         assert load(tier, 1, **change) is Refusal.MISSING
-    for change in ({"identity": other}, {"rank": 1}):
-        assert load(tier, 1, **change) is Refusal.IDENTITY
     tier.remove(facts_of(1, identity=other).key)
-    assert load(tier, 1, chunk=0) == load(tier, 1) == payload_of(1)
-    with pytest.raises(InvalidArgumentError, match="another identity"):
-        tier.put(facts_of(1, identity=other), payload_of(1), Answer())
-    for facts, payload in (
-        (facts_of(1, num_bytes=STATE_BYTES - 1), payload_of(1)),
-        (facts_of(1), payload_of(1)[:-1]),
+    assert tier.flush()
+    assert load(tier, 1) == payload_of(1)
+    for facts, message in (
+        (facts_of(1, identity=other), "another identity"),
+        (facts_of(1, rank=1), "another identity"),
+        (facts_of(1, num_bytes=STATE_BYTES - 1), f"must have {STATE_BYTES} bytes"),
     ):
         for call in (tier.put, tier.load):
-            with pytest.raises(InvalidArgumentError, match=f"must have {STATE_BYTES} bytes"):
-                call(facts, payload, Answer())
-    tier._num[STATE] += 1
-    with pytest.raises(InvariantError, match="counted wrong"):
+            with pytest.raises(InvalidArgumentError, match=message):
+                call(facts, payload_of(1)[: facts.payload_bytes], Answer())
+
+
+@pytest.mark.parametrize("breach", ["counted wrong", "being written"])
+def test_a_breach_of_its_bookkeeping_is_noticed(tier, breach) -> None:
+    assert put(tier, 1) is None
+    store = tier.store
+    store._num[STATE] += 1
+    if breach == "being written":
+        store._writing = {*store._entries}
+    with pytest.raises(InvariantError, match=breach):
         tier.check_invariants()
-    tier._num[STATE] -= 1
+    store._writing = set()
+    store._num[STATE] -= 1
 
 
 def test_the_least_recently_used_goes_and_the_end_of_a_prefix_before_its_beginning(
@@ -184,7 +190,7 @@ def test_what_is_no_whole_file_of_an_entry_is_not_recovered(tmp_path) -> None:
         make(file_of(tmp_path, number))
     file_of(tmp_path, 5).rename(file_of(tmp_path, 5, rank=7))
     for name in ("notes.txt", "kv.slab", file_of(tmp_path, 6).name + ".new"):
-        (tier.folder / name).write_bytes(b"x")
+        (tier.store.folder / name).write_bytes(b"x")
     again = open_tier(tmp_path)
     assert again.stats().recovered == 0
     kept = [file_of(tmp_path, number).name for number in (3, 4)]
@@ -198,6 +204,7 @@ def test_what_is_no_whole_file_of_an_entry_is_not_recovered(tmp_path) -> None:
     [
         (PAGE_BYTES + STATE_BYTES - 1, Refusal.MAC),
         (8, Refusal.VERSION),
+        ("cut", Refusal.SHORT),
         (None, Refusal.MISSING),
     ],
 )
@@ -207,6 +214,8 @@ def test_damage_behind_its_back_is_refused_by_name(tier, tmp_path, at, reason) -
     file = file_of(tmp_path, 0)
     if at is None:
         file.unlink()
+    elif at == "cut":
+        os.truncate(file, 100)
     else:
         change_file(file, at, bytes([file.read_bytes()[at] ^ 7]))
     assert load(tier, 0) is reason
@@ -230,6 +239,18 @@ def test_what_is_put_in_the_place_of_a_file_is_not_read(tier, tmp_path) -> None:
         tier.flush()
         assert has(tier, number) == [False]
         tier._failures, tier._rests_until = 0, 0.0
+
+
+def test_its_store_keeps_the_first_bytes_and_says_whether_its_folder_is_there(tier) -> None:
+    assert put(tier, 1) is None
+    key = str(facts_of(1).key)
+    assert tier.store.put_many([f"{key}/0", key], [payload_of(2), payload_of(2)]) == [None, None]
+    assert load(tier, 1) == payload_of(1)
+    assert tier.store.health().fault is None
+    tier.store.folder.rename(tier.store.folder.with_name("elsewhere"))
+    assert tier.store.health().fault is StoreFault.MISSING
+    tier.store.close()
+    tier.store.close()  # again: nothing
 
 
 # What the system refuses.
@@ -296,7 +317,7 @@ def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch
     assert put(tier, 2) is False
     assert tier.stats().dropped == {"unhealthy": 1}
     monkeypatch.undo()
-    monkeypatch.setattr(jobs, "time", clock)
+    monkeypatch.setattr(lower, "time", clock)
     clock.now += 4.75
     assert not tier.is_healthy
     clock.now += 0.25
@@ -384,14 +405,15 @@ def test_a_second_process_is_refused_and_the_first_ones_end_frees_the_folder(tmp
 def test_a_folder_that_is_removed_while_it_is_opened_is_not_used(tmp_path, monkeypatch) -> None:
     open_tier(tmp_path).close()
     folder = folder_of(tmp_path, IDENTITY)
-    monkeypatch.setattr(directories, "_is_same_file", lambda *_: False)
-    with pytest.raises(TierInUseError, match="was removed"):
-        directories.FolderLock(folder)
-    monkeypatch.undo()
-    lock = directories.FolderLock(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(directories, "_is_same_file", lambda *_: False)
+        with pytest.raises(TierInUseError, match="was removed"):
+            open_tier(tmp_path)
+    tier = open_tier(tmp_path)
+    lock = tier.store._folder_lock
     (folder / "lock").rename(folder / "elsewhere")
     assert not directories._is_same_file(lock._fd, folder / "lock")
-    lock.release()
+    tier.close()
 
 
 def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> None:
@@ -399,7 +421,7 @@ def test_a_forked_process_that_lives_on_does_not_keep_the_folder(tmp_path) -> No
     tier = open_tier(tmp_path)
     child = os.fork()
     if not child:
-        tier._folder_lock.release()
+        tier.store._folder_lock.release()
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(TierInUseError):
@@ -428,12 +450,12 @@ def test_folders_of_others_make_room_the_least_recently_opened_first(tmp_path) -
         fill_other(tmp_path, f"weights {age}").close()
         os.utime(folder_of(tmp_path, identity), (1000 + age, 1000 + age))
     held = open_tier(tmp_path, identity=others[0], states=8)
-    os.utime(held.folder, (1, 1))
+    os.utime(held.store.folder, (1, 1))
     tier = open_tier(tmp_path, states=6, blocks=0)
     for number in range(4):
         assert put(tier, number) is None
     there = {each.path for each in folders(tmp_path)}
-    assert there == {tier.folder, held.folder}
+    assert there == {tier.store.folder, held.store.folder}
     assert sum(each.num_bytes for each in folders(tmp_path)) <= capacity_for(6)
     assert load(held, 1, identity=others[0]) == payload_of(1)
     held.close()
@@ -450,7 +472,7 @@ def test_room_that_others_use_is_not_taken(tmp_path, clock) -> None:
     other.close()
     clock.now += 6
     assert put(tier, 1) is None
-    assert not other.folder.exists()
+    assert not other.store.folder.exists()
     tier.close()
 
 
@@ -464,7 +486,7 @@ def test_behind_a_folder_that_cannot_be_removed_another_makes_room(
     """
     others = [fill_other(tmp_path, f"weights {number}", states=2) for number in range(2)]
     for age, other in enumerate(others):
-        os.utime(other.folder, (1000 + age, 1000 + age))
+        os.utime(other.store.folder, (1000 + age, 1000 + age))
     others[1].close()
     if why != "in use":
         others[0].close()
@@ -472,7 +494,7 @@ def test_behind_a_folder_that_cannot_be_removed_another_makes_room(
         error, call = FileNotFoundError if why == "gone" else PermissionError, getattr(owner, name)
 
         def refuse(folder):
-            if getattr(folder, "path", folder) == others[0].folder:
+            if getattr(folder, "path", folder) == others[0].store.folder:
                 raise error(errno.EACCES, why)
             return call(folder)
 
@@ -481,7 +503,7 @@ def test_behind_a_folder_that_cannot_be_removed_another_makes_room(
     assert put(tier, 1) is None
     assert tier.stats().io_errors == 0
     is_counted = why in ("in use", "not ours to delete")
-    assert [other.folder.exists() for other in others] == [True, not is_counted]
+    assert [other.store.folder.exists() for other in others] == [True, not is_counted]
     others[0].close()
     tier.close()
 
@@ -507,7 +529,8 @@ def test_folders_are_listed_and_removed(tmp_path) -> None:
 def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> None:
     tier = open_tier(tmp_path, num_readers=1)
     assert [put(tier, 8, KV), put(tier, 7), put(tier, 6)] == [None] * 3
-    writes, reads = (Gate(monkeypatch, disks, name) for name in ("_write_entry", "_read_payload"))
+    writes = Gate(monkeypatch, DiskStore, "_write", lambda *args: args[2] is not None)
+    reads = Gate(monkeypatch, DiskStore, "_read", lambda *args: args[2] is not None)
     facts = facts_of(8, KV)
     puts, loads = [Answer(), Answer()], [Answer(), Answer()]
     assert tier.put(facts_of(0), payload_of(0), puts[0])
@@ -538,12 +561,13 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     again.close()
 
 
-@pytest.mark.parametrize("is_opened", [False, True])
-def test_an_entry_that_is_evicted_while_its_load_waits(tmp_path, monkeypatch, is_opened) -> None:
-    """It is a miss, unless its file is open by then."""
+@pytest.mark.parametrize("num_bytes", [HEADER_BYTES, STATE_BYTES])
+def test_an_entry_that_is_evicted_before_its_header_or_chunk_is_read_is_a_miss(
+    tmp_path, monkeypatch, num_bytes
+) -> None:
     tier = open_tier(tmp_path, states=1, blocks=1, num_readers=1)
     assert put(tier, 1) is None
-    gate = Gate(monkeypatch, disks, "_open_entry" if is_opened else "entry_name")
+    gate = Gate(monkeypatch, LowerTier, "_buffers", lambda *args: len(args[2][0]) == num_bytes)
     into, answer = buffer_for(facts_of(1)), Answer()
     assert tier.load(facts_of(1), into, answer)
     gate.wait_for(1)
@@ -551,69 +575,41 @@ def test_an_entry_that_is_evicted_while_its_load_waits(tmp_path, monkeypatch, is
     assert put(tier, 3) is None
     assert has(tier, 1) == [False]
     gate.open()
-    assert answer.get() is (None if is_opened else Refusal.MISSING)
-    assert bytes(into) == (payload_of(1) if is_opened else b"\xff" * len(into))
+    assert answer.get() is Refusal.MISSING
+    assert bytes(into) == b"\xff" * len(into)
     assert load(tier, 3) == payload_of(3)
     tier.close()
-
-
-def test_a_bug_while_reading_is_shown_and_is_a_miss(tier, monkeypatch) -> None:
-    shown = []
-    monkeypatch.setattr(threading, "excepthook", shown.append)
-    assert put(tier, 1) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(PayloadMac, "part", None)
-        assert load(tier, 1) is Refusal.IO_ERROR
-    assert [each.exc_type for each in shown] == [TypeError]
-    assert put(tier, 1) is None
 
 
 # Settings.
 
 
 def test_settings_are_checked(tmp_path) -> None:
-    usual = {"secret": SECRET, "state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
+    usual = {"state_bytes": STATE_BYTES, "kv_bytes": KV_BYTES}
     for change, error, message in (
         ({"state_bytes": 0, "kv_bytes": 0}, InvalidArgumentError, "both are 0"),
         ({"kv_bytes": 10**7}, BudgetError, "one entry of each kind takes"),
-        ({"secret": b""}, InvalidArgumentError, "secret must be"),
-        ({"secret": "text"}, InvalidArgumentError, "secret must be"),
     ):
         with pytest.raises(error, match=message):
-            disks.DiskTier(tmp_path, IDENTITY, 10**6, **(usual | change))
+            DiskStore(tmp_path, IDENTITY, 10**6, **(usual | change))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("num_cpus", "readers"), [(None, 8), (2, 8), (12, 12), (64, 16)])
-def test_there_are_as_many_readers_as_processors(tmp_path, monkeypatch, num_cpus, readers) -> None:
-    """Whoever reads digests what was read; a disk wants several reads at once in any case."""
-    monkeypatch.setattr(disks.os, "cpu_count", lambda: num_cpus)
-    tier = open_tier(tmp_path, num_readers=None)
-    assert len(tier._callers) == readers
-    mine = [each for each in threading.enumerate() if each.name.startswith("mamba-cache-disk")]
-    assert mine
-    assert all(each.daemon for each in mine), "a tier that nobody closed keeps no process"
-    tier.close()
+# Chunks: three, of a page, a page, and the rest.
 
 
-# Parts of payloads: three, of a page, a page, and a page and the rest.
-
-
-def open_three_parts(path, monkeypatch, num_readers):
-    """A tier that has four states of three parts."""
-    monkeypatch.setattr(entries, "PART_BYTES", PAGE_BYTES)
-    monkeypatch.setattr(disk_rig, "STATE_BYTES", 3 * PAGE_BYTES + 77)
-    sizes = {"state_bytes": disk_rig.STATE_BYTES, "blocks": 16}
-    tier = open_tier(path, num_readers=num_readers, **sizes)
+def open_three_parts(path, num_readers):
+    """A tier that has four states of three chunks."""
+    tier = open_tier(path, num_readers=num_readers, chunk_bytes=PAGE_BYTES, blocks=16)
     for number in range(4):
         assert put(tier, number) is None
     return tier
 
 
 @pytest.fixture
-def three_parts(tmp_path, monkeypatch):
-    """A tier with four readers and four states of three parts."""
-    tier = open_three_parts(tmp_path, monkeypatch, 4)
+def three_parts(tmp_path):
+    """A tier with four readers and four states of three chunks."""
+    tier = open_three_parts(tmp_path, 4)
     yield tier
     tier.check_invariants()
     assert tier.num_queued == 0
@@ -721,27 +717,18 @@ def test_a_fault_in_one_part_fails_the_entry_once(three_parts, monkeypatch, part
     assert load(three_parts, 0) == payload_of(0)
 
 
-def test_parts_of_an_entry_that_failed_are_called_off(tmp_path, monkeypatch) -> None:
-    """One reader: the first part fails, the second is under way, the third is not begun."""
-    tier = open_three_parts(tmp_path, monkeypatch, 1)
-    wait, begun, called_off = disks.wait, [], threading.Event()
+def test_chunks_of_an_entry_that_failed_are_not_read(tmp_path, monkeypatch) -> None:
+    """One reader, whose first read fails."""
+    tier, begun = open_three_parts(tmp_path, 1), []
 
-    def one_fails(read, part, *arguments):
+    def fail(read, part, *arguments):
         begun.append(part)
-        if len(begun) == 1:
-            raise OSError(errno.EIO, "the first part")
-        assert called_off.wait(60)
-        return read(*arguments)
-
-    def wait_for_those_under_way(reads):
-        called_off.set()
-        return wait(reads)
+        raise OSError(errno.EIO, "the first part")
 
     with monkeypatch.context() as patch:
-        reading(patch, one_fails)
-        patch.setattr(disks, "wait", wait_for_those_under_way)
+        reading(patch, fail)
         assert load(tier, 0) is Refusal.IO_ERROR
-        assert begun in ([0], [0, 1])  # the second too, if its reader was late
+    assert begun == [0]
     assert load(tier, 1) == payload_of(1)
     tier.check_invariants()
     tier.close()

@@ -28,16 +28,13 @@ from remote_rig import Bench
 from mamba_cache import InvalidArgumentError
 from mamba_cache.errors import MissingExtraError
 from mamba_cache.tiers import Refusal
-from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import (
-    PART_BYTES,
     EntryHeader,
     EntryMacs,
-    parts_of,
     payload_digest,
 )
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.lower import LowerTier
 
 FORGED = bytes(range(250)) * (STATE_BYTES // 250)
 OTHER_SECRET = b"of somebody else"
@@ -102,8 +99,9 @@ def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(
 
 def test_parts_cannot_be_reordered_dropped_or_mixed() -> None:
     mac, other = (EntryMacs(SECRET).payload_mac(IDENTITY.digest) for _ in range(2))
-    payload = memoryview(np.random.default_rng(1).bytes(3 * PART_BYTES + 77))
-    slices = parts_of(len(payload))
+    size = 1024
+    payload = memoryview(np.random.default_rng(1).bytes(3 * size + 77))
+    slices = [slice(first, first + size) for first in range(0, len(payload), size)]
     parts = [payload[part] for part in slices]
     macs = [mac.part(number, part) for number, part in enumerate(parts)]
     tag = mac.tag_of(macs)
@@ -112,7 +110,7 @@ def test_parts_cannot_be_reordered_dropped_or_mixed() -> None:
     assert other.part(0, parts[0]) != macs[0]  # and to its entry
     for wrong in ([macs[1], macs[0], *macs[2:]], macs[:-1], [*macs, macs[0]], macs[:1] * 3):
         assert not replace(mac, tag=tag).vouches_for(wrong)
-    for byte in (0, PART_BYTES - 1, PART_BYTES, 3 * PART_BYTES, len(payload) - 1):
+    for byte in (0, size - 1, size, 3 * size, len(payload) - 1):
         damaged = bytearray(payload)
         damaged[byte] ^= 4
         found = [mac.part(n, memoryview(damaged)[part]) for n, part in enumerate(slices)]
@@ -120,12 +118,9 @@ def test_parts_cannot_be_reordered_dropped_or_mixed() -> None:
 
 
 @pytest.mark.parametrize("refused", [{0}, {0, 1}])
-def test_entries_on_disk_whose_parts_were_exchanged_are_refused(
-    tmp_path, monkeypatch, refused
-) -> None:
+def test_entries_on_disk_whose_parts_were_exchanged_are_refused(tmp_path, refused) -> None:
     """Of one entry, and of two entries, with the headers that belong to them."""
-    monkeypatch.setattr(entries, "PART_BYTES", PAGE_BYTES)
-    tier = open_tier(tmp_path)
+    tier = open_tier(tmp_path, chunk_bytes=PAGE_BYTES)
     assert [put(tier, number) for number in range(2)] == [None, None]
     one, other = file_of(tmp_path, 0), file_of(tmp_path, 0 if refused == {0} else 1)
     at = 2 * PAGE_BYTES if refused == {0} else PAGE_BYTES
@@ -226,7 +221,7 @@ def test_without_cryptography_disk_and_store_say_what_to_install(tmp_path, monke
     monkeypatch.setattr(builtins, "__import__", refuse)
     for use in (
         lambda: open_tier(tmp_path),
-        lambda: RemoteTier(MemoryStore(), secret=SECRET),
+        lambda: LowerTier(MemoryStore(), macs=EntryMacs(SECRET)),
     ):
         with pytest.raises(MissingExtraError, match=r"cryptography.*\[tiers\]"):
             use()

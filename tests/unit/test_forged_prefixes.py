@@ -16,7 +16,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context import Request, prefetch
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import HybridModel
-from mamba_cache.tiers import ModelIdentity, remote
+from mamba_cache.tiers import ModelIdentity, lower
 
 MODEL = HybridModel(
     replace(MODEL_CONFIG, vocab_size=VOCABULARY, ssm_chunk_size=BLOCK), dtype=torch.float64, seed=7
@@ -94,7 +94,7 @@ def test_a_forged_block_is_a_miss_on_a_disk(tmp_path, expected):
 
 
 def test_a_forged_block_is_a_miss_in_a_store(monkeypatch, expected):
-    for module in (remote, prefetch):  # loads are waited for as long as they take
+    for module in (lower, prefetch):  # loads are waited for as long as they take
         monkeypatch.setattr(module, "time", ManualClock())
     settings = {"store": MemoryStore(), "write_on_use": 1}
     _check_a_tier(settings, expected)

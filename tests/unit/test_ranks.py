@@ -20,7 +20,7 @@ from tiers_machine import LateTier
 from mamba_cache import Request
 from mamba_cache.context import PrefetchState, RequestStatus
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal, remote
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal, lower
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(30)]
 OTHERS = [[(5 * i + k) % 13 for i in range(30)] for k in range(1, 6)]
@@ -191,7 +191,7 @@ def test_an_exchange_that_breaks_off_leaves_nothing_held(at):
 @pytest.fixture
 def clock():
     clock = ManualClock()
-    with mock.patch.object(prefetching, "time", clock), mock.patch.object(remote, "time", clock):
+    with mock.patch.object(prefetching, "time", clock), mock.patch.object(lower, "time", clock):
         yield clock
 
 

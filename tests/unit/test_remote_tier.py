@@ -1,6 +1,5 @@
 """The store tier: what it says is stored is stored, what it brings is what was put."""
 
-import os
 import re
 import threading
 from dataclasses import replace
@@ -13,12 +12,11 @@ from faulty_store import FaultyStore, Trouble
 from memory_store import MemoryStore
 from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
-from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import Refusal, jobs, remote
-from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.jobs import Job, PutJob
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers import Refusal, lower
+from mamba_cache.tiers.entry import EntryKind, EntryMacs
+from mamba_cache.tiers.lower import LowerTier, PutJob
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 
@@ -76,8 +74,9 @@ def test_an_entry_is_stored_in_this_order(bench) -> None:
     assert [len(bench.memory._blobs[chunk]) for chunk in chunks] == [2048] * 4 + [9000 - 4 * 2048]
     del calls[:]
     assert bench.load(1) == bytes(payload_of(1))
-    parts = [key], chunks[:4], chunks[4:]
-    assert calls == [("get_many_into", part) for part in parts]
+    assert calls[0] == ("get_many_into", [key])
+    assert sorted(name for _, names in calls[1:] for name in names) == chunks
+    assert {call for call, _ in calls} == {"get_many_into"}
     assert bench.tier.has_many([facts_of(1).key, facts_of(2).key]) == [True, False]
 
 
@@ -231,11 +230,10 @@ def test_after_two_failures_the_store_is_left_alone_and_asked_again(bench) -> No
 
 def test_a_first_look_that_ends_late_takes_back_no_failure(monkeypatch) -> None:
     clock, store = ManualClock(), FaultyStore(MemoryStore())
-    for module in (jobs, remote):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(lower, "time", clock)
     store.inject("health", Trouble.HANG, times=1)
     store.inject("exists_many", Trouble.FAIL)
-    tier = RemoteTier(store, secret=SECRET, write_on_use=1, chunk_bytes=CHUNK_BYTES)
+    tier = LowerTier(store, macs=EntryMacs(SECRET), write_on_use=1, chunk_bytes=CHUNK_BYTES)
     wait_until(lambda: store.injected["health", Trouble.HANG] == 1)
     clock.now += 1
     for _ in range(2):
@@ -441,14 +439,14 @@ def test_close_ends_what_is_queued_and_does_not_wait_for_ever(monkeypatch) -> No
 def test_a_store_is_not_called_any_more_when_its_tier_is_closed(monkeypatch) -> None:
     """By a thread that was between two calls."""
     bench = Bench(monkeypatch, call_seconds=0.05)
-    copy, began = remote._copy, threading.Event()
+    copy, began = lower._copy, threading.Event()
 
     def late(into, source):
         began.set()
         wait_until(lambda: bench.tier._is_closed)
         copy(into, source)
 
-    monkeypatch.setattr(remote, "_copy", late)
+    monkeypatch.setattr(lower, "_copy", late)
     put = Answer()
     assert bench.tier.put(facts_of(1), payload_of(1), put)
     assert began.wait(PATIENCE)
@@ -464,9 +462,9 @@ def test_a_store_that_was_given_is_not_closed(bench) -> None:
     assert not bench.memory._is_closed
 
 
-def test_of_many_puts_a_thread_takes_some(bench, monkeypatch) -> None:
+def test_of_many_puts_a_thread_takes_some(bench) -> None:
     """So that the others have something to do, and nobody waits for all of them."""
-    monkeypatch.setattr(remote, "_ENTRIES_AT_ONCE", 2)
+    bench.tier._max_puts_at_once = 2
     bench.faulty.inject("exists_many", Trouble.HANG)
     bench.faulty.inject("put_many", Trouble.HANG)
     answers = [Answer() for _ in range(9)]
@@ -498,7 +496,7 @@ def test_of_an_entry_that_failed_no_more_chunks_are_moved(monkeypatch) -> None:
 
 
 def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
-    monkeypatch.setattr(remote, "_MAX_REMEMBERED", 2)
+    monkeypatch.setattr(lower, "_MAX_REMEMBERED", 2)
     for number in range(3):
         assert bench.put(number) is None
     keys = [facts_of(number).key for number in range(3)]
@@ -508,13 +506,13 @@ def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
 def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch) -> None:
     """Also if it does so between the comparison and the copy."""
     bench.put(1)
-    copy = remote._copy
+    copy = lower._copy
 
     def late(into, source):
         source[0] ^= 1
         copy(into, source)
 
-    monkeypatch.setattr(remote, "_copy", late)
+    monkeypatch.setattr(lower, "_copy", late)
     assert bench.load(1) is Refusal.MAC
 
 
@@ -581,38 +579,18 @@ def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) ->
     wait_until(lambda: not bench.memory.registered)
 
 
-@pytest.mark.parametrize(("cpus", "threads"), [(None, 4), (1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
-def test_it_has_no_more_threads_than_there_are_processors(cpus, threads, monkeypatch) -> None:
-    """Each may be kept busy by a store, for as long as a call takes."""
-    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-    tier = RemoteTier(MemoryStore(), secret=SECRET)
-    assert len(tier._workers) == threads
-    tier.close()
-
-
 def test_arguments_are_checked(bench) -> None:
     most = bench.memory.max_blob_bytes
     with pytest.raises(InvalidArgumentError, match="is more than memory takes as one blob"):
-        RemoteTier(bench.memory, secret=SECRET, chunk_bytes=most + 1)
-    RemoteTier(bench.memory, secret=SECRET, chunk_bytes=most).close()
-    for call in (bench.tier.put, bench.tier.load):
-        with pytest.raises(InvalidArgumentError, match="has 9000 bytes, got a buffer of 8999"):
-            call(facts_of(1), memoryview(bytearray(8999)), lambda _: None)
-
-
-def test_invariants_are_checked(bench) -> None:
-    job = Job(None)
-    bench.tier._taken.add(job)
-    with pytest.raises(InvariantError, match="what is taken is done by a thread"):
-        bench.tier.check_invariants()
-    bench.tier._taken.remove(job)
+        LowerTier(bench.memory, macs=EntryMacs(SECRET), chunk_bytes=most + 1)
+    LowerTier(bench.memory, macs=EntryMacs(SECRET), chunk_bytes=most).close()
 
 
 def test_a_store_that_never_answered_is_told_of_once(monkeypatch, caplog) -> None:
     faulty = FaultyStore(MemoryStore())
     faulty.inject("health", Trouble.FAIL)
     faulty.inject("exists_many", Trouble.FAIL)
-    tier = RemoteTier(faulty, secret=SECRET)
+    tier = LowerTier(faulty, macs=EntryMacs(SECRET))
     wait_until(lambda: caplog.messages)
     for _ in range(2):
         answer = Answer()

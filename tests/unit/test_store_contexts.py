@@ -21,9 +21,8 @@ from mamba_cache.context import tiering as tierings
 from mamba_cache.errors import TierInUseError
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import LoadPlanner, ModelIdentity, ParallelRank, Rates, Refusal
-from mamba_cache.tiers import disk as disks
-from mamba_cache.tiers import jobs as jobs_module
-from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers import lower as lower_module
+from mamba_cache.tiers.disk import DiskStore
 from mamba_cache.tiers.entry import EntryKind
 
 
@@ -31,7 +30,7 @@ from mamba_cache.tiers.entry import EntryKind
 def clock(monkeypatch):
     """The clock of store tiers and prefetches: it stands still until a test turns it."""
     clock = ManualClock()
-    for module in (jobs_module, remote_module, prefetching):
+    for module in (lower_module, prefetching):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -394,8 +393,8 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
     filled(MemoryStore(), **on_disk)
     context = make(store, **on_disk)
-    opened, read = threading.Event(), disks._read_payload
-    monkeypatch.setattr(disks, "_read_payload", lambda *a: opened.wait(PATIENCE) and read(*a))
+    opened, read = threading.Event(), DiskStore._read
+    monkeypatch.setattr(DiskStore, "_read", lambda *a: opened.wait(PATIENCE) and read(*a))
     prefetch = ask(context)
     store.inject("exists_many", Trouble.HANG)
     asked = ask(context, OTHER, timeout_seconds=0.5)

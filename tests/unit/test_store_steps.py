@@ -13,9 +13,9 @@ from tier_rig import PROMPT, ask, make_over
 
 from mamba_cache.context import PrefetchState
 from mamba_cache.context import prefetch as prefetching
-from mamba_cache.tiers import remote as remote_module
+from mamba_cache.tiers import lower as lower_module
 from mamba_cache.tiers.entry import PayloadMac
-from mamba_cache.tiers.remote import RemoteTier
+from mamba_cache.tiers.lower import LowerTier
 
 OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
 
@@ -23,7 +23,7 @@ OTHERS = [[(k * i + i // 5) % 12 + 1 for i in range(61)] for k in range(3, 9)]
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     """The clock of store tiers and prefetches stands still: nobody is given up."""
-    for module in (remote_module, prefetching):
+    for module in (lower_module, prefetching):
         monkeypatch.setattr(module, "time", ManualClock())
 
 
@@ -34,7 +34,7 @@ def watch():
 
 def make(watch, store, monkeypatch):
     """A context whose locks and store are watched, and what moves and digests bytes likewise."""
-    for owner, name in ((remote_module, "_copy"), (PayloadMac, "part")):
+    for owner, name in ((lower_module, "_copy"), (PayloadMac, "part")):
         monkeypatch.setattr(owner, name, watch.called(name, getattr(owner, name)))
     with watch.locks(monkeypatch):
         return make_over(store=watch.store(store))
@@ -113,25 +113,25 @@ def test_steps_go_on_while_a_store_hangs(watch, filled, monkeypatch) -> None:
 )
 def test_the_watch_finds_who_breaks_this(watch, filled, monkeypatch, breach) -> None:
     if breach == "calls under its lock":
-        call_store = RemoteTier._call
+        call_store = LowerTier._call
 
         def call(tier, *arguments, **options):
             with tier._lock:
                 return call_store(tier, *arguments, **options)
 
-        monkeypatch.setattr(RemoteTier, "_call", call)
+        monkeypatch.setattr(LowerTier, "_call", call)
     elif breach == "asks in the step's thread":
-        monkeypatch.setattr(RemoteTier, "has_many", lambda tier, keys: [
+        monkeypatch.setattr(LowerTier, "has_many", lambda tier, keys: [
             fault is None for fault in tier.store.exists_many([str(key) for key in keys])
         ])  # fmt: skip
     else:
-        has_many = RemoteTier.has_many
+        has_many = LowerTier.has_many
 
         def connect(tier, keys):
             socket.socket().close()
             return has_many(tier, keys)
 
-        monkeypatch.setattr(RemoteTier, "has_many", connect)
+        monkeypatch.setattr(LowerTier, "has_many", connect)
     serve(watch, filled, monkeypatch)
     assert bool(+watch.with_locks) is (breach == "calls under its lock")
     assert bool(watch.entered) is (breach != "calls under its lock")

@@ -8,7 +8,6 @@ import pytest
 from disk_rig import IDENTITY
 
 from mamba_cache.tiers import Refusal
-from mamba_cache.tiers import entry as entries
 from mamba_cache.tiers.directory import entry_name, named_entry
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
@@ -16,8 +15,8 @@ from mamba_cache.tiers.entry import (
     EntryHeader,
     EntryKey,
     EntryKind,
-    parts_of,
     payload_digest,
+    prefix_tokens_in,
 )
 
 KEY = EntryKey(b"i" * 32, b"t" * 16, EntryKind.STATE, b"d" * 16, 3)
@@ -107,13 +106,11 @@ def test_each_field_is_compared_with_what_the_request_derived(reason: Refusal) -
     assert EntryHeader.read(HEADER.to_bytes(FACTS), other) is reason
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 40, 47])
-def test_parts_are_of_one_size_but_for_the_last(monkeypatch, size) -> None:
-    monkeypatch.setattr(entries, "PART_BYTES", 4)
-    parts = parts_of(size)
-    assert [byte for part in parts for byte in range(size)[part]] == [*range(size)]
-    assert all(part.stop - part.start == 4 for part in parts[:-1])
-    assert size < 4 or 4 <= parts[-1].stop - parts[-1].start < 8
+@pytest.mark.parametrize("tokens", [0, 256, 2**40, 2**63])
+def test_a_header_that_is_not_verified_tells_of_its_prefix(tokens) -> None:
+    """Not of more tokens than there can be, for a clock is set back by as many microseconds."""
+    header = HEADER.to_bytes(replace(FACTS, prefix_tokens=tokens))
+    assert prefix_tokens_in(memoryview(header)) == min(tokens, 2**40)
 
 
 def test_a_payload_digest_is_of_the_bytes() -> None:

@@ -7,7 +7,7 @@ from remote_rig import Bench, wait_until
 
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal
-from mamba_cache.tiers import disk as disks
+from mamba_cache.tiers.disk import DiskStore
 
 WRONG, OTHER = facts_of(1), facts_of(2)
 
@@ -19,7 +19,7 @@ WRONG, OTHER = facts_of(1), facts_of(2)
 def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch, is_taken) -> None:
     """Neither for this process nor for the next one; its prompt is computed, and written anew."""
     disk = open_tier(tmp_path)
-    gate = Gate(monkeypatch, disks, "_write_entry")
+    gate = Gate(monkeypatch, DiskStore, "_write", lambda *args: args[2] is None)
     answers = {facts: Answer() for facts in ((WRONG,) if is_taken else (OTHER, WRONG))}
     for number, (facts, answer) in enumerate(answers.items(), 1):
         payload = payload_of(1 if facts is WRONG else 2)
@@ -45,7 +45,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
 def test_a_wrong_entry_that_is_just_read_does_not_arrive(tmp_path, monkeypatch) -> None:
     disk = open_tier(tmp_path)
     assert put(disk, 1) is None
-    gate = Gate(monkeypatch, disks, "_read_payload")
+    gate = Gate(monkeypatch, DiskStore, "_read", lambda *args: args[2] is not None)
     answer = Answer()
     assert disk.load(WRONG, buffer_for(WRONG), answer)
     gate.wait_for(1)

@@ -33,7 +33,7 @@ from mamba_cache.tiers import (
     Refusal,
 )
 from mamba_cache.tiers.entry import EntryKind
-from mamba_cache.tiers.jobs import QueuedTier
+from mamba_cache.tiers.lower import LowerTier
 
 __all__ = ["PrefixTiers"]
 
@@ -304,7 +304,7 @@ class PrefixTiers(Tiering):
         return CacheIdentity.of(described, self._config, StateSpec((slot,)), None)
 
 
-def _end(tier: QueuedTier) -> None:
+def _end(tier: LowerTier) -> None:
     """Close a tier, also as the process ends, once it has written what it was given."""
     tier.flush(_END_SECONDS)
     tier.close()

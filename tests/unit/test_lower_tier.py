@@ -2,93 +2,86 @@
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
-from disk_rig import Answer, buffer_for, facts_of, load, make_identity, open_tier, payload_of, put
+from disk_rig import SECRET, Answer, buffer_for, facts_of, load, open_tier, payload_of, put
+from memory_store import MemoryStore
 from remote_rig import Bench
 
-from mamba_cache.errors import InvariantError
+from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.tiers import Refusal
-from mamba_cache.tiers.jobs import LoadJob, PutJob, QueuedTier
+from mamba_cache.tiers.entry import EntryMacs
+from mamba_cache.tiers.lower import LoadJob, LowerTier, PutJob
 
 
-class Absent(QueuedTier):
-    """A tier without threads, which has no entry and may have any."""
+class Idle(LowerTier):
+    """A tier whose threads do nothing."""
 
-    name = "absent"
-
-    def _find(self, keys):
-        return [False] * len(keys)
-
-    def _absence(self, key):
-        return None
-
-    def _remove_soon(self, key):
-        pass
-
-    def _check_size(self, facts, payload):
-        pass
-
-    def _own_stats(self):
-        return {}
-
-    def _join(self):
-        pass
+    def _take_some(self, worker):
+        return []
 
 
 @pytest.fixture
-def jobs():
-    return Absent(write_on_use=1, max_queued=2)
+def idle():
+    tier = Idle(MemoryStore(), macs=EntryMacs(SECRET), write_on_use=1, max_queued=2)
+    tier._connecting.clear()
+    yield tier
+    tier.close()
 
 
 def put_of(number, answer=None):
     return PutJob(answer or Answer(), facts_of(number), payload_of(number))
 
 
-def load_of(number, answer=None):
-    facts = facts_of(number)
-    return LoadJob(answer or Answer(), facts, buffer_for(facts))
-
-
-def test_an_entry_is_stored_once_at_a_time(jobs) -> None:
+def test_an_entry_is_stored_once_at_a_time(idle) -> None:
     """Queued or taken; but not any more while it is told, when the caller may try again."""
     again = []
 
     def try_again(refusal):
-        with jobs._lock:
-            again.append(jobs._add_put(put_of(1)))
+        with idle._lock:
+            again.append(idle._add_put(put_of(1)))
 
     put = put_of(1, try_again)
-    with jobs._lock:
-        assert jobs._add_put(put)
-        assert not jobs._add_put(put_of(1))
-        jobs._take_puts(1)
-        assert not jobs._add_put(put_of(1))
-    jobs._end(put, Refusal.IO_ERROR, "broken")
+    with idle._lock:
+        assert idle._add_put(put)
+        assert not idle._add_put(put_of(1))
+        LowerTier._take_some(idle, idle._workers[0])
+        assert not idle._add_put(put_of(1))
+        idle._workers[0].jobs = ()
+    idle._end(put, Refusal.IO_ERROR, "broken")
     assert again == [True]
-    assert jobs.stats().dropped == {"in_flight": 2, "broken": 1}
-    assert jobs.stats().puts == 4
+    assert idle.stats().dropped == {"in_flight": 2, "broken": 1}
+    assert idle.stats().puts == 4
 
 
-def test_queues_have_an_end(jobs) -> None:
-    with jobs._lock:
-        assert [jobs._add_put(put_of(number)) for number in range(3)] == [True, True, False]
-    assert jobs.stats().dropped == {"queue_full": 1}
-    loads = [jobs.load(facts_of(1), buffer_for(facts_of(1)), Answer()) for _ in range(3)]
+def test_queues_have_an_end(idle) -> None:
+    with idle._lock:
+        assert [idle._add_put(put_of(number)) for number in range(3)] == [True, True, False]
+    assert idle.stats().dropped == {"queue_full": 1}
+    loads = [idle.load(facts_of(1), buffer_for(facts_of(1)), Answer()) for _ in range(3)]
     assert loads == [True, True, False]
 
 
-def test_a_job_that_is_there_twice_is_noticed(jobs) -> None:
-    load = load_of(1)
-    jobs._loads.append(load)
-    jobs.check_invariants()
-    jobs._taken.add(load)
-    with pytest.raises(InvariantError, match="there twice"):
-        jobs.check_invariants()
-    jobs._loads.clear()
-    jobs._taken = {put_of(1), put_of(1)}
-    with pytest.raises(InvariantError, match="there twice"):
-        jobs.check_invariants()
+def breaches_of(tier):
+    """Jobs, for each statement of the invariants, that break it."""
+    facts = facts_of(1)
+    load = LoadJob(Answer(), facts, buffer_for(facts))
+    yield "each job is there once", [load, load], []
+    yield "an entry is stored once at a time", [], [put_of(1), put_of(1)]
+    yield "what is taken is done by a thread", [], [load]
+    yield "loads wait for their chunks", [], [replace(load, num_chunks_left=1)]
+
+
+def test_breaches_of_the_invariants_are_noticed(idle) -> None:
+    for statement, queued, taken in breaches_of(idle):
+        idle._loads.extend(queued)
+        idle._taken.update(taken)
+        with pytest.raises(InvariantError, match=statement):
+            idle.check_invariants()
+        idle._loads.clear()
+        idle._taken.clear()
+    idle.check_invariants()
 
 
 # What every lower tier does, with threads.
@@ -106,6 +99,7 @@ def opened(request, tmp_path, monkeypatch):
         )
         return tiers[0]
 
+    open_one.__name__ = request.param
     yield open_one
     tiers[0].check_invariants()
     tiers[0].close()
@@ -130,7 +124,7 @@ def test_an_entry_is_written_at_its_second_use(opened) -> None:
 
 
 def test_first_uses_are_forgotten_when_there_are_many(opened, monkeypatch) -> None:
-    monkeypatch.setattr("mamba_cache.tiers.jobs._MAX_FIRST_USES", 2)
+    monkeypatch.setattr("mamba_cache.tiers.lower._MAX_REMEMBERED", 2)
     tier = opened(write_on_use=2)
     assert [put(tier, number) for number in (1, 2, 3)] == [False] * 3
     assert [put(tier, 1), put(tier, 3)] == [False, None]
@@ -207,12 +201,7 @@ def test_what_is_known_at_once_is_told_at_once(tier) -> None:
 
     assert tier.load(facts_of(2), buffer_for(facts_of(2)), done)
     assert tier.put(facts_of(1), payload_of(1), done)
-    expected = [(Refusal.MISSING, here), (None, here)]
-    if tier.name == "disk":  # which has the entries of one identity
-        other = facts_of(1, identity=make_identity("other weights"))
-        assert tier.load(other, buffer_for(other), done)
-        expected.append((Refusal.IDENTITY, here))
-    assert told == expected
+    assert told == [(Refusal.MISSING, here), (None, here)]
     assert tier.flush(60)
 
 
@@ -233,3 +222,29 @@ def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
         assert tier.num_queued == 0
         tier.close()
     assert load(tier, 1) == payload_of(1)
+
+
+@pytest.mark.parametrize(
+    ("opened", "num_cpus", "num_threads"),
+    [
+        *[("disk", *numbers) for numbers in ((None, 9), (2, 9), (12, 13), (64, 17))],
+        *[("store", *numbers) for numbers in ((None, 4), (1, 2), (2, 2), (3, 3), (64, 4))],
+    ],
+    indirect=["opened"],
+)
+def test_threads_are_as_many_as_processors_can_feed(
+    opened, num_cpus, num_threads, monkeypatch
+) -> None:
+    """A disk wants many reads, and each makes MACs; a store may keep a processor busy each."""
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cpus)
+    tier = opened(**{"num_readers" if opened.__name__ == "disk" else "num_threads": None})
+    assert len(tier._workers) == num_threads
+    mine = [each for each in threading.enumerate() if each.name == f"mamba-cache-{tier.name}"]
+    assert mine
+    assert all(each.daemon for each in mine), "a tier that nobody closed keeps no process"
+
+
+def test_an_entry_has_the_bytes_that_its_facts_say(tier) -> None:
+    for call in (tier.put, tier.load):
+        with pytest.raises(InvalidArgumentError, match="has 9000 bytes, got a buffer of 8999"):
+            call(facts_of(1), memoryview(bytearray(8999)), Answer())
