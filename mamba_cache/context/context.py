@@ -223,8 +223,8 @@ class DynamicInferenceContext:
         self.agreement = agreement
         if isinstance(self._tiering, Tiering):
             self._tiering.host.join(self._guard)
-            # Its threads and its lock would outlive a context that nobody closes.
-            self._closes_lower = finalize(self, self._tiering.lower.abandon)
+        # Threads and a lock would outlive a context that nobody closes.
+        self._closes_lower = finalize(self, self._tiering.abandon)
         self._make_parts(placement, memory)
         self.slot_allocator.before_reset = weak_callback(self._require_no_slots_reserved)
         self.kv_block_allocator.before_reset = weak_callback(self._require_no_blocks_held)
@@ -1331,14 +1331,12 @@ class DynamicInferenceContext:
     @property
     def disk_tier(self) -> LowerTier | None:
         """Entries on disk; None without such a tier."""
-        lower = self._tiering.lower
-        return None if lower is None or not isinstance(lower.tier, LowerTier) else lower.tier
+        return self._tiering.disk
 
     @property
     def store_tier(self) -> LowerTier | None:
         """Entries in a store that other processes share; None without such a tier."""
-        lower = self._tiering.lower
-        return lower.store if lower is not None and isinstance(lower.store, LowerTier) else None
+        return self._tiering.store
 
     def close(self) -> None:
         """End the tiers below the host tier: threads, and a folder's lock.
@@ -1347,10 +1345,8 @@ class DynamicInferenceContext:
         is called when the context is collected, or at the end of the process, but then what is
         queued for a tier is given up.
         """
-        if isinstance(self._tiering, Tiering):
-            self._tiering.flush()
-            self._tiering.lower.close()
-            self._closes_lower.detach()
+        self._tiering.close()
+        self._closes_lower.detach()
 
     @guarded(changes=True)
     def wait_for_tiers(self) -> None:

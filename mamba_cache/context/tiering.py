@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -25,7 +28,15 @@ from mamba_cache.cache import (
 )
 from mamba_cache.cache.sequence import CachedSequence, PrefixMatch
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.prefetch import LowerTierLink, Planners, Prefetch, PromptEntries
+from mamba_cache.context.prefetch import (
+    STATES,
+    Asked,
+    Flight,
+    Planners,
+    Prefetch,
+    PrefetchState,
+    PromptEntries,
+)
 from mamba_cache.context.requests import ActiveRequest, PlannedLoad
 from mamba_cache.context.tier_memory import Ticket, make_host_tier, open_lower_tiers
 from mamba_cache.errors import InvalidArgumentError, InvariantError, MambaCacheError
@@ -34,7 +45,9 @@ from mamba_cache.protocols import RankAgreement
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, Rates, Refusal, TierStats
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind
+from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.identity import tenant_digest
+from mamba_cache.tiers.lower import LowerTier
 from mamba_cache.tiers.planner import largest, quickest
 from mamba_cache.tiers.rows import RowLease
 from mamba_cache.tiers.transfers import CopyJob, Mark
@@ -43,6 +56,13 @@ __all__ = ["NoTiers", "Tiering", "make_tiering"]
 
 _MAX_COPIES: Final = 256
 """Entries whose copies to the host tier may be under way at once."""
+
+_PATIENCE_SECONDS: Final = 5.0
+"""How long a call that breaks off waits for what lower tiers were handed."""
+
+_TRY_EVERY: Final = 16
+"""One of so many prefetches that a caller waits for loads even if that is slower than computing:
+otherwise a tier that was slow once is never measured again."""
 
 _ASSUMED: Final = Rates(), Rates(2e9, 1e-3), Rates(1e9, 2e-3)
 """Of host memory, a disk and a store, until they are measured."""
@@ -65,6 +85,10 @@ class _Offer:
 
 
 _Spill: TypeAlias = "tuple[Ticket, list[_Offer]]"
+
+
+_Place: TypeAlias = "HostTier | LowerTier | None"
+"""Where an entry lies."""
 
 
 class Tiering:
@@ -116,23 +140,20 @@ class Tiering:
         assumed = (_UNMEASURED,) * 3 if is_waited_for else _ASSUMED
         of_host, of_disk, of_store = (LoadPlanner(rates) for rates in assumed)
         self.planners = Planners(planner or of_host, disk_planner or of_disk, of_store)
-        disk, store = open_lower_tiers(config, identity, self.host)
-        self.lower = LowerTierLink(
-            config,
-            self.host,
-            self.planners,
-            has_kv=self._has_kv,
-            tier=disk,
-            store=store,
-            is_waited_for=is_waited_for,
-            agreement=agreement,
-        )
+        self.disk, self.store = open_lower_tiers(config, identity, self.host)
         # A caller that waits for its copies has no others under way.
         self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
         self._keeps_kv = self._has_kv and bool(self.host.num_rows(EntryKind.KV))
         self._most_pins = slots.max_slots // 2
+        self._is_waited_for, self._num_prefetches = is_waited_for, 0
+        # What is not done, or not agreed on yet by ranks, which have all begun it in this order.
+        self._open: list[Asked] = []
+        # With the digest of the boundary that each brings, and who learns from it.
+        self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
+        self._flights: dict[EntryKey, Flight] = {}
+        self._has_broken_off = False
         # What a disk takes at once passes the host tier's rows, worth one or not, as it does slots.
-        self._passes_all = bool(self.lower.tiers) and config.write_on_use == 1
+        self._passes_all = bool(self.lower_tiers) and config.write_on_use == 1
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[RowLease]]] = []
@@ -148,6 +169,11 @@ class Tiering:
         self._rank = 0 if identity is None else identity.rank
 
     @property
+    def lower_tiers(self) -> list[LowerTier]:
+        """Those below host memory, from the top down."""
+        return [tier for tier in (self.disk, self.store) if tier is not None]
+
+    @property
     def num_offers(self) -> int:
         """Entries that were offered and are not copied yet."""
         return len(self._offers)
@@ -161,7 +187,7 @@ class Tiering:
         """Return a match with what tiers have by now, and with what is on the way."""
         self.poll()  # what has arrived from below counts
         match = self.extend(match, hashes)
-        return replace(match, arriving_tokens=self.lower.arriving_tokens(hashes))
+        return replace(match, arriving_tokens=self._arriving_tokens(hashes))
 
     def extend(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
         """Return a match with what the host tier has, if it is quicker to resume from there.
@@ -258,24 +284,10 @@ class Tiering:
         """Tell the host tier's policy of a prompt, if it knows prompts."""
         return self.host.begin_request(facts)
 
-    def offer_used(self, active: ActiveRequest, blocks: int) -> None:
-        """Offer to the lower tier what a request resumes from, if the host tier has it."""
-        self.lower.offer_used(blocks, self._entries(active))
-
-    def prefetch(
-        self,
-        request_id: Hashable,
-        match: PrefixMatch,
-        entries: PromptEntries,
-        timeout_seconds: float | None,
-    ) -> Prefetch:
-        """Begin to bring what a lower tier has of a request; nothing without one."""
-        return self.lower.prefetch(request_id, match, entries, timeout_seconds)
-
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again, in any tier."""
         tenant = tenant_digest(self._secret, cache_salt)
-        self.lower.remove(EntryKey(self._identity, tenant, kind, digest, self._rank))
+        self._remove_below(EntryKey(self._identity, tenant, kind, digest, self._rank))
         self.host.remove(kind, digest)
 
     def cancel(self, load: PlannedLoad) -> None:
@@ -379,7 +391,7 @@ class Tiering:
         for index, lease in enumerate(leases):
             if index in bad:
                 self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
-                self.lower.remove(lease.facts.key)  # it may have been stored like this
+                self._remove_below(lease.facts.key)  # it may have been stored like this
             else:
                 self.host.release(lease)
 
@@ -503,7 +515,7 @@ class Tiering:
             for lease in self._retiring[0][1]:
                 self.host.release(lease)
             del self._retiring[0]
-        self.lower.poll()
+        self._poll_prefetches()
         self._read_times()
 
     def _read_times(self) -> None:
@@ -544,20 +556,29 @@ class Tiering:
         self._offers, self._spills, self._retiring = [], [], []
         self._watched.clear()
         self._begun, self._timed = None, []
-        self.lower.reset()
+        self._cancel_prefetches()
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return what each tier holds and did, from the top down."""
-        return (self.host.stats(), *(tier.stats() for tier in self.lower.tiers))
-
-    def agree(self) -> None:
-        """Begin and end with all ranks what all of them can."""
-        self.lower.agree()
+        return (self.host.stats(), *(tier.stats() for tier in self.lower_tiers))
 
     def flush(self) -> None:
         """Wait until lower tiers have ended what they were given, and end it here too."""
-        self.lower.flush()
+        for tier in self.lower_tiers:
+            tier.flush()
         self.poll()
+
+    def close(self) -> None:
+        """End the lower tiers, once they have done what they were given."""
+        self.flush()
+        for tier in self.lower_tiers:
+            tier.close()
+
+    def abandon(self) -> None:
+        """End the lower tiers of a context that is gone, and what somebody may still wait for."""
+        for tier in self.lower_tiers:
+            tier.close()
+        self._cancel_prefetches()
 
     def check_invariants(self, loads: Iterable[PlannedLoad] = ()) -> None:
         """Prove that rows of the host tier are held for what is planned and under way alone."""
@@ -601,7 +622,7 @@ class Tiering:
         is_kept = self.host.complete(lease)
         offer.lease = None
         if is_kept:
-            self.lower.offer(offer.facts)
+            self.offer_below(offer.facts)
 
     def _give_up(self, offer: _Offer, reason: str) -> None:
         assert offer.lease is not None, "it has a row since it was begun"
@@ -636,12 +657,312 @@ class Tiering:
             if offer is not None:
                 offer.is_gone = True
 
+    # What lies on disk and in a store.
+
+    @contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """Have no row left to a lower tier that was not handed it, where a call breaks off."""
+        try:
+            yield
+        except BaseException:
+            self._has_broken_off = True
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        """End all that lower tiers were to do, once they have done what they were handed."""
+        if all(tier.flush(_PATIENCE_SECONDS) for tier in self.lower_tiers):
+            self.host.end_lower()
+            for flight in self._flights.values():
+                if not flight.is_over:
+                    flight.end(Refusal.ABORTED)
+            self._flights.clear()
+            self._has_broken_off = False
+
+    def offer_below(self, facts: EntryFacts) -> None:
+        """Offer an entry of the host tier to be stored; whether it is, a lower tier decides."""
+        with self._taking_back():
+            for tier in self.lower_tiers:
+                self._offer_to(tier, facts)
+
+    def _offer_to(self, tier: LowerTier, facts: EntryFacts) -> None:
+        if not tier.is_healthy:
+            return
+        lease = self.host.read(facts, for_lower=True)
+        if isinstance(lease, Refusal):
+            return
+        end_row = partial(self.host.end_later, lease)
+        if not tier.put(facts, self.host.buffer(lease), end_row):
+            self.host.release(lease)
+
+    def offer_used(self, active: ActiveRequest, blocks: int) -> None:
+        """Offer to lower tiers what a request resumes from, if the host tier has it."""
+        tiers = [tier for tier in self.lower_tiers if blocks and tier.is_healthy]
+        if not tiers:
+            return
+        used = [(EntryKind.KV, index) for index in range(blocks)] if self._has_kv else []
+        used.append((EntryKind.STATE, blocks - 1))
+        entries = self._entries(active)
+        keys = [entries.key(*each) for each in used]
+        for tier in tiers:
+            for each, key, is_stored in zip(used, keys, tier.has_many(keys), strict=True):
+                if not is_stored and self.host.has(key.kind, key.digest):
+                    self._offer_to(tier, entries.facts(*each))
+
+    def prefetch(
+        self,
+        request_id: Hashable,
+        match: PrefixMatch,
+        entries: PromptEntries,
+        timeout_seconds: float | None,
+    ) -> Prefetch:
+        """Begin to bring what lets a request skip the most, if that is quicker than computing."""
+        if not self.lower_tiers:
+            return Prefetch(request_id, match.skip_tokens, timeout_seconds)
+        prefetch = Prefetch(
+            request_id,
+            match.skip_tokens,
+            timeout_seconds,
+            needs_agreement=self._agreement is not None,
+        )
+        if self._is_waited_for:  # no longer than computing what could be skipped takes
+            num_tokens = self._usable_blocks(match) * self._block_size - match.skip_tokens
+            prefetch.end_within(self.planners.seconds(num_tokens))
+        self._num_prefetches += 1
+        is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
+        asked = Asked(match, entries, prefetch, is_trial)
+        if self._agreement is not None and match.state_matched_blocks >= self._usable_blocks(match):
+            prefetch.agree(PrefetchState.NOTHING)  # as it is on all ranks
+            return prefetch
+        with self._taking_back():
+            if self._ask(asked):
+                prefetch.is_asking = True
+            elif self._agreement is None:
+                self._begin(asked)
+            else:
+                prefetch.is_asking = True
+                prefetch.answer()
+        self._open.append(asked)
+        self.agree()
+        return prefetch
+
+    def agree(self) -> None:
+        """Begin and end what all ranks can: all of them call it alike.
+
+        A prefetch begins when the stores of all ranks have answered, so that all bring the same
+        boundary, and is done when it is on all.
+        """
+        if not self._open:
+            return
+        pending = STATES.index(PrefetchState.PENDING)
+        own = [
+            (0 if each.is_answered else pending) if each.is_asking else STATES.index(each.own_state)
+            for each in (asked.prefetch for asked in self._open)
+        ]
+        states = largest(own, self._agreement)
+        for asked, state in zip(list(self._open), states, strict=True):
+            if state == pending:
+                continue
+            outcome = STATES[int(state)]
+            if asked.prefetch.is_asking:
+                with self._taking_back():
+                    if self._begin(asked):
+                        continue
+                outcome = PrefetchState.NOTHING
+            self._open.remove(asked)
+            asked.prefetch.agree(outcome)
+
+    def _remove_below(self, key: EntryKey) -> None:
+        for tier in self.lower_tiers:
+            tier.remove(key)
+
+    def _arriving_tokens(self, hashes: BlockHashes) -> int:
+        """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
+        reached = 0
+        for boundary, prefetch, _ in self._under_way:
+            # What has failed on one of several ranks is over when all of them know.
+            is_alone = self._agreement is None
+            if prefetch.has_failed if is_alone else prefetch.is_done:
+                continue
+            blocks = prefetch.skip_tokens // self._block_size
+            if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
+                reached = max(reached, prefetch.skip_tokens)
+        return reached
+
+    def _poll_prefetches(self) -> None:
+        """Forget what is over, learn from it, and go on where a store has answered."""
+        if self._agreement is None:
+            self.agree()
+        for under_way in list(self._under_way):
+            _, prefetch, planner = under_way
+            if prefetch.is_over and prefetch.is_done:
+                self._under_way.remove(under_way)
+                if not prefetch.refusals and planner is not None:
+                    planner.record_load(prefetch.num_bytes, prefetch.seconds)
+        for key in [key for key, flight in self._flights.items() if flight.is_over]:
+            del self._flights[key]
+
+    def _cancel_prefetches(self) -> None:
+        if self._has_broken_off:
+            self._take_back()
+        for _, prefetch, _ in self._under_way:
+            prefetch.cancel()
+        for asked in self._open:
+            asked.prefetch.cancel()
+            asked.prefetch.agree(PrefetchState.CANCELLED)
+        self._open.clear()
+        self._under_way.clear()
+        self._flights.clear()
+
+    def _ask(self, asked: Asked) -> bool:
+        """Ask the store what it has of a prefix; False if there is nothing to ask or to gain."""
+        store, match = self.store, asked.match
+        if store is None or not store.is_healthy:
+            return False
+        entries = self._entries_of(match)
+        keys = [asked.entries.key(*each) for each in entries]
+        places = zip(keys, self._places_of(keys), strict=True)
+        unknown = [key for key, place in places if place is None]
+        # At best all blocks come from there, and one state.
+        num_bytes = self.host.row_bytes(EntryKind.STATE) if unknown else 0
+        num_bytes += sum(self.host.row_bytes(k.kind) for k in unknown if k.kind is EntryKind.KV)
+        tokens = self._usable_blocks(match) * self._block_size
+        loading = self.planners.seconds(match.prompt_tokens - tokens, store_bytes=num_bytes)
+        if not unknown or loading >= self._seconds_without(asked):
+            return False
+        return store.ask(unknown, lambda _: asked.prefetch.answer())
+
+    def _begin(self, asked: Asked) -> bool:
+        """Begin to bring what is best for a request; False if nothing is."""
+        prefetch, skip_tokens = asked.prefetch, asked.match.skip_tokens
+        blocks, needed = self._plan(asked)
+        if not blocks:
+            prefetch.begin(skip_tokens, 0, 0)
+            return False
+        if self._is_waited_for:  # no longer than computing it takes
+            num_tokens = blocks * self._block_size - skip_tokens
+            prefetch.end_within(self.planners.seconds(num_tokens))
+        read = [self.host.read(facts) for facts, place in needed if place is self.host]
+        held = [lease for lease in read if not isinstance(lease, Refusal)]
+        wanted = [
+            (facts, place) for facts, place in needed if place and not isinstance(place, HostTier)
+        ]
+        places = {place for _, place in wanted}
+        # What is under way already is there sooner, and teaches nobody what it takes.
+        is_alone = not any(facts.key in self._flights for facts, _ in wanted)
+        num_bytes = sum(facts.payload_bytes for facts, _ in wanted)
+        prefetch.begin(blocks * self._block_size, len(wanted), num_bytes)
+        for facts, tier in wanted:
+            self._bring(facts, prefetch, tier)
+        self.host.use(held)
+        for lease in held:
+            self.host.release(lease)
+        planner = None
+        if is_alone and len(places) == 1:
+            planner = self.planners.store if self.store in places else self.planners.disk
+        boundary = asked.entries.hashes.digest(blocks - 1)
+        self._under_way.append((boundary, prefetch, planner))
+        return True
+
+    def _plan(self, asked: Asked) -> tuple[int, list[tuple[EntryFacts, _Place]]]:
+        """Choose how many blocks to bring; 0 if it is best to bring nothing.
+
+        With them come the entries that are needed for it, in the order of the prefix, and where
+        they lie.
+        """
+        match, is_alone = asked.match, self._agreement is None
+        first, usable = match.state_matched_blocks, self._usable_blocks(match)
+        entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
+        if first >= usable or (is_alone and not entries):
+            return 0, []
+        keys = [asked.entries.key(*each) for each in entries]
+        where = dict(zip(entries, self._places_of(keys), strict=True))
+        on_gpu = min(match.kv_matched_blocks, usable)
+        most_blocks = self.host.num_rows(EntryKind.KV)  # that are there at once
+        size = {kind: self.host.row_bytes(kind) for kind in EntryKind}
+        # Of staying where the request is, and of each boundary after that.
+        takes = [math.inf] * (usable - first + 1)
+        takes[0] = self._seconds_without(asked)
+        of_blocks: Counter[object] = Counter()  # bytes of the blocks before a boundary
+        for index in range(min(first, on_gpu), usable if entries else 0):
+            if self._has_kv and index >= on_gpu:
+                place = where[EntryKind.KV, index]
+                if place is None or index - on_gpu >= most_blocks:
+                    break
+                of_blocks[place] += size[EntryKind.KV]
+            place = None if index < first else where[EntryKind.STATE, index]
+            if place is None:
+                continue
+            disk_bytes, store_bytes = (
+                of_blocks[each] + (size[EntryKind.STATE] if place is each else 0)
+                for each in (self.disk, self.store)
+            )
+            if is_alone and not disk_bytes and not store_bytes:
+                continue  # others may have to bring what this rank has
+            tokens = (index + 1) * self._block_size
+            takes[index - first + 1] = self.planners.seconds(
+                match.prompt_tokens - tokens, disk_bytes=disk_bytes, store_bytes=store_bytes
+            )
+        chosen = first - 1 + quickest(takes, self._agreement)
+        if chosen < first:
+            return 0, []
+        needed = [(EntryKind.STATE, chosen)]  # first: nothing else takes as long to read and verify
+        needed += [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
+        return chosen + 1, [(asked.entries.facts(*each), where[each]) for each in needed]
+
+    def _usable_blocks(self, match: PrefixMatch) -> int:
+        """Return how many blocks of a prompt can be skipped at most."""
+        return max(0, match.prompt_tokens - self._min_computed) // self._block_size
+
+    def _entries_of(self, match: PrefixMatch) -> list[tuple[EntryKind, int]]:
+        """Return what could let a request skip more: blocks that are not there, and states."""
+        usable = self._usable_blocks(match)
+        first = match.state_matched_blocks
+        # Of several ranks one that can bring nothing still says what it has in host memory.
+        is_of_use = self._agreement is not None or any(tier.is_healthy for tier in self.lower_tiers)
+        if not is_of_use:
+            return []
+        on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable
+        blocks = [(EntryKind.KV, index) for index in range(on_gpu, usable)]
+        return blocks + [(EntryKind.STATE, index) for index in range(first, usable)]
+
+    def _places_of(self, keys: Sequence[EntryKey]) -> list[_Place]:
+        """Say of each entry where it lies, the highest place first; None: nowhere."""
+        places: list[_Place]
+        places = [self.host if self.host.has(key.kind, key.digest) else None for key in keys]
+        for tier in self.lower_tiers:
+            for index, is_there in enumerate(tier.has_many(keys)):
+                if is_there and places[index] is None:
+                    places[index] = tier
+        return places
+
+    def _seconds_without(self, asked: Asked) -> float:
+        """Return how long a request takes if nothing is brought; almost forever in a trial."""
+        if asked.is_trial:
+            return sys.float_info.max
+        return self.planners.seconds(asked.match.prompt_tokens - asked.match.skip_tokens)
+
+    def _bring(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
+        """Begin to bring one entry."""
+        flight = self._flights.get(facts.key)
+        if flight is not None and flight.join(prefetch):
+            return
+        lease = self.host.reserve(facts, for_lower=True)
+        if lease is None:
+            prefetch.end_one(Refusal.ABORTED)  # there is no row, or a spill brings it just now
+            return
+        flight = Flight(prefetch, partial(self.host.end_later, lease))
+        self._flights[facts.key] = flight
+        if not tier.load(facts, self.host.buffer(lease), flight.end):
+            del self._flights[facts.key]
+            self.host.release(lease, "queue_full")
+            prefetch.end_one(Refusal.ABORTED)
+
 
 class NoTiers:
     """What a context without tiers has in their place: it finds nothing, and does nothing."""
 
-    host: None = None
-    lower: None = None
+    host = disk = store = None
     pins: Sequence[SlotLease] = ()
 
     def find(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
@@ -670,8 +991,8 @@ class NoTiers:
     def _nothing(self, *given: object) -> Any:
         pass
 
-    agree = begin_forward = begin_request = cancel = check_invariants = end_step = _nothing
-    entries = flush = offer_blocks = offer_state = offer_used = poll = _nothing
+    abandon = agree = begin_forward = begin_request = cancel = check_invariants = _nothing
+    close = end_step = entries = flush = offer_blocks = offer_state = offer_used = poll = _nothing
     pump = remove = reset = wait = _nothing
 
     def stats(self) -> tuple[TierStats, ...]:

@@ -245,7 +245,7 @@ class OfPrefixCache:
 
     @property
     def tier(self):
-        return self.cache._store.tiers.lower.store
+        return self.cache._store.tiers.store
 
     def run(self, number, *, tail):
         skipped = self.cache.stats().skipped_tokens

@@ -77,7 +77,7 @@ def open_cache(request, tmp_path, reads, model):
 
 def lower_tier(cache):
     tiers = cache._store.tiers
-    return tiers.lower.tiers[0]
+    return tiers.lower_tiers[0]
 
 
 def test_what_comes_too_late_is_computed_and_found_the_next_time(open_cache, reads, model) -> None:

@@ -144,7 +144,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
             next(model.parameters()).mul_(1.5)
         with pytest.raises(ModelChangedError):
             ask(cache, prompts()[:1])
-        disk = weakref.ref(cache._store.tiers.lower.tiers[0])
+        disk = weakref.ref(cache._store.tiers.lower_tiers[0])
         cache.reset()
         answers, skipped = ask(cache, prompts()[:1])
         assert skipped == 0
@@ -158,7 +158,7 @@ def test_a_change_of_the_weights_is_noticed_and_reset_takes_them_as_they_are(tmp
 def test_whatever_befalls_the_disk_answers_stay_the_same(tmp_path, model, expected) -> None:
     with open_cache(tmp_path, model) as first:
         ask(first, prompts())
-        folder = first._store.tiers.lower.tiers[0].store.folder
+        folder = first._store.tiers.lower_tiers[0].store.folder
     for number, file in enumerate(entry_files(folder)[::3]):
         turn_bits(file, PAGE_BYTES + number)
     with open_cache(tmp_path, model) as second:
@@ -172,7 +172,7 @@ def test_a_call_whose_deepest_boundary_is_damaged_takes_the_one_before(tmp_path,
     with open_cache(tmp_path, model) as first:
         ask(first, [prompts()[0][:, : 5 * BLOCK + 3]])
         answers, _ = ask(first, prompts()[:1])
-        folder = first._store.tiers.lower.tiers[0].store.folder
+        folder = first._store.tiers.lower_tiers[0].store.folder
     depths = {
         entry._FIELDS.unpack_from(file.read_bytes())[7]: file
         for file in entry_files(folder)

@@ -21,19 +21,28 @@ import numpy as np
 import torch
 from disk_rig import IDENTITY, SECRET, TENANT, Answer
 
+from mamba_cache import CacheConfig, KVBlockAllocator
+from mamba_cache.cache import SlotPool
 from mamba_cache.context import PrefixMatch
-from mamba_cache.context.prefetch import LowerTierLink, Planners, PrefetchState
-from mamba_cache.tiers import LoadPlanner, Refusal
+from mamba_cache.context.prefetch import PrefetchState
+from mamba_cache.context.tiering import Tiering
+from mamba_cache.tiers import Refusal
 from mamba_cache.tiers.directory import entry_name
 from mamba_cache.tiers.disk import PAGE_BYTES, DiskStore, file_bytes
 from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind, EntryMacs
-from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.lower import LowerTier
-from mamba_cache.tiers.rows import RowFormat
-from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
+from mamba_cache.tiers.transfers import CopyJob
 
 NUM_ENTRIES = 6
 NUM_ROWS = 8
+CONFIG = CacheConfig(
+    num_kv_blocks=2,
+    max_slots=2,
+    block_size_tokens=1,
+    ssm_chunk_size=1,
+    num_host_blocks=NUM_ROWS,
+    num_host_states=NUM_ROWS,
+)
 PATIENCE = 60.0
 """Seconds after which something counts as hung."""
 
@@ -67,14 +76,17 @@ class Rig:
             EntryKind.KV: torch.zeros(2, 2, 7, 9),
             EntryKind.STATE: torch.zeros(3, 2, 30, 33),
         }
-        self.layouts = {kind: RowLayout([tensor]) for kind, tensor in self.tensors.items()}
-        formats = {
-            kind: RowFormat(layout.row_bytes, layout.checksums, NUM_ROWS)
-            for kind, layout in self.layouts.items()
-        }
-        self.host = HostTier(formats[EntryKind.KV], formats[EntryKind.STATE])
-        self.transfers = PlainTransfers(self.layouts, self.host.memory)
-        self.disk = None
+        kv_blocks = KVBlockAllocator(2)
+        self.tiers = Tiering(
+            CONFIG,
+            {kind: [tensor] for kind, tensor in self.tensors.items()},
+            torch.device("cpu"),
+            kv_blocks,
+            SlotPool(2, kv_blocks),
+            identity=None,
+        )
+        self.host, self.transfers = self.tiers.host, self.tiers.transfers
+        self.layouts = self.transfers._layouts
         self.open()
 
     def open(self):
@@ -88,15 +100,8 @@ class Rig:
             kv_bytes=sizes[EntryKind.KV],
             chunk_bytes=2 * PAGE_BYTES,
         )
-        self.disk = LowerTier(
+        self.disk = self.tiers.disk = LowerTier(
             self.files, macs=EntryMacs(SECRET), write_on_use=1, num_threads=3, owns_store=True
-        )
-        self.link = LowerTierLink(
-            SimpleNamespace(block_size_tokens=1, min_computed_tokens=1),
-            self.host,
-            Planners(*(LoadPlanner() for _ in range(3))),
-            has_kv=True,
-            tier=self.disk,
         )
 
     def reopen(self):
@@ -130,7 +135,7 @@ class Rig:
         if not self.has(number, kind):
             self.host.clear()
             self.fill_host(number, kind)
-            self.link.offer(self.facts(number, kind))
+            self.tiers.offer_below(self.facts(number, kind))
             self.end()
         self.host.clear()
 
@@ -328,7 +333,7 @@ def flipped_host_bit(rig):
         return [rig.restore(number, kind)]
     # The damage goes down to the disk and comes up again.
     rig.drop(number, kind)
-    rig.link.offer(rig.facts(number, kind))
+    rig.tiers.offer_below(rig.facts(number, kind))
     rig.end()
     outcome = rig.fetch(number, kind)
     rig.drop(number, kind)  # nobody below the host tier can know; it is not to be used again
@@ -413,7 +418,7 @@ def prefetch_all(rig):
     """A prefetch of one prefix with all entries, as a context asks for it."""
 
     match = PrefixMatch(NUM_ENTRIES + 1, (), 0, 0, None)
-    planners = rig.link._planners
+    planners = rig.tiers.planners
     planners.disk.rates = planners.disk.rates._replace(bytes_per_second=1e18)
     planners.disk._learns = False
     planners.host.rates = planners.host.rates._replace(tokens_per_second=1e-3)
@@ -423,7 +428,7 @@ def prefetch_all(rig):
         key=lambda kind, index: rig.facts(index, kind).key,
         facts=lambda kind, index: rig.facts(index, kind),
     )
-    return rig.link.prefetch("one", match, entries, None)
+    return rig.tiers.prefetch("one", match, entries, None)
 
 
 def aborted(rig):
@@ -450,8 +455,7 @@ def aborted(rig):
         if action == 0:
             prefetch.cancel()
         elif action == 1:
-            rig.link.reset()
-            rig.host.reset()
+            rig.tiers.reset()
         elif action == 2:
             rig.host.clear()
         elif action == 3:  # others take all rows that are free, and then some

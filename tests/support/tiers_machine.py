@@ -485,15 +485,14 @@ class DiskMachine(LowerTierMachine):
         with self.disk_fault():
             context = super().open_context(**options)
         if context.host_tier is not None:
-            link = context._tiering.lower
-            link.tier = LateTier(link.tier, self.disk_fault)
+            context._tiering.disk = LateTier(context.disk_tier, self.disk_fault)
         return context
 
     @property
     def late(self):
         """The lower tier; None without prefix caching."""
         tiering = self.context._tiering
-        return None if tiering is None else tiering.lower.tier
+        return None if tiering is None else tiering.disk
 
     @property
     def disk(self):

@@ -79,7 +79,7 @@ def make(path, *, tier=None, **changes):
     context = make_over(disk_cache_path=path, disk_cache_gb=0.01, **changes)
     if tier is not None:
         context.disk_tier.close()
-        context._tiering.lower.tier = tier
+        context._tiering.disk = tier
     return context
 
 
@@ -142,13 +142,13 @@ def test_nothing_is_brought_twice(context, tier) -> None:
 def test_a_flight_that_is_over_is_not_joined(context, tier, monkeypatch) -> None:
     """Another thread ends it between the look and the joining: then the row is there."""
     ask(context)
-    join = prefetching._Flight.join
+    join = prefetching.Flight.join
 
     def late(flight, prefetch):
         tier.end_loads()
         return join(flight, prefetch)
 
-    monkeypatch.setattr(prefetching._Flight, "join", late)
+    monkeypatch.setattr(prefetching.Flight, "join", late)
     second = ask(context)
     assert second.state is PrefetchState.INCOMPLETE
     assert match(context).skip_tokens == 56
@@ -301,7 +301,7 @@ def test_who_joins_what_is_under_way_teaches_nobody_what_it_takes(
     """It took ten seconds, of which the second one has seen one."""
     clock = ManualClock()
     monkeypatch.setattr(prefetching, "time", clock)
-    planner = context._tiering.lower._planners.disk
+    planner = context._tiering.planners.disk
     first = ask(context)
     clock.now += 9
     second = ask(context)
@@ -384,7 +384,7 @@ def test_entries_are_worth_the_tokens_before_their_boundary(
     """All of the prompt but its last five tokens, of which each takes a second."""
     one_a_second = LoadPlanner(Rates(tokens_per_second=1.0), learns=False)
     other = make(tmp_path, tier=tier, planner=one_a_second)
-    other._tiering.lower._planners.disk.rates = Rates(1e15, seconds, 1.0)
+    other._tiering.planners.disk.rates = Rates(1e15, seconds, 1.0)
     assert (ask(other).state is PrefetchState.PENDING) == is_worth_it
     tier.end_loads()
 
@@ -400,7 +400,7 @@ def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
     if on_gpu:
         generate(context, PROMPT[: on_gpu + 1], 1)
         tier.end_puts()
-    tiering.lower._is_waited_for = True
+    tiering._is_waited_for = True
     tiering.planners.host.rates = Rates(tokens_per_second=1.0)
     prefetch = ask(context, timeout_seconds=timeout)
     clock.now += seconds - 0.5
@@ -413,8 +413,8 @@ def test_a_caller_that_waits_waits_no_longer_than_computing_takes(
 
 def test_a_caller_that_waits_tries_a_slow_tier_now_and_again(context, tier, monkeypatch) -> None:
     """What was measured once would decide for ever otherwise."""
-    monkeypatch.setattr(prefetching, "_TRY_EVERY", 3)
-    context._tiering.lower._is_waited_for = True
+    monkeypatch.setattr("mamba_cache.context.tiering._TRY_EVERY", 3)
+    context._tiering._is_waited_for = True
     context._tiering.planners.host.rates = Rates(tokens_per_second=1e12)
     assert [ask(context).num_entries for _ in range(6)] == [0, 0, 2, 0, 0, 2]
     tier.end_loads()
@@ -464,7 +464,7 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
             load_planner=slow_prefill(),
         )  # fmt: skip
         context.disk_tier.close()
-        context._tiering.lower.tier = tier
+        context._tiering.disk = tier
         contexts.append(context)
     first, second = contexts
     tokens = generate(first, PROMPT, 4, model=model)[0]
@@ -482,7 +482,7 @@ def test_who_decides_what_is_brought_may_be_given(tmp_path) -> None:
     planner = LoadPlanner(learns=False)
     config = make_config(**settings, **on_disk)
     context = make_context(config, identity=IDENTITY, disk_planner=planner)
-    assert context._tiering.lower._planners.disk is planner
+    assert context._tiering.planners.disk is planner
     context.close()
 
 

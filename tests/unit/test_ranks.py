@@ -204,16 +204,16 @@ def disks(tmp_path, clock):
     ranks.wait_for_tiers()
     ranks.reset()
     for part in ranks.parts:
-        part._tiering.lower.tier = LateTier(part.disk_tier)
+        part._tiering.disk = LateTier(part.disk_tier)
     yield ranks
     for part in ranks.parts:
-        part._tiering.lower.tier.flush()
+        part._tiering.disk.flush()
     ranks.check_invariants()
     ranks.close()
 
 
 def tier_of(ranks, rank):
-    return ranks.parts[rank]._tiering.lower.tier
+    return ranks.parts[rank]._tiering.disk
 
 
 def prefetch(ranks, prompt=PROMPT, **options):

@@ -257,7 +257,7 @@ def test_a_caller_that_waits_waits_for_an_answer_no_longer_than_computing_takes(
 ) -> None:
     """Up to 56 of the prompt's 61 tokens could be skipped."""
     context = make(store)
-    context._tiering.lower._is_waited_for = True
+    context._tiering._is_waited_for = True
     context._tiering.planners.host.rates = Rates(tokens_per_second=1000.0)
     store.inject("exists_many", Trouble.HANG)
     prefetch = ask(context)
@@ -330,7 +330,7 @@ def test_a_store_that_is_slower_than_computing_is_not_asked(make, store) -> None
 
 def test_the_speed_of_the_store_is_measured(make, store, clock) -> None:
     context = make(store)
-    link = context._tiering.lower
+    link = context._tiering
     reads = store.get_many_into
 
     def slow(*arguments):
@@ -339,11 +339,11 @@ def test_the_speed_of_the_store_is_measured(make, store, clock) -> None:
         return reads(*arguments)
 
     store.get_many_into = slow
-    before = link._planners.store.rates
+    before = link.planners.store.rates
     assert ask(context).wait() is PrefetchState.READY
     context.poll_tiers()
-    assert link._planners.store.rates.bytes_per_second < before.bytes_per_second / 100
-    assert link._planners.disk.rates == tierings._ASSUMED[1]  # the disk's are its own
+    assert link.planners.store.rates.bytes_per_second < before.bytes_per_second / 100
+    assert link.planners.disk.rates == tierings._ASSUMED[1]  # the disk's are its own
 
 
 def test_disk_and_store_together(make, store, tmp_path) -> None:

@@ -115,8 +115,8 @@ class PrefixTiers(Tiering):
             identity=self._identity_with(weights),
             is_waited_for=True,
         )
-        self._remote = self.lower.store
-        for tier in reversed(self.lower.tiers):  # that of the disk, if there is one, is kept
+        self._remote = self.store
+        for tier in reversed(self.lower_tiers):  # that of the disk, if there is one, is kept
             self._closes = weakref.finalize(self, _end, tier)
 
     def _take_weights(self) -> None:
@@ -125,11 +125,10 @@ class PrefixTiers(Tiering):
         self._knows_weights = weights is not None
         identity = self._identity_with(weights or f"unknown {secrets.token_hex(16)}")
         self.identify(identity)
-        lower = self.lower
-        lower.store = self._remote if self._knows_weights else None
+        self.store = self._remote if self._knows_weights else None
         if self._knows_weights and self._config.disk_cache_path is not None:
-            lower.tier = open_disk(self._config, identity, self.host)
-            self._closes = weakref.finalize(self, _end, lower.tier)
+            self.disk = open_disk(self._config, identity, self.host)
+            self._closes = weakref.finalize(self, _end, self.disk)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the model's settings, in all processes.
@@ -194,7 +193,7 @@ class PrefixTiers(Tiering):
             return
         usable = sequence.num_known - min_computed
         # What is damaged is not found again: another boundary may be.
-        if self.lower.tiers and self._may_fetch() and self._fetch(sequence, usable):
+        if self.lower_tiers and self._may_fetch() and self._fetch(sequence, usable):
             self._fetch(sequence, usable)
         while (match := self._extended(sequence, usable)).loads_state:
             if self._load(sequence, match):
@@ -268,23 +267,22 @@ class PrefixTiers(Tiering):
 
     def take_weights(self) -> None:
         """Take the weights as they are from now on: of others nothing below is found."""
-        self.lower.flush()
-        if self.lower.tier is not None:
-            self.lower.tier = None
+        self.flush()
+        if self.disk is not None:
+            self.disk = None
             self._closes()  # and forgets it, which would live as long as this otherwise
         self.reset()
         self._take_weights()
 
     def close(self) -> None:
         """Write what is still to be written, and give everything back."""
-        self.flush()
-        self.lower.close()
+        super().close()
         self.host.close()
 
     def check_invariants(self, loads: Iterable[PlannedLoad] = ()) -> None:
         """Check the books, between calls."""
         super().check_invariants(loads)
-        for tier in self.lower.tiers:
+        for tier in self.lower_tiers:
             tier.check_invariants()
 
     def _identity_with(self, weights: str) -> CacheIdentity:
