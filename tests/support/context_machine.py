@@ -1,6 +1,8 @@
 """A machine that makes calls to a context in any order, and what it may find, as a plain model."""
 
 import contextlib
+import random
+import warnings
 
 import pytest
 import torch
@@ -21,10 +23,12 @@ from mamba_cache.cache import (
 from mamba_cache.context import Request, RequestStatus, request_table
 from mamba_cache.errors import (
     CapacityError,
+    InvalidArgumentError,
     MambaCacheError,
     MissingStateError,
     SequenceLengthError,
     StepOrderError,
+    UnwrittenStateWarning,
 )
 
 UNCACHED = UncachedRuns()
@@ -114,6 +118,25 @@ class Breaking:
         self._context.kv_cache.flatten(2, 3)[:, :, places[places >= 0]] = torch.nan
 
 
+class Forgetful:
+    """A context of which some layers hand nothing over, or first what is too short."""
+
+    def __init__(self, context, rng):
+        self._context = context
+        self._forgets, self._cuts = ({i for i in (0, 1) if rng.random() < 0.3} for _ in range(2))
+
+    def __getattr__(self, name):
+        return getattr(self._context, name)
+
+    def extract_checkpoint_states(self, layer, chunk_states, conv_input, metadata):
+        hand_over = self._context.extract_checkpoint_states
+        if layer in self._cuts and metadata.num_checkpoints:
+            with pytest.raises(InvalidArgumentError, match="handed over"):
+                hand_over(layer, chunk_states[:-1], conv_input, metadata)
+        if layer not in self._forgets:
+            hand_over(layer, chunk_states, conv_input, metadata)
+
+
 class ContextMachine(RuleBasedStateMachine):
     """Large pools: matches are known exactly but for decode states. Small pools: never too much.
 
@@ -136,8 +159,23 @@ class ContextMachine(RuleBasedStateMachine):
         placement=st.sampled_from([None, None, LastBlock(), EveryNthBlock(1), EveryNthBlock(2)]),
         slot_policy=st.none() | st.sampled_from(POLICIES),
         enable_prefix_caching=st.sampled_from([True] * 7 + [False]),
+        forgets=st.sampled_from([None] * 6 + [1, 2]),
     )
-    def start(self, ample, policy, longest, placement, slot_policy, max_checkpoints, **settings):
+    def start(
+        self,
+        ample,
+        policy,
+        longest,
+        placement,
+        slot_policy,
+        max_checkpoints,
+        forgets=None,
+        **settings,
+    ):
+        """``forgets`` is the seed of the layers that do not hand over; None: all do."""
+        self.forgets = forgets and random.Random(forgets)
+        warnings.simplefilter("ignore" if forgets else "error", UnwrittenStateWarning)
+        ample = ample and not forgets  # what should have been saved may not be
         self.now = 0.0
         self.keeps_all = ample and policy == "lru" and settings["enable_prefix_caching"]
         last_block_is_saved = placement is None or isinstance(placement, LastBlock)
@@ -178,7 +216,7 @@ class ContextMachine(RuleBasedStateMachine):
 
     def caches(self):
         """What the model's layers write to."""
-        return self.context
+        return Forgetful(self.context, self.forgets) if self.forgets else self.context
 
     def forget(self):
         self.published = set()

@@ -1,11 +1,11 @@
-"""Tiny models of layers of every kind, computed token by token: equal bits however steps are cut.
+"""Tiny models with the states of every kind, computed token by token.
 
-Sources: Gated DeltaNet, Yang et al., 2024 (arXiv:2412.06464), equation 10; Kimi delta attention,
-Kimi Team, 2025 (arXiv:2510.26692), equation 1; RWKV-7, Peng et al., 2025 (arXiv:2503.14456),
-equations 16 and 17; the short convolution of LFM2 (Liquid AI, 2025); Mamba-2, Dao and Gu, 2024
-(arXiv:2405.21060), section 7. Sizes are odd, and each tensor has a dtype of its own: what a layer
-keeps is rounded to it after every token.
+They give equal bits however steps are cut. Sizes are odd, and each tensor has a dtype of its own:
+what a layer keeps is rounded to it after every token. What the layers compute is made up: the
+formulas of real ones run in the tests of transformers' models.
 """
+
+import math
 
 import torch
 from context_rig import CHUNK, VOCAB
@@ -25,12 +25,6 @@ def normalized(x):
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def convolve(weight, window, x):
-    """The output of a causal convolution, and its window after ``x``."""
-    taps = torch.cat([window.double(), x[:, None]], dim=1)
-    return (weight * taps).sum(-1), taps[:, 1:]
-
-
 class Drawn:
     """Random float64 weights, the same on every device."""
 
@@ -43,9 +37,37 @@ class Drawn:
         return (drawn * scale).to(self._device)
 
 
-class GatedDelta:
-    """One convolution over queries, keys and values, and a decayed delta rule."""
+class Recurrence:
+    """A layer that keeps the tensors of a kind: of windows the newest inputs, of others a sum.
 
+    Each tensor is advanced by what comes of the one before, so that all of them show in the output.
+    """
+
+    tensors, windows = (), ()
+
+    def __init__(self, draw):
+        self.steps = {}
+        for name, shape, _ in self.tensors:
+            size = shape[0] if name in self.windows else math.prod(shape)
+            taps = draw(size, math.prod(shape[1:]) + 1) if name in self.windows else draw(size)
+            self.steps[name] = draw(size, HIDDEN), taps, draw(HIDDEN, size)
+
+    def __call__(self, x, state):
+        mixed, after = x, {}
+        for name, shape, _ in self.tensors:
+            in_proj, taps, out_proj = self.steps[name]
+            old, new = state[name].double(), apply(in_proj, mixed)
+            if name in self.windows:
+                seen = torch.cat([old.view(len(new), -1), new[:, None]], dim=1)
+                new, after[name] = (taps * seen).sum(-1), seen[:, 1:].reshape(shape)
+            else:
+                new = torch.sigmoid(taps) * old.flatten() + new
+                after[name] = new.view(shape)
+            mixed = mixed + torch.tanh(apply(out_proj, new))
+        return mixed - x, after
+
+
+class GatedDelta(Recurrence):
     name = "gdn"
     tensors = (
         ("conv", (HEADS * (2 * KEY_DIM + VALUE_DIM), 3), BF16),
@@ -53,31 +75,8 @@ class GatedDelta:
     )
     windows = ("conv",)
 
-    def __init__(self, draw):
-        channels = HEADS * (2 * KEY_DIM + VALUE_DIM)
-        self.in_proj, self.taps = draw(channels, HIDDEN), draw(channels, 4)
-        self.gates, self.out_proj = draw(2, HEADS, HIDDEN), draw(HIDDEN, HEADS * VALUE_DIM)
 
-    def __call__(self, x, state):
-        mixed, window = convolve(self.taps, state["conv"], apply(self.in_proj, x))
-        parts = [HEADS * KEY_DIM, HEADS * KEY_DIM, HEADS * VALUE_DIM]
-        q, k, v = (each.view(HEADS, -1) for each in torch.split(mixed, parts))
-        decay, beta = torch.sigmoid(apply(self.gates, x))
-        s = delta_rule(state["recurrent"].double(), decay[:, None], beta, normalized(k), v)
-        y = (s * normalized(q)[..., None]).sum(1).flatten()
-        return apply(self.out_proj, y), {"conv": window, "recurrent": s}
-
-
-def delta_rule(s, decay, beta, k, v):
-    """Decays a state [heads, keys, values], and writes ``v`` in place of what ``k`` reads."""
-    s = s * decay[..., None]
-    error = v - (s * k[..., None]).sum(1)
-    return s + beta[:, None, None] * k[..., None] * error[:, None]
-
-
-class KimiDelta:
-    """Three convolutions, and a delta rule whose decay is a vector."""
-
+class KimiDelta(Recurrence):
     name = "kda"
     tensors = (
         ("q_conv", (HEADS * KEY_DIM, 3), F64),
@@ -87,28 +86,8 @@ class KimiDelta:
     )
     windows = ("q_conv", "k_conv", "v_conv")
 
-    def __init__(self, draw):
-        channels = {name: shape[0] for name, shape, _ in self.tensors[:3]}
-        self.in_proj = {name: draw(count, HIDDEN) for name, count in channels.items()}
-        self.taps = {name: draw(count, 4) for name, count in channels.items()}
-        self.decay, self.beta = draw(HEADS, KEY_DIM, HIDDEN), draw(HEADS, HIDDEN)
-        self.out_proj = draw(HIDDEN, HEADS * VALUE_DIM)
 
-    def __call__(self, x, state):
-        mixed, after = [], {}
-        for name in self.windows:
-            out, after[name] = convolve(self.taps[name], state[name], apply(self.in_proj[name], x))
-            mixed.append(out.view(HEADS, -1))
-        q, k, v = mixed
-        decay, beta = torch.sigmoid(apply(self.decay, x)), torch.sigmoid(apply(self.beta, x))
-        s = delta_rule(state["recurrent"].double(), decay, beta, normalized(k), v)
-        y = (s * normalized(q)[..., None]).sum(1).flatten()
-        return apply(self.out_proj, y), {**after, "recurrent": s}
-
-
-class RWKV7:
-    """Time mixing and channel mixing with a token shift each, and no convolution."""
-
+class RWKV7(Recurrence):
     name = "rwkv7"
     tensors = (
         ("shift", (HIDDEN,), F32),
@@ -117,68 +96,20 @@ class RWKV7:
     )
     windows = ("shift", "ffn_shift")
 
-    def __init__(self, draw):
-        inner = HEADS * KEY_DIM
-        self.mixes, self.proj = draw(5, HIDDEN), draw(5, inner, HIDDEN)
-        self.ffn_mix, self.up, self.down = draw(HIDDEN), draw(9, HIDDEN), draw(HIDDEN, 9)
-        self.out_proj = draw(HIDDEN, inner)
 
-    def __call__(self, x, state):
-        shifted = x + (state["shift"].double() - x) * self.mixes
-        r, w, k, v, a = (
-            apply(proj, each).view(HEADS, KEY_DIM)
-            for proj, each in zip(self.proj, shifted, strict=True)
-        )
-        decay, rate, removed = torch.exp(-0.6 * torch.sigmoid(w)), torch.sigmoid(a), normalized(k)
-        s = state["wkv"].double()
-        read = (s * removed[:, None]).sum(-1)
-        s = s * decay[:, None] - read[..., None] * (removed * rate)[:, None]
-        s = s + v[..., None] * k[:, None]
-        y = apply(self.out_proj, (s * r[:, None]).sum(-1).flatten())
-        z = x + y
-        mixed = z + (state["ffn_shift"].double() - z) * self.ffn_mix
-        y = y + apply(self.down, torch.relu(apply(self.up, mixed)).square())
-        return y, {"shift": x, "wkv": s, "ffn_shift": z}
-
-
-class ShortConv:
-    """A gated convolution: its window is all that it keeps."""
-
+class ShortConv(Recurrence):
     name = "short_conv"
     tensors = (("conv", (HIDDEN + 1, 2), BF16),)
     windows = ("conv",)
 
-    def __init__(self, draw):
-        self.in_proj, self.taps = draw(3, HIDDEN + 1, HIDDEN), draw(HIDDEN + 1, 3)
-        self.out_proj = draw(HIDDEN, HIDDEN + 1)
 
-    def __call__(self, x, state):
-        b, c, value = apply(self.in_proj, x)
-        mixed, window = convolve(self.taps, state["conv"], b * value)
-        return apply(self.out_proj, c * mixed), {"conv": window}
-
-
-class Mamba2:
-    """A convolution and an SSM state."""
-
+class Mamba2(Recurrence):
     name = "mamba2"
     tensors = (
         ("conv", (HEADS * VALUE_DIM + 2 * KEY_DIM, 3), F32),
         ("ssm", (HEADS, VALUE_DIM, KEY_DIM), F64),
     )
     windows = ("conv",)
-
-    def __init__(self, draw):
-        channels = HEADS * VALUE_DIM + 2 * KEY_DIM
-        self.in_proj, self.taps = draw(channels, HIDDEN), draw(channels, 4)
-        self.dt, self.out_proj = draw(HEADS, HIDDEN), draw(HIDDEN, HEADS * VALUE_DIM)
-
-    def __call__(self, x, state):
-        mixed, window = convolve(self.taps, state["conv"], apply(self.in_proj, x))
-        values, b, c = torch.split(mixed, [HEADS * VALUE_DIM, KEY_DIM, KEY_DIM])
-        dt = torch.nn.functional.softplus(apply(self.dt, x))[:, None, None]
-        s = state["ssm"] * torch.exp(-dt) + dt * values.view(HEADS, -1, 1) * b
-        return apply(self.out_proj, (s * c).sum(-1).flatten()), {"conv": window, "ssm": s}
 
 
 class Attention:
