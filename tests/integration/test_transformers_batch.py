@@ -25,7 +25,7 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
 
 FEW = ("nemotron_h", "qwen3_5", "mamba2")
-"""Families of three kinds of states; tests/property/test_transformers_batches.py takes all."""
+"""Families of three kinds of states; tests/property/test_conversations.py takes all."""
 
 ONLY_THE_LIKELIEST = {"do_sample": True, "top_k": 1}
 """What transformers wants for several answers to a prompt, and which is as greedy as can be."""

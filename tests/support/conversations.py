@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from batch_rig import SERVED
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers_rig import (
     FAMILIES,
     VOCABULARY,
@@ -251,12 +253,14 @@ class Conversation:
             "several answers": 6,
             "beams": 6,
             "prefill": 6,
+            "generate_batch": 12,
             "callback raises": 6,
             "reset": 2,
         }
         kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
         special = {
             "prefill": self._prefill,
+            "generate_batch": self._generate_batch,
             "reset": self._reset,
         }
         if kind in special:
@@ -433,7 +437,8 @@ class Conversation:
         else:
             prompts = self._prompts(call, call.rows)
         said = self._say(call, self.cache.generate, cache_salt=call.salt, **prompts)
-        self._check_skips(call.salt, call.rows, self.cache.stats().skipped_tokens - skipped)
+        asked = [(call.salt, row) for row in call.rows]
+        self._check_skips(asked, self.cache.stats().skipped_tokens - skipped)
         self._seen.setdefault(call.salt, []).extend(self._sequences(call, said))
         return said
 
@@ -445,14 +450,15 @@ class Conversation:
         answers = [row[call.width :] for row in said.sequences.tolist()]
         return [call.rows[i // call.num_answers] + tuple(row) for i, row in enumerate(answers)]
 
-    def _check_skips(self, salt: Any, rows: Sequence[Tokens], skipped: int) -> None:
+    def _check_skips(self, asked: Sequence[tuple[Any, Tokens]], skipped: int) -> None:
         """Nothing is found but what was computed before, under the same salt."""
-        self.counts["prompt tokens"] += sum(map(len, rows))
+        self.counts["prompt tokens"] += sum(len(row) for _, row in asked)
         self.counts["skipped tokens"] += skipped
-        different = sorted(set(rows))
+        different = dict.fromkeys(asked)
         most = 0
-        for row in different:
-            known = [*self._seen.get(salt, ()), *(other for other in different if other != row)]
+        for salt, row in different:
+            known = [*self._seen.get(salt, ())]
+            known += [other for its, other in different if its == salt and other != row]
             most += max((_shared(row, other) for other in known), default=0)
         if skipped > most:
             raise WrongAnswerError(f"{skipped} tokens were skipped, of {most} ever computed before")
@@ -582,7 +588,7 @@ class Conversation:
         skipped = self.cache.stats().skipped_tokens
         given = list(prompt) if self._rng.random() < 0.5 else torch.tensor([prompt])
         past = self.cache.prefill(given, cache_salt=user.salt)
-        self._check_skips(user.salt, [prompt], self.cache.stats().skipped_tokens - skipped)
+        self._check_skips([(user.salt, prompt)], self.cache.stats().skipped_tokens - skipped)
         self._seen.setdefault(user.salt, []).append(prompt)
         got = [
             self._judge.forward([token], past, len(prompt) + at)[-1]
@@ -592,6 +598,53 @@ class Conversation:
         wanted = self._judge.logits_after(tokens, len(prompt))[1:]
         self._check_logits(wanted, torch.stack(got))
         self.counts["calls judged"] += 1
+
+    def _generate_batch(self) -> None:
+        """Prompts of several users that run together, each with answers of its own number."""
+        rng, room = self._rng, self.settings["blocks"] * self._block
+        users = rng.choices(self._users, k=rng.randrange(1, 6))
+        asked = [(user.salt, self._prompt_of(user)) for user in users]
+        lengths = [self._answer_length() for _ in users]
+        longest = max(len(row) + count for (_, row), count in zip(asked, lengths, strict=True))
+        if family_of(self.subject) not in SERVED or longest > room:
+            return
+        counts = rng.choices((1, 1, 1, 2, 3), k=len(users))
+        configs = [
+            transformers.GenerationConfig(
+                max_new_tokens=length, eos_token_id=EOS, pad_token_id=PAD, do_sample=count > 1,
+                top_k=1, num_return_sequences=count,
+            )
+            for length, count in zip(lengths, counts, strict=True)
+        ]  # fmt: skip
+        self.log.append(f"generate_batch: {[len(row) for _, row in asked]} tokens, {lengths} more")
+        before = self.cache.stats()
+        outputs = self.cache.generate_batch(
+            [list(row) for _, row in asked],
+            configs,
+            ContinuousBatchingConfig(max_batch_tokens=self._block * rng.choice((1, 3, 8))),
+            cache_salt=[salt for salt, _ in asked],
+        )
+        outputs = list(outputs.values())
+        after = self.cache.stats()
+        if after.requests - before.requests == len(
+            asked
+        ):  # else some resumed from their own states
+            self._check_skips(asked, after.skipped_tokens - before.skipped_tokens)
+        self.cache.check_invariants()
+        for user, (salt, row), config in zip(users, asked, configs, strict=True):
+            options = {"max_new_tokens": config.max_new_tokens, "eos_token_id": [EOS]}
+            options |= {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+            call = Call("generate_batch", [row], salt, options, form="masked", seed=1)
+            [wanted] = self._answers(call, self._plain(call))
+            for _ in range(config.num_return_sequences):
+                output = outputs.pop(0)
+                answer = tuple(output.generated_tokens)
+                is_whole = output.error is None  # or no longer sequence has room
+                if answer != (wanted if is_whole else wanted[: len(answer)]):
+                    raise WrongAnswerError(f"answered {answer}, not {wanted}")
+                self._seen.setdefault(salt, []).append(row + answer)
+            user.took(row, answer)
+            self.counts["calls judged"] += 1
 
     def _reset(self) -> None:
         self.log.append("reset")
