@@ -805,10 +805,13 @@ class LowerTier:
             self._faults.update(each.value for each in faults if each is not StoreFault.MISSING)
             if any(each.is_of_the_store for each in faults):
                 self._count_failure()
-            elif self._disk is None or buffers:  # of a disk only bytes that it moved say something
-                self._has_answered = True
-                if began >= self._failed_at:  # a call that began before says nothing of what came
-                    self._failures, self._rests_until = 0, 0.0
+                return answers
+            self._has_answered = True
+            # Only bytes that were moved say that the next ones will be; and of a store that is left
+            # alone any answer. A call that began before the failure says nothing of what came.
+            is_back = bool(buffers) or (self._has_failed and self._disk is None)
+            if is_back and began >= self._failed_at:
+                self._failures, self._rests_until = 0, 0.0
         return answers
 
     def _know(self, key: EntryKey, *, is_there: bool) -> None:

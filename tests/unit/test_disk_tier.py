@@ -304,28 +304,6 @@ def test_transfers_in_parts_are_put_together(tier, monkeypatch) -> None:
     assert load(tier, 1) == payload_of(1)
 
 
-def test_after_two_failures_the_disk_is_left_alone_for_a_while(tier, monkeypatch, clock) -> None:
-    assert [put(tier, number) for number in (0, 1)] == [None, None]
-    failing(monkeypatch, "preadv", errno.EIO)
-    assert load(tier, 0) is Refusal.IO_ERROR
-    assert tier.flush()
-    assert tier.is_healthy
-    assert load(tier, 1) is Refusal.IO_ERROR
-    assert not tier.is_healthy
-    assert has(tier, 0, 1) == [False, False]
-    assert load(tier, 0) is False
-    assert put(tier, 2) is False
-    assert tier.stats().dropped == {"unhealthy": 1}
-    monkeypatch.undo()
-    monkeypatch.setattr(lower, "time", clock)
-    clock.now += 4.75
-    assert not tier.is_healthy
-    clock.now += 0.25
-    assert tier.is_healthy
-    assert put(tier, 2) is None
-    assert load(tier, 2) == payload_of(2)
-
-
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_counted_and_can_still_be_read(tier, monkeypatch, clock, error) -> None:
     assert put(tier, 0) is None
@@ -595,158 +573,19 @@ def test_settings_are_checked(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# Chunks: three, of a page, a page, and the rest.
-
-
-def open_three_parts(path, num_readers):
-    """A tier that has four states of three chunks."""
-    tier = open_tier(path, num_readers=num_readers, chunk_bytes=PAGE_BYTES, blocks=16)
-    for number in range(4):
-        assert put(tier, number) is None
-    return tier
-
-
-@pytest.fixture
-def three_parts(tmp_path):
-    """A tier with four readers and four states of three chunks."""
-    tier = open_three_parts(tmp_path, 4)
-    yield tier
-    tier.check_invariants()
-    assert tier.num_queued == 0
-    tier.close()
-
-
-def reading(monkeypatch, read_part):
-    """Have parts read by another function, of the system's, part, descriptor, buffers, offset."""
-    read = os.preadv
-
-    def call(fd, buffers, offset):
-        part = offset // PAGE_BYTES - 1  # -1: the page with the header
-        arguments = fd, buffers, offset
-        return read(*arguments) if part < 0 else read_part(read, part, *arguments)
-
-    monkeypatch.setattr(disks.os, "preadv", call)
-
-
-def test_the_parts_of_an_entry_are_read_at_once(three_parts, monkeypatch) -> None:
-    """No read goes on before all three are asked for; and they end in the other order."""
-    all_there, seen = threading.Barrier(3), []
-    ended = [threading.Event() for _ in range(4)]
-    ended[3].set()
-
-    def together(read, part, *arguments):
-        seen.append(part)
-        all_there.wait(60)
-        assert ended[part + 1].wait(60)
-        moved = read(*arguments)
-        ended[part].set()
-        return moved
-
-    reading(monkeypatch, together)
-    assert load(three_parts, 0) == payload_of(0)
-    assert sorted(seen) == [0, 1, 2]
-
-
-def test_the_entries_of_a_prefix_share_the_readers(three_parts, monkeypatch) -> None:
-    """Never are there more reads at once than readers; all are used."""
-    lock, now, most = threading.Lock(), [], []
-    all_there = threading.Barrier(4)
-
-    def counted(read, part, *arguments):
-        with lock:
-            now.append(part)
-            most.append(len(now))
-        all_there.wait(60)  # 12 reads, by fours
-        moved = read(*arguments)
-        with lock:
-            now.remove(part)
-        return moved
-
-    reading(monkeypatch, counted)
-    answers = [Answer() for _ in range(4)]
-    buffers = [buffer_for(facts_of(number)) for number in range(4)]
-    for number, (answer, into) in enumerate(zip(answers, buffers, strict=True)):
-        assert three_parts.load(facts_of(number), into, answer)
-    assert [answer.get() for answer in answers] == [None] * 4
-    assert buffers == [payload_of(number) for number in range(4)]
-    assert (len(most), max(most)) == (12, 4)
-    assert three_parts.flush()
-
-
-@pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("is_short", [False, True])
-def test_a_fault_in_one_part_fails_the_entry_once(three_parts, monkeypatch, part, is_short) -> None:
-    """The caller is told when the other parts are over."""
-    failed, told = threading.Event(), threading.Event()
-    under_way, lock = [], threading.Lock()
-
-    def one_fails(read, mine, *arguments):
-        with lock:
-            under_way.append(mine)
-        try:
-            if mine == part:
-                failed.set()
-                if is_short:
-                    return 0
-                raise OSError(errno.EIO, "a part")
-            assert failed.wait(60)
-            told.wait(0.1)  # in vain: it must not be told before this one is over
-            return read(*arguments)
-        finally:
-            with lock:
-                under_way.remove(mine)
-
-    calls = []
-
-    def done(refusal):
-        calls.append((refusal, list(under_way)))
-        told.set()
-
-    into = buffer_for(facts_of(0))
-    with monkeypatch.context() as patch:
-        reading(patch, one_fails)
-        assert three_parts.load(facts_of(0), into, done)
-        assert three_parts.flush()
-    reason = Refusal.SHORT if is_short else Refusal.IO_ERROR
-    assert calls == [(reason, [])]
-    stats = three_parts.stats()
-    assert (stats.refused, stats.io_errors) == ({reason.value: 1}, 0 if is_short else 1)
-    assert has(three_parts, 0) == [False]
-    assert load(three_parts, 1) == payload_of(1)
-    assert put(three_parts, 0) is None
-    assert load(three_parts, 0) == payload_of(0)
-
-
-def test_chunks_of_an_entry_that_failed_are_not_read(tmp_path, monkeypatch) -> None:
-    """One reader, whose first read fails."""
-    tier, begun = open_three_parts(tmp_path, 1), []
-
-    def fail(read, part, *arguments):
-        begun.append(part)
-        raise OSError(errno.EIO, "the first part")
-
-    with monkeypatch.context() as patch:
-        reading(patch, fail)
-        assert load(tier, 0) is Refusal.IO_ERROR
-    assert begun == [0]
-    assert load(tier, 1) == payload_of(1)
-    tier.check_invariants()
-    tier.close()
-
-
 @pytest.mark.parametrize("kind", EntryKind)
-def test_a_failed_read_keeps_nothing_of_the_callers_buffer(three_parts, monkeypatch, kind) -> None:
+def test_a_failed_read_keeps_nothing_of_the_callers_buffer(tmp_path, monkeypatch, kind) -> None:
     """Nor does it wait for the collector of cycles: buffers may be gigabytes."""
-    facts = facts_of(0, kind)
-    assert put(three_parts, 0, kind) is None
+    tier, facts = open_tier(tmp_path, chunk_bytes=PAGE_BYTES), facts_of(0, kind)
+    assert put(tier, 0, kind) is None
     failing(monkeypatch, "preadv", errno.EIO)
     memory = mmap.mmap(-1, facts.payload_bytes)
     into, answer = memoryview(memory), Answer()
     gc.disable()
     try:
-        assert three_parts.load(facts, into, answer)
+        assert tier.load(facts, into, answer)
         assert answer.get() is Refusal.IO_ERROR
-        assert three_parts.flush()
+        assert tier.flush()
         into.release()
         pause = threading.Event()
         for _ in range(6000):  # a reader may not be back at its queue yet
@@ -757,3 +596,4 @@ def test_a_failed_read_keeps_nothing_of_the_callers_buffer(three_parts, monkeypa
         assert memory.closed
     finally:
         gc.enable()
+        tier.close()

@@ -5,12 +5,14 @@ import threading
 from dataclasses import replace
 
 import pytest
+from clocks import ManualClock
 from disk_rig import SECRET, Answer, buffer_for, facts_of, load, open_tier, payload_of, put
 from memory_store import MemoryStore
-from remote_rig import Bench
+from remote_rig import Bench, let_see, wait_until
 
 from mamba_cache.errors import InvalidArgumentError, InvariantError
-from mamba_cache.tiers import Refusal
+from mamba_cache.stores import StoreFault
+from mamba_cache.tiers import Refusal, lower
 from mamba_cache.tiers.entry import EntryMacs
 from mamba_cache.tiers.lower import LoadJob, LowerTier, PutJob
 
@@ -248,3 +250,154 @@ def test_an_entry_has_the_bytes_that_its_facts_say(tier) -> None:
     for call in (tier.put, tier.load):
         with pytest.raises(InvalidArgumentError, match="has 9000 bytes, got a buffer of 8999"):
             call(facts_of(1), memoryview(bytearray(8999)), Answer())
+
+
+def test_after_two_failures_it_is_left_alone_for_a_while(tier, monkeypatch) -> None:
+    """What a removal of the entry in between came to says nothing of reads."""
+    clock = ManualClock()
+    monkeypatch.setattr(lower, "time", clock)
+    assert [put(tier, number) for number in (0, 1)] == [None, None]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.store, "get_many_into", lambda *_: [StoreFault.IO_ERROR])
+        assert load(tier, 0) is Refusal.IO_ERROR
+        assert tier.flush()
+        assert tier.is_healthy
+        assert load(tier, 1) is Refusal.IO_ERROR
+    assert not tier.is_healthy
+    assert has(tier, 0, 1) == [False, False]
+    assert (load(tier, 0), put(tier, 2)) == (False, False)
+    stats = tier.stats()
+    assert (stats.dropped, stats.io_errors, stats.opened) == ({"unhealthy": 1}, 2, 1)
+    for seconds in (4.75, 0.25):
+        assert not tier.is_healthy
+        clock.now += seconds
+        let_see(tier)
+    wait_until(lambda: tier.is_healthy)
+    assert put(tier, 2) is None
+    assert load(tier, 2) == payload_of(2)
+
+
+# Chunks: a state has three, of a page, a page, and the rest.
+
+
+@pytest.fixture
+def chunked(opened):
+    """Opens a tier with some readers, each of which reads a chunk at a time, and four states."""
+
+    def open_one(num_readers):
+        if opened.__name__ == "disk":
+            tier = opened(chunk_bytes=4096, num_readers=num_readers)
+        else:
+            tier = opened(chunk_bytes=4096, num_threads=num_readers + 1)
+        tier._max_reads_at_once = 1
+        assert [put(tier, number) for number in range(4)] == [None] * 4
+        return tier
+
+    return open_one
+
+
+def reading(patch, tier, read_chunk):
+    """Have chunks read by another function, of a chunk's number and the call that reads it."""
+    read = tier.store.get_many_into
+
+    def call(keys, buffers):
+        _, _, number = keys[0].partition(f"/{facts_of(0).key.rank}/")
+        if not number:
+            return read(keys, buffers)
+        return [read_chunk(int(number), lambda: read(keys, buffers)[0])]
+
+    patch.setattr(tier.store, "get_many_into", call)
+
+
+def test_the_chunks_of_an_entry_are_read_at_once(chunked, monkeypatch) -> None:
+    """No read goes on before all three are asked for; and they end in the other order."""
+    tier, all_there, seen = chunked(4), threading.Barrier(3), []
+    ended = [threading.Event() for _ in range(4)]
+    ended[3].set()
+
+    def together(number, read):
+        seen.append(number)
+        all_there.wait(60)
+        assert ended[number + 1].wait(60)
+        num_bytes = read()
+        ended[number].set()
+        return num_bytes
+
+    reading(monkeypatch, tier, together)
+    assert load(tier, 0) == payload_of(0)
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_the_entries_of_a_prefix_share_the_readers(chunked, monkeypatch) -> None:
+    """Never are there more reads at once than readers; all are used."""
+    tier, all_there = chunked(4), threading.Barrier(4)
+    lock, now, most = threading.Lock(), [], []
+
+    def counted(number, read):
+        with lock:
+            now.append(number)
+            most.append(len(now))
+        all_there.wait(60)  # 12 reads, by fours
+        num_bytes = read()
+        with lock:
+            now.remove(number)
+        return num_bytes
+
+    reading(monkeypatch, tier, counted)
+    answers = [Answer() for _ in range(4)]
+    buffers = [buffer_for(facts_of(number)) for number in range(4)]
+    for number, (answer, into) in enumerate(zip(answers, buffers, strict=True)):
+        assert tier.load(facts_of(number), into, answer)
+    assert [answer.get() for answer in answers] == [None] * 4
+    assert buffers == [payload_of(number) for number in range(4)]
+    assert (len(most), max(most)) == (12, 4)
+    assert tier.flush()
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("answer", [0, StoreFault.IO_ERROR])
+def test_a_fault_in_one_chunk_fails_the_entry_once(chunked, monkeypatch, failing, answer) -> None:
+    """The caller is told when the other chunks are over."""
+    tier, failed, told = chunked(4), threading.Event(), threading.Event()
+    under_way, calls, lock = [], [], threading.Lock()
+
+    def one_fails(number, read):
+        with lock:
+            under_way.append(number)
+        try:
+            if number == failing:
+                failed.set()
+                return answer
+            assert failed.wait(60)
+            told.wait(0.1)  # in vain: it must not be told before this one is over
+            return read()
+        finally:
+            with lock:
+                under_way.remove(number)
+
+    def done(refusal):
+        calls.append((refusal, list(under_way)))
+        told.set()
+
+    with monkeypatch.context() as patch:
+        reading(patch, tier, one_fails)
+        assert tier.load(facts_of(0), buffer_for(facts_of(0)), done)
+        assert tier.flush()
+    reason = Refusal.IO_ERROR if answer else Refusal.SHORT
+    assert calls == [(reason, [])]
+    stats = tier.stats()
+    assert (stats.refused, stats.io_errors) == ({reason.value: 1}, int(bool(answer)))
+    assert has(tier, 0) == [False]
+    assert load(tier, 1) == payload_of(1)
+    assert put(tier, 0) is None
+    assert load(tier, 0) == payload_of(0)
+
+
+def test_chunks_of_an_entry_that_failed_are_not_read(chunked, monkeypatch) -> None:
+    """One reader, whose first read fails."""
+    tier, begun = chunked(1), []
+    with monkeypatch.context() as patch:
+        reading(patch, tier, lambda number, _: begun.append(number) or StoreFault.IO_ERROR)
+        assert load(tier, 0) is Refusal.IO_ERROR
+    assert begun == [0]
+    assert load(tier, 1) == payload_of(1)
