@@ -12,21 +12,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
-from mamba_cache._extras import install_hint
 from mamba_cache.cache import SLOT_POLICIES
 from mamba_cache.cli.output import Report, table
 from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
 from mamba_cache.config import CacheConfig
-from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.reference.no_model import NoModel
 
-__all__ = ["add_options", "bound_of", "replay", "run_replay"]
-
-_Int64Array = npt.NDArray[np.int64]
+__all__ = ["add_options", "replay", "run_replay"]
 
 _FIRST_TOKEN: Final = SamplingParams(max_new_tokens=1)
 _MAX_TOKENS: Final = 8192
@@ -57,11 +51,6 @@ def add_options(parser: ArgumentParser) -> None:
         help="eviction (default: %(default)s)",
     )
     option("--limit", metavar="N", type=int, help="requests to replay (default: all)")
-    option(
-        "--bound",
-        action="store_true",
-        help="add the most that any cache could skip; needs scipy",
-    )
 
 
 def replay(options: Namespace) -> Report:
@@ -75,7 +64,6 @@ def replay(options: Namespace) -> Report:
         slots=_budgets("--slots", options.slots),
         kv_blocks=blocks,
         policies=options.policy.split(","),
-        bound=options.bound,
     )
     return Report(result, _text_of(result), result["passed"])
 
@@ -86,7 +74,6 @@ def run_replay(
     slots: Sequence[int | None] = (50, 200, None),
     kv_blocks: int | None = None,
     policies: Sequence[str] = tuple(SLOT_POLICIES),
-    bound: bool = False,
 ) -> dict[str, Any]:
     """Replay requests, all of one block size, under every combination of policy and slots.
 
@@ -95,7 +82,6 @@ def run_replay(
     unknown = [name for name in policies if name not in SLOT_POLICIES]
     if unknown:
         raise InvalidArgumentError(f"policies must be of {list(SLOT_POLICIES)}, got {unknown}")
-    bounds = {states: round(bound_of(requests, states), 4) for states in slots if bound}
     runs = [(policy, states) for policy in policies for states in slots]
     records: list[dict[str, Any]] = []
     told_at = time.monotonic()
@@ -118,10 +104,7 @@ def run_replay(
             ends = [event.completion for event in engine.stream() if event.completion]
             num_failed += any(end.error is not None for end in ends)
         record: dict[str, Any] = {"policy": policy, "slots": states, "kv_blocks": kv_blocks}
-        record |= _counts(engine, requests, num_failed)
-        if bound:
-            record["bound"] = bounds[states]
-        records.append(record)
+        records.append(record | _counts(engine, requests, num_failed))
     total = sum(request.input_length for request in requests)
     return {
         "passed": not any(record["failed_requests"] for record in records),
@@ -133,71 +116,6 @@ def run_replay(
         "settings": {"block_size_tokens": requests[0].block_size},
         "records": records,
     }
-
-
-def bound_of(requests: Sequence[TraceRequest], num_states: int | None) -> float:
-    """Return the most that any cache of so many states could have skipped of a trace.
-
-    It is the share of prompt tokens that need not be computed, by a linear program over all of the
-    trace; ``num_states`` None: any number. A state that is kept from one request to another with
-    the same prefix takes room at each request in between, and a request resumes at one state. A
-    part of a state may be kept here, so no policy and no placement comes above it. States in tiers
-    count like those of the GPU; KV blocks have room without limit.
-
-    Raises:
-        MissingExtraError: scipy is not installed.
-    """
-    try:
-        from scipy.optimize import linprog  # noqa: PLC0415 - an optional extra
-        from scipy.sparse import coo_array  # noqa: PLC0415
-    except ImportError as error:
-        raise MissingExtraError(
-            f"a bound needs scipy, which solves linear programs: {install_hint('bound')}"
-        ) from error
-    begins, ends, blocks = _find_repeats(requests)
-    states, times = np.arange(len(blocks)), np.arange(len(requests))
-    # The unknowns: how much of each state is kept, then how many are kept after each request.
-    kept_after = len(states) + times
-    num_unknowns = len(states) + len(times)
-    limits = np.ones(num_unknowns)
-    limits[kept_after] = np.inf if num_states is None else num_states
-    # Each request resumes at one state at most.
-    resumed = coo_array((np.ones(len(states)), (ends, states)), (len(times), num_unknowns))
-    # What is kept after a request, less what was kept before it, less what begins, plus what ends.
-    rows = np.concatenate((times, times[1:], begins, ends))
-    columns = np.concatenate((kept_after, kept_after[:-1], states, states))
-    signs = np.repeat((1, -1, -1, 1), (len(times), len(times) - 1, len(states), len(states)))
-    change = coo_array((signs, (rows, columns)), (len(times), num_unknowns))
-    found = linprog(
-        -np.append(blocks, np.zeros(len(times))),
-        A_ub=resumed,
-        b_ub=np.ones(len(times)),
-        A_eq=change,
-        b_eq=np.zeros(len(times)),
-        bounds=np.stack((np.zeros(num_unknowns), limits), 1),
-    )
-    total = sum(request.input_length for request in requests)
-    return float(-found.fun * requests[0].block_size / total)
-
-
-def _find_repeats(requests: Sequence[TraceRequest]) -> tuple[_Int64Array, _Int64Array, _Int64Array]:
-    """Return the states that could be resumed: from which request, by which, and their blocks.
-
-    Of the boundaries that the same two requests pass in succession the deepest is enough.
-    """
-    nodes: dict[tuple[object, int], int] = {}
-    last: dict[int, int] = {}  # the last request that passed each node
-    deepest: dict[tuple[int, int], int] = {}
-    for number, request in enumerate(requests):
-        node = nodes.setdefault((request.tenant, -1), len(nodes))
-        num_usable = (request.input_length - 1) // request.block_size  # a token is computed
-        for depth, hash_id in enumerate(request.whole_ids, 1):
-            node = nodes.setdefault((hash_id, node), len(nodes))
-            if node in last and depth <= num_usable:
-                deepest[last[node], number] = depth
-            last[node] = number
-    pairs = np.array(list(deepest), np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1], np.array(list(deepest.values()), np.int64)
 
 
 def _config(
@@ -250,24 +168,20 @@ def _counts(engine: Engine, requests: Sequence[TraceRequest], num_failed: int) -
 
 def _text_of(result: dict[str, Any]) -> str:
     records, workload = result["records"], result["workload"]
-    has_bound = "bound" in records[0]
     rows = [
         [
             record["policy"],
             _budget_text(record["slots"]),
             f"{record['token_hit_rate']:.1%}",
-            *([f"{record['bound']:.1%}"] if has_bound else []),
             f"{record['saved_states']:,}",
         ]
         for record in records
     ]
-    text = table(["policy", ">slots", ">hit", *([">bound"] if has_bound else []), ">saved"], rows)
+    text = table(["policy", ">slots", ">hit", ">saved"], rows)
     text += (
         f"\n{workload['requests']:,} requests, {workload['mean_prompt_tokens']:,.0f} prompt tokens "
         "each.\nhit: prompt tokens not computed; saved: states"
     )
-    if has_bound:
-        text += "\nbound: an upper limit for any cache of so many slots, future requests known"
     if failed := sum(record["failed_requests"] for record in records):
         text += f"\n{failed:,} requests failed: --kv-blocks does not hold them"
     return text

@@ -1,21 +1,13 @@
 """The bound of a trace: what it is on small ones, and that nothing comes above it."""
 
-import sys
 from itertools import product
 
 import pytest
 from drawn_traces import WORKLOADS
+from trace_bound import bound_of
 
-from mamba_cache.cli.replay import bound_of, run_replay
+from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import TraceRequest
-from mamba_cache.errors import MissingExtraError
-
-
-def test_without_scipy_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(MissingExtraError, match=r"needs scipy.*bound"):
-        bound_of([request(1)], 1)
 
 
 def request(*ids, tail=1, tenant=None):
@@ -25,7 +17,6 @@ def request(*ids, tail=1, tenant=None):
 
 def blocks(requests, num_states):
     """Blocks that the bound says are skipped."""
-    pytest.importorskip("scipy", reason="needs the extra bound")
     return bound_of(requests, num_states) * sum(each.input_length for each in requests) / 8
 
 
@@ -95,11 +86,9 @@ def test_no_way_to_keep_whole_states_exceeds_it(rng, num_states):
 
 @pytest.mark.parametrize("name", ["conversations", "agents"])
 def test_no_replay_exceeds_it(name):
-    pytest.importorskip("scipy", reason="needs the extra bound")
-    result = run_replay(
-        WORKLOADS[name](70), slots=[1, 40], kv_blocks=3000, policies=["adaptive"], bound=True
-    )  # fmt: skip
-    for record in result["records"]:
-        assert record["token_hit_rate"] <= record["bound"] + 1e-4
-    few, many = (record["bound"] for record in result["records"])
-    assert 0 < few < many
+    requests, budgets = WORKLOADS[name](70), [1, 40]
+    result = run_replay(requests, slots=budgets, kv_blocks=3000, policies=["adaptive"])
+    bounds = [bound_of(requests, slots) for slots in budgets]
+    for record, bound in zip(result["records"], bounds, strict=True):
+        assert record["token_hit_rate"] <= bound + 1e-4
+    assert 0 < bounds[0] < bounds[1]
