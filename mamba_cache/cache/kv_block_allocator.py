@@ -9,11 +9,12 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, INT64_MAX, as_ids, check_choice, check_int
+from mamba_cache._checks import INT32_MAX, as_ids, check_choice, check_int, check_kind
 from mamba_cache._guard import CallGuard, guarded, query
-from mamba_cache.cache.hashing import BlockHashes, as_token_array
+from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of
 from mamba_cache.cache.rows import (
     NONE,
+    ONE,
     EvictionQueue,
     RowIds,
     Rows,
@@ -42,9 +43,6 @@ _LAST_RESORT = 1 << 62
 
 _MAX_REFERENCES = 1 << 20
 """Given in one call: counts are int32."""
-
-# Of the counts' own dtype: with any other, ``np.add.at`` takes 30 times as long.
-_ONE = np.int32(1)
 
 
 class KVBlockAllocator:
@@ -86,7 +84,6 @@ class KVBlockAllocator:
         before_reset: What ``reset`` calls first, so that whoever uses blocks can refuse by raising;
             or None.
         evicted_blocks_total: Cached blocks given up to make room.
-        hash_collisions_total: Blocks not registered because their id belongs to another digest.
 
     Raises:
         InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
@@ -111,7 +108,7 @@ class KVBlockAllocator:
         self._find_slots: Callable[[], SlotPool | None] = lambda: None
         self._follows_states = False
         # The cached blocks without cached children; those with used ones go last. Where states are
-        # followed, blocks that have one are missing: see ``_next_to_go``.
+        # followed, blocks that have one are missing: see ``_evict``.
         self._leaves = EvictionQueue()
         self._timestamps = np.empty(self.pool_size, np.int64)
         # The node of each registered block. A block at a sequence's start is a child of the dummy
@@ -141,7 +138,7 @@ class KVBlockAllocator:
 
     def _clear(self) -> None:
         self._timestamps.fill(0)
-        self._block_of: dict[int, int] = {}  # by hash
+        self._block_of: dict[bytes, int] = {}  # by digest
         self._hashes.fill(NONE)
         self._digests.fill(None)
         self._first_child_at[self.dummy_block_id] = NONE
@@ -152,7 +149,6 @@ class KVBlockAllocator:
         self._num_cached = 0
         self._clock = 0
         self.evicted_blocks_total = 0
-        self.hash_collisions_total = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -224,7 +220,7 @@ class KVBlockAllocator:
         if reused:
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
-            self._offer(self._count_cached(as_rows(reused), -_ONE))
+            self._offer(self._count_cached(as_rows(reused), -ONE))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -245,7 +241,7 @@ class KVBlockAllocator:
             return
         blocks = blocks if len(cached) == len(blocks) else as_rows(cached)
         self._num_cached += len(cached)
-        self._leaves.discard(ids_of(self._count_cached(blocks, _ONE)))
+        self._leaves.discard(ids_of(self._count_cached(blocks, ONE)))
         self._offer(blocks)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached)
@@ -261,7 +257,7 @@ class KVBlockAllocator:
         block_ids: Iterable[int],
         block_hashes: BlockHashes,
         *,
-        parent_hash: int | None = None,
+        parent_digest: bytes | None = None,
         tokens: Any = None,
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[int | None]:
@@ -272,7 +268,7 @@ class KVBlockAllocator:
         Args:
             block_ids: Blocks that are used, or cached under the very same hash.
             block_hashes: One hash each.
-            parent_hash: Hash id of the block before the first one; None at a sequence's start.
+            parent_digest: Digest of the block before the first one; None at a sequence's start.
             tokens: What the blocks hold, equally many in each, for listeners; of any kind that
                 ``compute_block_hashes`` takes. Not needed unless ``listeners.wants(Stored)``.
             extra_keys: What ``Stored.extra_keys`` says of each block.
@@ -280,58 +276,60 @@ class KVBlockAllocator:
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
             registered earlier, in which case this one stays private. None if it cannot be found:
-            the block before it is not registered, the id belongs to another digest, or prefix
-            caching is off.
+            the block before it is not registered, or prefix caching is off.
 
         Raises:
-            InvalidArgumentError: Lengths differ, the hashes are no ``BlockHashes``, ``parent_hash``
-                is no hash id, or the tokens are no ids or not equally many.
+            InvalidArgumentError: Lengths differ, the hashes are no ``BlockHashes`` or not those of
+                one sequence, ``parent_digest`` is not ``bytes``, or the tokens are no ids or not
+                equally many.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
         ids = self._checked_ids(block_ids)
-        blocks = as_rows(ids)
-        self._rows.without_references(ids, blocks)
-        hash_ids, tokens = _check_registration(ids, block_hashes, tokens)
-        _check_carried_hashes(ids, values_at(self._hash_at, self._hashes, blocks), hash_ids)
+        self._rows.without_references(ids, as_rows(ids))
+        tokens = _check_registration(ids, block_hashes, tokens)
+        hash_ids, digests = list(block_hashes), block_hashes.digests
+        _check_carried_digests(ids, self._digests[ids].tolist(), digests)
         parent: int | None = self.dummy_block_id
-        if parent_hash is not None:
-            parent_hash = check_int("parent_hash", parent_hash, minimum=1, maximum=INT64_MAX)
-            parent = self._block_of.get(parent_hash)
+        if parent_digest is not None:
+            parent = self._block_of.get(check_kind("parent_digest", parent_digest, bytes))
         if not self.enable_prefix_caching or parent is None:
             return [None] * len(ids)
-        self._guard.is_changing = True
         holders = self._match(block_hashes)
-        start, end = len(holders), len(ids)
-        new = hash_ids[start:]
-        # All below a block go with it, so no known block follows a new one. An id that is known,
-        # then, belongs to another digest, and what follows it cannot be matched.
-        if not self._block_of.keys().isdisjoint(new) or len(set(new)) < len(new):
-            place, known = {h: i for i, h in reversed([*enumerate(new)])}, self._block_of
-            end = start + next(i for i, h in enumerate(new) if h in known or place[h] < i)
-            self.hash_collisions_total += 1
-        if start < end:
-            added, parent = slice(start, end), holders[-1] if holders else parent
-            chain = ids[added], hash_ids[added], block_hashes.digests[added], parent
-            self._add_chain(*chain)
+        start = len(holders)
+        # All below a block go with it, so no known block follows a new one.
+        if start < len(ids) and (
+            not self._block_of.keys().isdisjoint(digests[start:])
+            or len(set(digests[start:])) < len(ids) - start
+        ):
+            raise InvalidArgumentError(
+                "a digest names one prefix, but one of block_hashes names another one as well"
+            )
+        self._guard.is_changing = True
+        if start < len(ids):
+            parent = holders[-1] if holders else parent
+            ids, hash_ids, digests = ids[start:], hash_ids[start:], digests[start:]
+            self._add_chain(ids, hash_ids, digests, parent)
             if self.listeners.wants(Stored):
-                told: dict[str, Any] = {}
+                told: dict[str, Any] = {"digests": digests}
+                if parent != self.dummy_block_id:
+                    told["parent_hash"] = self._hash_at[parent]
+                    told["parent_digest"] = self._digests[parent]
                 if extra_keys is not None:
-                    told["extra_keys"] = tuple(extra_keys[added])
+                    told["extra_keys"] = tuple(extra_keys[start:])
                 if tokens is not None:  # as they are now
-                    size = len(tokens) // len(ids)
-                    own = tokens[start * size : end * size].copy()
-                    told |= {"tokens": own, "block_size_tokens": size}
-                self._tell_of(*chain, **told)
+                    size = len(tokens) // len(block_hashes)
+                    told |= {"tokens": tokens[start * size :].copy(), "block_size_tokens": size}
+                self.listeners.put(Stored("block", (*ids,), (*hash_ids,), **told))
+            holders += ids
         self.listeners.tell()
-        return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
+        return list(holders)
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
         """Return the longest run of registered blocks from the start of ``hashes``.
 
-        Full digests are compared, so a block that merely shares an id does not match. A match is
-        only safe from eviction once it is retained.
+        A match is only safe from eviction once it is retained.
 
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
@@ -339,32 +337,25 @@ class KVBlockAllocator:
         return self._match(_check_hashes(hashes))
 
     def _match(self, hashes: BlockHashes) -> list[int]:
-        if not hashes or hashes[0] not in self._block_of:
+        find = self._block_of.get
+        if not hashes or hashes.digest(0) not in self._block_of:
             return []  # without a copy of the digests of a long prompt that nobody has seen
-        block_ids = []
-        find, own_digests = self._block_of.get, self._digests
-        for hash_id, digest in zip(hashes, hashes.digests, strict=True):
-            block_id = find(hash_id)
-            if block_id is None or own_digests[block_id] != digest:
+        block_ids: list[int] = []
+        for digest in hashes.digests:
+            block_id = find(digest)
+            if block_id is None:
                 break
             block_ids.append(block_id)
         return block_ids
 
     @query
-    def find_block(self, hash_id: int, digest: bytes | None = None) -> int | None:
-        """Return the block registered under ``hash_id``, or None.
-
-        With a ``digest``, only if it was registered with the same one.
+    def find_block(self, digest: bytes) -> int | None:
+        """Return the block registered under a digest, or None.
 
         Raises:
-            InvalidArgumentError: The id is no int, or the digest is not ``bytes``.
+            InvalidArgumentError: The digest is not ``bytes``.
         """
-        if digest is not None and not isinstance(digest, bytes):
-            raise InvalidArgumentError(f"a digest must be bytes, got {digest!r}")
-        block_id = self._block_of.get(check_int("a hash id", hash_id))
-        if block_id is None or (digest is not None and self._digests[block_id] != digest):
-            return None
-        return block_id
+        return self._block_of.get(check_kind("digest", digest, bytes))
 
     @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
@@ -389,8 +380,8 @@ class KVBlockAllocator:
         if self.before_reset is not None:
             self.before_reset()
         with self._guard.ending(self.listeners, renews=True):
-            block_ids, hash_ids = tuple(self._block_of.values()), tuple(self._block_of)
-            digests = tuple(self._digests[list(block_ids)].tolist())
+            digests, block_ids = tuple(self._block_of), tuple(self._block_of.values())
+            hash_ids = tuple(self._hashes[list(block_ids)].tolist())
             self._free_states(block_ids)
             self._clear()
             removed = Removed("block", block_ids, hash_ids, digests=digests, is_reset=True)
@@ -407,7 +398,7 @@ class KVBlockAllocator:
     ) -> None:
         """Register different blocks without hashes, each below the one before it."""
         blocks = as_rows(block_ids)
-        self._block_of.update(zip(hash_ids, block_ids, strict=True))
+        self._block_of.update(zip(digests, block_ids, strict=True))
         if isinstance(blocks, list):
             for block_id, hash_id, digest in zip(block_ids, hash_ids, digests, strict=True):
                 self._hash_at[block_id], self._digests[block_id] = hash_id, digest
@@ -432,20 +423,6 @@ class KVBlockAllocator:
             self._previous_at[following] = block_id
         if not self._refs_at[parent]:
             self._offer([parent])
-
-    def _tell_of(
-        self,
-        block_ids: list[int],
-        hash_ids: list[int],
-        digests: tuple[bytes, ...],
-        parent: int,
-        **told: Any,
-    ) -> None:
-        """Queue the event of blocks that became findable, one below the other."""
-        if parent != self.dummy_block_id:
-            told |= {"parent_hash": self._hash_at[parent], "parent_digest": self._digests[parent]}
-        stored = Stored("block", (*block_ids,), (*hash_ids,), digests=digests, **told)
-        self.listeners.put(stored)
 
     # Eviction.
 
@@ -487,52 +464,39 @@ class KVBlockAllocator:
         return found.astype(np.intp)
 
     def _evict(self, num_blocks: int) -> None:
-        """Free as many cached blocks, of which there are enough, and tell listeners."""
+        """Free as many cached blocks, of which there are enough, and tell listeners.
+
+        Where states are followed, blocks without a state go first, by recency: no state lies below
+        a leaf, so nothing is lost with them. Then the slots choose which state is given up.
+        """
         slots = self._find_slots() if self._follows_states else None
         if self._follows_states and slots is None:  # they are gone, and so are the states
             self._follows_states = False
             self._offer(np.arange(self.dummy_block_id))
         victims: list[int] = []
-        with_states: list[int] = []
         leaf: tuple[int, float] | None = None  # the parent of the last victim, if it can go now
         while len(victims) < num_blocks:
-            if slots is not None:
-                block_id = self._next_to_go(leaf, slots, with_states)
-            else:
-                block_id, _ = self._leaves.push_pop(*leaf) if leaf else self._leaves.pop()
+            block_id, priority = NONE, float(_LAST_RESORT)
+            if leaf or self._leaves:
+                block_id, priority = self._leaves.push_pop(*leaf) if leaf else self._leaves.pop()
+                leaf = None
+                if slots is not None and slots.holds_state(block_id):
+                    continue  # the slots know of it
+            if slots is not None and priority >= _LAST_RESORT:
+                chosen = slots.free_cheapest(self._leaves_of)
+                if chosen is not None:
+                    self._leaves.discard([chosen])  # it was queued when its state went
+                    if block_id != NONE:
+                        self._leaves.push(block_id, priority)
+                    block_id = chosen
             victims.append(block_id)
             parent = self._detach(block_id)
-            priority = self._priority_of(parent)
-            leaf = None if priority is None else (parent, priority)
+            next_priority = self._priority_of(parent)
+            leaf = None if next_priority is None else (parent, next_priority)
         if leaf is not None:
             self._leaves.push(*leaf)
         self.evicted_blocks_total += self._forget(victims)
         self.listeners.tell()
-
-    def _next_to_go(
-        self, leaf: tuple[int, float] | None, slots: SlotPool, with_states: list[int]
-    ) -> int:
-        """Return the block to evict next; ``leaf``, with its priority, joins the queue first.
-
-        Blocks without a state go first, by recency: no state lies below a leaf, so nothing is lost
-        with them. Of the others the policy chooses; they are appended to ``with_states``.
-        """
-        stateless: tuple[int, float] | None = None
-        while stateless is None and (leaf or self._leaves):
-            block_id, priority = self._leaves.push_pop(*leaf) if leaf else self._leaves.pop()
-            leaf = None
-            if not slots.holds_state(block_id):  # else the slots know of it
-                stateless = block_id, priority
-        if stateless is not None and stateless[1] < _LAST_RESORT:
-            return stateless[0]
-        chosen = slots.first_to_go(self._leaves_of, with_states)
-        if chosen is None:
-            assert stateless is not None
-            return stateless[0]
-        if stateless is not None:
-            self._leaves.push(*stateless)
-        with_states.append(chosen)
-        return chosen
 
     def _detach(self, block_id: int) -> int:
         """Take a registered block from its parent's children; return the parent."""
@@ -565,13 +529,14 @@ class KVBlockAllocator:
                 child = self._next_at[child]
         self._free_states(block_ids)
         blocks = as_rows(block_ids)
-        hash_ids = values_at(self._hash_at, self._hashes, blocks)
+        digests = self._digests[blocks].tolist()
         if block_ids and self.listeners.wants(Removed):
-            digests = tuple(self._digests[blocks].tolist())
-            self.listeners.put(Removed("block", (*block_ids,), (*hash_ids,), digests=digests))
+            hash_ids = self._hashes[blocks].tolist()
+            told = Removed("block", (*block_ids,), (*hash_ids,), digests=(*digests,))
+            self.listeners.put(told)
         self._leaves.discard(block_ids)
-        for hash_id in hash_ids:
-            del self._block_of[hash_id]
+        for digest in digests:
+            del self._block_of[digest]
         put_at(self._hash_at, self._hashes, blocks, NONE)
         put_at(self._digests, self._digests, blocks, None)
         refs = values_at(self._refs_at, self._rows.refs, blocks)
@@ -625,20 +590,19 @@ class KVBlockAllocator:
 
     def _agrees_with_hashes(self) -> bool:
         """Say whether both directions, from hash to block and from block to hash, say the same."""
-        with_hash = np.flatnonzero(self._hashes != NONE)
-        by_block = zip(self._hashes[with_hash].tolist(), with_hash.tolist(), strict=True)
-        return self._block_of == dict(by_block) and len(self._block_of) == len(with_hash)
+        with_hash = np.flatnonzero(self._hashes != NONE).tolist()
+        by_block = {self._digests[block_id]: block_id for block_id in with_hash}
+        return by_block == self._block_of and all(
+            self._hash_at[block_id] == hash_id_of(digest) for digest, block_id in by_block.items()
+        )
 
 
-def _check_registration(
-    block_ids: list[int], block_hashes: BlockHashes, tokens: Any
-) -> tuple[list[int], npt.NDArray[np.int32] | None]:
-    """Check what is to be registered; return the hash ids and the tokens."""
-    hash_ids = list(_check_hashes(block_hashes))
-    if len(block_ids) != len(hash_ids):
+def _check_registration(block_ids: list[int], block_hashes: BlockHashes, tokens: Any) -> Any:
+    """Check what is to be registered; return the tokens."""
+    if len(block_ids) != len(_check_hashes(block_hashes)):
         raise InvalidArgumentError(
             "block_ids and block_hashes must be of one length, "
-            f"got {len(block_ids)} and {len(hash_ids)}"
+            f"got {len(block_ids)} and {len(block_hashes)}"
         )
     if tokens is not None:
         tokens = as_token_array(tokens)
@@ -647,21 +611,23 @@ def _check_registration(
                 f"tokens must be equally many in each block, got {len(tokens)} of them for "
                 f"{len(block_ids)} blocks"
             )
-    return hash_ids, tokens
+    return tokens
 
 
-def _check_carried_hashes(block_ids: list[int], own: list[int], hash_ids: list[int]) -> None:
-    """Check that no block would get a second hash beside its ``own``."""
-    if own.count(NONE) == len(own) == len(set(block_ids)):
+def _check_carried_digests(
+    block_ids: list[int], own: list[bytes | None], digests: Sequence[bytes]
+) -> None:
+    """Check that no block would get a second digest beside its ``own``."""
+    if own.count(None) == len(own) == len(set(block_ids)):
         return
-    carried: dict[int, int] = {}
-    for block_id, own_hash, hash_id in zip(block_ids, own, hash_ids, strict=True):
-        before = carried.setdefault(block_id, own_hash)
-        if before not in (NONE, hash_id):
+    carried: dict[int, bytes] = {}
+    for block_id, own_digest, digest in zip(block_ids, own, digests, strict=True):
+        before = carried.setdefault(block_id, own_digest or digest)
+        if before != digest:
             raise HashConflictError(
-                f"block {block_id} carries hash {before}, and cannot be registered as {hash_id}"
+                f"block {block_id} carries hash {before.hex()}, and cannot be registered as "
+                f"{digest.hex()}"
             )
-        carried[block_id] = hash_id
 
 
 def _check_hashes(hashes: object) -> BlockHashes:

@@ -18,7 +18,6 @@ __all__ = [
     "MegatronPlacement",
     "PlacementFacts",
     "check_placement",
-    "checkpoint_offsets",
     "placed_positions",
 ]
 
@@ -124,14 +123,6 @@ def check_placement(placement: object) -> CheckpointPlacement:
         f"placement must be None or an object with the method positions, such as "
         f"MegatronPlacement(), LastBlock() or EveryNthBlock(4), got {placement!r}"
     )
-
-
-def checkpoint_offsets(
-    positions: Iterable[int], *, chunk_start: int, num_tokens: int, alignment: int
-) -> list[int]:
-    """Find the checkpoints inside a prefill chunk."""
-    offsets = {position - chunk_start for position in positions}
-    return sorted(o for o in offsets if 0 < o < num_tokens and o % alignment == 0)
 
 
 def placed_positions(placement: CheckpointPlacement, facts: PlacementFacts) -> set[int]:

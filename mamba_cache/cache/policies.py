@@ -31,11 +31,6 @@ __all__ = [
 _Int64s: TypeAlias = "npt.NDArray[np.int64]"
 _Int32s: TypeAlias = "npt.NDArray[np.int32]"
 
-_FEW = 16
-"""Up to so many times, finding the lowest of some thousand keys costs less than sorting them."""
-
-_TAKEN = np.iinfo(np.int64).max
-
 _SCORE_BITS = 31
 """Of a score's fraction: it tells ages apart up to about this power of two."""
 
@@ -224,15 +219,11 @@ class _LowestFirst(SlotEvictionPolicy):
     ) -> list[int]:
         """Return the slots of the lowest keys, the lowest first."""
         keys = self._keys(slots, blocks, kv_blocks)
-        order: list[int] = []
-        if num_slots <= min(_FEW, len(keys)):
-            rest = keys.astype(np.int64)
-            for _ in range(num_slots):
-                order.append(int(rest.argmin()))
-                rest[order[-1]] = _TAKEN
-        if len(set(order)) < num_slots:  # too many, or only keys as large as the mark were left
-            order = np.argsort(keys, kind="stable")[:num_slots].tolist()
-        return [slots.item(index) for index in order]
+        if num_slots < len(keys):  # sorting all of some thousand keys costs more
+            is_low = keys <= np.partition(keys, num_slots - 1)[num_slots - 1]
+            slots, keys = slots[is_low], keys[is_low]
+        chosen: list[int] = slots[keys.argsort(kind="stable")[:num_slots]].tolist()
+        return chosen
 
 
 class LruSlotPolicy(_LowestFirst):

@@ -15,6 +15,7 @@ from mamba_cache.errors import DoubleFreeError, UnknownBlockError
 __all__ = [
     "FEW",
     "NONE",
+    "ONE",
     "EvictionQueue",
     "RowIds",
     "Rows",
@@ -33,7 +34,8 @@ NONE: Final = -1
 FEW: Final = 8
 """Up to so many rows, a loop over them costs less than operations on whole arrays."""
 
-_ONE = np.int32(1)  # of the counts' own dtype: ``np.add.at`` is 30 times slower with another
+ONE: Final = np.int32(1)
+"""Of the counts' own dtype: ``np.add.at`` is 30 times slower with another."""
 
 
 def as_rows(ids: list[int]) -> RowIds:
@@ -127,7 +129,7 @@ class Rows:
         if len(cached) == len(ids):
             put_at(self.ref_at, self.refs, rows, num_references)
         else:
-            np.add.at(self.refs, rows, _ONE * num_references)
+            np.add.at(self.refs, rows, ONE * num_references)
         return cached
 
     def release(self, ids: list[int], rows: RowIds) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from mamba_cache._checks import as_items, check_hashable, check_int
+from mamba_cache._checks import INT64_MAX, as_ids, as_items, check_hashable
 from mamba_cache.cache.hashing import BlockHashChain, BlockHashes
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.placement import CheckpointPlacement, PlacementFacts, placed_positions
@@ -351,7 +351,7 @@ class PrefixIndex:
                 if index >= first:
                     block = holders[index - first]
                 else:
-                    block = self._kv_blocks.find_block(hashes[index], hashes.digest(index))
+                    block = self._kv_blocks.find_block(hashes.digest(index))
                 if block is None:
                     private.append(checkpoint)
                     continue
@@ -380,7 +380,7 @@ class PrefixIndex:
         holders = self._kv_blocks.register_kv_block_hashes(
             blocks,
             hashes[first:end],
-            parent_hash=hashes[first - 1] if first else None,
+            parent_digest=hashes.digest(first - 1) if first else None,
             tokens=tokens,
             extra_keys=extra,
         )
@@ -443,12 +443,4 @@ def _check_optional_bool(name: str, value: Any) -> None:
 
 def check_positions(positions: Iterable[int]) -> tuple[int, ...]:
     """Return token positions that a caller gives, checked."""
-    if type(positions) is tuple and not positions:
-        return ()
-    try:
-        given = list(positions)
-    except TypeError:
-        raise InvalidArgumentError(
-            f"checkpoint_positions must be a collection of ints, got {positions!r}"
-        ) from None
-    return tuple(check_int("checkpoint_positions", position, minimum=0) for position in given)
+    return tuple(as_ids("checkpoint_positions", positions, INT64_MAX))

@@ -199,21 +199,22 @@ class SlotPool:
         """Say whether the state of a block of the pool is cached; for its allocator."""
         return self._slot_at[block_id] >= 0
 
-    def first_to_go(
-        self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], chosen: list[int]
+    def free_cheapest(
+        self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
     ) -> int | None:
-        """Return which block with a state would go first, None for none; for its allocator.
+        """Free the state whose loss frees KV blocks most cheaply; for the blocks' allocator.
 
-        ``leaves_of`` returns those of [n] blocks that can go; those that are ``chosen`` go already.
+        ``leaves_of`` returns those of [n] blocks that can go. Returns the block whose state it was;
+        None if none of them has one.
         """
         assert self._prefix_policy is not None
         blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])
-        if chosen:
-            blocks = blocks[~np.isin(blocks, chosen)]
         if not len(blocks):
             return None
         slots = self._block_to_slot.take(blocks).astype(np.int64)
-        return int(blocks[self._prefix_policy.least_loss(slots)])
+        block_id: int = blocks.item(self._prefix_policy.least_loss(slots))
+        self.free_states([block_id])
+        return block_id
 
     @query
     def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
@@ -464,9 +465,7 @@ class SlotPool:
             InvalidArgumentError: One is no lease, or its slot is outside the pool.
         """
         current = [x for x in as_items("leases", leases, "leases") if self.is_current(x)]
-        self._guard.is_changing = True
-        self.free_states([x.block_id for x in current if not self.pin_counts[x.slot]])
-        self.listeners.tell()
+        self._invalidate_blocks_batch(x.block_id for x in current if not self.pin_counts[x.slot])
 
     @guarded(nests=True)
     def note_consumed(self, slots: Sequence[int]) -> None:

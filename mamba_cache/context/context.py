@@ -589,7 +589,7 @@ class DynamicInferenceContext:
                     self._speculation.describe(metadata, drafts, is_exact=is_exact)
                 # Without the padding, which a kernel would look at entry by entry.
                 if restores := self.step_buffers.entries("restores"):
-                    self.slot_allocator.slots_to_live(*restores)
+                    self.slot_allocator.restore_slots(*restores)
                 ids = [active.request_id for active in prefills]
                 step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
             self._tiering.begin_forward(metadata.num_prefill_tokens)

@@ -39,7 +39,6 @@ class CacheStats:
             part: 0, unless there is a bug in the model's layers.
         evicted_blocks: Cached KV blocks given up for others.
         evicted_slots: Saved states given up for others.
-        hash_collisions: Blocks kept private because their hash id belonged to other content.
         aborted_steps: Steps taken back.
         preemptions: Calls of ``preempt``; requests of aborted steps are not counted here.
         self_resets: Times that a ``PrefixCache`` reset itself, because an exception of another
@@ -70,7 +69,6 @@ class CacheStats:
     unwritten_states: int
     evicted_blocks: int
     evicted_slots: int
-    hash_collisions: int
     aborted_steps: int
     preemptions: int
     self_resets: int
@@ -127,7 +125,6 @@ def collect_stats(
         skipped_checkpoints=slots.skipped_checkpoints_total,
         evicted_blocks=kv_blocks.evicted_blocks_total,
         evicted_slots=slots.evicted_slots_total,
-        hash_collisions=kv_blocks.hash_collisions_total,
         free_blocks=kv_blocks.num_free_blocks,
         cached_blocks=kv_blocks.num_cached_blocks,
         used_blocks=kv_blocks.num_used_blocks,

@@ -50,7 +50,6 @@ _COUNTERS = {
     "unwritten_states": "States not published because a layer of the model did not hand them over",
     "evicted_blocks": "Cached KV blocks given up for others",
     "evicted_slots": "Saved states given up for others",
-    "hash_collisions": "Blocks kept private because their hash id belonged to other content",
     "aborted_steps": "Steps taken back",
     "self_resets": "Times that a prefix cache reset itself after an exception in its bookkeeping",
     "preemptions": "Requests preempted by the engine",

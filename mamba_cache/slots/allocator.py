@@ -16,7 +16,6 @@ from mamba_cache.cache.placement import (
     CheckpointPlacement,
     PlacementFacts,
     check_placement,
-    checkpoint_offsets,
     placed_positions,
 )
 from mamba_cache.cache.policies import SlotEvictionPolicy, as_host_array, policy_named
@@ -244,17 +243,13 @@ class MambaSlotAllocator(SlotPool):
         self._eos_cache_block_id_cpu[rows] = -1
         self._has_intermediates = False
 
-    # Copies of states, one launch each. A context calls them in its own step, whose guard it has.
-
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Save live states by their rows; ``PAD_SLOT_ID`` skips."""
+        """Save live states by their rows, in one launch; ``PAD_SLOT_ID`` skips.
+
+        A context calls it in its own step, whose guard it has.
+        """
         self._bind_live_states()
         self._live_to_slots.copy(rows, slots)
-
-    def slots_to_live(self, sources: RowIndices, rows: RowIndices) -> None:
-        """Restore live states by their rows; ``ZERO_SOURCE`` clears, ``PAD_SLOT_ID`` skips."""
-        self._bind_live_states()
-        self._slots_to_live.copy(sources, rows)
 
     def _bind_live_states(self) -> None:
         """Make the copiers anew if the embedder has put other tensors in place, or other memory."""
@@ -466,7 +461,8 @@ class MambaSlotAllocator(SlotPool):
             InvalidArgumentError: Lengths, dtypes or devices differ, or, on the host, a row or slot
                 is out of range or a row is named twice.
         """
-        self.slots_to_live(sources, rows)
+        self._bind_live_states()
+        self._slots_to_live.copy(sources, rows)
 
     @guarded(nests=True)
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
@@ -483,7 +479,7 @@ class MambaSlotAllocator(SlotPool):
         slot = self.get_slot(block_id)
         if slot < 0:
             return False
-        self.slots_to_live([slot], _live_rows(self.context, requests))
+        self.restore_slots([slot], _live_rows(self.context, requests))
         self.policy.on_consumed([slot])
         return True
 
@@ -522,13 +518,14 @@ class MambaSlotAllocator(SlotPool):
         num_tokens = len(req.prompt_tokens)
         start = req.finished_chunk_token_count + skip_tokens
         facts = PlacementFacts(num_tokens, size, num_matched_blocks, overall_required_blocks)
-        wanted = checkpoint_offsets(
-            placed_positions(self.placement, facts),
-            chunk_start=start,
-            num_tokens=prefill_chunk_length - skip_tokens,
-            alignment=checkpoint_alignment(context),
-        )
-        num_skipped = max(len(wanted) - self._num_free_scratch_rows(row), 0)
+        alignment, num_new = checkpoint_alignment(context), prefill_chunk_length - skip_tokens
+        placed = sorted(position - start for position in placed_positions(self.placement, facts))
+        wanted = [o for o in placed if 0 < o < num_new and o % alignment == 0]
+        counts = self._intermediate_counts_cpu.numpy()
+        num_others = int(counts.sum()) - int(counts[row])
+        # Rows of the scratch that other requests of the step leave.
+        num_left = max(self.max_intermediate_count - num_others, 0)
+        num_skipped = max(len(wanted) - min(num_left, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST), 0)
         offsets = wanted[num_skipped:]  # the later ones save more
         table = context.request_to_kv_block_ids[row]
         block_ids = [int(table[(start + offset) // size - 1]) for offset in offsets]
@@ -540,18 +537,11 @@ class MambaSlotAllocator(SlotPool):
         # Through numpy: one element of a tensor costs as much as a whole row of an array.
         self._intermediate_offsets_cpu.numpy()[row] = offsets + [0] * unused
         self._intermediate_block_ids_cpu.numpy()[row] = block_ids + [-1] * unused
-        self._intermediate_counts_cpu.numpy()[row] = len(offsets)
+        counts[row] = len(offsets)
         self._eos_cache_block_id_cpu.numpy()[row] = eos_block_id
         if offsets or has_eos:
             self._has_intermediates = True
         self.skipped_checkpoints_total += num_skipped
-
-    def _num_free_scratch_rows(self, row: int) -> int:
-        """Return how many states a request may save: rows of the scratch that others leave."""
-        counts = self._intermediate_counts_cpu.numpy()
-        num_others = int(counts.sum()) - int(counts[row])
-        num_left = max(self.max_intermediate_count - num_others, 0)
-        return min(num_left, MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
 
     @guarded(nests=True)
     def get_intermediate_cpu_data(

@@ -85,7 +85,7 @@ def saved_prefix_lengths(context, prompt):
     """Boundaries of ``prompt`` at which a state can be found, in blocks."""
     hashes = context.prepare(Request(request_id="probe", prompt_tokens=prompt)).hashes
     kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
-    blocks = [kv_blocks.find_block(h, d) for h, d in zip(hashes, hashes.digests, strict=True)]
+    blocks = [kv_blocks.find_block(digest) for digest in hashes.digests]
     return [i + 1 for i, b in enumerate(blocks) if b is not None and slots.has_state(b)]
 
 

@@ -224,10 +224,10 @@ TARGETS = {
         retain_memory_blocks={"block_ids": [0, 1], "num_references": 2},
         release_memory_blocks={"block_ids": [4]},
         register_kv_block_hashes={
-            "block_ids": [4, 5], "block_hashes": HASHES, "parent_hash": 5,
+            "block_ids": [4, 5], "block_hashes": HASHES, "parent_digest": b"5",
         },
         match_prefix={"hashes": prefix(1, 2)},
-        find_block={"hash_id": prefix(1)[0], "digest": prefix(1).digest(0)},
+        find_block={"digest": prefix(1).digest(0)},
         deregister_blocks={"block_ids": [0]},
     ),
     "kv_blocks": plain(

@@ -70,7 +70,7 @@ class Broken(Injector):
 
     def functions(self):
         slots = self.context.slot_allocator
-        for name in ("slots_to_live", "live_to_slots"):
+        for name in ("restore_slots", "live_to_slots"):
             yield slots, name
         yield self.context.step_buffers, "fill"
         yield self.context, "_copy_to_forks"

@@ -20,8 +20,7 @@ def by_id(*hash_ids: int) -> BlockHashes:
 def snapshot(pool: KVBlockAllocator) -> tuple:
     arrays = (pool.block_ref_counts, pool.block_timestamps, pool.block_hashes)
     counts = (pool.num_free_blocks, pool.num_cached_blocks, pool.num_used_blocks)
-    totals = (pool.evicted_blocks_total, pool.hash_collisions_total)
-    return (*(np.asarray(array).tolist() for array in arrays), counts, totals)
+    return (*(np.asarray(array).tolist() for array in arrays), counts, pool.evicted_blocks_total)
 
 
 def cache(pool: KVBlockAllocator, *tokens: int) -> list[int]:

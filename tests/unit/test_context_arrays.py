@@ -179,7 +179,7 @@ def test_a_step_costs_as_many_lines_for_many_requests_as_for_few(monkeypatch, nu
         context = decode(count, num_drafts=num_drafts)
         context.begin_step()
         context.commit_step([2] * count)
-        forbid(monkeypatch, context.slot_allocator, "slots_to_live", "live_to_slots")
+        forbid(monkeypatch, context.slot_allocator, "restore_slots", "live_to_slots")
         forbid(monkeypatch, context.slot_allocator, "reserve_slots")
         forbid(monkeypatch, context.kv_block_allocator, "allocate_memory_blocks")
         forbid(monkeypatch, context.kv_block_allocator, "register_kv_block_hashes")

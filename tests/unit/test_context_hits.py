@@ -35,7 +35,7 @@ def test_a_match_says_what_is_cached_and_what_of_it_is_usable():
     context = make_context()
     generate(context, PROMPT, 1)
     hashes = prepared(context, PROMPT).hashes
-    blocks = tuple(map(context.kv_block_allocator.find_block, hashes))
+    blocks = tuple(map(context.kv_block_allocator.find_block, hashes.digests))
     assert context.match(prepared(context, PROMPT)) == PrefixMatch(
         prompt_tokens=len(PROMPT),
         block_ids=blocks,

@@ -59,13 +59,13 @@ def test_statistics_are_the_counters_and_the_totals_of_the_allocators():
     context = make_context()
     numbers = {name: number for number, name in enumerate(_COUNTED, start=1)}
     kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
-    kv_blocks.evicted_blocks_total, kv_blocks.hash_collisions_total = 111, 112
+    kv_blocks.evicted_blocks_total = 111
     slots.skipped_checkpoints_total, slots.evicted_slots_total = 113, 114
     slots.reserve_slots([3])
     stats = collect_stats(Counter(numbers), kv_blocks, slots, 77)
     assert {name: getattr(stats, name) for name in numbers} == numbers
     assert stats.bytes_per_slot == 77
-    assert (stats.evicted_blocks, stats.hash_collisions) == (111, 112)
+    assert stats.evicted_blocks == 111
     assert (stats.skipped_checkpoints, stats.evicted_slots) == (113, 114)
     assert (stats.free_slots, stats.reserved_slots, stats.cached_slots) == (99, 1, 0)
     assert stats.free_blocks == kv_blocks.num_free_blocks == 200

@@ -90,7 +90,7 @@ def test_tokens_are_skipped_by_the_first_chunk_alone(context):
 def moved(monkeypatch, context):
     """The pairs of each restore and of each copy to slots from now on."""
     slots = context.slot_allocator
-    calls = {"slots_to_live": [], "live_to_slots": []}
+    calls = {"restore_slots": [], "live_to_slots": []}
 
     def watch(name):
         function = getattr(slots, name)

@@ -3,8 +3,6 @@
 tests/property/test_faults.py strikes everywhere.
 """
 
-import itertools
-
 import pytest
 import torch
 from context_rig import (
@@ -15,7 +13,6 @@ from context_rig import (
     generate,
     make_config,
     make_context,
-    prepared,
     run_step,
     uncached,
 )
@@ -130,38 +127,9 @@ def test_without_memory_nothing_is_made():
             make_context(poison=False)
 
 
-def prompt_with_ids(context, wanted, not_this=()):
-    """A prompt of two blocks whose hash ids are as wanted, by trying."""
-    blocks = [[a] * (BLOCK - 1) + [b] for a, b in itertools.product(range(1, 13), repeat=2)]
-    for first, second in itertools.product(blocks, repeat=2):
-        prompt = [*first, *second, 0]
-        if tuple(prepared(context, prompt).hashes) == wanted and prompt != not_this:
-            return prompt
-    raise AssertionError(f"no prompt has ids {wanted}")
-
-
-def test_a_colliding_id_whose_parents_lead_back_to_it_is_kept_private(monkeypatch):
-    """Registration refused it, in the middle of a commit; the next one was an AssertionError."""
-    monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", 3)  # ids are 1, 2 or 3
-    context = make_context(placement=EveryNthBlock(1))
-    first = prompt_with_ids(context, (2, 3))
-    generate(context, first, 1)
-    [parent, _] = context.kv_block_allocator.match_prefix(prepared(context, first).hashes)
-    context.kv_block_allocator.deregister_blocks([parent])  # the child is there, under id 3
-    second = prompt_with_ids(context, (3, 2), not_this=first)
-    collisions = context.stats().hash_collisions
-    add(context, "beside it", OTHER)
-    assert_same_run(generate(context, second, 2), second)
-    assert context.stats().hash_collisions > collisions
-    context.check_invariants()
-    context.finish("beside it")
-    for prompt in (first, second, OTHER, first):
-        assert_same_run(generate(context, prompt, 2), prompt)
-        context.check_invariants()
-
-
 @pytest.mark.parametrize("num_ids", [1, 3, 7])
 def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatch, rng, num_ids):
+    """Ids tell hardly anything apart here: prefixes are found by their digests."""
     monkeypatch.setattr("mamba_cache.cache.hashing._ID_MASK", num_ids)
     context = make_context(make_config(num_kv_blocks=9), placement=EveryNthBlock(1))
     for _ in range(12):
@@ -171,7 +139,8 @@ def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatc
         if registered:
             context.kv_block_allocator.deregister_blocks(rng.choice(registered, 1).tolist())
         context.check_invariants()
-    assert context.stats().hash_collisions > 0 or num_ids > 1
+    generate(context, OTHER, 2)
+    assert len(generate(context, OTHER, 2)[2].block_ids) == 2
 
 
 @pytest.mark.parametrize(("owner", "name"), [

@@ -85,7 +85,7 @@ def test_listeners_see_finished_bookkeeping(pool):
 
     def look(event):
         pool.check_invariants()
-        seen.append([pool.find_block(hash_id) for hash_id in event.hash_ids])
+        seen.append([pool.find_block(digest) for digest in event.digests])
         seen.append([int(pool.block_hashes[block_id]) for block_id in event.block_ids])
 
     pool.listeners.add(look, Removed)
@@ -97,14 +97,8 @@ def test_listeners_see_finished_bookkeeping(pool):
 
 def test_nothing_is_registered_below_a_block_that_is_not(pool):
     hashes = prefix(1, 2, 3)
-    blocks = pool.allocate_memory_blocks(2)
-    assert pool.register_kv_block_hashes(blocks, hashes[1:], parent_hash=hashes[0]) == [None] * 2
-    mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
-    cached = pool.register_kv_block_hashes(blocks[:1], mine)
-    after = BlockHashes([*by_id(6).digests, *foreign.digests, *by_id(7).digests])
-    first, *others = pool.allocate_memory_blocks(3)
-    assert pool.register_kv_block_hashes([first, *others], after) == [first, None, None]
-    assert (cached, pool.find_block(7)) == (blocks[:1], None)
+    blocks, parent = pool.allocate_memory_blocks(2), hashes.digest(0)
+    assert pool.register_kv_block_hashes(blocks, hashes[1:], parent_digest=parent) == [None] * 2
 
 
 def test_states_that_nobody_has_any_more_order_no_blocks():
@@ -137,12 +131,13 @@ def test_another_hash_for_a_registered_block_is_refused(pool):
     [
         (by_id(1), {}, "one length, got 2 and 1"),
         ([1, 2], {}, "must be a BlockHashes, got list"),
-        (by_id(1, 2), {"parent_hash": 0}, "got 0"),
-        (by_id(1, 2), {"parent_hash": "1"}, "got '1'"),
-        (by_id(1, 2), {"parent_hash": 2**63}, "got 9223372036854775808"),
+        (by_id(1, 2), {"parent_digest": 0}, "parent_digest must be a bytes, got 0"),
+        (by_id(1, 5), {}, "names another one as well"),
+        (by_id(1, 1), {}, "names another one as well"),
     ],
 )
 def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, message):
+    pool.register_kv_block_hashes(pool.allocate_memory_blocks(1), by_id(5))
     block_ids = pool.allocate_memory_blocks(2)
     before = snapshot(pool)
     with pytest.raises(InvalidArgumentError, match=message):
@@ -150,19 +145,17 @@ def test_bad_hashes_are_refused_and_nothing_changes(pool, hashes, options, messa
     assert snapshot(pool) == before
 
 
-def test_an_id_collision_never_serves_the_other_prefix(pool):
+def test_prefixes_that_share_an_id_are_told_apart(pool):
     mine, foreign = (BlockHashes([b"same id " + tail]) for tail in (b"of mine.", b"foreign."))
-    block_ids = pool.allocate_memory_blocks(2)
-    assert pool.register_kv_block_hashes(block_ids[:1], mine) == block_ids[:1]
-    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
-    assert pool.register_kv_block_hashes(block_ids[1:], foreign) == [None]
-    assert pool.hash_collisions_total == 2
+    one, other = pool.allocate_memory_blocks(2)
+    assert pool.register_kv_block_hashes([one], mine) == pool.match_prefix(mine) == [one]
     assert pool.match_prefix(foreign) == []
-    assert pool.match_prefix(mine) == block_ids[:1]
-    with pytest.raises(InvalidArgumentError, match="got list"):
-        pool.match_prefix(list(mine))
-    assert pool.find_block(mine[0], foreign.digests[0]) is None
-    assert pool.find_block(mine[0], mine.digests[0]) == pool.find_block(mine[0]) == block_ids[0]
+    assert pool.register_kv_block_hashes([other], foreign) == pool.match_prefix(foreign) == [other]
+    assert (pool.find_block(mine.digest(0)), pool.find_block(foreign.digest(0))) == (one, other)
+    assert pool.find_block(b"unknown") is None
+    for call, given in ((pool.match_prefix, list(mine)), (pool.find_block, mine[0])):
+        with pytest.raises(InvalidArgumentError, match="got "):
+            call(given)
 
 
 def test_nothing_is_registered_without_prefix_caching():

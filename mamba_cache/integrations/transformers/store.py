@@ -446,7 +446,7 @@ class SequenceRecord:
         index, hashes = num_tokens // self._size - 1, self.sequence.hashes
         if index >= self.sequence.num_published:
             return
-        block = self._store.kv_blocks.find_block(hashes[index], hashes.digest(index))
+        block = self._store.kv_blocks.find_block(hashes.digest(index))
         if block is None:
             return
         [kept] = self._store.index.reserve([(self.sequence, [num_tokens], [block])])

@@ -155,9 +155,8 @@ class PrefixTiers(Tiering):
     def offer_cached(self, hashes: BlockHashes) -> None:
         """Offer what is cached of a sequence's whole blocks, and the host tier has not."""
         store, entries = self._store, self.entries(hashes, None)
-        for index, hash_id in enumerate(hashes if self._takes_offers else ()):
-            digest = hashes.digest(index)
-            block = store.kv_blocks.find_block(hash_id, digest)
+        for index, digest in enumerate(hashes.digests if self._takes_offers else ()):
+            block = store.kv_blocks.find_block(digest)
             if block is None:
                 return
             if self._has_kv and not self.host.has(EntryKind.KV, digest):
