@@ -1,14 +1,11 @@
 """Contexts that are interrupted in the middle of a call, and what is expected of them then."""
 
-from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
 from context_rig import (
@@ -21,6 +18,7 @@ from context_rig import (
     make_context,
     run_step,
 )
+from fingerprints import frozen
 
 import mamba_cache
 from mamba_cache.cache import ConsumedSlotPolicy, MegatronPlacement
@@ -271,49 +269,3 @@ def drive_to_the_end(context):
 def check_tokens(prompt, tokens):
     wanted = [int(UNCACHED.logits(tuple(prompt), i).argmax()) for i in range(len(tokens))]
     assert tokens == wanted, f"{tokens} where an uncached run gives {wanted}"
-
-
-_SKIPPED = (
-    *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
-    # What was answered last, kept for the next time it is asked; a tensor's array among it.
-    *("_group", "_named", "_made"),
-    # Plans of copies, made anew for other live states.
-    *("_live", "_live_places", "_live_storage", "_live_to_slots", "_slots_to_live"),
-)
-
-_PLAIN = {int, float, str, bytes}
-
-
-def frozen(thing, seen=None):
-    """All that an object of the package remembers, as one value that compares with ``==``."""
-    seen = {} if seen is None else seen
-    if thing is None or isinstance(thing, (int, float, str, bytes, Enum, type)):
-        return thing
-    if id(thing) in seen:
-        return ("seen", seen[id(thing)])
-    seen[id(thing)] = len(seen)
-    if isinstance(thing, torch.Tensor):
-        return _bits(thing.detach().cpu())
-    if isinstance(thing, np.ndarray):
-        return frozen(thing.tolist(), seen) if thing.dtype.hasobject else thing.tobytes()
-    if isinstance(thing, (memoryview, array)):
-        return thing.tobytes()
-    if isinstance(thing, (dict, OrderedDict, Counter)):
-        return tuple((frozen(k, seen), frozen(v, seen)) for k, v in thing.items())
-    if isinstance(thing, (list, tuple, deque)):
-        is_plain = _PLAIN.issuperset(map(type, thing))
-        return tuple(thing) if is_plain else tuple(frozen(item, seen) for item in thing)
-    if isinstance(thing, (set, frozenset)):
-        return tuple(sorted(map(repr, thing)))
-    if isinstance(thing, cycle) or not type(thing).__module__.startswith(("mamba_cache", __name__)):
-        return type(thing).__name__
-    names = [*getattr(thing, "__dict__", ())]
-    for kind in type(thing).__mro__:
-        names += getattr(kind, "__slots__", ())
-    return tuple(
-        (name, frozen(getattr(thing, name, None), seen)) for name in names if name not in _SKIPPED
-    )
-
-
-def _bits(tensor):
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -1,6 +1,11 @@
-"""A digest of all that decides what a context or a pool of slots does next."""
+"""All that an object remembers, and a digest of what decides what a context or slots do next."""
+
+from array import array
+from collections import Counter, OrderedDict, deque
+from enum import Enum
 
 import numpy as np
+import torch
 from xxhash import xxh3_64, xxh3_128
 
 from mamba_cache.context import DynamicInferenceContext
@@ -33,7 +38,7 @@ def parts_of_slots(slots):
         slots._rows.free[: slots.free_count],
         sorted(slots.reserved.items()),
         sorted(slots.hash_to_block_id.items()),
-        list(digest_of(slots.policy)),
+        list(xxh3_128(repr(frozen(slots.policy)).encode()).digest()),
     )
 
 
@@ -60,35 +65,46 @@ def parts_of_context(context):
     return [*parts, work.group.rows, work.ends, *pins]
 
 
-def digest_of(policy):
-    """Digests what an object of the package or of a test remembers, attribute by attribute."""
-    digest, seen = xxh3_128(), set()
+_SKIPPED = (
+    *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
+    # What was answered last, kept for the next time it is asked; a tensor's array among it.
+    *("_group", "_named", "_made"),
+    # Plans of copies, made anew for other live states.
+    *("_live", "_live_places", "_live_storage", "_live_to_slots", "_slots_to_live"),
+)
 
-    def add(value):
-        if isinstance(value, np.ndarray):
-            digest.update(f"{value.dtype} {value.shape}".encode())
-            digest.update(np.ascontiguousarray(value))
-        elif isinstance(value, dict):
-            for pair in value.items():
-                add(pair)
-        elif isinstance(value, (set, frozenset)):
-            add(sorted(value))
-        elif isinstance(value, (tuple, list)) or hasattr(value, "popleft"):
-            digest.update(f"{len(value)} of".encode())
-            for each in value:
-                add(each)
-        elif value is None or isinstance(value, (bool, int, float, str, bytes)):
-            digest.update(f"{value!r};".encode())
-        elif not callable(value) and id(value) not in seen:
-            seen.add(id(value))
-            for name in names_of(value):
-                digest.update(name.encode())
-                add(getattr(value, name, None))
-
-    add(policy)
-    return digest.digest()
+_PLAIN = {int, float, str, bytes}
 
 
-def names_of(thing):
-    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    return sorted({*slots, *getattr(thing, "__dict__", ())} - {"__weakref__", "__dict__"})
+def frozen(thing, seen=None):
+    """All that an object of the package remembers, as one value that compares with ``==``."""
+    seen = {} if seen is None else seen
+    if thing is None or isinstance(thing, (int, float, str, bytes, Enum, type)):
+        return thing
+    if id(thing) in seen:
+        return ("seen", seen[id(thing)])
+    seen[id(thing)] = len(seen)
+    if isinstance(thing, torch.Tensor):
+        thing = thing.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).numpy()
+    if isinstance(thing, np.ndarray):
+        if thing.dtype.hasobject:
+            return frozen(thing.tolist(), seen)
+        return xxh3_128(np.ascontiguousarray(thing)).digest()
+    if isinstance(thing, (memoryview, array)):
+        return xxh3_128(thing.tobytes()).digest()
+    if isinstance(thing, (dict, OrderedDict, Counter)):
+        return tuple((frozen(k, seen), frozen(v, seen)) for k, v in thing.items())
+    if isinstance(thing, (list, tuple, deque)):
+        is_plain = _PLAIN.issuperset(map(type, thing))
+        return tuple(thing) if is_plain else tuple(frozen(item, seen) for item in thing)
+    if isinstance(thing, (set, frozenset)):
+        return tuple(sorted(map(repr, thing)))
+    kinds = type(thing).__mro__
+    if not any(kind.__module__.startswith("mamba_cache") for kind in kinds):
+        return type(thing).__name__
+    names = [*getattr(thing, "__dict__", ())]
+    for kind in kinds:
+        names += getattr(kind, "__slots__", ())
+    return tuple(
+        (name, frozen(getattr(thing, name, None), seen)) for name in names if name not in _SKIPPED
+    )

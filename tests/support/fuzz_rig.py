@@ -17,7 +17,7 @@ from context_rig import (
     make_context,
     run_step,
 )
-from fault_rig import frozen
+from fingerprints import frozen
 from kinds_rig import MIXED
 from kv_rig import cache, prefix
 from slot_rig import CONV, DTYPES, NUM_LAYERS, SSM, add_live_states

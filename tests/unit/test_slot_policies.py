@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fingerprints import digest_of
+from fingerprints import frozen
 
 from mamba_cache.cache import ConsumedSlotPolicy, LruSlotPolicy, RefZeroSlotPolicy, ScoreSlotPolicy
 from mamba_cache.cache.policies import as_host_array, policy_named
@@ -78,14 +78,14 @@ def test_score_agrees_with_fractions_of_any_size(rng):
 
 def test_score_does_not_age_when_nothing_happens():
     policy = scored(s6=300, s1=200)
-    before = digest_of(policy)
+    before = frozen(policy)
     policy.on_stored([], [])
     policy.on_consumed([])
-    assert digest_of(policy) == before
+    assert frozen(policy) == before
     policy.reset(8)
     fresh = ScoreSlotPolicy()
     fresh.reset(8)
-    assert digest_of(policy) == digest_of(fresh)
+    assert frozen(policy) == frozen(fresh)
 
 
 @pytest.mark.parametrize("given", [torch.tensor([1, 2]), np.array([1, 2]), [1, 2]], ids=repr)
