@@ -276,12 +276,12 @@ class KVBlockAllocator:
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
             registered earlier, in which case this one stays private. None if it cannot be found:
-            the block before it is not registered, or prefix caching is off.
+            the block before it is not registered, its digest is that of another prefix, or prefix
+            caching is off.
 
         Raises:
-            InvalidArgumentError: Lengths differ, the hashes are no ``BlockHashes`` or not those of
-                one sequence, ``parent_digest`` is not ``bytes``, or the tokens are no ids or not
-                equally many.
+            InvalidArgumentError: Lengths differ, the hashes are no ``BlockHashes``,
+                ``parent_digest`` is not ``bytes``, or the tokens are no ids or not equally many.
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
@@ -295,35 +295,32 @@ class KVBlockAllocator:
             parent = self._block_of.get(check_kind("parent_digest", parent_digest, bytes))
         if not self.enable_prefix_caching or parent is None:
             return [None] * len(ids)
-        holders = self._match(block_hashes)
-        start = len(holders)
-        # All below a block go with it, so no known block follows a new one.
-        if start < len(ids) and (
-            not self._block_of.keys().isdisjoint(digests[start:])
-            or len(set(digests[start:])) < len(ids) - start
-        ):
-            raise InvalidArgumentError(
-                "a digest names one prefix, but one of block_hashes names another one as well"
-            )
         self._guard.is_changing = True
-        if start < len(ids):
-            parent = holders[-1] if holders else parent
-            ids, hash_ids, digests = ids[start:], hash_ids[start:], digests[start:]
-            self._add_chain(ids, hash_ids, digests, parent)
+        holders = self._match(block_hashes)
+        start, end = len(holders), len(ids)
+        new = digests[start:]
+        # All below a block go with it, so no known block follows a new one. A digest that is known,
+        # then, is a forged one (xxh3_128), and what follows it cannot be matched.
+        if not self._block_of.keys().isdisjoint(new) or len(set(new)) < len(new):
+            place, known = {d: i for i, d in reversed([*enumerate(new)])}, self._block_of
+            end = start + next(i for i, d in enumerate(new) if d in known or place[d] < i)
+        if start < end:
+            added, parent = slice(start, end), holders[-1] if holders else parent
+            self._add_chain(ids[added], hash_ids[added], digests[added], parent)
             if self.listeners.wants(Stored):
-                told: dict[str, Any] = {"digests": digests}
+                told: dict[str, Any] = {"digests": digests[added]}
                 if parent != self.dummy_block_id:
                     told["parent_hash"] = self._hash_at[parent]
                     told["parent_digest"] = self._digests[parent]
                 if extra_keys is not None:
-                    told["extra_keys"] = tuple(extra_keys[start:])
+                    told["extra_keys"] = tuple(extra_keys[added])
                 if tokens is not None:  # as they are now
-                    size = len(tokens) // len(block_hashes)
-                    told |= {"tokens": tokens[start * size :].copy(), "block_size_tokens": size}
-                self.listeners.put(Stored("block", (*ids,), (*hash_ids,), **told))
-            holders += ids
+                    size = len(tokens) // len(ids)
+                    own = tokens[start * size : end * size].copy()
+                    told |= {"tokens": own, "block_size_tokens": size}
+                self.listeners.put(Stored("block", (*ids[added],), (*hash_ids[added],), **told))
         self.listeners.tell()
-        return list(holders)
+        return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
