@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 
 from mamba_cache._checks import check_kind
@@ -77,11 +78,10 @@ class _Offer:
 
     place: int  # its slot, or its KV block
     facts: EntryFacts
-    generation: int = 0  # of its slot: which of the slot's states it is
+    generation: int  # which of the entries of its place it is
     proposal: StateProposal | None = None
     pin: SlotLease | None = None  # keeps its slot from eviction while it is copied
     lease: RowLease | None = None  # the row that it is copied to, once it has one
-    is_gone: bool = False  # whether its KV block was given up since
 
 
 _Spill: TypeAlias = "tuple[Ticket, list[_Offer]]"
@@ -157,10 +157,12 @@ class Tiering:
         self._offers: list[_Offer] = []
         self._spills: list[_Spill] = []
         self._retiring: list[tuple[Ticket, list[RowLease]]] = []
-        # Offers of KV blocks by block, as long as they count.
-        self._watched: dict[int, _Offer] = {}
         self._begun: tuple[Mark, int] | None = None
         self._timed: list[tuple[Mark, Mark, int]] = []
+        self._generations = {
+            EntryKind.STATE: slots.generations,
+            EntryKind.KV: np.zeros(kv_blocks.pool_size, np.int64),
+        }
         kv_blocks.listeners.add(weak_callback(self._on_removed), Removed)
 
     def identify(self, identity: CacheIdentity | None) -> None:
@@ -414,14 +416,7 @@ class Tiering:
         entries = self._entries(sequence)
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
             if block == holder and hashes.digest(index) not in known:
-                self.offer_block(block, entries.facts(EntryKind.KV, index))
-
-    def offer_block(self, block: int, facts: EntryFacts) -> None:
-        """Offer a block that is findable, unless it was offered."""
-        if block not in self._watched:
-            offer = _Offer(block, facts)
-            self._watched[block] = offer
-            self._offers.append(offer)
+                self.offer_entry(block, entries.facts(EntryKind.KV, index))
 
     def wants(self, sequence: CachedSequence, proposals: Sequence[StateProposal]) -> list[bool]:
         """Say which states of a request are worth a row of a tier, and have none in host memory.
@@ -458,14 +453,14 @@ class Tiering:
                     is_asked=proposal.is_asked or self._passes_all,
                 )
             facts = self._entries(sequence).facts(EntryKind.STATE, index)
-            self.offer_slot(slot, facts, proposal)
+            self.offer_entry(slot, facts, proposal)
 
-    def offer_slot(
-        self, slot: int, facts: EntryFacts, proposal: StateProposal | None = None
+    def offer_entry(
+        self, place: int, facts: EntryFacts, proposal: StateProposal | None = None
     ) -> None:
-        """Offer the state of a slot, which is findable."""
-        generation = self._slots.generations.item(slot)
-        self._offers.append(_Offer(slot, facts, generation, proposal))
+        """Offer what a slot or a KV block holds, which is findable."""
+        generation = self._generations[facts.key.kind].item(place)
+        self._offers.append(_Offer(place, facts, generation, proposal))
 
     def pump(self) -> None:
         """End the copies that are over, and begin those of what was offered. It does not wait."""
@@ -482,7 +477,6 @@ class Tiering:
             else:
                 lease = self.host.reserve(offer.facts, proposal=offer.proposal)
             if lease is None:
-                self._forget(offer)
                 continue
             offer.lease = lease
             if offer.proposal is not None and self._is_there(offer):
@@ -498,7 +492,7 @@ class Tiering:
         except Exception:
             self.transfers.wait()
             for offer in taken:
-                self._give_up(offer, "copy_failed")
+                self._end_spill(offer, "copy_failed")
             return
         self._spills.append((ticket, taken))
         self.poll()
@@ -554,7 +548,6 @@ class Tiering:
         """Forget all offers and copies, once these are over."""
         self.transfers.wait()
         self._offers, self._spills, self._retiring = [], [], []
-        self._watched.clear()
         self._begun, self._timed = None, []
         self._cancel_prefetches()
 
@@ -589,11 +582,6 @@ class Tiering:
         for kind, leases in self.host.leases.items():
             if {each for each in held if each.facts.key.kind is kind} != set(leases):
                 raise InvariantError(f"rows of {kind} are held for nobody")
-        watched = {id(offer) for offer in self._watched.values()}
-        known = [o for _, offers in self._spills for o in offers] + self._offers
-        of_blocks = {id(o) for o in known if o.facts.key.kind is EntryKind.KV and not o.is_gone}
-        if watched != of_blocks:
-            raise InvariantError("blocks are watched for spills that there are not")
 
     def _entries(self, sequence: CachedSequence) -> PromptEntries:
         return self.entries(sequence.hashes, sequence.request.cache_salt)
@@ -606,30 +594,22 @@ class Tiering:
 
     def _is_there(self, offer: _Offer) -> bool:
         """Say whether an entry is still where it was when it was offered."""
-        if offer.facts.key.kind is EntryKind.KV:
-            return not offer.is_gone
-        return self._slots.generations.item(offer.place) == offer.generation
+        return self._generations[offer.facts.key.kind].item(offer.place) == offer.generation
 
-    def _end_spill(self, offer: _Offer) -> None:
+    def _end_spill(self, offer: _Offer, failure: str | None = None) -> None:
         """End a copy that is over; it counts only if what it read was there all the time."""
         assert offer.lease is not None, "it has a row since it was begun"
-        lease = offer.lease
         self._unpin(offer)
-        if not self._is_there(offer):
-            self._give_up(offer, "gone")
-            return
-        self._forget(offer)
-        is_kept = self.host.complete(lease)
+        if failure is None and not self._is_there(offer):
+            failure = "gone"
+        is_kept = False
+        if failure is None:
+            is_kept = self.host.complete(offer.lease)
+        else:
+            self.host.release(offer.lease, failure)
         offer.lease = None
         if is_kept:
             self.offer_below(offer.facts)
-
-    def _give_up(self, offer: _Offer, reason: str) -> None:
-        assert offer.lease is not None, "it has a row since it was begun"
-        self._unpin(offer)
-        self._forget(offer)
-        self.host.release(offer.lease, reason)
-        offer.lease = None
 
     @property
     def pins(self) -> list[SlotLease]:
@@ -645,17 +625,10 @@ class Tiering:
         if pin is not None:
             self._slots.unpin_slots([pin])
 
-    def _forget(self, offer: _Offer) -> None:
-        """Stop to watch an offer's block."""
-        if offer.facts.key.kind is EntryKind.KV and self._watched.get(offer.place) is offer:
-            del self._watched[offer.place]
-
     def _on_removed(self, event: Removed) -> None:
-        """Cancel spills of removed blocks."""
-        for block_id in event.block_ids if self._watched and event.kind == "block" else ():
-            offer = self._watched.pop(block_id, None)
-            if offer is not None:
-                offer.is_gone = True
+        """Have spills of removed blocks not count."""
+        if (self._offers or self._spills) and event.kind == "block":
+            self._generations[EntryKind.KV][[*event.block_ids]] += 1
 
     # What lies on disk and in a store.
 

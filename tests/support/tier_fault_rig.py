@@ -158,7 +158,7 @@ class Rig:
         assert lease is not None
         self.host.buffer(lease)[:] = b"\xff" * facts.payload_bytes
         if not self.disk.load(facts, self.host.buffer(lease), answer):
-            self.host.cancel(lease)
+            self.host.release(lease)
             return "not taken"
         self.end()
         self.host.end_later(lease, answer.get())

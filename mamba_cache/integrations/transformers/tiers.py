@@ -160,10 +160,10 @@ class PrefixTiers(Tiering):
             if block is None:
                 return
             if self._has_kv and not self.host.has(EntryKind.KV, digest):
-                self.offer_block(block, entries.facts(EntryKind.KV, index))
+                self.offer_entry(block, entries.facts(EntryKind.KV, index))
             slot = store.slots.get_slot(block)
             if slot >= 0 and not self.host.has(EntryKind.STATE, digest):
-                self.offer_slot(slot, entries.facts(EntryKind.STATE, index))
+                self.offer_entry(slot, entries.facts(EntryKind.STATE, index))
 
     def _entries(self, sequence: CachedSequence) -> PromptEntries:
         return self.entries(sequence.hashes, None)  # digests have the salt
