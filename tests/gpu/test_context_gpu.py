@@ -2,6 +2,7 @@
 
 import gc
 
+import context_rig
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
@@ -17,33 +18,13 @@ STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(4 * BLOCK)]
 PROMPTS = [STEM[: 2 * BLOCK + n] + [n] * (3 * n) for n in range(1, 5)]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
+def make_context():
+    return context_rig.make_context(device="cuda", placement=EveryNthBlock(1))
 
 
 @pytest.fixture
 def context():
     return make_context()
-
-
-def make_context():
-    context = DynamicInferenceContext(
-        make_config(),
-        MODEL_CONFIG.state_spec(torch.float64),
-        MODEL_CONFIG.kv_spec(torch.float64),
-        device="cuda",
-        placement=EveryNthBlock(1),
-    )
-    slots = context.slot_allocator
-    for tensor in (
-        context.kv_cache,
-        *context.live_states.tensors.values(),
-        slots.conv_states,
-        slots.ssm_states,
-    ):
-        tensor.fill_(torch.nan)
-    return context
 
 
 def run(context, model, prompts, num_tokens, chunk_tokens=None):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from context_rig import BLOCK, MODEL_CONFIG, VOCAB, UncachedRuns, make_config
+from context_rig import BLOCK, VOCAB, UncachedRuns, make_config, make_context
 from gpu_rig import BUSY_CYCLES, waiting_raises
 
-from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.reference import HybridModel
+from mamba_cache.context import Request
 
 pytestmark = pytest.mark.gpu
 
@@ -15,22 +14,9 @@ DRAFTS = 2
 UNCACHED = UncachedRuns(3 * BLOCK)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
-
-
 @pytest.fixture(params=[0, DRAFTS], ids=["without drafts", "with drafts"])
 def context(request):
-    context = DynamicInferenceContext(
-        make_config(num_speculative_tokens=request.param),
-        MODEL_CONFIG.state_spec(torch.float64),
-        MODEL_CONFIG.kv_spec(torch.float64),
-        device="cuda",
-    )
-    for tensor in (context.kv_cache, *context.live_states.tensors.values()):
-        tensor.fill_(torch.nan)
-    return context
+    return make_context(make_config(num_speculative_tokens=request.param), device="cuda")
 
 
 def run_step(context, model, **options):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from context_rig import BLOCK, MODEL_CONFIG, VOCAB, make_config, saved_prefix_lengths, uncached
+from context_rig import BLOCK, VOCAB, make_config, make_context, saved_prefix_lengths, uncached
 from gpu_rig import waiting_raises
 
-from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.reference import HybridModel, verify_greedy_on_device
+from mamba_cache.context import Request
+from mamba_cache.reference import verify_greedy_on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -15,28 +15,9 @@ PROMPTS = [[(7 * i * i + 3 * i + n) % VOCAB for i in range(2 * BLOCK + n)] for n
 ANSWER = 4 * BLOCK
 
 
-@pytest.fixture(scope="module")
-def model():
-    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
-
-
 @pytest.fixture
 def context():
-    context = DynamicInferenceContext(
-        make_config(num_speculative_tokens=DRAFTS),
-        MODEL_CONFIG.state_spec(torch.float64),
-        MODEL_CONFIG.kv_spec(torch.float64),
-        device="cuda",
-    )
-    slots = context.slot_allocator
-    for tensor in (
-        context.kv_cache,
-        *context.live_states.tensors.values(),
-        slots.conv_states,
-        slots.ssm_states,
-    ):
-        tensor.fill_(torch.nan)
-    return context
+    return make_context(make_config(num_speculative_tokens=DRAFTS), device="cuda")
 
 
 class Foreteller:

@@ -1,14 +1,14 @@
 """The host tier on a GPU: pinned memory, streams of its own, checksums on the device."""
 
 import bench_tiers
+import context_rig
 import pytest
 import torch
-from context_rig import BLOCK, MODEL_CONFIG, VOCAB, assert_same_run, make_config
+from context_rig import BLOCK, VOCAB, assert_same_run, make_config
 from gpu_rig import BUSY_CYCLES, assert_same_bits, held_stream, random_bits_, waiting_raises
-from tier_rig import KV, STATE, always, cached_rows, flip, host_stats
+from tier_rig import KV, STATE, cached_rows, flip, host_stats, make_tiered
 
-from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
-from mamba_cache.reference import HybridModel
+from mamba_cache.context import Request, RequestStatus
 from mamba_cache.tiers.cuda import PIECE_BYTES, CudaTransfers, pinner_for
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.rows import RowFormat
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.gpu
 PROMPT = [(3 * i * i + 2 * i) % VOCAB for i in range(3 * BLOCK + 6)]
 OTHERS = [[(5 * i + k) % VOCAB for i in range(3 * BLOCK + 6)] for k in range(1, 6)]
 DEVICE = torch.device("cuda")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device="cuda", seed=7)
 
 
 class Rig:
@@ -130,13 +125,7 @@ def test_what_is_loaded_overwrites_only_what_is_over(rig):
 
 
 def make_context():
-    context = DynamicInferenceContext(
-        make_config(num_kv_blocks=14, max_slots=3, num_host_blocks=60, num_host_states=30),
-        MODEL_CONFIG.state_spec(torch.float64),
-        MODEL_CONFIG.kv_spec(torch.float64),
-        device="cuda",
-        load_planner=always(),
-    )
+    context = make_tiered(options={"device": "cuda"})
     context.wait_for_tiers()
     return context
 
@@ -185,12 +174,7 @@ def test_a_request_resumes_from_the_host(model, damages):
 
 
 def test_the_first_request_does_not_wait_for_the_memory(model):
-    context = DynamicInferenceContext(
-        make_config(host_cache_gb=4),
-        MODEL_CONFIG.state_spec(torch.float64),
-        MODEL_CONFIG.kv_spec(torch.float64),
-        device="cuda",
-    )
+    context = context_rig.make_context(make_config(host_cache_gb=4), device="cuda")
     run, _ = answer(context, model, PROMPT)
     assert_same_run(run, PROMPT)
     context.wait_for_tiers()

@@ -1,21 +1,14 @@
 """Hits that are verified on a GPU: what is right is kept, a changed bit of a state is found."""
 
 import pytest
-import torch
-from context_rig import BLOCK, MODEL_CONFIG, VOCAB, generate, make_config, make_context
+from context_rig import BLOCK, VOCAB, generate, make_config, make_context
 
-from mamba_cache.reference import HybridModel
 from mamba_cache.reference.engine import compute_prefix
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 PROMPT = [(5 * i * i + 3 * i) % VOCAB for i in range(3 * BLOCK + 3)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return HybridModel(MODEL_CONFIG, dtype=torch.float64, device=DEVICE, seed=7)
 
 
 @pytest.mark.parametrize("damage", [None, "state", "kv"])

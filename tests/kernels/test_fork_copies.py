@@ -1,4 +1,7 @@
-"""The copies of a fork, by the kernel and its twin: all that is forked, and not a byte besides."""
+"""The copies of a fork, by the kernel and its twin: all that is forked, and not a byte besides.
+
+Which of a request's several live states is copied, tests/support/context_machine.py compares.
+"""
 
 from functools import partial
 
@@ -38,21 +41,14 @@ def make(backend, device, monkeypatch, generator):
 
     monkeypatch.setattr(module, "StateCopier", partial(StateCopier, backend=backend))
 
-    def make_context(specs, prompt, steps, **changes):
+    def make_context(specs, prompt):
         context = DynamicInferenceContext(
-            make_config(enable_prefix_caching=False, max_requests=7, **changes),
-            *specs,
-            device=device,
+            make_config(enable_prefix_caching=False, max_requests=7), *specs, device=device
         )
         context.add_request(Request(request_id="other", prompt_tokens=prompt))
         context.add_request(Request(request_id="parent", prompt_tokens=prompt))
-        for index in range(steps):
-            drafts = None
-            if changes and index:
-                drafts = {"parent": [5] * (index % 3)}
-            context.begin_step(drafts=drafts)
-            taken = [5] * (1 + index % 3) if drafts else 5
-            context.commit_step({"other": 5, "parent": taken})
+        context.begin_step()
+        context.commit_step({"other": 5, "parent": 5})
         for tensor in (context.kv_cache, *context.live_states.tensors.values()):
             data = as_bytes(tensor)
             random = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=generator)
@@ -66,7 +62,7 @@ def make(backend, device, monkeypatch, generator):
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[: 2 * BLOCK]], ids=["inside", "boundary"])
 @pytest.mark.parametrize("specs", HYBRIDS.values(), ids=HYBRIDS)
 def test_only_the_unfinished_block_and_the_state_are_copied(make, specs, prompt, num_forks):
-    context = make(specs, prompt, 1)
+    context = make(specs, prompt)
     kv_cache = snapshot(context.kv_cache)
     states = {name: snapshot(tensor) for name, tensor in context.live_states.tensors.items()}
     forks = context.fork("parent", range(num_forks))
@@ -77,23 +73,3 @@ def test_only_the_unfinished_block_and_the_state_are_copied(make, specs, prompt,
     for name, wanted in states.items():
         wanted[:, list(forks.rows)] = wanted[:, [forks.source_row]]
         assert torch.equal(snapshot(context.live_states[name]), wanted)
-
-
-@pytest.mark.parametrize("steps", range(1, 7))
-def test_of_several_live_states_the_current_one_is_copied(make, steps):
-    context = make(HYBRIDS["of several dtypes, odd"], PROMPT, steps, num_speculative_tokens=2)
-    ring = context.config.live_rows_per_request
-    states = {name: snapshot(tensor) for name, tensor in context.live_states.tensors.items()}
-    forks = context.fork("parent", range(3), last_tokens=[1, 2, 3])
-    cursors = context._speculation._rows.cursors.tolist()
-    sources = [row * ring + cursors[row] for row in (forks.source_row, *forks.rows)]
-    # One more after each step for what was taken, as many as index % 3 says.
-    taken = sum(1 + index % 3 for index in range(1, steps))
-    assert cursors[forks.source_row] == taken % ring
-    for name, wanted in states.items():
-        wanted[:, sources[1:]] = wanted[:, sources[:1]]
-        assert torch.equal(snapshot(context.live_states[name]), wanted)
-    rows = context._speculation._rows
-    computed = rows.num_computed[forks.source_row]
-    assert (rows.num_computed[list(forks.rows)] == computed).all()
-    assert rows.last_tokens[list(forks.rows)].tolist() == [1, 2, 3]

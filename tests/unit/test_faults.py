@@ -21,7 +21,7 @@ from injectors import OutOfMemory
 
 from mamba_cache import DeviceTokens, Request
 from mamba_cache.cache import EveryNthBlock
-from mamba_cache.errors import InvalidArgumentError, PoisonedError, StepOrderError
+from mamba_cache.errors import PoisonedError, StepOrderError
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -141,32 +141,6 @@ def test_commits_go_on_under_forced_collisions_while_parents_go_first(monkeypatc
         context.check_invariants()
     generate(context, OTHER, 2)
     assert len(generate(context, OTHER, 2)[2].block_ids) == 2
-
-
-@pytest.mark.parametrize(("owner", "name"), [
-    ("kv_block_allocator", "register_kv_block_hashes"),
-    ("slot_allocator", "commit_reserved"),
-    ("slot_allocator", "note_consumed"),
-])  # fmt: skip
-def test_any_error_in_the_middle_of_a_commit_poisons(monkeypatch, owner, name):
-    """One of the package's own, too: half of the requests have their tokens."""
-    context = make_context()
-    prompt = [1, 2, 3] * BLOCK
-    generate(context, prompt, 1)
-    add(context, "a", prompt)
-    add(context, "b", OTHER)
-
-    def refuse(*_, **__):
-        raise InvalidArgumentError("no")
-
-    monkeypatch.setattr(getattr(context, owner), name, refuse)
-    with pytest.raises(InvalidArgumentError, match="no"):
-        run_step(context)
-    monkeypatch.undo()
-    with pytest.raises(PoisonedError, match="commit_step broke off"):
-        run_step(context)
-    context.reset()
-    assert_same_run(generate(context, prompt, 2), prompt)
 
 
 def test_slots_that_were_not_freed_with_their_blocks_make_the_context_unusable(monkeypatch):
