@@ -43,11 +43,9 @@ class Stored:
     Attributes:
         kind: "block" or "state".
         block_ids: The blocks; of states, the blocks at whose ends they were saved.
-        hash_ids: The hash id of each block.
-        slots: The slot of each state.
         digests: The digest of each block.
-        parent_hash: Hash id of the block before the first one; None at a sequence's start.
-        parent_digest: Digest of that block; None also if it is unknown.
+        slots: The slot of each state.
+        parent_digest: Digest of the block before the first one; None at a sequence's start.
         tokens: [num_blocks * block_size_tokens] int32 array, the blocks' tokens in order. None if
             they were not given.
         extra_keys: What else the hash of each block is made of, as vLLM lists it: the adapter,
@@ -58,10 +56,8 @@ class Stored:
 
     kind: Literal["block", "state"]
     block_ids: tuple[int, ...]
-    hash_ids: tuple[int, ...]
+    digests: tuple[bytes, ...]
     slots: tuple[int, ...] = ()
-    digests: tuple[bytes, ...] = ()
-    parent_hash: int | None = None
     parent_digest: bytes | None = None
     tokens: Any = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
@@ -75,17 +71,15 @@ class Removed:
     Attributes:
         kind: "block" or "state".
         block_ids: The blocks, in the order of removal; of states, the blocks at their ends.
-        hash_ids: The hash id by which each was found.
-        slots: The slot of each state.
         digests: The digest of each block.
+        slots: The slot of each state.
         is_reset: All blocks, or all states, were removed.
     """
 
     kind: Literal["block", "state"]
     block_ids: tuple[int, ...]
-    hash_ids: tuple[int, ...]
+    digests: tuple[bytes, ...]
     slots: tuple[int, ...] = ()
-    digests: tuple[bytes, ...] = ()
     is_reset: bool = False
 
 

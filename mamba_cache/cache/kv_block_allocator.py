@@ -308,17 +308,14 @@ class KVBlockAllocator:
             added, parent = slice(start, end), holders[-1] if holders else parent
             self._add_chain(ids[added], hash_ids[added], digests[added], parent)
             if self.listeners.wants(Stored):
-                told: dict[str, Any] = {"digests": digests[added]}
-                if parent != self.dummy_block_id:
-                    told["parent_hash"] = self._hash_at[parent]
-                    told["parent_digest"] = self._digests[parent]
+                told: dict[str, Any] = {"parent_digest": self._digests[parent]}
                 if extra_keys is not None:
                     told["extra_keys"] = tuple(extra_keys[added])
                 if tokens is not None:  # as they are now
                     size = len(tokens) // len(ids)
                     own = tokens[start * size : end * size].copy()
                     told |= {"tokens": own, "block_size_tokens": size}
-                self.listeners.put(Stored("block", (*ids[added],), (*hash_ids[added],), **told))
+                self.listeners.put(Stored("block", (*ids[added],), digests[added], **told))
         self.listeners.tell()
         return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
 
@@ -354,6 +351,11 @@ class KVBlockAllocator:
         """
         return self._block_of.get(check_kind("digest", digest, bytes))
 
+    def digest_of(self, block_id: int) -> bytes | None:
+        """Return the digest that a block of the pool is registered under; for its slots."""
+        digest: bytes | None = self._digests[block_id]
+        return digest
+
     @guarded(nests=True)
     def deregister_blocks(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable, with all that lies below them: cached ones become free.
@@ -378,11 +380,9 @@ class KVBlockAllocator:
             self.before_reset()
         with self._guard.ending(self.listeners, renews=True):
             digests, block_ids = tuple(self._block_of), tuple(self._block_of.values())
-            hash_ids = tuple(self._hashes[list(block_ids)].tolist())
             self._free_states(block_ids)
             self._clear()
-            removed = Removed("block", block_ids, hash_ids, digests=digests, is_reset=True)
-            self.listeners.put(removed)
+            self.listeners.put(Removed("block", block_ids, digests, is_reset=True))
 
     def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
         """Read block ids; the dummy block, which is the last one, is none of them."""
@@ -528,9 +528,7 @@ class KVBlockAllocator:
         blocks = as_rows(block_ids)
         digests = self._digests[blocks].tolist()
         if block_ids and self.listeners.wants(Removed):
-            hash_ids = self._hashes[blocks].tolist()
-            told = Removed("block", (*block_ids,), (*hash_ids,), digests=(*digests,))
-            self.listeners.put(told)
+            self.listeners.put(Removed("block", (*block_ids,), (*digests,)))
         self._leaves.discard(block_ids)
         for digest in digests:
             del self._block_of[digest]

@@ -680,11 +680,12 @@ class SlotPool:
         """Queue an event of the states of registered blocks."""
         if self._index is None or not self.listeners.wants(kind):
             return
-        found = zip(slots, self._hash_ids_of(slots), strict=True)
-        told = [(self._block_at[slot], hash_id, slot) for slot, hash_id in found if hash_id > 0]
+        blocks = [self._block_at[slot] for slot in slots]
+        found = zip(blocks, map(self._index.digest_of, blocks), slots, strict=True)
+        told = [each for each in found if each[1] is not None]
         if told or options:
-            block_ids, hash_ids, cached = zip(*told, strict=True) if told else ((), (), ())
-            self.listeners.put(kind("state", block_ids, hash_ids, slots=cached, **options))
+            block_ids, digests, cached = zip(*told, strict=True) if told else ((), (), ())
+            self.listeners.put(kind("state", block_ids, digests, cached, **options))
 
 
 def check_same_length(**lists: list[int]) -> None:

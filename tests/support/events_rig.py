@@ -48,8 +48,8 @@ class Books:
         )
         self.listeners = self.kv_block_allocator.listeners
         self.hasher = BlockHasher(secret=b"key")
-        self.blocks: dict[int, tuple[int | None, list[int] | None]] = {}
-        self.states: set[int] = set()
+        self.blocks: dict[bytes, tuple[bytes | None, list[int] | None]] = {}
+        self.states: set[bytes] = set()
         self.listeners.add(self._record, Stored, Removed)
 
     def _record(self, event: Any) -> None:
@@ -57,29 +57,29 @@ class Books:
             change = (
                 self.states.update if isinstance(event, Stored) else self.states.difference_update
             )
-            change(event.hash_ids)
+            change(event.digests)
         elif isinstance(event, Stored):
-            parent, size = event.parent_hash, event.block_size_tokens
-            for index, hash_id in enumerate(event.hash_ids):
+            parent, size = event.parent_digest, event.block_size_tokens
+            for index, digest in enumerate(event.digests):
                 tokens = None
                 if event.tokens is not None:
                     tokens = event.tokens[index * size : (index + 1) * size].tolist()
-                self.blocks[hash_id] = parent, tokens
-                parent = hash_id
+                self.blocks[digest] = parent, tokens
+                parent = digest
         else:
-            for hash_id in event.hash_ids:
-                self.blocks.pop(hash_id)
+            for digest in event.digests:
+                self.blocks.pop(digest)
 
     def expected(self, mode: str) -> dict[int, dict[int, tuple[int | None, list[int]]]]:
         """What subscribers should know, straight from the definition: by group, then by hash."""
         told = {}
-        for hash_id in self.blocks:
-            path = self._path(hash_id)
+        for digest in self.blocks:
+            path = self._path(digest)
             if path is None:
                 continue
             if mode == "resident":
                 told.update(dict.fromkeys(path[-1:]))
-            elif hash_id in self.states:
+            elif digest in self.states:
                 told.update(dict.fromkeys(path))
         # The part of a block is no block, but its state makes those before it of use.
         told = [h for h in told if len(self.blocks[h][1]) == BLOCK]
@@ -90,24 +90,24 @@ class Books:
             1: {wire[h]: entries[h] for h in told if h in self.states},
         }
 
-    def _wire_hash(self, hash_id: int) -> int:
+    def _wire_hash(self, digest: bytes) -> int:
         """What subscribers know a block by: its prefix, whatever the cache's own secret."""
         before = 0
-        for index, each in enumerate(self._path(hash_id) or []):
+        for index, each in enumerate(self._path(digest) or []):
             data = np.array(self.blocks[each][1], "<i4").tobytes()
             start = before.to_bytes(8, "little") if index else b""
-            digest = hashlib.blake2b(start + data, digest_size=8).digest()
-            before = int.from_bytes(digest, "little")
+            hashed = hashlib.blake2b(start + data, digest_size=8).digest()
+            before = int.from_bytes(hashed, "little")
         return before
 
-    def _path(self, hash_id: int | None) -> list[int] | None:
+    def _path(self, digest: bytes | None) -> list[bytes] | None:
         """The blocks from a sequence's start to this one; None if not all are there and told."""
-        path: list[int] = []
-        while hash_id is not None:
-            if hash_id not in self.blocks or self.blocks[hash_id][1] is None:
+        path: list[bytes] = []
+        while digest is not None:
+            if digest not in self.blocks or self.blocks[digest][1] is None:
                 return None
-            path.insert(0, hash_id)
-            hash_id = self.blocks[hash_id][0]
+            path.insert(0, digest)
+            digest = self.blocks[digest][0]
         return path
 
     def run(self, tokens: list[int], states: list[int], *, salt: str | None = None) -> None:

@@ -57,9 +57,8 @@ def test_a_reset_says_that_all_is_gone_even_if_there_was_nothing(pool):
     told(pool)
     pool.reset()
     pool.reset()
-    hashes = prefix(1)
     assert told(pool) == [
-        Removed("block", (*cached,), (*hashes,), digests=hashes.digests, is_reset=True),
+        Removed("block", (*cached,), prefix(1).digests, is_reset=True),
         Removed("block", (), (), is_reset=True),
     ]
 
@@ -109,7 +108,7 @@ def test_a_listener_gets_the_kinds_that_it_was_added_for():
     listeners, heard, all_heard = Listeners(), [], []
     listeners.add(heard.append, Removed)
     listeners.add(all_heard.append)
-    events = [Stored("block", (1,), (2,)), Removed("block", (1,), (2,))]
+    events = [Stored("block", (1,), (b"2",)), Removed("block", (1,), (b"2",))]
     for event in events:
         listeners.put(event)
     listeners.tell()
@@ -171,15 +170,15 @@ def test_a_listener_that_raises_costs_no_slot(slots):
 
 def test_states_of_one_call_are_one_event(slots):
     given = [slots.get_slot(block) for block in slots.cached]
-    hash_ids = tuple(prefix(token)[0] for token in range(1, 5))
+    digests = tuple(prefix(token).digest(0) for token in range(1, 5))
     slots._invalidate_blocks_batch(slots.cached)
-    assert told(slots) == [Removed("state", (*slots.cached,), hash_ids, slots=(*given,))]
+    assert told(slots) == [Removed("state", (*slots.cached,), digests, slots=(*given,))]
     save(slots, 6)  # not registered
     slots.invalidate_block(6)
     [slot] = save(slots, slots.cached[0])
     told(slots)
     slots.reset()
-    first = (slots.cached[0],), hash_ids[:1]
+    first = (slots.cached[0],), digests[:1]
     assert told(slots) == [Removed("state", *first, slots=(slot,), is_reset=True)]
 
 

@@ -88,7 +88,7 @@ def test_a_line_says_what_is_shared_and_nothing_else(tmp_path):
     with TraceLog(path) as log:
         log(event)
         log(admitted(9))
-        log(Removed("block", (1,), (2,)))
+        log(Removed("block", (1,), (b"2",)))
     content = path.read_text(encoding="utf-8")
     header, first, second = map(json.loads, content.splitlines())
     assert header.keys() == {"mamba_cache_trace", "block_size_tokens", "began"}

@@ -100,7 +100,7 @@ class EventView:
     def __init__(self, block_size_tokens: int, mode: EventMode) -> None:
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._is_resident = mode == "resident"
-        self._blocks: dict[int, _Block] = {}  # parents before children
+        self._blocks: dict[bytes, _Block] = {}  # parents before children
         self._events: list[KVEvent] = []
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
 
@@ -108,8 +108,8 @@ class EventView:
         """Take over what happened in a cache."""
         if event.kind == "state":
             change = self._store_state if isinstance(event, Stored) else self._remove_state
-            for hash_id in event.hash_ids:
-                change(hash_id)
+            for digest in event.digests:
+                change(digest)
         elif isinstance(event, Stored):
             self._store_blocks(event)
         elif event.is_reset:
@@ -117,8 +117,8 @@ class EventView:
             self.num_told_blocks = self.num_told_states = self.num_untold = 0
             self._events = [CLEARED]  # whatever came before is over as well
         else:
-            for hash_id in event.hash_ids:
-                self._remove_block(hash_id)
+            for digest in event.digests:
+                self._remove_block(digest)
 
     def take_events(self) -> list[KVEvent]:
         """Return what subscribers are to be told since the last call, in order."""
@@ -134,24 +134,24 @@ class EventView:
         return events
 
     def _store_blocks(self, event: Stored) -> None:
-        size, parent = self._block_bytes, self._blocks.get(event.parent_hash or 0)
+        size, parent = self._block_bytes, self._blocks.get(event.parent_digest or b"")
         data = None if event.tokens is None else event.tokens.tobytes()
-        for index, hash_id in enumerate(event.hash_ids):
+        for index, digest in enumerate(event.digests):
             tokens = data and data[index * size : (index + 1) * size]
             extra_keys = event.extra_keys and event.extra_keys[index]
             self.num_untold += not tokens
-            parent = self._blocks[hash_id] = _Block(parent, tokens, extra_keys)
+            parent = self._blocks[digest] = _Block(parent, tokens, extra_keys)
             if self._is_resident:
                 self._add_use(parent)
 
-    def _remove_block(self, hash_id: int) -> None:
-        block = self._blocks.pop(hash_id, None)
+    def _remove_block(self, digest: bytes) -> None:
+        block = self._blocks.pop(digest, None)
         if block is not None:
             self.num_untold -= not block.tokens
             self._drop_use(block)
 
-    def _store_state(self, hash_id: int) -> None:
-        block = self._blocks.get(hash_id)
+    def _store_state(self, digest: bytes) -> None:
+        block = self._blocks.get(digest)
         if block is not None and not block.has_state:
             block.has_state = True
             if block.is_told:
@@ -159,8 +159,8 @@ class EventView:
                 self.num_told_states += 1
             self._add_use(block)
 
-    def _remove_state(self, hash_id: int) -> None:
-        block = self._blocks.get(hash_id)
+    def _remove_state(self, digest: bytes) -> None:
+        block = self._blocks.get(digest)
         if block is not None and block.has_state:
             block.has_state = False
             if block.is_told:
