@@ -19,7 +19,7 @@ from slot_rig import save
 
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.cache import ConsumedSlotPolicy, KVBlockAllocator, Rows, SlotPool
-from mamba_cache.context import Request
+from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.errors import (
     ConcurrentUseError,
     DoubleFreeError,
@@ -338,6 +338,55 @@ def test_a_listener_may_not_call_in():
     with pytest.raises(ConcurrentUseError, match="from within it"):
         context.commit_step({"x": token})
     assert context.finish("x") == [token]
+
+
+CALLS = {
+    "match": lambda context: context.match(context.prepare(_request())),
+    "add_request": lambda context: context.add_request(_request()),
+    "begin_step": DynamicInferenceContext.begin_step,
+    "commit_step": lambda context: context.commit_step({}),
+    "abort_step": DynamicInferenceContext.abort_step,
+    "preempt": lambda context: context.preempt("x"),
+    "finish": lambda context: context.finish("x"),
+    "reset_requests": lambda context: context.reset(preserve_prefix_cache=True),
+    "reset_everything": DynamicInferenceContext.reset,
+}
+
+
+def test_no_call_of_a_context_comes_in_between():
+    """Not from a callback; but statistics and preparation are for any thread at any time."""
+
+    class Meddling:
+        def positions(self, facts):
+            for name, call in CALLS.items():
+                with pytest.raises(ConcurrentUseError, match=f"{name} was called from within it"):
+                    call(context)
+            assert context.stats().requests == 0
+            assert len(context.prepare(_request()).hashes) == 3
+            return ()
+
+    context = make_context(placement=Meddling())
+    add(context, "x", PROMPT)
+    tokens = []
+    for _ in range(3):  # between calls it may move to another thread
+        thread = threading.Thread(target=lambda: tokens.append(run_step(context)["x"][1]))
+        thread.start()
+        thread.join()
+    assert context.finish("x") == tokens
+    context.check_invariants()
+
+
+def test_a_callback_that_calls_in_has_its_request_taken_back():
+    class Meddling:
+        def positions(self, facts):
+            context.finish("x")
+
+    context = make_context(placement=Meddling())
+    for _ in range(2):  # and the context is not poisoned by it
+        with pytest.raises(ConcurrentUseError, match="from within it while add_request"):
+            add(context, "x", PROMPT)
+    context.check_invariants()
+    assert context.stats().used_blocks == context.stats().reserved_slots == 0
 
 
 @pytest.mark.parametrize("error", FOREIGN)
