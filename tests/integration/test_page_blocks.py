@@ -2,7 +2,7 @@
 
 What a reader has already (a model, a context, prompts) the tests supply; what is this package's the
 page must import. Budgets of a GPU, ports and paths are exchanged. Blocks with output (`testcode`)
-are Sphinx's, and the README's have tests/unit/test_readme.py.
+are Sphinx's.
 """
 
 import ast
@@ -183,6 +183,20 @@ def test_the_quickstart(page, model, monkeypatch, capsys) -> None:
     assert skipped[0] == 0
     assert min(skipped[1:]) > 150
     names.cache.close()
+
+
+def test_the_readme(page, model, transformers_rig, generator) -> None:
+    input_ids = transformers_rig.text(generator, 40)
+    opened = page("../README.md", model=model, input_ids=input_ids)
+    names = opened.run(small("mamba_cache_gb=4", "kv_cache_gb=8"))
+    expected = transformers_rig.plain(model, input_ids, max_new_tokens=64).sequences
+    assert torch.equal(names.output, expected)
+    assert torch.equal(names.cache.generate(input_ids, max_new_tokens=64), expected)
+    assert names.cache.stats().hits == 1
+    names.cache.close()
+    request = Request(request_id="a", prompt_tokens=[1, 2, 3])
+    opened.names.update(model=MODEL, context=make_context(), request=request)
+    assert len(opened.run().context.output("a")) == 1
 
 
 def test_the_page_on_transformers(page, model, generator) -> None:
