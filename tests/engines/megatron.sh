@@ -5,8 +5,7 @@
 #
 # FOLDER is where its wheel lies or is downloaded to, 2 MB; without one, to a folder that goes afterwards.
 # It is unpacked and imported, never installed: what it needs besides this package's extra `test` is
-# there. On a machine with a CUDA device, name tests/gpu/test_megatron_gpu.py or
-# tests/gpu/test_real_kernels_gpu.py as the argument.
+# there. On a machine with a CUDA device, tests/gpu/test_real_kernels_gpu.py may be named as well.
 set -euo pipefail
 
 if [ $# -gt 0 ]; then

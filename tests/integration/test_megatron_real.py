@@ -1,15 +1,20 @@
-"""This package's slots in real contexts of Megatron Core, step by step, on the CPU.
+"""This package's slots in real contexts of Megatron Core, step by step.
 
-The wheels come from the folder that MEGATRON_WHEELS names (tests/engines/megatron.sh fetches them);
-what a real context asks of CUDA, the host answers.
+The wheels come from the folder that MEGATRON_WHEELS names (tests/engines/megatron.sh fetches them).
+What a real context asks of CUDA, the host answers, but in a last class of tests for a device.
 """
 
 import re
 import runpy
 
 import pytest
+import torch
 from megatron_rig import (
     BLOCK,
+    CONV,
+    DTYPES,
+    LAYERS,
+    SSM,
     WHEELS,
     Server,
     find_wheels,
@@ -346,3 +351,84 @@ def test_contexts_without_these_slots_keep_megatrons_way(core, generator):
     assert server.add(prompt) == 3 * BLOCK
     server.step()
     server.context.reset()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")  # Megatron's, of what it would need for training
+class TestOnADevice:
+    """Nothing is stood in for."""
+
+    @pytest.fixture
+    def core(self, imported):
+        yield imported
+        megatron.uninstall()
+
+    def test_states_are_saved_restored_and_hit_as_with_megatrons_own(self, core, serve, generator):
+        assert serve().slots.ssm_states.is_cuda
+        megatron.uninstall()
+        test_states_are_saved_restored_and_hit_as_with_megatrons_own(core, serve, generator)
+
+    def test_restores_of_a_step_are_one_launch_and_the_bits_of_megatrons_loop(
+        self, core, serve, generator, monkeypatch
+    ):
+        def restored():
+            """Four hits and four misses; returns the kernels launched and all live bits."""
+            generator.manual_seed(4)
+            server = serve(num_blocks=32, max_requests=8)
+            prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(8)]
+            for prompt in prompts[:4]:
+                server.add(prompt)
+                server.step()
+                server.finish(0)
+            assert [server.add(prompt) for prompt in prompts] == [2 * BLOCK] * 4 + [0] * 4
+            torch.cuda.synchronize()
+            kinds = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=kinds) as profile:
+                server.context._execute_pending_mamba_ops()
+                torch.cuda.synchronize()
+            kernels = [
+                event.name
+                for event in profile.events()
+                if event.device_type == torch.autograd.DeviceType.CUDA
+                and not event.name.startswith(("Memcpy", "Memset"))
+            ]
+            server.forward_begins()
+            states = [server.live_state(place) for place in range(8)]
+            server.forward_goes_on()
+            server.check_live_states()
+            return kernels, states
+
+        restored()  # compiles the kernel
+        kernels, states = restored()
+        context = core.contexts.DynamicInferenceContext
+        theirs = context._execute_pending_mamba_ops.__wrapped__
+        monkeypatch.setattr(context, "_execute_pending_mamba_ops", theirs)
+        kernels_of_loop, states_of_loop = restored()
+        print(len(kernels), kernels, len(kernels_of_loop), kernels_of_loop)
+        assert states == states_of_loop
+        assert len(kernels) == 1, kernels
+        assert len(kernels_of_loop) >= 4 + 2
+
+    def test_megatrons_kernels_write_into_the_scratch(self, core, serve, generator):
+        extraction = core.extraction
+        server = serve()
+        slots = server.slots
+        chunks = torch.rand((9, *SSM), generator=generator).to("cuda", DTYPES[1])
+        inputs = torch.rand((1, 9 * BLOCK, CONV[0]), generator=generator).to("cuda", DTYPES[0])
+        count = torch.tensor([3], dtype=torch.int32, device="cuda")
+        where = torch.tensor([4, 1, 7, 0, 0], device="cuda")
+        ends = torch.tensor([700, 128, 256, 4, 4], dtype=torch.int32, device="cuda")
+        for layer in range(LAYERS.count("M")):
+            ssm_out, conv_out = (
+                slots.intermediate_ssm_out[layer],
+                slots.intermediate_conv_out[layer],
+            )
+            extraction.scatter_intermediate_ssm(chunks + layer, where, count, ssm_out)
+            extraction.scatter_intermediate_conv(
+                inputs + layer, ends, count, conv_out, d_conv=CONV[1]
+            )
+        for layer in range(LAYERS.count("M")):
+            assert torch.equal(slots.intermediate_ssm_out[layer, :3], (chunks + layer)[where[:3]])
+            windows = [(inputs + layer)[0, end - CONV[1] : end].T for end in ends[:3].tolist()]
+            assert torch.equal(slots.intermediate_conv_out[layer, :3], torch.stack(windows))
+            assert not slots.intermediate_ssm_out[layer, 3:].any()
