@@ -123,4 +123,4 @@ def test_small_kernels_do_not_wait_for_a_check():
         checked.record(checksums._stream)
         assert checksums.is_unchanged()
         torch.cuda.synchronize()
-    assert summed.elapsed_time(checked) > begin.elapsed_time(summed)
+    assert summed.elapsed_time(checked) > 0.1 * begin.elapsed_time(checked)
