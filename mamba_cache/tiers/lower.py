@@ -631,8 +631,7 @@ class LowerTier:
                 over = self._count_over(self._still_taken(worker.jobs), refusal, reason)
                 worker.jobs = ()
                 is_lost = worker not in self._workers
-                # One less reads or writes.
-                self._job_came.notify(len(self._workers) if self._is_closing else 1)
+                self._job_came.notify()  # one less reads or writes
             self._tell(over)
             del jobs, over  # they hold the caller's buffer
             self._end_unwanted()
@@ -660,10 +659,10 @@ class LowerTier:
     def _take_some(self, worker: _Worker) -> list[Any]:
         """Have a worker take jobs of one kind, questions and loads first."""
         jobs: list[Any] = []
-        if self._owes_removals and self._has_room(1, PutJob, _RemovalJob):
-            jobs = self._take(self._removals)  # before what is put after them
-        elif self._is_left_alone or self._is_closing:
-            if self._rest_left is None and not self._is_closing:
+        if self._owes_removals:
+            jobs = self._take(self._removals)
+        elif self._is_left_alone:
+            if self._rest_left is None:
                 self._rest()
                 return [Job(None)]  # for which nobody waits: no job of the worker's
         elif self._connecting or self._asks:
@@ -673,9 +672,9 @@ class LowerTier:
         ):
             jobs = self._take_share(self._reads, self._max_reads_at_once)
             jobs = jobs or self._take_share(self._loads, self._max_loads_at_once)
-        elif self._removals and self._disk is None:
+        elif self._removals:
             jobs = self._take(self._removals)
-        elif self._has_room(self._max_writers, PutJob, _RemovalJob):
+        elif self._has_room(self._max_writers, PutJob, _RemovalJob):  # puts come after removals
             keys = [*islice(self._puts, self._max_puts_at_once)]
             jobs = [self._puts.pop(key) for key in keys]
             self._taken.update(jobs)

@@ -539,6 +539,27 @@ def test_closing_gives_up_what_is_queued_and_says_so(tmp_path, monkeypatch) -> N
     again.close()
 
 
+def test_what_is_wrong_is_removed_before_the_disk_is_closed(tmp_path) -> None:
+    tier = open_tier(tmp_path)
+    assert put(tier, 1) is None
+    tier.remove(facts_of(1).key)
+    tier.close()
+    assert files_in(tmp_path) == set()
+
+
+def test_what_is_put_after_a_removal_is_written_after_it(tier, monkeypatch) -> None:
+    assert put(tier, 1) is None
+    gate, answer = Gate(monkeypatch, DiskStore, "remove"), Answer()
+    tier.remove(facts_of(1).key)
+    gate.wait_for(1)
+    assert tier.put(facts_of(1), payload_of(1), answer)
+    with tier._lock:
+        assert tier._take_some(tier._workers[0]) == []
+    gate.open()
+    assert answer.get() is None
+    assert load(tier, 1) == payload_of(1)
+
+
 @pytest.mark.parametrize("num_bytes", [HEADER_BYTES, STATE_BYTES])
 def test_an_entry_that_is_evicted_before_its_header_or_chunk_is_read_is_a_miss(
     tmp_path, monkeypatch, num_bytes
