@@ -94,26 +94,14 @@ class LoadJob(Job):
         return str(self.expected.key)
 
 
-class _Chunk(NamedTuple):
-    """A part of an entry, or its header."""
-
-    name: str
-    payload: memoryview
-    number: int = 0
-    put: Any = None
-
-
 @dataclass(slots=True, eq=False)
 class _ReadJob(Job):
     """A chunk of a load that is to be read."""
 
     load: LoadJob
-    chunk: _Chunk
-
-    @property
-    def name(self) -> str:
-        """The name of the chunk."""
-        return self.chunk.name
+    name: str
+    number: int
+    chunk: memoryview
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +110,14 @@ class PutJob(Job):
 
     facts: EntryFacts
     payload: memoryview
+
+
+class _Part(NamedTuple):
+    """A chunk or the header of an entry that is to be written."""
+
+    put: PutJob
+    name: str
+    content: memoryview
 
 
 @dataclass(slots=True, eq=False)
@@ -133,9 +129,9 @@ class _RemovalJob(Job):
 
 @dataclass(slots=True, eq=False)
 class _AskJob(Job):
-    """A question which entries the store has."""
+    """A question which entries a store has; without keys, whether it is there."""
 
-    keys: Sequence[EntryKey]
+    keys: Sequence[EntryKey] = ()
 
 
 _Some = TypeVar("_Some", bound=Job)
@@ -211,9 +207,8 @@ class LowerTier:
         self._job_came = threading.Condition(self._lock)
         self._one_told = threading.Condition(self._lock)
         self._call_began = threading.Condition(self._lock)
-        # So that no request waits until a store has connected.
-        self._connecting = deque([Job(None)] if self._disk is None else [])
-        self._asks: deque[_AskJob] = deque()
+        # The first one has a store connect, so that no request waits until it has.
+        self._asks = deque([_AskJob(None)] if self._disk is None else [])
         self._reads: deque[_ReadJob] = deque()
         self._loads: deque[LoadJob] = deque()
         self._removals: deque[_RemovalJob] = deque()
@@ -445,7 +440,7 @@ class LowerTier:
 
     @property
     def _queues(self) -> tuple[deque[Any], ...]:
-        return self._connecting, self._asks, self._reads, self._loads, self._removals
+        return self._asks, self._reads, self._loads, self._removals
 
     def _queued(self) -> list[Job]:
         return [job for queue in (*self._queues, self._puts.values()) for job in queue]
@@ -664,9 +659,9 @@ class LowerTier:
         elif self._is_left_alone:
             if self._rest_left is None:
                 self._rest()
-                return [Job(None)]  # for which nobody waits: no job of the worker's
-        elif self._connecting or self._asks:
-            jobs = self._take(self._connecting) or self._take(self._asks)
+                return [_AskJob(None)]  # for which nobody waits: no job of the worker's
+        elif self._asks:
+            jobs = self._take(self._asks)
         elif (self._reads or self._loads) and self._has_room(
             self._num_threads - 1, LoadJob, _ReadJob
         ):
@@ -761,13 +756,13 @@ class LowerTier:
         elif isinstance(first, _RemovalJob):
             self._remove(worker, first.names)
             self._end(first)
-        elif isinstance(first, _AskJob):
+        elif first.keys:
             names = [str(key) for key in first.keys]
             answers = self._call(worker, self.store.exists_many, names)
             for key, fault in zip(first.keys, answers, strict=True):
                 self._know(key, is_there=fault is None)
             self._end(first)
-        else:  # look whether it is there
+        else:
             is_first = bool(worker.jobs)
             seconds = _CONNECT_SECONDS if is_first else 0.0
             self._call(worker, lambda _: [self.store.health().fault], ["health"], seconds=seconds)
@@ -834,9 +829,8 @@ class LowerTier:
                 load.is_unreadable = answer is StoreFault.IO_ERROR
                 self._end(load, mac)
                 continue
-            reads = [
-                _ReadJob(None, load, chunk) for chunk in self._chunks(load.expected, load.into)
-            ]
+            chunks = enumerate(self._chunks(load.expected, load.into))
+            reads = [_ReadJob(None, load, name, number, chunk) for number, (name, chunk) in chunks]
             with self._lock:
                 load.mac, load.num_chunks_left = mac, len(reads)
                 self._reads.extend(reads)
@@ -851,19 +845,19 @@ class LowerTier:
             if read.load.refusal is not None:
                 self._end(read)
         reads = [read for read in reads if read in self._taken]
-        names, payloads = [read.name for read in reads], [read.chunk.payload for read in reads]
-        buffers = self._buffers(worker, payloads)
+        names = [read.name for read in reads]
+        buffers = self._buffers(worker, [read.chunk for read in reads])
         answers = self._call(worker, self.store.get_many_into, names, buffers)
         for read, answer, buffer in zip(reads, answers, buffers, strict=True):
-            (_, payload, number, _), mac = read.chunk, read.load.mac
-            assert mac is not None, "its header was read"
-            if answer != len(payload):
-                read.load.is_unreadable |= answer is StoreFault.IO_ERROR
-                self._end(read, _refusal_of(answer, len(payload)))
+            load, chunk = read.load, read.chunk
+            if answer != len(chunk):
+                load.is_unreadable |= answer is StoreFault.IO_ERROR
+                self._end(read, _refusal_of(answer, len(chunk)))
                 continue
+            assert load.mac is not None, "its header was read"
             # What was copied is verified: a store may still write to the buffer.
-            _copy(payload, buffer)
-            read.load.macs[number] = mac.part(number, payload)
+            _copy(chunk, buffer)
+            load.macs[read.number] = load.mac.part(read.number, chunk)
             self._end(read)
 
     def _remove(self, worker: _Worker, names: list[str]) -> bool:
@@ -879,13 +873,10 @@ class LowerTier:
         chunks = range(-(-facts.payload_bytes // self._chunk_bytes))
         return [*(str(replace(facts.key, chunk=index)) for index in chunks), str(facts.key)]
 
-    def _chunks(
-        self, facts: EntryFacts, payload: memoryview, put: PutJob | None = None
-    ) -> list[_Chunk]:
-        """Return the chunks of an entry."""
-        payloads = _grouped(payload, self._chunk_bytes)
-        pairs = zip(self._names(facts), payloads, strict=False)
-        return [_Chunk(name, chunk, number, put) for number, (name, chunk) in enumerate(pairs)]
+    def _chunks(self, facts: EntryFacts, payload: memoryview) -> list[tuple[str, memoryview]]:
+        """Return the chunks of an entry, with their names."""
+        chunks = _grouped(payload, self._chunk_bytes)
+        return list(zip(self._names(facts), chunks, strict=False))
 
     def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
         """Write entries: chunks, and headers when all of them are there; each confirmed.
@@ -897,10 +888,10 @@ class LowerTier:
         chunks, headers = [], []
         for put in puts:
             if put in self._taken:
-                own = self._chunks(put.facts, put.payload, put)
-                header = self._macs.seal(put.facts, [chunk.payload for chunk in own])
+                own = [_Part(put, *chunk) for chunk in self._chunks(put.facts, put.payload)]
+                header = self._macs.seal(put.facts, [chunk.content for chunk in own])
                 chunks += own
-                headers.append(_Chunk(str(put.facts.key), memoryview(header), put=put))
+                headers.append(_Part(put, str(put.facts.key), memoryview(header)))
         self._write(worker, chunks, _CHUNKS_AT_ONCE)
         self._write(worker, headers, _ENTRIES_AT_ONCE)
         for put in puts:
@@ -933,31 +924,31 @@ class LowerTier:
             elif fault is not StoreFault.MISSING:
                 self._end(put, _refusal_of(fault), fault.value)
 
-    def _write(self, worker: _Worker, chunks: Sequence[_Chunk], at_once: int) -> None:
+    def _write(self, worker: _Worker, parts: Sequence[_Part], at_once: int) -> None:
         """Put parts of entries, but none of one that has ended.
 
         That a store took them does not say that they can be found: so it is asked.
         """
-        for group in _grouped(chunks, at_once):
-            taken = [chunk for chunk in group if chunk.put in self._taken]
-            buffers = self._buffers(worker, [chunk.payload for chunk in taken])
-            for chunk, buffer in zip(taken, buffers, strict=True):
-                _copy(buffer, chunk.payload)
-            names = [chunk.name for chunk in taken]
+        for group in _grouped(parts, at_once):
+            taken = [part for part in group if part.put in self._taken]
+            buffers = self._buffers(worker, [part.content for part in taken])
+            for part, buffer in zip(taken, buffers, strict=True):
+                _copy(buffer, part.content)
+            names = [part.name for part in taken]
             answers = self._call(worker, self.store.put_many, names, buffers)
             self._end_failed(taken, answers, StoreFault.MISSING.value)
-        taken = [chunk for chunk in chunks if chunk.put in self._taken]
-        answers = self._call(worker, self.store.exists_many, [chunk.name for chunk in taken])
+        taken = [part for part in parts if part.put in self._taken]
+        answers = self._call(worker, self.store.exists_many, [part.name for part in taken])
         self._end_failed(taken, answers, "unconfirmed")
 
     def _end_failed(
-        self, chunks: Sequence[_Chunk], answers: Sequence[StoreFault | None], missing: str
+        self, parts: Sequence[_Part], answers: Sequence[StoreFault | None], missing: str
     ) -> None:
         """End the puts of parts of which an answer is a fault."""
-        for chunk, fault in zip(chunks, answers, strict=True):
-            if fault is not None and chunk.put in self._taken:
+        for part, fault in zip(parts, answers, strict=True):
+            if fault is not None and part.put in self._taken:
                 reason = missing if fault is StoreFault.MISSING else fault.value
-                self._end(chunk.put, _refusal_of(fault), reason)
+                self._end(part.put, _refusal_of(fault), reason)
 
     def _buffers(self, worker: _Worker, payloads: list[memoryview]) -> list[memoryview]:
         """Return what a call reads or writes: a disk the payloads, a store a worker's own memory.

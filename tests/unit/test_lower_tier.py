@@ -27,7 +27,7 @@ class Idle(LowerTier):
 @pytest.fixture
 def idle():
     tier = Idle(MemoryStore(), macs=EntryMacs(SECRET), write_on_use=1, max_queued=2)
-    tier._connecting.clear()
+    tier._asks.clear()
     yield tier
     tier.close()
 
