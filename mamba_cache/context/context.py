@@ -632,7 +632,14 @@ class DynamicInferenceContext:
         self._drop_unwritten()
         damaged = self._tiering.verify(self._prefills)
         if self._speculation is not None:
-            self._advance(self._speculation, sampled)
+            if self._is_advanced:
+                raise StepOrderError(
+                    "the device knows the step's tokens since a commit_step that broke off: "
+                    "abort_step takes the step back"
+                )
+            self._is_advanced = True
+            metadata = self._require_step().metadata
+            self._speculation.advance(metadata, self._in_batch_order(sampled))
         # As planned: a request loses its checkpoint if the step before has reached it.
         if boundaries := self.step_buffers.entries("boundaries"):
             self.slot_allocator.live_to_slots(*boundaries)
@@ -702,15 +709,6 @@ class DynamicInferenceContext:
             self._has_warned = True
         for active in lacking:
             self._planner.drop_inside(active)
-
-    def _advance(self, speculation: Speculation, sampled: Sampled | DeviceTokens) -> None:
-        if self._is_advanced:
-            raise StepOrderError(
-                "the device knows the step's tokens since a commit_step that broke off: "
-                "abort_step takes the step back"
-            )
-        self._is_advanced = True
-        speculation.advance(self._require_step().metadata, self._in_batch_order(sampled))
 
     def _take_or_await(self, new: Sampled | SentTokens, damaged: Sequence[ActiveRequest]) -> None:
         """Take the step's tokens, or keep what is needed of it until they are on the host."""
@@ -951,7 +949,7 @@ class DynamicInferenceContext:
                 self._copy_to_forks(made, tokens)
             for fork in forks:
                 table.set_status(fork, RequestStatus.DECODING)
-            table.add_all(forks)
+            table.add(*forks)
         except BaseException:
             for fork in forks:
                 table.set_status(fork, RequestStatus.PREEMPTED)

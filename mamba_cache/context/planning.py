@@ -74,7 +74,8 @@ class Planner:
         try:
             admission = self._enter(active, found, chunk_tokens, load)
         except BaseException:
-            self._cancel_load(load)
+            if load is not None:
+                self._tiering.cancel(load)
             raise
         active.state_position = match.skip_tokens
         self._tiering.offer_used(active, found.state_matched_blocks)
@@ -114,7 +115,9 @@ class Planner:
             if load is not None:
                 first = load.first_block
                 load.blocks = self._blocks_between(active, first, first + load.num_blocks)
-                load.checkpoint = self._reserve_for_load(active, match.skip_tokens)
+                # The policy hears of the prompt when its chunk is planned: it refuses nothing yet.
+                [[reserved]] = self._reserve([(active, [match.skip_tokens])])
+                load.checkpoint = reserved._replace(is_loaded=True)
                 chunk.load = load
             self._plan(active, chunk, is_new=True)
         except BaseException:
@@ -192,7 +195,8 @@ class Planner:
         if chunk is not None:
             self._index.cancel(chunk.checkpoints)
             self._unpin(chunk.lease)
-            self._cancel_load(chunk.load)
+            if chunk.load is not None:
+                self._tiering.cancel(chunk.load)
 
     def publish_decoded(self, decoded: Sequence[tuple[ActiveRequest, Checkpoint | None]]) -> None:
         """Publish the blocks that decoding requests have filled, and the states that they saved."""
@@ -270,11 +274,6 @@ class Planner:
             )
         return num_tokens
 
-    def _cancel_load(self, load: PlannedLoad | None) -> None:
-        """Give back the rows that a load reads, if they were not."""
-        if load is not None:
-            self._tiering.cancel(load)
-
     def _pin(self, blocks: tuple[int, ...] | list[int], state_blocks: int) -> SlotLease | None:
         if not state_blocks:
             return None
@@ -306,12 +305,6 @@ class Planner:
             chunk.boundary = kept.pop()
         chunk.inside = tuple(kept)
 
-    def _reserve_for_load(self, active: ActiveRequest, position: int) -> Checkpoint:
-        """Reserve a slot for a state that is loaded; one can be had."""
-        assert active.prompt_seen is None, "the policy hears of a prompt when its chunk is planned"
-        [[kept]] = self._reserve([(active, [position])])
-        return kept._replace(is_loaded=True)
-
     def plan_decodes(self, requests: Sequence[ActiveRequest]) -> None:
         """Plan the checkpoints of decoding requests that may end a block in the next step."""
         wanted: list[tuple[ActiveRequest, Sequence[int]]] = []
@@ -341,13 +334,14 @@ class Planner:
             self._index.cancel((checkpoint,))
 
     def _publish(self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]) -> None:
-        """Publish complete blocks of requests and the states that a step saved."""
-        self._index.publish([(a, self._complete_blocks(a), states) for a, states in written])
-
-    def _complete_blocks(self, active: ActiveRequest) -> list[int]:
-        """Return the blocks that a request has filled and not published."""
-        end = self._rows.num_computed.item(active.row) // self._block_size
-        return self._blocks_between(active, active.num_published, min(end, len(active.hashes)))
+        """Publish blocks that requests have filled, and the states that a step saved."""
+        filled: list[tuple[ActiveRequest, list[int], Sequence[Checkpoint]]] = []
+        for active, states in written:
+            end = self._rows.num_computed.item(active.row) // self._block_size
+            end = min(end, len(active.hashes))
+            blocks = self._blocks_between(active, active.num_published, end)
+            filled.append((active, blocks, states))
+        self._index.publish(filled)
 
     def _supersede_decode_states(self, saved: Sequence[tuple[ActiveRequest, Checkpoint]]) -> None:
         """Free the states that requests saved one block earlier while decoding.

@@ -104,11 +104,7 @@ class RequestTable:
         if in_use:
             raise InvalidArgumentError(f"request id {request_id!r} is in use")
 
-    def add(self, active: ActiveRequest) -> None:
-        """Add a request whose id ``check_new`` accepted."""
-        self._requests[active.request_id] = active
-
-    def add_all(self, requests: Iterable[ActiveRequest]) -> None:
+    def add(self, *requests: ActiveRequest) -> None:
         """Add requests whose ids ``check_new`` accepted, all of them at once."""
         self._requests.update({active.request_id: active for active in requests})
 
@@ -283,8 +279,7 @@ class RequestTable:
         """Give one row the blocks that it lacks."""
         held = self.num_blocks.item(row)
         missing = self._blocks_for(num_tokens) - held
-        lacks = missing > 0
-        if lacks:
+        if missing > 0:
             self._append(row, held, self._allocate(missing, [name], num_tokens))
 
     def open_blocks(

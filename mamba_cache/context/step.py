@@ -97,19 +97,6 @@ NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
 """What a step computes of requests that decode if there are none."""
 
 
-def _describe_chunk(request_id: Hashable, chunk: Chunk) -> ScheduledRequest:
-    return ScheduledRequest(
-        request_id=request_id,
-        row=chunk.row,
-        start=chunk.start,
-        num_tokens=chunk.num_tokens,
-        skip_tokens=chunk.start if chunk.is_first else 0,
-        is_prefill=True,
-        samples=chunk.samples,
-        checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
-    )
-
-
 class Step:
     """What the forward computes.
 
@@ -146,7 +133,19 @@ class Step:
     @cached_property
     def prefills(self) -> tuple[ScheduledRequest, ...]:
         """The chunks of prompts, which come last in the batch; made when they are first read."""
-        return tuple(_describe_chunk(*each) for each in self._prefills)
+        return tuple(
+            ScheduledRequest(
+                request_id=request_id,
+                row=chunk.row,
+                start=chunk.start,
+                num_tokens=chunk.num_tokens,
+                skip_tokens=chunk.start if chunk.is_first else 0,
+                is_prefill=True,
+                samples=chunk.samples,
+                checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
+            )
+            for request_id, chunk in self._prefills
+        )
 
     @property
     def decode_rows(self) -> Int64Array:

@@ -25,27 +25,21 @@ _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _ALIGNMENT_BYTES = 64
 _PINNED_BUFFERS = 4
-_PER_TOKEN = ("token_ids", "positions", "kv_slot_mapping")
-_PER_REQUEST = (
-    "num_computed_tokens", "seq_lens", "request_rows", "state_rows", "last_chunk_indices",
-    "restore_sources", "restore_rows",
-    "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
-)  # fmt: skip
-_PADDINGS = {
-    "token_ids": {"token_ids": 0, "positions": 0, "kv_slot_mapping": PAD_SLOT_ID},
-    "request_rows": {
-        "request_rows": -1, "num_computed_tokens": 0, "seq_lens": 0, "state_rows": PAD_SLOT_ID,
-    },
-}  # fmt: skip
-"""What pads tensors that are as long as the one named first; all others are padded with -1."""
+_Fields: TypeAlias = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
+"""Where each tensor begins in the one buffer, in bytes, its shape and its dtype."""
 
 _SIDE_BY_SIDE = {
+    "tokens": ("token_ids", "positions", "kv_slot_mapping"),
+    "requests": ("num_computed_tokens", "seq_lens", "request_rows", "state_rows"),
     "checkpoints": CHECKPOINT_FIELDS,
     "restores": ("restore_sources", "restore_rows"),
     "boundaries": ("boundary_rows", "boundary_slots"),
     "boundaries_by_request": ("boundary_entries", "boundary_positions"),
 }
-"""Tensors of equally many entries, one behind the other, that are written together."""
+"""Tensors of equally many entries, one behind the other, that are written or padded together."""
+
+_PADDINGS = {"tokens": (0, 0, PAD_SLOT_ID), "requests": (0, 0, -1, PAD_SLOT_ID)}
+"""What pads the tensors of a group; all others are padded with -1."""
 
 
 class StepBuffers:
@@ -65,31 +59,36 @@ class StepBuffers:
         requests, blocks = table.block_tables.shape
         self._numbers = np.arange(blocks * self._block_size)
         chunks = min(config.max_tokens, config.max_tokens // self._chunk_size + 2 * requests)
-        self._layout = layout = _Layout()
-        for name in _PER_TOKEN:
-            layout.add(name, (config.max_tokens,), torch.int64)
-        counts = (
-            dict.fromkeys(_PER_REQUEST, requests)
-            | dict.fromkeys(CHECKPOINT_FIELDS, config.checkpoints_per_step)
-            | {
-                "query_start_loc": requests + 1,
-                "cu_chunk_seqlens": chunks + 1,
-                "chunk_seq_idx": chunks,
-            }
-        )
-        for name, count in counts.items():
-            layout.add(name, (count,))
-        layout.add("decode_state_rows", (requests, 1 + config.max_decode_tokens))
-        # The last, because only the rows in use are copied.
-        self._table_offset = layout.add("block_tables", (requests, blocks))
-        self._row_bytes = blocks * torch.int32.itemsize
-        self._device_buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        counts = {"tokens": config.max_tokens, "checkpoints": config.checkpoints_per_step}
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (counts.get(group, requests),)
+            for group, members in _SIDE_BY_SIDE.items()
+            for name in members
+        }
+        shapes |= {
+            "last_chunk_indices": (requests,),
+            "query_start_loc": (requests + 1,),
+            "cu_chunk_seqlens": (chunks + 1,),
+            "chunk_seq_idx": (chunks,),
+            "decode_state_rows": (requests, 1 + config.max_decode_tokens),
+            # The last, because only the rows in use are copied.
+            "block_tables": (requests, blocks),
+        }
+        self._fields: _Fields = {}
+        num_bytes = 0
+        for name, shape in shapes.items():
+            dtype = torch.int64 if name in _SIDE_BY_SIDE["tokens"] else torch.int32
+            self._fields[name] = (num_bytes, shape, dtype)
+            size = math.prod(shape) * dtype.itemsize
+            num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._table_offset, self._row_bytes = self._fields["block_tables"][0], 4 * blocks
+        self._device_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         # By name, those of every step's metadata: what a CUDA graph may read.
-        self.tensors = layout.views(self._device_buffer)
+        self.tensors = _views(self._fields, self._device_buffer)
         names = StepMetadata.__dataclass_fields__
         self._in_order = [self.tensors[name] for name in names if name in self.tensors]
         hosts = [
-            _HostSide(layout, self._device_buffer)
+            _HostSide(self._fields, self._device_buffer)
             for _ in range(_PINNED_BUFFERS if device.type == "cuda" else 1)
         ]
         self._host_buffers = itertools.cycle(hosts)
@@ -143,8 +142,8 @@ class StepBuffers:
         num_checkpoints = sum([len(chunk.inside) for chunk in chunks])
         if num_prefills or host.used["chunk_seq_idx"]:
             num_chunks = self._fill_chunks(host, chunks, bounds, num_checkpoints)
-        host.pad("token_ids", num_tokens)
-        host.pad("request_rows", num_decodes + num_prefills)
+        host.pad("tokens", num_tokens)
+        host.pad("requests", num_decodes + num_prefills)
         host.arrays["query_start_loc"][num_decodes + num_prefills + 1 :] = num_tokens
         self._fill_copies(host, chunks, saved, num_decodes)
         host.send(self._table_offset + (num_decodes + num_prefills) * self._row_bytes)
@@ -309,41 +308,12 @@ class StepBuffers:
         self._counts = {"restores": len(restores), "boundaries": len(entries)}
 
 
-class _Layout:
-    """Where each tensor lies in the one buffer."""
-
-    def __init__(self) -> None:
-        self._fields: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        self.num_bytes = 0
-
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> int:
-        """Lay a tensor behind the others; return its offset."""
-        offset, size = self.num_bytes, math.prod(shape) * dtype.itemsize
-        self._fields[name] = (offset, shape, dtype)
-        self.num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return offset
-
-    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return each tensor as a view of ``buffer`` ([num_bytes] uint8)."""
-        return {
-            name: buffer[offset : offset + math.prod(shape) * dtype.itemsize]
-            .view(dtype)
-            .view(shape)
-            for name, (offset, shape, dtype) in self._fields.items()
-        }
-
-    def arrays(self, buffer: torch.Tensor) -> dict[str, Any]:
-        """Return each tensor of a ``buffer`` on the host as a numpy view.
-
-        Likewise those that are written together, [entries, tensors].
-        """
-        arrays = {name: tensor.numpy() for name, tensor in self.views(buffer).items()}
-        for name, members in _SIDE_BY_SIDE.items():
-            (start, (count,), dtype), (second, *_) = (self._fields[each] for each in members[:2])
-            rows = buffer[start : start + len(members) * (second - start)].view(dtype)
-            width = (second - start) // dtype.itemsize
-            arrays[name] = rows.view(len(members), width)[:, :count].numpy().T
-        return arrays
+def _views(fields: _Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return each tensor as a view of ``buffer`` ([num_bytes] uint8)."""
+    return {
+        name: buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for name, (offset, shape, dtype) in fields.items()
+    }
 
 
 class _HostSide:
@@ -353,15 +323,20 @@ class _HostSide:
     last copy is over.
     """
 
-    def __init__(self, layout: _Layout, device_buffer: torch.Tensor) -> None:
+    def __init__(self, fields: _Fields, device_buffer: torch.Tensor) -> None:
         self._device_buffer = self._buffer = device_buffer
         self._copied: torch.cuda.Event | None = None
         if device_buffer.is_cuda:  # pragma: no cover - tests/gpu run it
             self._buffer = torch.zeros(
-                layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
+                len(device_buffer), dtype=torch.uint8, device="cpu", pin_memory=True
             )
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.arrays = layout.arrays(self._buffer)
+        views = _views(fields, self._buffer)
+        self.arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in views.items()}
+        for name, members in _SIDE_BY_SIDE.items():  # likewise groups, [entries, tensors]
+            (start, (count,), dtype), (second, *_) = (fields[each] for each in members[:2])
+            rows = self._buffer[start : start + len(members) * (second - start)].view(dtype)
+            self.arrays[name] = rows.view(len(members), -1)[:, :count].numpy().T
         self.used = {name: len(array) for name, array in self.arrays.items()}  # not padding
         self.rows: _IntArray | None = None
         self.table_stamps = np.full(self.used["block_tables"], -1, dtype=np.int64)
@@ -378,8 +353,7 @@ class _HostSide:
         """Write padding over what the last step had beyond ``count`` entries."""
         used, self.used[name] = self.used[name], count
         if used > count:
-            for each, padding in _PADDINGS.get(name, {name: PAD_SLOT_ID}).items():
-                self.arrays[each][count:used] = padding
+            self.arrays[name][count:used] = _PADDINGS.get(name, PAD_SLOT_ID)
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""

@@ -222,9 +222,9 @@ def test_tensors_equal_loops(before, drawn, seed, changes):
 class Sent(step_buffers._HostSide):
     """A host side with memory of its own, as there are several on a GPU."""
 
-    def __init__(self, layout, device_buffer):
+    def __init__(self, fields, device_buffer):
         self.device_buffer = device_buffer
-        super().__init__(layout, torch.zeros_like(device_buffer))
+        super().__init__(fields, torch.zeros_like(device_buffer))
 
     def send(self, num_bytes):
         self.num_sent = num_bytes
@@ -242,7 +242,7 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed,
     tables = rng.integers(0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32)
     table = make_table(tables)
     buffers = buffers_for(table, steps[0])
-    hosts = [Sent(buffers._layout, buffers._device_buffer) for _ in range(3)]
+    hosts = [Sent(buffers._fields, buffers._device_buffer) for _ in range(3)]
     buffers._host_buffers, buffers._cpu_arrays = itertools.cycle(hosts), None
     groups = {}
     for number in data.draw(st.lists(st.sampled_from(range(len(steps))), max_size=20)):
