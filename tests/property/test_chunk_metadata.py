@@ -9,8 +9,9 @@ from mamba_cache.metadata import compute_chunk_metadata, compute_varlen_chunk_me
 
 CHUNK_SIZES = st.integers(1, 20)
 INT_DTYPES = st.sampled_from(["int32", "int64"])
-# Each sequence: the tokens that precede it, and its own.
-BATCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=10)
+SEQUENCES = st.tuples(st.integers(0, 60), st.integers(0, 60))
+# Each sequence: the tokens that precede it, and its own. Few are cut one by one, many at once.
+BATCHES = st.lists(SEQUENCES, max_size=8) | st.lists(SEQUENCES, min_size=9, max_size=12)
 
 
 def walk(query_start_loc, phases, chunk_size):

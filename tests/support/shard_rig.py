@@ -79,36 +79,27 @@ class ShardModel:
 
     def forward(self, metadata, context):
         tokens = metadata.token_ids[: metadata.num_tokens].double() + 1
+        bounds = metadata.query_start_loc[: metadata.num_requests + 1].tolist()
         rows = metadata.state_rows[: metadata.num_requests].tolist()
+        first = bounds[metadata.num_decodes]
+        chunk_ends = metadata.cu_chunk_seqlens[1 : metadata.num_chunks + 1].tolist()
         for layer, (conv_weight, ssm_weight) in enumerate(self._weights):
             conv_input = tokens[:, None] * conv_weight % MODULUS
             ssm_input = tokens[:, None, None, None] * ssm_weight % MODULUS
-            self._prefill(layer, conv_input, ssm_input, metadata, rows, context)
-            for i, row in enumerate(rows[: metadata.num_decodes]):
-                self._advance(context, layer, row, conv_input[i : i + 1])
-                ssm = context.mamba_ssm_states[layer, row]
-                ssm.copy_((ssm * 3 + ssm_input[i]) % MODULUS)
-
-    def _prefill(self, layer, conv_input, ssm_input, metadata, rows, context):
-        first, bounds = metadata.num_decodes, metadata.cu_chunk_seqlens.tolist()
-        state_of = {row: context.mamba_ssm_states[layer, row] for row in rows[first:]}
-        chunk_states = []
-        for chunk in range(metadata.num_chunks):
-            row = rows[first + int(metadata.chunk_seq_idx[chunk])]
-            for token in range(first + bounds[chunk], first + bounds[chunk + 1]):
-                state_of[row] = (state_of[row] * 3 + ssm_input[token]) % MODULUS
-            chunk_states.append(state_of[row])
-        if chunk_states:
-            conv = conv_input[first:]
-            context.extract_checkpoint_states(layer, torch.stack(chunk_states), conv, metadata)
-        for i, row in enumerate(rows[first:], start=first):
-            start, end = metadata.query_start_loc[i : i + 2].tolist()
-            self._advance(context, layer, row, conv_input[start:end])
-            context.mamba_ssm_states[layer, row] = state_of[row]
-
-    def _advance(self, context, layer, row, conv_input):
-        window = context.mamba_conv_states[layer, row]
-        window.copy_(torch.cat([window, conv_input.T], dim=1)[:, -window.shape[1] :])
+            after = []  # each token
+            for row, start, end in zip(rows, bounds, bounds[1:], strict=False):
+                state = context.mamba_ssm_states[layer, row]
+                for token in range(start, end):
+                    state = (state * 3 + ssm_input[token]) % MODULUS
+                    after.append(state)
+            if chunk_ends:
+                states = torch.stack([after[first + end - 1] for end in chunk_ends])
+                context.extract_checkpoint_states(layer, states, conv_input[first:], metadata)
+            for row, start, end in zip(rows, bounds, bounds[1:], strict=False):
+                window = context.mamba_conv_states[layer, row]
+                seen = torch.cat([window, conv_input[start:end].T], dim=1)
+                window.copy_(seen[:, -window.shape[1] :])
+                context.mamba_ssm_states[layer, row] = after[end - 1]
 
 
 class Stream:

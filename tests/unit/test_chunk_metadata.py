@@ -85,17 +85,3 @@ def test_a_thousand_long_sequences_take_no_more_steps_than_ten_short_ones(rng):
 
     assert 0 < cut(10, 300) == cut(1024, 32_768)
     assert cut(2, 300) == cut(2, 32_768)
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_few_sequences_are_cut_one_by_one_and_many_at_once(monkeypatch, rng, count):
-    lengths, computed = rng.integers(0, 20, count), rng.integers(0, 20, count)
-    lengths[rng.random(count) < 0.3] = 0
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    found = []
-    for few in (0, 1_000):
-        monkeypatch.setattr("mamba_cache.metadata._FEW", few)
-        found.append(compute_chunk_metadata(starts, computed, 4))
-    for one_by_one, at_once in zip(*found, strict=True):
-        assert one_by_one.dtype == at_once.dtype == np.int32
-        np.testing.assert_array_equal(one_by_one, at_once)
