@@ -62,7 +62,12 @@ from mamba_cache.context.verification import (
     PrefixContent,
     VerificationStats,
 )
-from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    StepOrderError,
+    TokenCapacityError,
+    UnwrittenStateWarning,
+)
 from mamba_cache.events import Admitted
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.protocols import RankAgreement, SlotContext
@@ -401,7 +406,7 @@ class DynamicInferenceContext:
             own,
             tokens,
             chain if own is request else chain.copy(),  # the caller may add it again
-            self._boundaries(own.checkpoint_positions) | self._boundaries(checkpoint_positions),
+            self._boundaries(checkpoint_positions, own.checkpoint_positions),
         )
         self._guard.is_changing = True
         admission = self._planner.admit(active, chunk_tokens)
@@ -410,10 +415,10 @@ class DynamicInferenceContext:
             self._tell_admitted(active)
         return admission
 
-    def _boundaries(self, positions: Sequence[int]) -> frozenset[int]:
-        """Return the block boundaries at or before positions, which are checked."""
+    def _boundaries(self, given: Sequence[int], checked: Sequence[int] = ()) -> frozenset[int]:
+        """Return the block boundaries at or before positions, the ``given`` ones checked here."""
         size = self.block_size_tokens
-        return frozenset(p // size * size for p in check_positions(positions))
+        return frozenset([p // size * size for p in (*check_positions(given), *checked)])
 
     def _tell_admitted(self, active: ActiveRequest) -> None:
         """Tell the listeners of a new request; if one raises, the request is taken back."""
@@ -529,8 +534,19 @@ class DynamicInferenceContext:
         work: DecodeWork = NOBODY_DECODES
         saving: Sequence[int] = ()
         if group.ids or drafts is not None:
-            work = self._decode_work(group, drafts)
-            rows.check_fits(work.num_tokens)
+            work = plan_decodes(
+                rows,
+                group,
+                drafts,
+                is_in_doubt=self._uncollected is not None,
+                config=self.config,
+                preparer=self._preparer,
+                device=self.device,
+            )
+            # Beside chunks there is room for every decoding request: ``token_room`` keeps it.
+            if work.num_tokens > self.config.max_tokens:
+                hint = "let fewer requests decode, or without drafts"
+                raise TokenCapacityError(work.num_tokens, self.config.max_tokens, hint)
         self._guard.is_changing = True
         if group.ids:
             due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
@@ -541,23 +557,6 @@ class DynamicInferenceContext:
         self.batch_dimensions.decode_req_count = len(group.ids)
         on_device = drafts if isinstance(drafts, torch.Tensor) else None
         return self._begin(work, saving, prefills, on_device)
-
-    def _decode_work(self, group: DecodingGroup, drafts: Drafts | None) -> DecodeWork:
-        """Return what a step computes of decoding requests, which have room for it."""
-        rows = self.request_table
-        starts = most = rows.num_computed[group.rows]
-        if self._uncollected is not None:
-            most = starts + rows.num_in_doubt[group.rows]
-        return plan_decodes(
-            group,
-            starts,
-            most,
-            drafts,
-            longest=rows.check_lengths(group, most),
-            config=self.config,
-            preparer=self._preparer,
-            device=self.device,
-        )
 
     def _begin(
         self,

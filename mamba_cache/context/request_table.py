@@ -190,15 +190,6 @@ class RequestTable:
             )
         return most
 
-    def check_fits(self, num_tokens: int) -> None:
-        """Check that the step's buffers hold the tokens of the decoding requests.
-
-        Where chunks are scheduled they do: ``token_room`` has kept room for all of them.
-        """
-        if num_tokens > self._max_tokens:
-            hint = "let fewer requests decode, or without drafts"
-            raise TokenCapacityError(num_tokens, self._max_tokens, hint)
-
     @property
     def num_free_rows(self) -> int:
         """Requests that could still be added."""

@@ -14,7 +14,7 @@ from mamba_cache._checks import check_int, is_unreadable
 from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.kernels import decode_numpy
-from mamba_cache.context.request_table import DecodingGroup, Int64Array
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
 from mamba_cache.errors import InvalidArgumentError
@@ -145,21 +145,25 @@ class Speculation:
 
 
 def plan_decodes(
+    table: RequestTable,
     group: DecodingGroup,
-    starts: Int64Array,
-    most: Int64Array,
     drafts: Drafts | None,
     *,
-    longest: int,
+    is_in_doubt: bool,
     config: CacheConfig,
     preparer: RequestPreparer,
     device: torch.device,
 ) -> DecodeWork:
-    """Return what a step computes of decoding requests: of each its last token and its drafts.
+    """Return what a step computes of decoding requests, which have room for it.
 
-    Drafts that only the device knows are cut at the longest length.
+    It is each one's last token and its drafts. Drafts that only the device knows are cut at the
+    longest length. ``is_in_doubt`` says that the last step is uncollected.
     """
     width, room = config.num_speculative_tokens, config.max_sequence_length
+    starts = most = table.num_computed[group.rows]
+    if is_in_doubt:
+        most = starts + table.num_in_doubt[group.rows]
+    longest = table.check_lengths(group, most)
     if drafts is None:
         return DecodeWork(group, starts, most, most + 1, longest + 1)
     if isinstance(drafts, torch.Tensor):
@@ -262,13 +266,16 @@ def read_sampled(
         return _read_array(new_tokens, counts, len(ids), preparer)
     if counts is not None:
         raise InvalidArgumentError("counts belong to tokens in an array, not to a mapping")
-    if new_tokens.keys() != id_set:
+    if tuple(new_tokens) == ids:  # the usual order, which is read in half of the time
+        values = [*new_tokens.values()]
+    elif new_tokens.keys() == id_set:
+        values = [new_tokens[request_id] for request_id in ids]
+    else:
         missing, unexpected = id_set - new_tokens.keys(), new_tokens.keys() - id_set
         raise InvalidArgumentError(
             f"new_tokens must name just the requests that sample, Step.sampling_ids: "
             f"missing {sorted(map(repr, missing))}, unexpected {sorted(map(repr, unexpected))}"
         )
-    values = [new_tokens[request_id] for request_id in ids]
     if set(map(type, values)) <= {int}:
         return preparer.read_tokens(values).astype(np.int64)[:, None], None
     tokens, lengths = _by_id(new_tokens, ids, preparer, padding=0)

@@ -93,7 +93,7 @@ class StepBuffers:
         ]
         self._host_buffers = itertools.cycle(hosts)
         self._cpu_arrays = hosts[0].arrays if device.type == "cpu" else None
-        self._counts = {"restores": 0, "boundaries": 0}
+        self._last = hosts[0]
 
     def checkpoint_fields(self, num_checkpoints: int | None) -> tuple[torch.Tensor, ...]:
         """Return the fields of the first checkpoints inside prefill chunks; None: of all."""
@@ -104,7 +104,7 @@ class StepBuffers:
 
         Both are views on the device; on the CPU lists, which cost less to make and to read.
         """
-        count = self._counts[name]
+        count = self._last.used[name]
         if not count:
             return []
         if self._cpu_arrays is not None:
@@ -122,31 +122,37 @@ class StepBuffers:
         with the request's place in the batch. The tensors hold on the current stream until the
         next call.
         """
-        host = next(self._host_buffers)
+        host = self._last = next(self._host_buffers)
         host.wait()
         num_decodes, num_prefills = len(work.group.ids), len(chunks)
         num_decode_tokens = work.num_tokens
         max_decode_len = work.width if num_decodes else 0
         if work.lengths is not None:
             max_decode_len = int(np.maximum.reduce(work.lengths))
-        max_seq_len, bounds = work.longest, [0]
+        num_requests, max_seq_len, bounds = num_decodes + num_prefills, work.longest, [0]
         host.arrays["query_start_loc"][0] = 0
         if num_decodes:
             self._fill_decodes(host, work)
         host.rows = work.group.rows
-        host.pad("decode_state_rows", num_decodes)
         if num_prefills:
             bounds, longest = self._fill_prefills(host, chunks, num_decodes, num_decode_tokens)
             max_seq_len = max(max_seq_len, longest)
-        num_tokens, num_chunks = num_decode_tokens + bounds[-1], 0
-        num_checkpoints = sum([len(chunk.inside) for chunk in chunks])
+        num_tokens, num_chunks, num_checkpoints = num_decode_tokens + bounds[-1], 0, 0
         if num_prefills or host.used["chunk_seq_idx"]:
-            num_chunks = self._fill_chunks(host, chunks, bounds, num_checkpoints)
-        host.pad("tokens", num_tokens)
-        host.pad("requests", num_decodes + num_prefills)
-        host.arrays["query_start_loc"][num_decodes + num_prefills + 1 :] = num_tokens
-        self._fill_copies(host, chunks, saved, num_decodes)
-        host.send(self._table_offset + (num_decodes + num_prefills) * self._row_bytes)
+            num_chunks, num_checkpoints = self._fill_chunks(host, chunks, bounds)
+        host.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+        num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
+        host.pad(
+            tokens=num_tokens,
+            requests=num_requests,
+            decode_state_rows=num_decodes,
+            chunk_seq_idx=num_chunks,
+            last_chunk_indices=num_prefills,
+            checkpoints=num_checkpoints,
+            restores=num_restores,
+            boundaries=num_saved,
+        )
+        host.send(self._table_offset + num_requests * self._row_bytes)
         return StepMetadata(  # by position: in a third of the time
             num_decodes,
             num_prefills,
@@ -257,25 +263,24 @@ class StepBuffers:
             host.table_stamps[:count] = stamps
 
     def _fill_chunks(
-        self, host: _HostSide, pieces: Sequence[Chunk], bounds: list[int], num_checkpoints: int
-    ) -> int:
-        """Write the chunks of prompts, and where states are saved inside them; return how many."""
+        self, host: _HostSide, pieces: Sequence[Chunk], bounds: list[int]
+    ) -> tuple[int, int]:
+        """Write the chunks of prompts, and where states are saved inside; return both numbers."""
         size, arrays = self._chunk_size, host.arrays
         phases = [piece.start % size for piece in pieces]
         last = arrays["last_chunk_indices"]
         out = arrays["cu_chunk_seqlens"], arrays["chunk_seq_idx"], last
         num_chunks = cut_into_chunks(bounds, phases, size, out)
         arrays["cu_chunk_seqlens"][num_chunks + 1 :] = bounds[-1]
-        host.pad("chunk_seq_idx", num_chunks)
-        host.pad("last_chunk_indices", len(pieces))
         written = []
         for index, piece in enumerate(pieces):
             first, row = bounds[index], piece.row * self._live_rows
             for position, slot, _ in piece.inside:
                 chunk = last.item(index) - (-(-piece.end // size) - position // size)
                 written.append((chunk, first + position - piece.start, first, row, slot))
-        host.fill("checkpoints", written)
-        return num_chunks
+        if written:
+            arrays["checkpoints"][: len(written)] = written
+        return num_chunks, len(written)
 
     def _fill_copies(
         self,
@@ -283,29 +288,29 @@ class StepBuffers:
         chunks: Sequence[Chunk],
         saved: Sequence[tuple[int, Checkpoint]],
         num_decodes: int,
-    ) -> None:
-        """Write which live states are restored before the step, and saved after it."""
+    ) -> tuple[int, int]:
+        """Write which live states are restored and saved by the step; return both numbers."""
         arrays = host.arrays
         restores = [
             (chunk.restore_source, chunk.row * self._live_rows)
             for chunk in chunks
             if chunk.is_first
         ]
-        if restores or host.used["restores"]:
-            host.fill("restores", restores)
+        if restores:
+            arrays["restores"][: len(restores)] = restores
         entries = [*saved]
         for index, chunk in enumerate(chunks, num_decodes):
             if chunk.boundary is not None:
                 entries.append((index, chunk.boundary))
         if entries or host.used["boundaries"]:
             rows, by_request = arrays["request_rows"], arrays["boundaries_by_request"]
-            host.fill(
-                "boundaries", [(rows.item(i) * self._live_rows, each.slot) for i, each in entries]
-            )
             by_request.fill(-1)
             for number, (index, each) in enumerate(entries):
                 by_request[index] = number, each.position
-        self._counts = {"restores": len(restores), "boundaries": len(entries)}
+        if entries:
+            live = [(rows.item(index) * self._live_rows, each.slot) for index, each in entries]
+            arrays["boundaries"][: len(entries)] = live
+        return len(restores), len(entries)
 
 
 def _views(fields: _Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -342,18 +347,12 @@ class _HostSide:
         self.table_stamps = np.full(self.used["block_tables"], -1, dtype=np.int64)
         self.width = -1  # of decodes: tokens of each, if all have equally many
 
-    def fill(self, name: str, entries: Sequence[tuple[int, ...]]) -> None:
-        """Write the entries of tensors that are written together, and padding behind them."""
-        count = len(entries)
-        if count:
-            self.arrays[name][:count] = entries
-        self.pad(name, count)
-
-    def pad(self, name: str, count: int) -> None:
-        """Write padding over what the last step had beyond ``count`` entries."""
-        used, self.used[name] = self.used[name], count
-        if used > count:
-            self.arrays[name][count:used] = _PADDINGS.get(name, PAD_SLOT_ID)
+    def pad(self, **counts: int) -> None:
+        """Write padding over what the last step had in each tensor beyond its entries of now."""
+        for name, count in counts.items():
+            if (used := self.used[name]) > count:
+                self.arrays[name][count:used] = _PADDINGS.get(name, PAD_SLOT_ID)
+        self.used.update(counts)
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""
