@@ -333,14 +333,6 @@ class BlockHashChain:
         chain._tail = bytearray(self._tail if num_blocks is None else b"")
         return chain
 
-    def parent_digest(self, index: int) -> bytes:
-        """Return what block ``index`` is chained on: the digest before it, or the root.
-
-        Args:
-            index: A block, from 0 to the number of complete blocks.
-        """
-        return self._digests[index - 1] if index else self._root
-
     def append(self, tokens: Any) -> None:
         """Append tokens and hash the blocks that they complete, in O(new tokens).
 
@@ -367,7 +359,7 @@ class BlockHashChain:
     def _hash_blocks(self, data: memoryview) -> None:
         """Hash whole blocks: one by one where they have keys, and in runs between."""
         digest, digests = self._hasher.digest, self._digests
-        parent, blocks = self.parent_digest(len(digests)), self._split(data)
+        parent, blocks = digests[-1] if digests else self._root, self._split(data)
         end = len(digests) + len(data) // self._block_bytes
         while self._keys and self._keys[-1][0] < end:
             with_keys, keys = self._keys.pop()

@@ -41,9 +41,6 @@ __all__ = ["KVBlockAllocator"]
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that a block goes after all to whose timestamps it was not added."""
 
-_MAX_REFERENCES = 1 << 20
-"""Given in one call: counts are int32."""
-
 
 class KVBlockAllocator:
     """A pool of KV blocks with reference counts, whose blocks are found again by their hash.
@@ -200,22 +197,16 @@ class KVBlockAllocator:
         return block_ids
 
     @guarded(nests=True)
-    def retain_memory_blocks(self, block_ids: Iterable[int], num_references: int = 1) -> None:
-        """Add references to each block, used or cached; a block named twice gets twice as many.
-
-        Args:
-            block_ids: The blocks.
-            num_references: How many references each gets, from 1 to 2**20.
+    def retain_memory_blocks(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to each block, used or cached; a block named twice gets two.
 
         Raises:
             UnknownBlockError: A block is free or out of range; nothing is changed.
-            InvalidArgumentError: ``num_references`` is no such int; nothing is changed.
         """
-        count = check_int("num_references", num_references, minimum=1, maximum=_MAX_REFERENCES)
         ids = self._checked_ids(block_ids)
         blocks = as_rows(ids)
         self._guard.is_changing = True
-        reused = self._rows.hold(ids, blocks, count)
+        reused = self._rows.hold(ids, blocks)
         self._touch(blocks)
         if reused:
             self._num_cached -= len(reused)

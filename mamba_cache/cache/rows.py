@@ -123,13 +123,13 @@ class Rows:
                 raise UnknownBlockError(f"{self._what} {row} is free: allocate it first")
         return cached
 
-    def hold(self, ids: list[int], rows: RowIds, num_references: int = 1) -> list[int]:
-        """Add references to rows that are held or cached; return those that were cached."""
+    def hold(self, ids: list[int], rows: RowIds) -> list[int]:
+        """Add a reference to rows that are held or cached; return those that were cached."""
         cached = list(dict.fromkeys(self.without_references(ids, rows)))
         if len(cached) == len(ids):
-            put_at(self.ref_at, self.refs, rows, num_references)
+            put_at(self.ref_at, self.refs, rows, 1)
         else:
-            np.add.at(self.refs, rows, ONE * num_references)
+            np.add.at(self.refs, rows, ONE)
         return cached
 
     def release(self, ids: list[int], rows: RowIds) -> list[int]:

@@ -234,7 +234,7 @@ class RequestTable:
         own = self._allocate(count, names, computed) if rest else []
         try:
             if shared:
-                self._kv_blocks.retain_memory_blocks(shared, count)
+                self._kv_blocks.retain_memory_blocks(shared * count)
         except BaseException:
             self._kv_blocks.release_memory_blocks(own)
             raise

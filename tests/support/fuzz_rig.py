@@ -221,7 +221,7 @@ TARGETS = {
         "kv_blocks",
         kv_pool,
         allocate_memory_blocks={"num_blocks": 3},
-        retain_memory_blocks={"block_ids": [0, 1], "num_references": 2},
+        retain_memory_blocks={"block_ids": [0, 1]},
         release_memory_blocks={"block_ids": [4]},
         register_kv_block_hashes={
             "block_ids": [4, 5], "block_hashes": HASHES, "parent_digest": b"5",
