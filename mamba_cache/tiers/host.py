@@ -40,22 +40,21 @@ class TierStats:
         dropped: Entries that were not stored, by reason. The host tier has "queue_full" (too many
             copies were under way), "no_row" (each was being read or written), "refused" (the policy
             finds the others worth more), "gone" (it left the GPU before its copy was over) and
-            "copy_failed" (the copy raised). Disk and store have "first_use",
-            "in_flight", "queue_full", "unhealthy" and "aborted"; the disk also
-            "disk_full" and "io_error"; the store also "unconfirmed", "not_removed", "timed_out",
-            "error" and the values of ``StoreFault``.
+            "copy_failed" (the copy raised). Disk and store have "first_use", "in_flight",
+            "queue_full", "unhealthy", "aborted", "unconfirmed", "not_removed", "timed_out", "error"
+            and the values of ``StoreFault``, such as "disk_full".
         evicted: Entries given up for others.
         read_bytes: Payloads read.
         written_bytes: Payloads written.
         disk_bytes: What the files take on the disk.
         recovered: Entries that were there when the disk was opened.
-        io_errors: Reads, writes and waits that the system refused, a full disk not counted.
+        io_errors: Reads, writes and removals that the system refused, a full disk not counted.
         asks: Questions what the store has.
-        faults: What the store answered instead of doing what it was asked, by ``StoreFault``, key
-            by key, "missing" not counted; "error" where a call raised.
+        faults: What disk or store answered instead of doing what it was asked, by ``StoreFault``,
+            key by key, "missing" not counted; "error" where a call raised.
         given_up: Calls of the store that did not return by their deadline.
         hung: Of these, those that have not returned yet; each keeps a thread and its buffers.
-        opened: How often the store was left alone after failures.
+        opened: How often disk or store was left alone after failures.
     """
 
     name: str
