@@ -22,6 +22,7 @@ from tier_rig import (
     cached_rows,
     flip,
     flip_all,
+    flip_header,
     host_stats,
     install,
     make_tiered,
@@ -246,6 +247,13 @@ def _facts(context, blocks):
     facts = context._tiering._entries(active).facts(STATE, blocks - 1)
     context.finish("probe")
     return facts
+
+
+def test_before_an_entry_with_a_damaged_header_a_request_resumes():
+    context = fill(make_tiered())
+    flip_header(context, STATE, _row(context, STATE, 3), 700)
+    assert resume(context).skip_tokens == 16
+    assert host_stats(context).refused == {"checksum": 1}
 
 
 def test_what_is_offered_twice_is_copied_once():
