@@ -44,6 +44,9 @@ TENANTS = [
     {"cache_salt": "a", "multimodal_keys": [(3, "a"), (45, "a")]},
 ]
 CHANGES = st.lists(st.sampled_from([0, 0, 1, 5]), min_size=1, max_size=3)
+MODES = st.sampled_from([False, False, True])
+"""Whether PyTorch's inference mode is on, as engines have it in steps and not between them."""
+
 STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(64)]
 
 
@@ -160,6 +163,7 @@ class ContextMachine(RuleBasedStateMachine):
         slot_policy=st.none() | st.sampled_from(POLICIES),
         enable_prefix_caching=st.sampled_from([True] * 7 + [False]),
         forgets=st.sampled_from([None] * 6 + [1, 2]),
+        mode=MODES,
     )
     def start(
         self,
@@ -170,6 +174,7 @@ class ContextMachine(RuleBasedStateMachine):
         slot_policy,
         max_checkpoints,
         forgets=None,
+        mode=False,
         **settings,
     ):
         """``forgets`` is the seed of the layers that do not hand over; None: all do."""
@@ -193,7 +198,8 @@ class ContextMachine(RuleBasedStateMachine):
             **sizes,
         }
         self.placement, self.slot_policy = placement, slot_policy
-        self.context = self.open_context()
+        with torch.inference_mode(mode):
+            self.context = self.open_context()
         self.requests = {}
         self.shared_kv = {}
         self.next_id = self.num_commits = 0
@@ -266,9 +272,17 @@ class ContextMachine(RuleBasedStateMachine):
         chunk=st.none() | st.integers(1, 40),
         some=st.booleans(),
         changes=st.none() | CHANGES,
+        mode=MODES,
     )
-    def steps(self, times, chunk, some, changes):
+    def steps(self, times, chunk, some, changes, mode):
         """Several steps, and often forks of the oldest that decodes then."""
+        with torch.inference_mode(mode):
+            self.go_on(times, chunk, some)
+        decoding = self.with_status(RequestStatus.DECODING)
+        if changes is not None and decoding:
+            self.fork_one(decoding[0], changes)
+
+    def go_on(self, times, chunk, some):
         for _ in range(times):
             for chosen in self.with_status(RequestStatus.PREFILLING):
                 try:
@@ -278,9 +292,6 @@ class ContextMachine(RuleBasedStateMachine):
             decoding = self.with_status(RequestStatus.DECODING)
             if self.can_step():
                 self.step(decoding[::2] if some and decoding else None)
-        decoding = self.with_status(RequestStatus.DECODING)
-        if changes is not None and decoding:
-            self.fork_one(decoding[0], changes)
 
     def step(self, decode_ids):
         step = self.begin(decode_ids)

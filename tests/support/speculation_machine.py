@@ -7,7 +7,7 @@ step may have begun.
 import numpy as np
 import pytest
 import torch
-from context_machine import ContextMachine
+from context_machine import MODES, ContextMachine
 from context_rig import BLOCK, VOCAB, UncachedRuns, saved_prefix_lengths
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -45,8 +45,9 @@ class SpeculationMachine(ContextMachine):
         late=st.booleans(),
         some=st.booleans(),
         times=st.integers(1, 4),
+        mode=MODES,
     )
-    def speculate(self, data, some, times, **how):
+    def speculate(self, data, some, times, mode, **how):
         """Steps of decoding requests with drafts, beside whatever can be scheduled."""
         for _ in range(times):
             for chosen in self.with_status(RequestStatus.PREFILLING):
@@ -57,7 +58,8 @@ class SpeculationMachine(ContextMachine):
             decoding = self.with_status(RequestStatus.DECODING)
             if self.can_step():
                 chosen = decoding[::2] if some and decoding else decoding
-                self.run_step(data, chosen, **how)
+                with torch.inference_mode(mode):
+                    self.run_step(data, chosen, **how)
 
     @precondition(lambda self: self.is_uncollected)
     @rule()

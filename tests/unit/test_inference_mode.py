@@ -1,5 +1,7 @@
 """In and out of PyTorch's inference mode, and under another default device of PyTorch.
 
+Contexts are used in and out of it by tests/support/context_machine.py.
+
 Engines turn the mode on for a step and off between steps, and set a device while they load a model.
 
 What is made in that mode cannot be written outside of it ever after. Found by trying: a context
@@ -23,13 +25,12 @@ from context_rig import (
     BLOCK,
     MODEL,
     MODEL_CONFIG,
-    assert_same_run,
     generate,
     make_config,
     make_context,
 )
 
-from mamba_cache import DeviceTokens, Request
+from mamba_cache import DeviceTokens
 from mamba_cache._torch import to_device
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.integrations.vllm import (
@@ -49,39 +50,6 @@ MODES = {"in": torch.inference_mode, "out": nullcontext}
 CHANGES = [(made, *used) for made, used in product(MODES, permutations(MODES))]
 
 every_change = pytest.mark.parametrize("modes", CHANGES, ids=", ".join)
-
-
-@every_change
-@pytest.mark.parametrize(
-    "settings", [{}, {"num_speculative_tokens": 1}, {"slot_quantization": "int8"}], ids=str
-)
-def test_a_context_may_be_made_and_used_in_and_out_of_the_mode(modes, settings):
-    made, first, second = (MODES[mode] for mode in modes)
-    is_exact = "slot_quantization" not in settings
-    with made():
-        context = make_context(make_config(**settings), poison=is_exact)
-    for number, mode in enumerate((first, second)):
-        with mode():
-            *run, admission = generate(context, PROMPT, BLOCK + 2)
-            if is_exact:
-                assert_same_run(run, PROMPT)
-            assert admission.skip_tokens == 3 * BLOCK * (number > 0)
-
-
-@every_change
-def test_tokens_may_come_from_the_device_in_and_out_of_the_mode(modes):
-    made, first, second = (MODES[mode] for mode in modes)
-    with made():
-        context = make_context(make_config(num_speculative_tokens=1))
-        context.add_request(Request(request_id="a", prompt_tokens=PROMPT))
-    for mode in (first, second, first):
-        with mode():
-            step = context.begin_step()
-            MODEL.forward(step.metadata, context)
-            sampled = torch.tensor([[5, 5]]), torch.tensor([1], dtype=torch.int32)
-            context.commit_step(DeviceTokens(*sampled))
-            assert context.collect_step() == {"a": [5]}
-    context.check_invariants()
 
 
 @every_change
