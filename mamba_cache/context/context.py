@@ -316,7 +316,7 @@ class DynamicInferenceContext:
             InvalidArgumentError: The prompt is empty, not 1-D, or holds what is no token id.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
-        return self._preparer.prepare(request)
+        return PreparedRequest(*self._preparer.read(request), self._preparer)
 
     @guarded()
     def match(self, request: Request | PreparedRequest) -> PrefixMatch:
@@ -569,10 +569,7 @@ class DynamicInferenceContext:
         self._work, self._prefills = work, tuple(prefills)
         try:
             if saving:
-                decoding = work.group.requests
-                self._planner.plan_decodes([decoding[index] for index in saving])
-                planned = ((index, decoding[index].checkpoint) for index in saving)
-                self._planned = {index: each for index, each in planned if each is not None}
+                self._planned = self._planner.plan_decodes(work.group.requests, saving)
             for active in prefills:
                 lease = active.current_chunk.lease
                 if lease is not None and not self.slot_allocator.is_current(lease):

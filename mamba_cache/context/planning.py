@@ -305,10 +305,15 @@ class Planner:
             chunk.boundary = kept.pop()
         chunk.inside = tuple(kept)
 
-    def plan_decodes(self, requests: Sequence[ActiveRequest]) -> None:
-        """Plan the checkpoints of decoding requests that may end a block in the next step."""
+    def plan_decodes(
+        self, requests: Sequence[ActiveRequest], places: Sequence[int]
+    ) -> dict[int, Checkpoint]:
+        """Plan the checkpoints of those decoding requests that may end a block in the next step.
+
+        Return the checkpoints that there are now, by the places of their requests in the batch.
+        """
         wanted: list[tuple[ActiveRequest, Sequence[int]]] = []
-        for active in requests:
+        for active in map(requests.__getitem__, places):
             # Two steps are shorter than a block: there is one boundary at most.
             computed = self._rows.num_computed.item(active.row)
             position = (computed // self._block_size + 1) * self._block_size
@@ -317,6 +322,8 @@ class Planner:
                 wanted.append((active, [position]))
         for (active, _), kept in zip(wanted, self._reserve(wanted), strict=True):
             active.checkpoint = kept[0] if kept else None
+        planned = ((place, requests[place].checkpoint) for place in places)
+        return {place: checkpoint for place, checkpoint in planned if checkpoint is not None}
 
     def _reserve(
         self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]

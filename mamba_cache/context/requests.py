@@ -73,10 +73,6 @@ class RequestPreparer:
         # Of requests without keys of their own; copied, since the root is hashed with care.
         self._plain_chain = BlockHashChain(config.block_size_tokens, hasher=self._hasher)
 
-    def prepare(self, request: Request) -> PreparedRequest:
-        """Check a request's tokens and hash its complete blocks, to be read many times."""
-        return PreparedRequest(*self.read(request), self)
-
     def read(
         self, request: Request | PreparedRequest
     ) -> tuple[Request, TokenArray, BlockHashChain]:

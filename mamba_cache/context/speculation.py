@@ -163,29 +163,33 @@ def plan_decodes(
     starts = most = table.num_computed[group.rows]
     if is_in_doubt:
         most = starts + table.num_in_doubt[group.rows]
-    longest = table.check_lengths(group, most)
+    longest, count = table.check_lengths(group, most), len(group.ids)
+    plain = DecodeWork(group, starts, most, most + 1, longest + 1, count)
     if drafts is None:
-        return DecodeWork(group, starts, most, most + 1, longest + 1)
+        return plain
     if isinstance(drafts, torch.Tensor):
         shape = config.max_requests, width
         _check_on_device("drafts", drafts, shape, (torch.int32, torch.int64), device)
-        work = DecodeWork(group, starts, most, most + 1 + width, longest + 1 + width, 1 + width)
-        if work.longest > room:
-            cut = np.minimum(1 + width, room - most)
-            work = work._replace(ends=most + cut, longest=room, lengths=cut)
-        return work._replace(knows_drafts=False)
+        work = plain._replace(width=1 + width, knows_drafts=False)
+        if plain.longest + width <= room:
+            total, longest = count * (1 + width), plain.longest + width
+            return work._replace(ends=plain.ends + width, longest=longest, num_tokens=total)
+        cut = np.minimum(1 + width, room - most)
+        total = int(cut.sum())
+        return work._replace(ends=most + cut, longest=room, num_tokens=total, lengths=cut)
     if isinstance(drafts, Mapping):
         given, is_full = _by_request(drafts, group, width, preparer), False
     else:
         given, is_full = _in_order(drafts, group, width, preparer)
     num_drafts = given.shape[1]
     if not num_drafts or not group.ids:
-        return DecodeWork(group, starts, most, most + 1, longest + 1)
+        return plain
     ends, longest = most + (1 + num_drafts), longest + 1 + num_drafts
+    total = given.size + count
     lengths: Int64Array | None = None
     if not is_full:
         lengths = np.count_nonzero(given >= 0, axis=1) + 1
-        ends = most + lengths
+        ends, total = most + lengths, int(lengths.sum())
         longest = int(np.maximum.reduce(ends))
     if longest > room:
         index = int((ends > room).argmax())
@@ -194,7 +198,7 @@ def plan_decodes(
             f"request {group.ids[index]!r} has room for {may_have} drafts within "
             f"max_sequence_length ({room}), got {ends.item(index) - most.item(index) - 1}"
         )
-    return DecodeWork(group, starts, most, ends, longest, 1 + num_drafts, lengths, given)
+    return DecodeWork(group, starts, most, ends, longest, total, 1 + num_drafts, lengths, given)
 
 
 def _by_request(

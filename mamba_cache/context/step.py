@@ -53,16 +53,12 @@ class DecodeWork(NamedTuple):
     most: Int64Array  # [n] likewise, or what it may be by what the device alone knows
     ends: Int64Array  # [n] the position after the last token of each, at most
     longest: int  # the largest of ``ends``
+    num_tokens: int  # tokens of all of them together
     width: int = 1  # tokens that each computes at most
     lengths: Int64Array | None = None
     drafts: Int64Array | None = None
     knows_drafts: bool = True  # whether ``drafts`` are all that there are
     crossing: Sequence[int] | Int64Array = ()  # which have tokens beyond their current block
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them together."""
-        return len(self.group.ids) * self.width if self.lengths is None else int(self.lengths.sum())
 
     def describe(self) -> list[ScheduledRequest]:
         """Return each request's part of the step."""
@@ -93,7 +89,7 @@ class DecodeWork(NamedTuple):
 
 _NO_TOKENS: Int64Array = np.zeros(0, dtype=np.int64)
 
-NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0)
+NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0)
 """What a step computes of requests that decode if there are none."""
 
 

@@ -54,6 +54,7 @@ def decode_work(slices, table, block_size):
         most=starts,
         ends=starts + lengths,
         longest=max((starts + lengths).tolist(), default=0),
+        num_tokens=int(lengths.sum()),
         width=width,
         lengths=None if set(lengths.tolist()) <= {width} else lengths,
         drafts=drafts if width > 1 else None,

@@ -20,6 +20,10 @@ FORMS = {
     "numpy": np.array,
     "int32": lambda tokens: np.array(tokens, dtype=np.int32),
     "tensor": torch.tensor,
+    "by name": lambda tokens: dict(zip(("b", "a", "whole"), tokens, strict=True)),
+    "by name in another order": lambda tokens: dict(
+        zip(("whole", "b", "a"), (tokens[2], *tokens[:2]), strict=True)
+    ),
 }
 
 
