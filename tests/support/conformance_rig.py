@@ -3,8 +3,9 @@
 from enum import Enum
 from types import SimpleNamespace
 
+import slot_rig
 import torch
-from slot_rig import live_bits, state_bits
+from slot_rig import live_bits, randomize, state_bits
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, MambaSlotAllocator, StateSpec
 
@@ -23,21 +24,16 @@ class PrefixCachingEvictionPolicy(str, Enum):
 
 def namespace_context(policy, device="cpu"):
     """Nothing but what the Protocol names."""
-    return SimpleNamespace(
+    return slot_rig.make_context(
+        NUM_BLOCKS,
+        MAX_REQUESTS,
         device=device,
-        max_requests=MAX_REQUESTS,
         block_size_tokens=BLOCK,
         prefix_caching_eviction_policy=policy,
         mamba_chunk_size=SSM_CHUNK,
         ssm_chunk_alignment=ALIGNMENT,
         max_mamba_intermediate_states_per_step=SCRATCH,
         gdp_num_householder=0,
-        kv_block_allocator=SimpleNamespace(
-            pool_size=NUM_BLOCKS,
-            block_ref_counts=torch.zeros(NUM_BLOCKS, dtype=torch.int32),
-            block_timestamps=torch.zeros(NUM_BLOCKS, dtype=torch.int64),
-            block_hashes=torch.full((NUM_BLOCKS,), -1, dtype=torch.int64),
-        ),
         request_to_kv_block_ids=torch.empty(MAX_REQUESTS, MAX_BLOCKS, dtype=torch.int32),
         mamba_metadata=SimpleNamespace(
             request_to_mamba_state_idx=torch.empty(MAX_REQUESTS, dtype=torch.int32)
@@ -69,7 +65,7 @@ CONTEXTS = {"namespace": namespace_context, "package": package_context}
 def fill(context, generator):
     """Random live states in rows that are not the requests', different blocks, hashes 1001 on."""
     for tensor in (context.mamba_conv_states, context.mamba_ssm_states):
-        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
+        randomize(tensor, generator)
     rows = torch.randperm(MAX_REQUESTS, generator=generator)
     context.mamba_metadata.request_to_mamba_state_idx[:] = rows
     blocks = torch.randperm(NUM_BLOCKS - 1, generator=generator)
@@ -92,8 +88,7 @@ def make_allocator(context, generator, max_slots=6):
     """Slots and scratch full of random bits."""
     allocator = MambaSlotAllocator(context, max_slots, LAYERS, CONV, SSM, *DTYPES)
     for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
-        tensor = getattr(allocator, name)
-        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 1)
+        randomize(getattr(allocator, name), generator)
     return allocator
 
 
