@@ -24,7 +24,6 @@ from mamba_cache.context import (
     HitToVerify,
     PrefixContent,
     Request,
-    ScheduledRequest,
     Step,
 )
 from mamba_cache.context.scheduler import QueuedRequest, Scheduler
@@ -514,45 +513,32 @@ class Engine:
         logits = self._model.forward(step.metadata, self.context).cpu()
         logits = logits[:, : self.context.config.vocab_size]  # a model may pad its vocabulary
         lengths = [1 if r.is_prefill else r.num_tokens for r in step.requests]
-        rows = torch.split(logits, lengths)
-        tokens = self._verify(step, rows)
-        preempted = self.context.commit_step(tokens)
-        requests = []
-        for scheduled, its_rows in zip(step.requests, rows, strict=True):
-            request = self._scheduler.find(scheduled.request_id)
-            self._count(request, scheduled, tokens.get(request.key, []))
-            requests.append(request)
-            may_fork = request.forks and scheduled.samples and scheduled.request_id not in preempted
-            if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
-                requests += self._scheduler.fork(request, partial(_sample_first, its_rows[0]))
-        return requests
-
-    def _verify(self, step: Step, rows: Sequence[torch.Tensor]) -> dict[Hashable, list[int]]:
-        """Return the next tokens of each request that samples."""
+        requests = [self._scheduler.find(r.request_id) for r in step.requests]
+        parts = list(zip(step.requests, requests, torch.split(logits, lengths), strict=True))
         tokens = {}
-        for scheduled, its_rows in zip(step.requests, rows, strict=True):
+        for scheduled, request, rows in parts:
             if scheduled.samples:
-                request = self._scheduler.find(scheduled.request_id)
                 num_known = scheduled.start + scheduled.num_tokens - len(scheduled.drafts)
                 num_generated = num_known - len(request.prepared.tokens)
                 tokens[request.key] = verify(
-                    its_rows, scheduled.drafts, request.sampling, num_generated
+                    rows, scheduled.drafts, request.sampling, num_generated
                 )
-        return tokens
-
-    def _count(
-        self, request: _EngineRequest, scheduled: ScheduledRequest, tokens: Sequence[int]
-    ) -> None:
-        """Count a request's part of a committed step and the tokens that it brought."""
-        if scheduled.is_prefill:
-            request.prefill_tokens += scheduled.num_tokens
-            return
-        self.decoding += DecodingStats(
-            steps=1,
-            tokens=len(tokens),
-            drafted_tokens=len(scheduled.drafts),
-            accepted_tokens=sum(map(eq, tokens, scheduled.drafts)),
-        )
+        preempted = self.context.commit_step(tokens)
+        for scheduled, request, rows in parts:
+            its_tokens = tokens.get(request.key, [])
+            if scheduled.is_prefill:
+                request.prefill_tokens += scheduled.num_tokens
+            else:
+                self.decoding += DecodingStats(
+                    steps=1,
+                    tokens=len(its_tokens),
+                    drafted_tokens=len(scheduled.drafts),
+                    accepted_tokens=sum(map(eq, its_tokens, scheduled.drafts)),
+                )
+            may_fork = request.forks and scheduled.samples and request.key not in preempted
+            if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
+                requests += self._scheduler.fork(request, partial(_sample_first, rows[0]))
+        return requests
 
     def _collect(self, requests: Iterable[_EngineRequest]) -> None:
         """Make events of what was generated since the last ones; forget requests that ended."""

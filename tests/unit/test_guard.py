@@ -27,6 +27,7 @@ from mamba_cache.errors import (
     PoisonedError,
 )
 from mamba_cache.events import Admitted, Stored
+from mamba_cache.reference import engine as engine_module
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 OTHER = [(5 * i + 1) % 13 for i in range(2 * BLOCK + 3)]
@@ -397,7 +398,7 @@ def test_an_engine_goes_on_after_its_sampling_raised(monkeypatch, error):
     wanted = [one.tokens for one in engine.generate(prompts, SamplingParams(max_new_tokens=3))]
     ids = [engine.submit(prompt, SamplingParams(max_new_tokens=3)) for prompt in prompts]
     with monkeypatch.context() as patch:
-        strike(patch, engine, "_verify", error)
+        strike(patch, engine_module, "verify", error)
         with pytest.raises(error):
             engine.step()
     ends = {e.request_id: e.completion for e in engine.stream() if e.completion}
