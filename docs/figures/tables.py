@@ -51,14 +51,15 @@ def times(ways: tuple[str, ...]) -> str:
 
 def setting() -> str:
     """Return what the runs with kernels were made on, in a sentence."""
-    found = set()
+    gpus: dict[str, set[str]] = {}
     for run in runs(with_kernels=True):
         versions, gpu = run["versions"], run["machine"].rpartition(", ")[2]
-        found.add(
-            f"one {gpu}, PyTorch {versions['torch']}, Triton {versions['triton']}, transformers "
+        software = (
+            f"PyTorch {versions['torch']}, Triton {versions['triton']}, transformers "
             f"{versions['transformers']}"
         )
-    return "; ".join(sorted(found))
+        gpus.setdefault(software, set()).add(f"one {gpu}")
+    return "; ".join(f"{' or '.join(sorted(each))}, {name}" for name, each in gpus.items())
 
 
 def break_even() -> str:
