@@ -26,6 +26,12 @@ FAMILIES = (
 EAGER = ContinuousBatchingConfig(use_cuda_graph=False)
 
 
+@pytest.fixture
+def costs_as_assumed(monkeypatch):
+    """What forwards cost is not measured: beside other work on the GPU graphs may not pay."""
+    monkeypatch.setattr(RectangleCosts, "_update", lambda costs: None)
+
+
 def make_cache(model, **settings):
     ample = {"mamba_cache_gb": 0.2, "kv_cache_gb": 0.2, "block_size_tokens": BLOCK}
     return PrefixCache(model, **{**ample, "max_requests": 16, **settings})
@@ -172,6 +178,7 @@ def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generat
     assert cache.batch_stats().prefill_replays == len(compared)
 
 
+@pytest.mark.usefixtures("costs_as_assumed")
 def test_all_shapes_are_captured_before_the_first_answer(generator):
     model = make_model("nemotron_h")
     cache, plain = make_cache(model, max_requests=8), make_cache(model, cuda_graphs=False)
@@ -192,9 +199,9 @@ def test_all_shapes_are_captured_before_the_first_answer(generator):
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])
-def test_conversations_in_mixed_batches_are_those_of_generate(family, generator, monkeypatch):
+@pytest.mark.usefixtures("costs_as_assumed")
+def test_conversations_in_mixed_batches_are_those_of_generate(family, generator):
     """In single precision: prompts of any length, turns of chats among them, replayed or not."""
-    monkeypatch.setattr(RectangleCosts, "_update", lambda costs: None)  # others may load the GPU
     model = make_model(family, torch.float32)
     cache, chats = make_cache(model), [tokens(generator, 10 + 31 * n) for n in range(6)]
     for _ in range(12):
