@@ -35,7 +35,7 @@ from mamba_cache.tiers.directory import (
     open_own_file,
     remove_folder,
 )
-from mamba_cache.tiers.entry import EntryFacts, EntryKind, prefix_tokens_in
+from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind, prefix_tokens_in
 from mamba_cache.tiers.identity import CacheIdentity
 
 __all__ = ["PAGE_BYTES", "DiskStore", "file_bytes"]
@@ -138,11 +138,13 @@ class DiskStore(BlobStore):
         """Let another process have the folder."""
         self._folder_lock.release()
 
-    def check(self, facts: EntryFacts) -> None:
-        """Check that an entry is of this identity, and has the size of its kind."""
+    def is_own(self, key: EntryKey) -> bool:
+        """Say whether a key is of this identity and rank."""
+        return (key.identity, key.rank) == (self._identity.digest, self._identity.rank)
+
+    def check_size(self, facts: EntryFacts) -> None:
+        """Check that an entry has the size of its kind."""
         key, expected = facts.key, self._payload_bytes.get(facts.key.kind)
-        if (key.identity, key.rank) != (self._identity.digest, self._identity.rank):
-            raise InvalidArgumentError(f"{key} is of another identity than the disk cache's")
         if facts.payload_bytes != expected:
             raise InvalidArgumentError(
                 f"a {key.kind.name.lower()} must have {expected} bytes in this disk cache, got "

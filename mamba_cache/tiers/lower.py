@@ -278,6 +278,8 @@ class LowerTier:
         False: it is not taken, which is counted, and ``done`` is not called.
         """
         self._check_size(facts, payload)
+        if not self._is_own(facts.key):
+            raise InvalidArgumentError(f"{facts.key} is of another identity than the disk cache's")
         if self._is_forked:  # without the lock, which a fork may have left held
             return self._refuse_put("unhealthy")
         with self._lock:
@@ -300,11 +302,13 @@ class LowerTier:
         with self._lock:
             if not self._takes_calls or len(self._loads) >= self._max_queued:
                 return False
-            if expected.key not in self._bad:
+            is_own = self._is_own(expected.key)
+            if is_own and expected.key not in self._bad:
                 self._add(self._loads, LoadJob(done, expected, into))
                 return True
-            self._refused[Refusal.MISSING] += 1
-        done(Refusal.MISSING)
+            refusal = Refusal.MISSING if is_own else Refusal.IDENTITY
+            self._refused[refusal] += 1
+        done(refusal)
         return True
 
     def remove(self, key: EntryKey) -> None:
@@ -430,13 +434,16 @@ class LowerTier:
         # What was learnt does not hold for ever: others use the store, too.
         return [now - self._stored.get(key, -math.inf) < _BELIEVED_SECONDS for key in keys]
 
+    def _is_own(self, key: EntryKey) -> bool:
+        return self._disk is None or self._disk.is_own(key)
+
     def _check_size(self, facts: EntryFacts, payload: memoryview) -> None:
         if len(payload) != facts.payload_bytes:
             raise InvalidArgumentError(
                 f"{facts.key} has {facts.payload_bytes} bytes, got a buffer of {len(payload)}"
             )
         if self._disk is not None:
-            self._disk.check(facts)
+            self._disk.check_size(facts)
 
     @property
     def _queues(self) -> tuple[deque[Any], ...]:

@@ -94,6 +94,7 @@ class FaultyStore:
         self.name = store.name
         self.max_blob_bytes = store.max_blob_bytes
         self.injected: Counter[tuple[str, Trouble]] = Counter()
+        self.num_hanging = 0  # calls that hang now
         self._store = store
         self._random = random.Random(seed)
         self._sleep = sleep
@@ -219,7 +220,11 @@ class FaultyStore:
         if rule.trouble is Trouble.DELAY:
             self._sleep(rule.seconds)
         elif rule.trouble is Trouble.HANG:
+            with self._lock:
+                self.num_hanging += 1
             released.wait()
+            with self._lock:
+                self.num_hanging -= 1
         else:
             raise OSError(f"{call}: a trouble that was asked for")
 

@@ -108,14 +108,15 @@ def test_only_the_very_entry_is_found(tier) -> None:
     tier.remove(facts_of(1, identity=other).key)
     assert tier.flush()
     assert load(tier, 1) == payload_of(1)
-    for facts, message in (
-        (facts_of(1, identity=other), "another identity"),
-        (facts_of(1, rank=1), "another identity"),
-        (facts_of(1, num_bytes=STATE_BYTES - 1), f"must have {STATE_BYTES} bytes"),
-    ):
-        for call in (tier.put, tier.load):
-            with pytest.raises(InvalidArgumentError, match=message):
-                call(facts, payload_of(1)[: facts.payload_bytes], Answer())
+    for foreign in ({"identity": other}, {"rank": 1}):
+        assert load(tier, 1, **foreign) is Refusal.IDENTITY
+        with pytest.raises(InvalidArgumentError, match="another identity"):
+            tier.put(facts_of(1, **foreign), payload_of(1), Answer())
+    cut = facts_of(1, num_bytes=STATE_BYTES - 1)
+    for call in (tier.put, tier.load):
+        with pytest.raises(InvalidArgumentError, match=f"must have {STATE_BYTES} bytes"):
+            call(cut, payload_of(1)[: cut.payload_bytes], Answer())
+    assert tier.stats().refused == {"missing": 2, "identity": 2}
 
 
 @pytest.mark.parametrize("breach", ["counted wrong", "being written"])
