@@ -262,6 +262,20 @@ def test_an_unreached_checkpoint_is_given_back_beside_a_step_that_cannot_reach_i
     context.check_invariants()
 
 
+def test_a_checkpoint_that_a_step_did_not_reach_is_left_to_the_step_in_flight(context):
+    drafts = torch.full((4, DRAFTS), 2)
+    prefill(context, "a")
+    compute(context, drafts=drafts)  # it may end the block
+    context.commit_step(on_device([1]))
+    compute(context, drafts=drafts)  # it may as well
+    assert context.collect_step() == {"a": [1]}
+    assert context.stats().reserved_slots == 1
+    context.commit_step(on_device([2, 2, 3]))
+    context.collect_step()
+    context.check_invariants()
+    assert saved_prefix_lengths(context, [*PROMPT, 9, 1, 2, 2]) == [1]
+
+
 def test_live_rows_of_requests_are_not_for_others(context):
     """Only the device knows which row of the ring holds a request's state."""
     prefill(context, "a", prompt=list(range(BLOCK)))
