@@ -122,7 +122,7 @@ class DiskStore(BlobStore):
         return [self._get(*_parts_of(key), each) for key, each in zip(keys, buffers, strict=True)]
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Remove the files of headers; who reads one goes on."""
+        """Remove the files of headers; reads that are under way go on."""
         entries = [(entry, number is None) for entry, number in map(_parts_of, keys)]
         return [
             self._fault_in(partial(self._remove, entry)) if is_header else None
@@ -227,7 +227,7 @@ class DiskStore(BlobStore):
     def _get(self, entry: str, number: int | None, into: memoryview) -> int | StoreFault:
         found: list[int] = []
         fault = self._fault_in(lambda: found.append(self._read(entry, number, into)))
-        if fault is StoreFault.MISSING:  # somebody deleted it
+        if fault is StoreFault.MISSING:  # deleted since
             with suppress(OSError):
                 self._remove(entry)
         return found[0] if fault is None else fault
@@ -312,7 +312,7 @@ class DiskStore(BlobStore):
         """Ask the system for something; say why it did not do it."""
         try:
             call()
-        except FileNotFoundError:  # evicted since, or somebody deleted it
+        except FileNotFoundError:  # evicted or deleted since
             return StoreFault.MISSING
         except (OSError, InvalidArgumentError) as error:
             if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):

@@ -49,7 +49,7 @@ _REST_SECONDS: Final = 5.0
 _FAILURES_TO_REST: Final = 2
 
 _CHUNK_BYTES: Final = 2**21
-"""Of the format, as the header is: all who share a store have the same."""
+"""Part of the format, as the header is: all processes that share a store have the same."""
 
 _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
@@ -147,7 +147,7 @@ class _Worker:
 
 
 class _GivenUpError(Exception):
-    """A call did not return by its deadline: nobody waits for it any more."""
+    """A call did not return by its deadline, and was given up."""
 
 
 class LowerTier:
@@ -185,7 +185,7 @@ class LowerTier:
         num_cpus = os.cpu_count() or _MAX_THREADS
         if self._disk is not None:
             self.name, self._call_seconds, chunk_bytes = "disk", None, self._disk.chunk_bytes
-            default_threads = 1 + max(8, min(16, num_cpus))  # who reads also makes MACs
+            default_threads = 1 + max(8, min(16, num_cpus))  # readers make MACs as well
             self._max_loads_at_once = self._max_reads_at_once = self._max_puts_at_once = 1
         else:
             # Mooncake's reads of a dead machine keep a processor busy each.
@@ -273,7 +273,7 @@ class LowerTier:
         return True
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
-        """Queue an entry to be stored; nobody changes ``payload`` until ``done`` is called.
+        """Queue an entry to be stored; ``payload`` must not change before ``done`` is called.
 
         False: it is not taken, which is counted, and ``done`` is not called.
         """
@@ -502,7 +502,7 @@ class LowerTier:
             self._rest()
             self._counts["opened"] += not had_failed
             self._stored.clear()  # one that comes back may have nothing any more
-            self._job_came.notify_all()  # who waits is to wake when the rest is over
+            self._job_came.notify_all()  # waiting threads wake when the rest is over
 
     def _rest(self) -> None:
         self._rests_until = time.monotonic() + _REST_SECONDS
@@ -515,7 +515,7 @@ class LowerTier:
             self._workers.append(worker)
 
     def _give_up_late(self) -> list[tuple[Job, Refusal | None]]:
-        """Give up all calls that are late; return their jobs, of which nobody is told yet."""
+        """Give up all calls that are late; return their jobs, whose callers are not told yet."""
         now = time.monotonic()
         over: list[tuple[Job, Refusal | None]] = []
         for worker in list(self._workers):
@@ -847,7 +847,7 @@ class LowerTier:
         self._read_chunks(worker, reads)
 
     def _read_chunks(self, worker: _Worker, reads: Sequence[_ReadJob]) -> None:
-        """Read chunks, but none of a load that was refused; who reads one makes its MAC."""
+        """Read chunks, but none of a refused load; the reader of a chunk makes its MAC."""
         for read in reads:
             if read.load.refusal is not None:
                 self._end(read)

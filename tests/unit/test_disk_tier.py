@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import os
+import shutil
 import threading
 from contextlib import suppress
 from multiprocessing import get_context
@@ -117,6 +118,13 @@ def test_only_the_very_entry_is_found(tier) -> None:
         with pytest.raises(InvalidArgumentError, match=f"must have {STATE_BYTES} bytes"):
             call(cut, payload_of(1)[: cut.payload_bytes], Answer())
     assert tier.stats().refused == {"missing": 2, "identity": 2}
+
+
+def test_a_write_into_a_folder_that_is_gone_is_an_error_of_the_disk(tier) -> None:
+    shutil.rmtree(tier.store.folder)
+    assert put(tier, 1) is Refusal.IO_ERROR
+    assert tier.stats().io_errors == 1
+    assert tier.stats().dropped == {"io_error": 1}
 
 
 @pytest.mark.parametrize("breach", ["counted wrong", "being written"])
