@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -17,10 +18,17 @@ import torch
 from mamba_cache._checks import as_items, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import outside_inference_mode
-from mamba_cache.cache import CheckpointPlacement, KVBlockAllocator, SlotEvictionPolicy
+from mamba_cache.cache import (
+    BlockHashChain,
+    CheckpointPlacement,
+    KVBlockAllocator,
+    SlotEvictionPolicy,
+    SlotLease,
+)
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.cache.sequence import (
     Checkpoint,
+    MissReason,
     PrefixIndex,
     PrefixMatch,
     Request,
@@ -30,12 +38,13 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, make_memory
 from mamba_cache.context.pins import Pin
-from mamba_cache.context.planning import Planner
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
+    Chunk,
+    PlannedLoad,
     PreparedRequest,
     RequestPreparer,
     RequestStatus,
@@ -64,6 +73,7 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import (
     InvalidArgumentError,
+    SequenceLengthError,
     StepOrderError,
     TokenCapacityError,
     UnwrittenStateWarning,
@@ -277,7 +287,7 @@ class DynamicInferenceContext:
             )
         own = None if self._verifier is None else self._verifier.admitted
         self._on_admitted = [each for each in (own, memory.on_admitted) if each is not None]
-        index = PrefixIndex(
+        self._index = PrefixIndex(
             self.kv_block_allocator,
             slots,
             block_size_tokens=config.block_size_tokens,
@@ -286,14 +296,8 @@ class DynamicInferenceContext:
             tiers=self._tiering,
             refuses_states=memory.refuses_states,
         )
-        self._planner = Planner(
-            config,
-            rows=self.request_table,
-            index=index,
-            slots=slots,
-            counters=self._counters,
-            tiering=self._tiering,
-        )
+        # States that hits have used, by slot, so that there are never more than slots.
+        self._consumed: dict[int, SlotLease] = {}
         self._speculation: Speculation | None = None
         if config.num_speculative_tokens:
             self._speculation = Speculation(config, self.device)
@@ -327,10 +331,15 @@ class DynamicInferenceContext:
             SequenceLengthError: As in ``prepare``.
         """
         _, tokens, chain = self._preparer.read(request)
-        self._guard.is_changing = (
-            self._tiering.host is not None
-        )  # which takes over what has arrived
-        return self._planner.match(chain.hashes, len(tokens))
+        # The host tier takes over what has arrived.
+        self._guard.is_changing = self._tiering.host is not None
+        return self._tiering.find(self._match(chain, len(tokens)), chain.hashes)
+
+    def _match(self, chain: BlockHashChain, num_tokens: int) -> PrefixMatch:
+        """Find how much of a sequence is cached on the GPU; nothing changes."""
+        if not self.config.enable_prefix_caching:
+            return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
+        return self._index.match(chain.hashes, num_tokens, self.config.min_computed_tokens)
 
     @guarded()
     def prefetch(
@@ -355,7 +364,7 @@ class DynamicInferenceContext:
             timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
         own, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = True
-        match = self._planner.match(chain.hashes, len(tokens))
+        match = self._tiering.find(self._match(chain, len(tokens)), chain.hashes)
         entries = self._tiering.entries(chain.hashes, own.cache_salt)
         handle = self._tiering.prefetch(own.request_id, match, entries, timeout_seconds)
         handle.go_on = weak_callback(self.poll_tiers)
@@ -409,7 +418,7 @@ class DynamicInferenceContext:
             self._boundaries(checkpoint_positions, own.checkpoint_positions),
         )
         self._guard.is_changing = True
-        admission = self._planner.admit(active, chunk_tokens)
+        admission = self._admit(active, chunk_tokens)
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
             self._tell_admitted(active)
@@ -459,7 +468,181 @@ class DynamicInferenceContext:
         self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
-        return self._planner.admit(active, chunk_tokens)
+        return self._admit(active, chunk_tokens)
+
+    def _admit(self, active: ActiveRequest, chunk_tokens: int | None) -> Admission:
+        """Match a request, give it memory, and plan its first chunk for the next step."""
+        table = self.request_table
+        table.take_over(active)  # of a request that is resumed
+        longest = self.config.max_sequence_length
+        if active.num_known > longest:
+            raise SequenceLengthError(
+                f"request {active.request_id!r} has {active.num_known} tokens; "
+                f"max_sequence_length is {longest}: finish it"
+            )
+        on_gpu = self._match(active.chain, active.num_known)
+        match, load = self._tiering.resume(active, on_gpu)
+        start, lease = match.skip_tokens, None
+        try:
+            num_tokens = self._chunk_tokens(active, start, chunk_tokens)
+            if load is None:
+                lease = self._pin(match.block_ids, match.state_matched_blocks)
+            row = table.take(match.block_ids, start + num_tokens, active.request_id)
+        except BaseException:
+            self._give_back(lease, load)
+            raise
+        active.row = row
+        table.num_tokens[row], table.num_computed[row] = match.prompt_tokens, start
+        found = {name: getattr(match, name) for name in PrefixMatch.__slots__}
+        admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
+        active.admission = admission
+        active.num_initial, active.num_published = match.prompt_tokens, match.kv_matched_blocks
+        # What is loaded is written by the load, and by nothing else.
+        active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
+        chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease, load=load)
+        active.chunk = chunk
+        try:
+            if load is not None:
+                first = load.first_block
+                load.blocks = table.block_tables[row, first : first + load.num_blocks].tolist()
+                # The policy hears of the prompt when its chunk is planned: it refuses nothing yet.
+                [[reserved]] = self._reserve([(active, [start])])
+                load.checkpoint = reserved._replace(is_loaded=True)
+            self._plan(active, chunk, is_new=True)
+        except BaseException:
+            self._release(active)
+            raise
+        table.set_status(active, RequestStatus.SCHEDULED)
+        active.state_position = on_gpu.skip_tokens
+        self._tiering.offer_used(active, match.state_matched_blocks)
+        return admission
+
+    def _chunk_tokens(self, active: ActiveRequest, start: int, chunk_tokens: int | None) -> int:
+        """Return how many tokens a chunk has of those that are left."""
+        num_tokens, room = active.num_known - start, self.request_table.token_room()
+        if chunk_tokens is not None:
+            num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_tokens)
+        if num_tokens > room:
+            hint = f"give {active.request_id!r} a shorter chunk"
+            raise TokenCapacityError(num_tokens, room, hint)
+        return num_tokens
+
+    def _chunk(
+        self,
+        active: ActiveRequest,
+        start: int,
+        num_tokens: int,
+        *,
+        is_first: bool = False,
+        lease: SlotLease | None = None,
+        load: PlannedLoad | None = None,
+    ) -> Chunk:
+        """Return a chunk of a request, of which no checkpoints are planned yet."""
+        end = start + num_tokens
+        return Chunk(
+            active.row,
+            start,
+            active.tokens(start, end),
+            active.num_shared_blocks * self.block_size_tokens,
+            is_first,
+            end == active.num_known,
+            lease,
+            load=load,
+        )
+
+    def _plan(self, active: ActiveRequest, chunk: Chunk, *, is_new: bool = False) -> None:
+        """Plan the checkpoints of a chunk."""
+        if not self.config.enable_prefix_caching:
+            return
+        end = chunk.end
+        positions = sorted([p for p in self._index.positions(active) if chunk.start < p <= end])
+        # After the placement, which may be an embedder's and raise: a policy cannot forget again.
+        if is_new:
+            self._index.announce(active, active.num_known - self.config.min_computed_tokens)
+        if not positions:
+            return
+        room = self.config.checkpoints_per_step - self.request_table.num_planned_checkpoints
+        without_room = max(0, len(positions) - (positions[-1] == end) - room)
+        self.slot_allocator.skipped_checkpoints_total += without_room
+        # The later ones save more, so they are kept when the buffers are short.
+        [kept] = self._reserve([(active, positions[without_room:])])
+        if kept and kept[-1].position == end:
+            chunk.boundary = kept.pop()
+        chunk.inside = tuple(kept)
+
+    def _reserve(
+        self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]
+    ) -> list[list[Checkpoint]]:
+        """Reserve slots for states of requests, as far as they can be had."""
+        tables, size = self.request_table.block_tables, self.block_size_tokens
+        return self._index.reserve(
+            [(a, where, [tables.item(a.row, p // size - 1) for p in where]) for a, where in wanted]
+        )
+
+    def _pin(self, blocks: Sequence[int], state_blocks: int) -> SlotLease | None:
+        """Keep the state that a request resumes from, if there is one."""
+        if not state_blocks:
+            return None
+        return self.slot_allocator.pin_slots(
+            [self.slot_allocator.get_slot(blocks[state_blocks - 1])]
+        )[0]
+
+    def _give_back(self, lease: SlotLease | None, load: PlannedLoad | None) -> None:
+        """Give back what a first chunk resumes from."""
+        if lease is not None:
+            self.slot_allocator.unpin_slots([lease])
+        if load is not None:
+            self._tiering.cancel(load)
+
+    def _plan_again(self, active: ActiveRequest) -> None:
+        """Plan a chunk again that cannot resume from the state which it was planned with.
+
+        It starts at the farthest state that is left among the matched blocks, or at the prompt's
+        beginning, and computes as many tokens as it was to, from there.
+        """
+        table, num_tokens = self.request_table, active.current_chunk.num_tokens
+        self._drop_chunk(active)
+        table.set_status(active, RequestStatus.PREFILLING)
+        admission = active.admission
+        assert admission is not None, "only a first chunk resumes"
+        active.num_shared_blocks = active.num_published  # blocks to be loaded are not
+        shared = table.blocks_of(active.row)[: active.num_shared_blocks].tolist()
+        state_blocks = self.slot_allocator.num_blocks_to_state(
+            shared[: admission.state_matched_blocks]
+        )
+        start, lease = state_blocks * self.block_size_tokens, self._pin(shared, state_blocks)
+        table.num_computed[active.row] = active.state_position = start
+        chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease)
+        active.chunk = chunk
+        active.admission = replace(
+            admission,
+            state_matched_blocks=state_blocks,
+            skip_tokens=start,
+            miss_reason=None if start else MissReason.NO_STATE,
+            loaded_blocks=0,
+            loads_state=False,
+        )
+        self._plan(active, chunk)
+        table.set_status(active, RequestStatus.SCHEDULED)
+
+    def _drop_chunk(self, active: ActiveRequest) -> None:
+        """Take back what is planned for a request's next chunk, if it has one."""
+        chunk, active.chunk = active.chunk, None
+        if chunk is not None:
+            self._index.cancel(chunk.checkpoints)
+            self._give_back(chunk.lease, chunk.load)
+
+    def _release(self, active: ActiveRequest) -> None:
+        """Take back everything that a request holds, what was planned for it included."""
+        table = self.request_table
+        self._drop_chunk(active)
+        table.set_status(active, RequestStatus.PREEMPTED)
+        self._cancel_decode(active)
+        active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
+        active.num_shared_blocks = 0
+        table.collect(active)
+        row, active.row = active.row, -1
+        table.give_back(row)
 
     @guarded()
     def schedule_prefill(
@@ -488,10 +671,23 @@ class DynamicInferenceContext:
         """
         self._require_none()
         active = self.request_table.find(request_id, RequestStatus.PREFILLING)
+        table, wanted = self.request_table, active.wanted_boundaries
         boundaries = self._boundaries(checkpoint_positions)
         self._guard.is_changing = True
-        self._planner.schedule(active, chunk_tokens, boundaries)
-        return active.current_chunk.num_tokens
+        start = table.num_computed.item(active.row)
+        num_tokens = self._chunk_tokens(active, start, chunk_tokens)
+        table.grow(active.row, start + num_tokens, active.request_id)
+        try:
+            active.wanted_boundaries |= boundaries
+            chunk = self._chunk(active, start, num_tokens)
+            self._plan(active, chunk)
+        except BaseException:
+            active.wanted_boundaries = wanted
+            table.shrink(active.row, start, active.num_shared_blocks)
+            raise
+        active.chunk = chunk
+        table.set_status(active, RequestStatus.SCHEDULED)
+        return num_tokens
 
     @guarded()
     def begin_step(
@@ -569,13 +765,13 @@ class DynamicInferenceContext:
         self._work, self._prefills = work, tuple(prefills)
         try:
             if saving:
-                self._planned = self._planner.plan_decodes(work.group.requests, saving)
+                self._planned = self._plan_decodes(work.group.requests, saving)
             for active in prefills:
                 lease = active.current_chunk.lease
                 if lease is not None and not self.slot_allocator.is_current(lease):
-                    self._planner.plan_again(active)
+                    self._plan_again(active)
             for active in self._tiering.begin(self._prefills):  # those that cannot load
-                self._planner.plan_again(active)
+                self._plan_again(active)
             chunks = [active.current_chunk for active in prefills]
             with outside:
                 metadata = self.step_buffers.fill(work, chunks, [*self._planned.items()])
@@ -594,6 +790,32 @@ class DynamicInferenceContext:
             self._preempt_all()
             raise
         return step
+
+    def _plan_decodes(
+        self, requests: Sequence[ActiveRequest], places: Sequence[int]
+    ) -> dict[int, Checkpoint]:
+        """Plan the checkpoints of those decoding requests that may end a block in the next step.
+
+        Return the checkpoints that there are now, by the places of their requests in the batch.
+        """
+        wanted: list[tuple[ActiveRequest, Sequence[int]]] = []
+        for active in map(requests.__getitem__, places):
+            # Two steps are shorter than a block: there is one boundary at most.
+            computed = self.request_table.num_computed.item(active.row)
+            position = (computed // self.block_size_tokens + 1) * self.block_size_tokens
+            is_wanted = self.config.save_decode_states or position in active.wanted_boundaries
+            if is_wanted and active.checkpoint is None:
+                wanted.append((active, [position]))
+        for (active, _), kept in zip(wanted, self._reserve(wanted), strict=True):
+            active.checkpoint = kept[0] if kept else None
+        planned = ((place, requests[place].checkpoint) for place in places)
+        return {place: checkpoint for place, checkpoint in planned if checkpoint is not None}
+
+    def _cancel_decode(self, active: ActiveRequest) -> None:
+        """Give back the checkpoint of a decoding request, if it has one."""
+        checkpoint, active.checkpoint = active.checkpoint, None
+        if checkpoint is not None:
+            self._index.cancel((checkpoint,))
 
     @guarded()
     def commit_step(
@@ -645,13 +867,9 @@ class DynamicInferenceContext:
             if damaged:  # what they computed is of no use
                 self._prefills = tuple(a for a in self._prefills if a not in damaged)
                 for active in damaged:
-                    self._planner.release(active)
+                    self._release(active)
             if self._prefills:
-                chunks = [active.current_chunk for active in self._prefills]
-                self._counters["computed_tokens"] += sum(chunk.num_tokens for chunk in chunks)
-                self._planner.end_chunks(self._prefills)
-                for active in self._prefills:
-                    self._count_admission(active)
+                self._end_chunks(self._prefills)
             self._end_step()
         self._guard.is_changing = True
         self._tiering.end_step()
@@ -704,7 +922,11 @@ class DynamicInferenceContext:
             warnings.warn(_describe_unwritten(layers, lacking), stacklevel=4)
             self._has_warned = True
         for active in lacking:
-            self._planner.drop_inside(active)
+            inside = active.current_chunk.inside
+            self._index.cancel(inside)
+            active.chunk = replace(active.current_chunk, inside=())
+            self.request_table.set_status(active, RequestStatus.SCHEDULED)
+            self._counters["unwritten_states"] += len(inside)
 
     def _take_or_await(self, new: Sampled | SentTokens, damaged: Sequence[ActiveRequest]) -> None:
         """Take the step's tokens, or keep what is needed of it until they are on the host."""
@@ -765,7 +987,8 @@ class DynamicInferenceContext:
         places = events.tolist()
         if planned:
             places = sorted({*places, *planned})
-        decoded: list[tuple[ActiveRequest, Checkpoint | None]] = []
+        written: list[tuple[ActiveRequest, Sequence[Checkpoint]]] = []
+        saved: list[tuple[ActiveRequest, Checkpoint]] = []
         for index in places:
             active, end = group.requests[index], after.item(index)
             start = end - (1 if counts is None else counts.item(index))
@@ -774,18 +997,75 @@ class DynamicInferenceContext:
                 checkpoint = None  # the step before has reached it already
             if checkpoint is not None and not start < checkpoint.position <= end:
                 if checkpoint not in self._planned.values():  # of the step in flight
-                    self._planner.cancel_decode(active)
+                    self._cancel_decode(active)
                 checkpoint = None
-            decoded.append((active, checkpoint))
-        self._planner.publish_decoded(decoded)
+            table.take_over(active)
+            if checkpoint is not None:
+                active.checkpoint = None
+                saved.append((active, checkpoint))
+                written.append((active, (checkpoint,)))
+            elif self.config.reuse_answers:
+                written.append((active, ()))
+        self._publish(written)
+        if saved:
+            self._supersede_decode_states(saved)
 
-    def _count_admission(self, active: ActiveRequest) -> None:
-        """Count a request whose first chunk is computed."""
-        admission, active.admission = active.admission, None
-        if admission is not None:
-            count_admission(self._counters, admission)
-            for listener in self._on_admitted:
-                listener(active, admission)
+    def _publish(self, written: Sequence[tuple[ActiveRequest, Sequence[Checkpoint]]]) -> None:
+        """Publish blocks that requests have filled, and the states that a step saved."""
+        table = self.request_table
+        filled: list[tuple[ActiveRequest, list[int], Sequence[Checkpoint]]] = []
+        for active, states in written:
+            end = table.num_computed.item(active.row) // self.block_size_tokens
+            end = min(end, len(active.hashes))
+            blocks = table.block_tables[active.row, active.num_published : end].tolist()
+            filled.append((active, blocks, states))
+        self._index.publish(filled)
+
+    def _supersede_decode_states(self, saved: Sequence[tuple[ActiveRequest, Checkpoint]]) -> None:
+        """Free the states that requests saved one block earlier while decoding.
+
+        The next turn of a conversation resumes from the newest, so one slot does for an answer of
+        any length. States that somebody asked for by position stay, and so do those that other
+        requests have used or are about to.
+        """
+        newest = self.slot_allocator.leases_of([checkpoint.slot for _, checkpoint in saved])
+        superseded: list[SlotLease] = []
+        for (active, checkpoint), lease in zip(saved, newest, strict=True):
+            if checkpoint.position in active.wanted_boundaries:
+                continue
+            # None if another request had saved it before.
+            old, active.decode_lease = active.decode_lease, lease
+            if old is not None and self._consumed.get(old.slot) != old:
+                superseded.append(old)
+        if superseded:
+            self.slot_allocator.free_unread(superseded)
+
+    def _end_chunks(self, prefills: Sequence[ActiveRequest]) -> None:
+        """Publish what computed chunks wrote, and say what their requests do next."""
+        config, table = self.config, self.request_table
+        chunks = [active.current_chunk for active in prefills]
+        for chunk in chunks:
+            self._counters["computed_tokens"] += chunk.num_tokens
+            table.num_computed[chunk.row] = chunk.end
+            if chunk.lease is not None:
+                self._consumed[chunk.lease.slot] = chunk.lease
+                self.slot_allocator.note_consumed([chunk.lease.slot])
+        self._publish([(a, c.checkpoints) for a, c in zip(prefills, chunks, strict=True)])
+        for active, chunk in zip(prefills, chunks, strict=True):
+            if chunk.lease is not None:
+                self.slot_allocator.unpin_slots([chunk.lease])  # it may be evicted from now on
+            active.chunk = None
+            status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
+            table.set_status(active, status)
+            if chunk.samples:
+                wants = config.save_decode_states or bool(active.wanted_boundaries)
+                saves = config.enable_prefix_caching and config.reuse_answers and wants
+                table.saves_states[active.row] = saves
+            admission, active.admission = active.admission, None
+            if admission is not None:  # its first chunk is computed
+                count_admission(self._counters, admission)
+                for listener in self._on_admitted:
+                    listener(active, admission)
 
     @guarded()
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -853,7 +1133,7 @@ class DynamicInferenceContext:
 
     def _preempt_all(self) -> None:
         for active in (*self._work.group.requests, *self._prefills):
-            self._planner.release(active)
+            self._release(active)
         self._end_step()
 
     def _end_step(self) -> None:
@@ -1014,7 +1294,7 @@ class DynamicInferenceContext:
             request_id, *sorted(holding, key=lambda status: status.value)
         )
         with self._guard.ending(self.listeners):
-            self._planner.release(active)
+            self._release(active)
             self._counters["preemptions"] += 1
 
     @guarded()
@@ -1399,7 +1679,7 @@ class DynamicInferenceContext:
 
     def _end(self, active: ActiveRequest) -> None:
         if active.status is not RequestStatus.PREEMPTED:
-            self._planner.release(active)
+            self._release(active)
         self.request_table.remove(active)
 
 

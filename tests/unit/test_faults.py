@@ -67,7 +67,7 @@ def test_a_step_whose_taking_back_breaks_off_is_noticed(monkeypatch):
         add(context, name, ENDING)
     run_step(context)
     patch(monkeypatch, context.step_buffers, "fill", fail_on(1))
-    patch(monkeypatch, context._planner, "release", fail_on(1))
+    patch(monkeypatch, context, "_release", fail_on(1))
     with pytest.raises(OSError, match="broken"):
         context.begin_step()
     with pytest.raises(PoisonedError, match="begin_step broke off"):
