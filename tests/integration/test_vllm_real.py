@@ -19,7 +19,6 @@ from vllm_rig import DRAFTS, MODELS, TIGHT, Engine, patched, save_model, serve, 
 
 from mamba_cache.integrations import vllm as ours
 from mamba_cache.integrations.vllm import CpuGpuBuffer, MambaSpecDecodeGPUContext
-from mamba_cache.integrations.vllm.copies import run_plan
 
 # Of vLLM's own code, and what it brings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -205,7 +204,7 @@ def test_resident_plans_move_as_vllms_functions_one_after_the_other(utils, inter
     computed = ints([1] * 6)
 
     def run_own(plan, *inputs):
-        run_plan(plan, "auto", own.context.table, 4, slots, *inputs)
+        own.context.run(plan, 4, slots, *inputs)
 
     for _ in range(5):
         slots = ints(rng.permutation(6)[:4])
@@ -246,8 +245,8 @@ def test_the_resident_state_binds_tables_by_slot(utils, seed):
         state.initialize_kv_cache(world.config, tables)
     bound = state._mamba_ctx
     assert isinstance(bound, MambaSpecDecodeGPUContext)
-    assert bound.table.is_by_slot
-    assert bound.table.block_tables[0].data_ptr() == world.tables[0].data_ptr()
+    assert bound.is_by_slot
+    assert bound.block_tables[0].data_ptr() == world.tables[0].data_ptr()
     assert torch.equal(bound.index_tables[0], world.tables[0].flip(0))
 
 

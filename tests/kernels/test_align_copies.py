@@ -147,7 +147,7 @@ def test_block_tables_at_a_stride(device, backend, seed):
     tables = [wide.clone() for _ in range(2)]
     for table, blocks in zip(tables, setup.tables, strict=False):
         table[:, 3:13] = blocks
-    setup.context.table.bind_block_tables([table[:1, 3:13] for table in tables])
+    setup.context.bind_block_tables([table[:1, 3:13] for table in tables])
     setup.precopy((1, 2, 0), (5, 1, 1))
     setup.expect(0, 1, 2, 0)
     setup.expect(1, 5, 1, 1)
@@ -193,8 +193,8 @@ def test_columns_out_of_range_are_refused(moves, message, seed):
 
 def test_rows_and_slots_out_of_range_are_refused(seed):
     setup = Setup("cpu", "torch", seed, ODD)
-    whole = setup.context.table.block_tables
-    setup.context.table.block_tables = [table[:2] for table in whole]
+    whole = setup.context.block_tables
+    setup.context.block_tables = [table[:2] for table in whole]
     with pytest.raises(InvalidArgumentError, match="row 2 has 0 columns"):
         setup.precopy(*[(1, 2, 0)] * 3)
     with pytest.raises(InvalidArgumentError, match="copies of 4 requests, got 5"):

@@ -201,7 +201,7 @@ def test_an_engine_of_which_the_device_decides_copies_there_before_a_step_too(wo
     assert torch.equal(worker.states.temporal(0)[0][12], wanted)
     assert context.precopy_src_col_buf.gpu.tolist() == [-1, 0]
     assert context.precopy_token_bias_buf.gpu.tolist() == [0, 2]
-    assert not worker.bufs.preprocess.table.memories
+    assert not worker.bufs.preprocess.memories
     table[1, 2] = 99
     worker.requests["b"].num_computed_tokens = 2 * B
     with pytest.raises(InvalidArgumentError, match="row 1 has block 99 in Mamba group 0"):

@@ -1,6 +1,7 @@
 """Specs of groups, and how state tensors are described."""
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from align_states import Group, Model, States
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.vllm import (
+    CpuGpuBuffer,
     MambaSpec,
     MambaSpecDecodeGPUContext,
     get_conv_copy_spec,
@@ -16,7 +18,7 @@ from mamba_cache.integrations.vllm import (
     get_mamba_groups,
     get_temporal_copy_spec,
 )
-from mamba_cache.integrations.vllm.mamba_spec import describe_states, shared_schedule
+from mamba_cache.integrations.vllm.mamba_spec import describe_states, list_layers, shared_schedule
 
 FIELDS = {"block_size": 8, "shapes": (), "dtypes": ()}
 
@@ -77,7 +79,7 @@ def test_layers_of_several_kinds_in_one_group():
     config.kv_cache_groups[0].layer_names = ["a", "b"]
     states = [torch.zeros(5, 3, 4), torch.zeros(5, 7), torch.zeros(5, 9)]
     layers = {name: SimpleNamespace(kv_cache=states) for name in "ab"}
-    memories = describe_states(config, [0], layers, kinds)
+    memories = describe_states(list_layers(config), layers, kinds)
     assert [memory.conv_width for memory in memories] == [3, 0, 3]
 
 
@@ -92,7 +94,7 @@ def test_a_foreign_function_for_both_layouts_says_which_one_is_set(monkeypatch):
     for answer, width in ((None, 3), (False, 3), (True, 4)):
         if answer is not None:
             foreign.is_conv_state_dim_first = lambda answer=answer: answer
-        memory = describe_states(config, [0], layers, (foreign.get_conv_copy_spec,))[0]
+        memory = describe_states(list_layers(config), layers, (foreign.get_conv_copy_spec,))[0]
         assert memory.conv_width == width
 
 
@@ -128,9 +130,9 @@ MODEL = Model(8, 2, 4, True, (Group(num_layers=1), Group(1, 3, ssm_shape=(5,), g
 
 
 def make_context(**options):
-    buffer = SimpleNamespace(np=[0, 0])
+    make_buffer = partial(CpuGpuBuffer, device="cpu")
     config = MODEL.kv_cache_config()
-    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", lambda n, dtype: buffer, **options)
+    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", make_buffer, **options)
 
 
 @pytest.fixture
@@ -171,8 +173,8 @@ def test_what_does_not_fit_leaves_the_context_as_it_was(bindings, changed, messa
     with pytest.raises(InvalidArgumentError, match=message):
         context.initialize_from_forward_context(**{**bindings, **changed})
     assert not context.is_initialized
-    assert not len(context.table.facts)
-    assert context.table.block_tables == ()
+    assert not len(context.facts)
+    assert context.block_tables == ()
 
 
 def test_only_the_first_initialisation_counts(bindings):
@@ -180,13 +182,13 @@ def test_only_the_first_initialisation_counts(bindings):
     context = make_context()
     context.initialize_from_forward_context(**bindings)
     context.initialize_from_forward_context(**{**bindings, "block_tables": []})
-    assert context.table.facts[:, 1:].tolist() == [
+    assert context.facts[:, 1:].tolist() == [
         [60, 60, 2, 5, 0], [96, 96, 96, 0, 0], [34, 30, 2, 5, 1], [28, 20, 20, 0, 1],
     ]  # fmt: skip
     layers = bindings["forward_context"].values()
     addresses = [state.data_ptr() for layer in layers for state in layer.kv_cache]
-    assert context.table.facts[:, 0].tolist() == addresses
-    assert context.table.word_bytes == 2
+    assert context.facts[:, 0].tolist() == addresses
+    assert context.word_bytes == 2
 
 
 @pytest.mark.parametrize("backend", ["cuda", "TRITON"])

@@ -141,7 +141,7 @@ def test_kernels_may_use_an_engines_buffers_in_and_out_of_the_mode(made, world, 
 
 def make_state_table():
     config, make_buffer = Model().kv_cache_config(), partial(CpuGpuBuffer, device="cpu")
-    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", make_buffer).table
+    return MambaSpecDecodeGPUContext.create(2, config, 2, "cpu", make_buffer)
 
 
 KEPT = {

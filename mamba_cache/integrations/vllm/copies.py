@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,7 +21,14 @@ from mamba_cache import states
 from mamba_cache._checks import INT32_MAX
 from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.mamba_spec import StateMemory
+from mamba_cache.integrations.vllm.mamba_spec import (
+    CopyFuncs,
+    StateMemory,
+    describe_states,
+    list_layers,
+    shared_schedule,
+)
+from mamba_cache.integrations.vllm.protocols import HostDeviceBuffer, KVCacheConfig
 from mamba_cache.states import CopyBackend
 
 __all__ = [
@@ -36,9 +43,8 @@ __all__ = [
     "plan_migration",
     "plan_postcopy",
     "plan_precopy",
-    "run_plan",
     "running_columns",
-    "whole_tables",
+    "stage",
 ]
 
 IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -114,28 +120,42 @@ class StateTable:
     """
 
     @outside_inference_mode
-    def __init__(self, num_groups: int, block_size: int, copies: torch.Tensor) -> None:
-        self.copies = copies.view(-1, 1 + BLOCKS_PER_GROUP * num_groups)
-        self.num_groups = num_groups
-        self.block_size = block_size
-        self.device = copies.device
-        self.facts = torch.zeros((0, len(FACTS)), dtype=torch.int64, device=copies.device)
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_num_reqs: int,
+        make_buffer: Callable[..., Any],
+        backend: CopyBackend = "auto",
+    ) -> None:
+        self._layers = list_layers(kv_cache_config)
+        self.group_ids, self.spec = shared_schedule(kv_cache_config)
+        self.num_groups, self.block_size = len(self.group_ids), self.spec.block_size
+        entry_ints = 1 + BLOCKS_PER_GROUP * self.num_groups
+        self._listed = make_buffer((1 + max_num_reqs) * entry_ints, dtype=torch.int32)
+        self.copies: torch.Tensor = self._listed.gpu.view(-1, entry_ints)
+        self.device = device = self.copies.device
+        self.backend: CopyBackend = backend
+        align_kernels_for(backend, device)
+        self.facts = torch.zeros((0, len(FACTS)), dtype=torch.int64, device=device)
         self.memories: Sequence[StateMemory] = ()
-        self.num_blocks = [INT32_MAX] * num_groups  # that every state of a group has
+        self.num_blocks = [INT32_MAX] * self.num_groups  # that every state of a group has
         self.max_block_bytes = 0
         self.word_bytes = 1  # up to 8: the widest that fits all addresses and sizes
-        self.pointers = torch.zeros(num_groups, dtype=torch.int64, device=copies.device)
+        self.pointers = torch.zeros(self.num_groups, dtype=torch.int64, device=device)
         self.row_stride = 0
         self.block_tables: Sequence[torch.Tensor] = ()
         self.is_by_slot = True  # rows of block tables are request slots, else rows of the batch
+        self._bound: list[tuple[Any, ...]] = []
 
-    @staticmethod
-    def num_ints(max_num_reqs: int, num_groups: int) -> int:
-        """Return the ints of a list of ``max_num_reqs`` copies."""
-        return (1 + max_num_reqs) * (1 + BLOCKS_PER_GROUP * num_groups)
-
-    def bind_states(self, memories: Sequence[StateMemory]) -> None:
-        """Learn where the states lie, without waiting for the device."""
+    def bind_states(self, forward_context: Mapping[str, Any], copy_funcs: CopyFuncs) -> None:
+        """Learn where the states lie, if they moved, without waiting for the device."""
+        tensors = [
+            state for _, name, _ in self._layers if name for state in forward_context[name].kv_cache
+        ]
+        found = [(state.data_ptr(), state.shape, state.stride()) for state in tensors]
+        if found == self._bound:
+            return
+        memories = describe_states(self._layers, forward_context, copy_funcs)
         facts = np.zeros((len(memories), len(FACTS)), dtype=np.int64)
         for row, m in zip(facts, memories, strict=True):
             size, token_size = math.prod(m.blocks.shape[1:]), m.blocks.shape[3]
@@ -149,17 +169,73 @@ class StateTable:
         self.max_block_bytes = int(facts[:, FACTS.index("block_bytes")].max(initial=0))
         # Addresses, strides and bytes; each fits the word.
         self.word_bytes = math.gcd(_MAX_WORD_BYTES, int(np.gcd.reduce(facts[:, :4], axis=None)))
-        self.memories = memories
+        self.memories, self._bound = memories, found
 
     def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
         """Take the block tables to be used from now on; they must keep their storage."""
-        whole = whole_tables(block_tables, self.num_groups, self.device)
+        whole = self.whole_tables(block_tables)
         addresses = [table.data_ptr() for table in whole]
         if addresses != [table.data_ptr() for table in self.block_tables]:
             pointers = torch.from_numpy(np.array(addresses, dtype=np.int64))
             self.pointers = to_device(pointers, self.device)
         self.row_stride = whole[0].stride(0)
         self.block_tables = whole
+
+    def whole_tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Check block tables, and return them with all rows that their storage holds.
+
+        An engine may show the first rows of a larger table.
+        """
+        if len(block_tables) != self.num_groups:
+            raise InvalidArgumentError(
+                f"a block table is required for each of {self.num_groups} Mamba groups, "
+                f"got {len(block_tables)}"
+            )
+        whole = []
+        for table in block_tables:
+            fits = table.dim() == 2 and table.dtype == torch.int32 and table.device == self.device
+            if not fits or (table.shape[1] > 1 and table.stride(1) != 1):
+                raise InvalidArgumentError(
+                    f"a block table must be [rows, columns] int32 on {self.device} with contiguous "
+                    f"rows, got shape {tuple(table.shape)}, strides {table.stride()}, "
+                    f"{table.dtype} on {table.device}"
+                )
+            (_, num_columns), stride = table.shape, table.stride(0)
+            if num_columns and stride:
+                storage = table.untyped_storage().nbytes() // table.element_size()
+                num_rows = (storage - table.storage_offset() - num_columns) // stride + 1
+                table = table.as_strided((num_rows, num_columns), table.stride())  # noqa: PLW2901
+            whole.append(table)
+        strides = {table.stride(0) for table in block_tables}
+        if len(strides) > 1:
+            raise InvalidArgumentError(
+                f"all block tables must have one row stride, got {sorted(strides)}"
+            )
+        return whole
+
+    def run(
+        self,
+        plan: str,
+        num_reqs: int,
+        idx_mapping: torch.Tensor | None,
+        *inputs: torch.Tensor | None,
+    ) -> None:
+        """List copies by the plan of that name on the device, which knows the states, and copy."""
+        if not num_reqs or not self.block_tables:
+            return
+        max_num_reqs = len(self.copies) - 1
+        # No slot comes twice, so never more rows move than there are slots.
+        if idx_mapping is None and num_reqs > max_num_reqs:
+            raise InvalidArgumentError(f"num_reqs must be at most {max_num_reqs}, got {num_reqs}")
+        kernels = align_kernels_for(self.backend, self.device)
+        getattr(kernels, plan)(self, num_reqs, idx_mapping, *inputs)
+        kernels.copy_listed(self, num_reqs)
+
+    def copy(self, listed: Sequence[int]) -> None:
+        """Carry out a list of copies that was made on the host."""
+        if listed:
+            stage([self._listed], [listed])
+            align_kernels_for(self.backend, self.device).copy_listed(self, listed[0])
 
     def list_copies(
         self,
@@ -197,39 +273,19 @@ class StateTable:
         return listed
 
 
-def whole_tables(
-    block_tables: Sequence[torch.Tensor], num_groups: int, device: torch.device
-) -> list[torch.Tensor]:
-    """Check block tables, and return them with all rows that their storage holds.
-
-    An engine may show the first rows of a larger table.
-    """
-    if len(block_tables) != num_groups:
-        raise InvalidArgumentError(
-            f"a block table is required for each of {num_groups} Mamba groups, "
-            f"got {len(block_tables)}"
-        )
-    whole = []
-    for table in block_tables:
-        fits = table.dim() == 2 and table.dtype == torch.int32 and table.device == device
-        if not fits or (table.shape[1] > 1 and table.stride(1) != 1):
+def stage(buffers: Sequence[HostDeviceBuffer], arrays: Sequence[Sequence[int] | IntArray]) -> None:
+    """Bring an array by each buffer to the device, without waiting for it."""
+    for buffer, values in zip(buffers, arrays, strict=True):
+        if len(values) > len(buffer.np):
             raise InvalidArgumentError(
-                f"a block table must be [rows, columns] int32 on {device} with contiguous rows, "
-                f"got shape {tuple(table.shape)}, strides {table.stride()}, {table.dtype} on "
-                f"{table.device}"
+                f"the buffer holds {len(buffer.np)} entries, got {len(values)}"
             )
-        num_columns, stride = table.shape[1], table.stride(0)
-        if num_columns and stride:
-            room = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
-            num_rows = (room - num_columns) // stride + 1
-            table = table.as_strided((num_rows, num_columns), table.stride())  # noqa: PLW2901
-        whole.append(table)
-    strides = {table.stride(0) for table in block_tables}
-    if len(strides) > 1:
-        raise InvalidArgumentError(
-            f"all block tables must have one row stride, got {sorted(strides)}"
-        )
-    return whole
+    for buffer, values in zip(buffers, arrays, strict=True):
+        wait = getattr(buffer, "wait", None)  # An engine's own buffer may have none.
+        if wait is not None:
+            wait()
+        buffer.np[: len(values)] = values
+        buffer.copy_to_gpu(len(values))
 
 
 def align_kernels_for(backend: CopyBackend, device: torch.device) -> Any:
@@ -240,24 +296,6 @@ def align_kernels_for(backend: CopyBackend, device: torch.device) -> Any:
         )
     twins = sys.modules[__name__]
     return states.kernels_for(backend, device, kernels=_KERNELS, twins=twins)
-
-
-def run_plan(
-    plan: str,
-    backend: CopyBackend,
-    table: StateTable,
-    num_reqs: int,
-    idx_mapping: torch.Tensor | None,
-    *inputs: torch.Tensor | None,
-) -> None:
-    """List copies on the device by the plan of that name, and carry the list out."""
-    max_num_reqs = len(table.copies) - 1
-    # No slot comes twice, so never more rows move than there are slots.
-    if idx_mapping is None and num_reqs > max_num_reqs:
-        raise InvalidArgumentError(f"num_reqs must be at most {max_num_reqs}, got {num_reqs}")
-    kernels = align_kernels_for(backend, table.device)
-    getattr(kernels, plan)(table, num_reqs, idx_mapping, *inputs)
-    kernels.copy_listed(table, num_reqs)
 
 
 def plan_precopy(

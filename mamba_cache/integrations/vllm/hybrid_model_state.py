@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,13 @@ import torch
 
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.integrations.vllm.copies import StateTable, align_kernels_for, run_plan
+from mamba_cache.integrations.vllm.copies import StateTable, align_kernels_for
 from mamba_cache.integrations.vllm.mamba_spec import (
     CopyFuncs,
-    describe_states,
     get_mamba_groups,
     shared_schedule,
 )
+from mamba_cache.integrations.vllm.mamba_utils import CpuGpuBuffer
 from mamba_cache.integrations.vllm.protocols import KVCacheConfig, RequestState
 from mamba_cache.states import CopyBackend
 
@@ -183,12 +184,12 @@ class MambaHybridModelState:
             self._table = self._make_table(kv_cache_config, block_tables.__getitem__)
             self._table.is_by_slot = False
         elif not self._table.is_by_slot:
-            group_ids, _ = shared_schedule(kv_cache_config)
+            group_ids = self._table.group_ids
             self._table.bind_block_tables([block_tables[group_id] for group_id in group_ids])
         columns = self._mamba_state_idx_gpu, self._mamba_src_col_gpu, self._mamba_src_off_gpu
         batch = input_batch.num_reqs, input_batch.idx_mapping
         inputs = input_batch.query_start_loc, num_computed_tokens, self.num_accepted_tokens_gpu
-        run_plan("plan_precopy", self._backend, self._table, *batch, *columns, *inputs)
+        self._table.run("plan_precopy", *batch, *columns, *inputs)
 
     def prepare_attn(
         self,
@@ -260,7 +261,7 @@ class MambaHybridModelState:
             accepted, columns = self.num_accepted_tokens_gpu, self._mamba_state_idx_gpu
             inputs = accepted, accepted, columns, num_computed_tokens, None, None, num_sampled
             batch = len(idx_mapping), idx_mapping
-            run_plan("plan_postcopy", self._backend, self._table, *batch, *inputs)
+            self._table.run("plan_postcopy", *batch, *inputs)
         else:
             self._accepted[idx_mapping.long()] = num_sampled.clamp(min=1).int()
 
@@ -272,22 +273,21 @@ class MambaHybridModelState:
         self, kv_cache_config: KVCacheConfig, table_of: Callable[[int], torch.Tensor]
     ) -> StateTable:
         """Bind the states, and the block table of each KV cache group."""
-        group_ids, spec = shared_schedule(kv_cache_config)
-        if spec.block_size != self._block_size:
+        make_buffer = partial(CpuGpuBuffer, device=self.device)
+        table = StateTable(kv_cache_config, self.max_num_reqs, make_buffer, self._backend)
+        if table.block_size != self._block_size:
             raise InvalidArgumentError(
                 f"the Mamba groups must have columns of {self._block_size} tokens, by which "
-                f"requests were added, got {spec.block_size}"
+                f"requests were added, got {table.block_size}"
             )
-        num_ints = StateTable.num_ints(self.max_num_reqs, len(group_ids))
-        table = StateTable(len(group_ids), spec.block_size, self._filled(num_ints, 0))
-        layers = self._config.compilation_config.static_forward_context
         by_kind = getattr(self._model, "get_mamba_state_copy_funcs", None)
         if by_kind is None:
             copy_funcs: CopyFuncs = self._model.get_mamba_state_copy_func()
         else:
             copy_funcs = by_kind({spec.mamba_type for spec in get_mamba_groups(kv_cache_config)})
-        table.bind_states(describe_states(kv_cache_config, group_ids, layers, copy_funcs))
-        table.bind_block_tables([table_of(group_id) for group_id in group_ids])
+        layers = self._config.compilation_config.static_forward_context
+        table.bind_states(layers, copy_funcs)
+        table.bind_block_tables([table_of(group_id) for group_id in table.group_ids])
         return table
 
     def _drafts_by_row(

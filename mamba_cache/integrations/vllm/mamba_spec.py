@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from mamba_cache.integrations.vllm.protocols import KVCacheConfig
 __all__ = [
     "CopyFuncs",
     "MambaCopySpec",
+    "MambaLayer",
     "MambaSpec",
     "StateMemory",
     "describe_states",
@@ -24,6 +25,7 @@ __all__ = [
     "get_conv_copy_spec_ds",
     "get_mamba_groups",
     "get_temporal_copy_spec",
+    "list_layers",
     "shared_schedule",
 ]
 
@@ -80,12 +82,33 @@ def get_mamba_groups(kv_cache_config: KVCacheConfig) -> dict[Any, list[int]]:
     Raises:
         InvalidArgumentError: There is no Mamba group.
     """
-    groups: dict[Any, list[int]] = {}
-    for group_id, spec in _mamba_specs(kv_cache_config):
-        group_ids = groups.setdefault(spec, [])
-        if group_id not in group_ids[-1:]:
-            group_ids.append(group_id)
-    return groups
+    groups: dict[Any, dict[int, None]] = {}
+    for group_id, _, spec in list_layers(kv_cache_config):
+        groups.setdefault(spec, {})[group_id] = None
+    return {spec: list(group_ids) for spec, group_ids in groups.items()}
+
+
+MambaLayer: TypeAlias = tuple[int, "str | None", Any]
+"""Group, name and spec of a layer. A group without layers on this rank of a pipeline has one
+without a name."""
+
+
+def list_layers(kv_cache_config: KVCacheConfig) -> list[MambaLayer]:
+    """Return all layers of Mamba groups."""
+    layers: list[MambaLayer] = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        some_spec = next(iter(by_layer.values()), group.kv_cache_spec)
+        if all(hasattr(some_spec, field) for field in _SPEC_FIELDS):
+            for name in group.layer_names or [None]:
+                spec = by_layer[name] if by_layer and name else some_spec
+                layers.append((group_id, name, spec))
+    if not layers:
+        raise InvalidArgumentError(
+            f"a group whose spec has {', '.join(_SPEC_FIELDS)} is required, got "
+            f"{[type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]}"
+        )
+    return layers
 
 
 def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpec]:
@@ -93,40 +116,16 @@ def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpe
 
     Groups and layers may differ in kind, shapes and dtypes, but not in how they are scheduled.
     """
-    specs = _mamba_specs(kv_cache_config)
+    layers = list_layers(kv_cache_config)
     scheduling: dict[tuple[Any, ...], list[int]] = {}
-    for group_id, spec in specs:
+    for group_id, _, spec in layers:
         shared = tuple(getattr(spec, field) for field in _SHARED_FIELDS)
         scheduling.setdefault(shared, []).append(group_id)
     if len(scheduling) > 1:
         raise InvalidArgumentError(
             f"all Mamba groups must agree on {', '.join(_SHARED_FIELDS)}, got {scheduling}"
         )
-    return list(dict.fromkeys(group_id for group_id, _ in specs)), cast(MambaSpec, specs[0][1])
-
-
-def _spec_of_layer(group: Any, layer_name: str | None = None) -> Any:
-    """Return the spec of a layer of a group, which may have one for each, or of any layer."""
-    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if by_layer is None:
-        return group.kv_cache_spec
-    return next(iter(by_layer.values()), None) if layer_name is None else by_layer[layer_name]
-
-
-def _mamba_specs(kv_cache_config: KVCacheConfig) -> list[tuple[int, Any]]:
-    """Return the group and spec of each Mamba layer."""
-    specs = []
-    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        if all(hasattr(_spec_of_layer(group), field) for field in _SPEC_FIELDS):
-            # A group may have no layer on this rank of a pipeline, and has a spec all the same.
-            names = group.layer_names or [None]
-            specs += [(group_id, _spec_of_layer(group, name)) for name in names]
-    if not specs:
-        raise InvalidArgumentError(
-            f"a group whose spec has {', '.join(_SPEC_FIELDS)} is required, got "
-            f"{[type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]}"
-        )
-    return specs
+    return list(dict.fromkeys(group_id for group_id, *_ in layers)), layers[0][2]
 
 
 CopyFuncs: TypeAlias = "Mapping[Any, Sequence[Callable[..., Any]]] | Sequence[Callable[..., Any]]"
@@ -194,35 +193,33 @@ def get_temporal_copy_spec(
 
 @outside_inference_mode
 def describe_states(
-    kv_cache_config: KVCacheConfig,
-    group_ids: Sequence[int],
-    forward_context: Mapping[str, Any],
-    copy_funcs: CopyFuncs,
+    layers: Sequence[MambaLayer], forward_context: Mapping[str, Any], copy_funcs: CopyFuncs
 ) -> list[StateMemory]:
-    """Describe every state tensor of the given groups, in the order of groups, layers, states.
+    """Describe every state tensor of the layers, in the order of groups, layers, states.
 
     A copy function may be a foreign one of the same name. A layer may have more states than
     functions: the rest is not copied.
     """
+    group_ids = list(dict.fromkeys(group_id for group_id, *_ in layers))
     memories = []
-    for group, group_id in enumerate(group_ids):
-        kv_cache_group = kv_cache_config.kv_cache_groups[group_id]
-        for name in kv_cache_group.layer_names:
-            states, funcs = forward_context[name].kv_cache, copy_funcs
-            if isinstance(funcs, Mapping):
-                kind = _spec_of_layer(kv_cache_group, name).mamba_type
-                if kind not in funcs:
-                    raise InvalidArgumentError(
-                        f"copy functions of layers of the kind {kind} are required, "
-                        f"got those of {list(funcs)}"
-                    )
-                funcs = funcs[kind]
-            if len(states) < len(funcs):
+    for group_id, name, spec in layers:
+        if name is None:
+            continue
+        states, funcs = forward_context[name].kv_cache, copy_funcs
+        if isinstance(funcs, Mapping):
+            if spec.mamba_type not in funcs:
                 raise InvalidArgumentError(
-                    f"a layer must have a state for each of {len(funcs)} copy functions, "
-                    f"got {len(states)} in {name!r}"
+                    f"copy functions of layers of the kind {spec.mamba_type} are required, "
+                    f"got those of {list(funcs)}"
                 )
-            memories += [_describe(*pair, group) for pair in zip(states, funcs, strict=False)]
+            funcs = funcs[spec.mamba_type]
+        if len(states) < len(funcs):
+            raise InvalidArgumentError(
+                f"a layer must have a state for each of {len(funcs)} copy functions, "
+                f"got {len(states)} in {name!r}"
+            )
+        group = group_ids.index(group_id)
+        memories += [_describe(*pair, group) for pair in zip(states, funcs, strict=False)]
     return memories
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,13 @@ from mamba_cache.integrations.vllm.copies import (
     IntArray,
     Moves,
     StateTable,
-    align_kernels_for,
     plan_alignment,
     plan_migration,
-    run_plan,
     running_columns,
-    whole_tables,
+    stage,
 )
 from mamba_cache.integrations.vllm.mamba_spec import (
     CopyFuncs,
-    MambaSpec,
-    describe_states,
     shared_schedule,
 )
 from mamba_cache.integrations.vllm.protocols import (
@@ -100,27 +96,10 @@ class CpuGpuBuffer:
             self._sent.synchronize()
 
 
-@dataclass(slots=True)
-class MambaCopyBuffers:
-    """The copies that the host decides, one entry for each request that moves.
-
-    Attributes:
-        copies: The list of copies, int32, pinned and on the device.
-        table: Where the states lay at the last copy.
-        mamba_group_ids: The Mamba groups.
-        mamba_spec: How their states are scheduled.
-        backend: What copies.
-    """
-
-    copies: HostDeviceBuffer
-    table: StateTable
-    mamba_group_ids: list[int]
-    mamba_spec: MambaSpec
-    backend: CopyBackend = "auto"
-    _found: list[tuple[Any, ...]] = field(default_factory=list)
+class MambaCopyBuffers(StateTable):
+    """The copies that the host decides, one entry for each request that moves."""
 
     @classmethod
-    @outside_inference_mode
     def create(
         cls,
         max_num_reqs: int,
@@ -133,18 +112,13 @@ class MambaCopyBuffers:
         Raises:
             InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
         """
-        group_ids, spec = shared_schedule(kv_cache_config)
-        num_ints = StateTable.num_ints(max_num_reqs, len(group_ids))
-        copies = make_buffer(num_ints, dtype=torch.int32)
-        table = StateTable(len(group_ids), spec.block_size, copies.gpu)
-        return cls(copies, table, group_ids, spec)
+        return cls(kv_cache_config, max_num_reqs, make_buffer)
 
-    def list_copies(
+    def list_copies_of(
         self,
         moves: Moves,
         req_ids: Sequence[str],
         requests: Mapping[str, RequestState],
-        kv_cache_config: KVCacheConfig,
         forward_context: Mapping[str, Any],
         copy_funcs: CopyFuncs,
     ) -> list[int]:
@@ -156,40 +130,15 @@ class MambaCopyBuffers:
         """
         if not len(moves.rows):
             return []
-        groups = [kv_cache_config.kv_cache_groups[group_id] for group_id in self.mamba_group_ids]
-        layers = [forward_context[name] for group in groups for name in group.layer_names]
-        tensors = [state for layer in layers for state in layer.kv_cache]
-        found = [(state.data_ptr(), state.shape, state.stride()) for state in tensors]
-        if found != self._found:
-            states = kv_cache_config, self.mamba_group_ids, forward_context, copy_funcs
-            self.table.bind_states(describe_states(*states))
-            self._found = found
-        return self.table.list_copies(
+        self.bind_states(forward_context, copy_funcs)
+        return self.list_copies(
             moves,
-            lambda row, group: requests[req_ids[row]].block_ids[self.mamba_group_ids[group]],
+            lambda row, group: requests[req_ids[row]].block_ids[self.group_ids[group]],
             lambda row: f"request {req_ids[row]!r}",
         )
 
-    def run(self, listed: Sequence[int]) -> None:
-        """Carry out a list of copies in one launch."""
-        if listed:
-            _stage(self.copies, listed)
-            align_kernels_for(self.backend, self.table.device).copy_listed(self.table, listed[0])
 
-
-def _stage(buffer: HostDeviceBuffer, values: Sequence[int] | IntArray) -> None:
-    """Bring values to the device, without waiting for it."""
-    if len(values) > len(buffer.np):
-        raise InvalidArgumentError(f"the buffer holds {len(buffer.np)} entries, got {len(values)}")
-    wait = getattr(buffer, "wait", None)  # An engine's own buffer may have none.
-    if wait is not None:
-        wait()
-    buffer.np[: len(values)] = values
-    buffer.copy_to_gpu(len(values))
-
-
-@dataclass(slots=True)
-class MambaSpecDecodeGPUContext:
+class MambaSpecDecodeGPUContext(StateTable):
     """Copies states between columns of block tables; what is copied is decided on the device.
 
     Each ``run_`` method makes two launches: one lists the copies, the other carries the list out.
@@ -197,8 +146,6 @@ class MambaSpecDecodeGPUContext:
     All calls belong on one stream.
 
     Attributes:
-        table: Where every state and block table lies, and the list of copies.
-        mamba_group_ids: The Mamba groups.
         num_accepted_tokens_out: [max_num_reqs] int32 on the device: accepted counts after
             ``run_fused_postprocess``.
         index_tables: The block tables that ``compute_aligned_state_indices`` reads, in batch order.
@@ -210,26 +157,29 @@ class MambaSpecDecodeGPUContext:
         num_draft_tokens_buf: Staged drafts.
         precopy_src_col_buf: Staged columns to copy from.
         precopy_token_bias_buf: Staged drafts accepted in the last step.
-        backend: What copies.
         is_initialized: Whether the states and block tables are known.
     """
 
-    table: StateTable
-    mamba_group_ids: list[int]
-    backend: CopyBackend
-    num_accepted_tokens_out: torch.Tensor
-    aligned_state_indices: torch.Tensor
-    mamba_state_idx_buf: HostDeviceBuffer
-    num_scheduled_tokens_buf: HostDeviceBuffer
-    num_computed_tokens_buf: HostDeviceBuffer
-    num_draft_tokens_buf: HostDeviceBuffer
-    precopy_src_col_buf: HostDeviceBuffer
-    precopy_token_bias_buf: HostDeviceBuffer
-    index_tables: Sequence[torch.Tensor] = ()
-    is_initialized: bool = False
+    @outside_inference_mode
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_num_reqs: int,
+        make_buffer: Callable[..., Any],
+        backend: CopyBackend,
+    ) -> None:
+        super().__init__(kv_cache_config, max_num_reqs, make_buffer, backend)
+        shape = self.num_groups, max_num_reqs, 1 + self.spec.num_speculative_blocks
+        self.num_accepted_tokens_out = self.copies.new_zeros(max_num_reqs)
+        self.index_tables: Sequence[torch.Tensor] = ()
+        self.aligned_state_indices = self.copies.new_zeros(shape)
+        buffers = [make_buffer(max_num_reqs, dtype=torch.int32) for _ in range(6)]
+        self.mamba_state_idx_buf, self.num_scheduled_tokens_buf, *buffers = buffers
+        self.num_computed_tokens_buf, self.num_draft_tokens_buf, *buffers = buffers
+        self.precopy_src_col_buf, self.precopy_token_bias_buf = buffers
+        self.is_initialized = False
 
     @classmethod
-    @outside_inference_mode
     def create(
         cls,
         max_num_reqs: int,
@@ -247,21 +197,7 @@ class MambaSpecDecodeGPUContext:
                 backend is unknown or not for the device.
             MissingExtraError: The kernels are asked for and Triton is not installed.
         """
-        group_ids, spec = shared_schedule(kv_cache_config)
-        device, count = torch.device(device), len(group_ids)
-        align_kernels_for(backend, device)
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        return cls(
-            StateTable(count, spec.block_size, zeros(StateTable.num_ints(max_num_reqs, count))),
-            group_ids,
-            backend,
-            zeros(max_num_reqs),
-            zeros(count, max_num_reqs, 1 + spec.num_speculative_blocks),
-            *(make_buffer(max_num_reqs, dtype=torch.int32) for _ in range(6)),
-        )
+        return cls(kv_cache_config, max_num_reqs, make_buffer, backend)
 
     def initialize_from_forward_context(
         self,
@@ -282,14 +218,11 @@ class MambaSpecDecodeGPUContext:
         """
         if self.is_initialized:
             return
-        memories = describe_states(
-            kv_cache_config, self.mamba_group_ids, forward_context, mamba_state_copy_funcs
-        )
-        index_tables = aligned_index_block_tables or block_tables
-        whole = whole_tables(index_tables, self.table.num_groups, self.table.device)
-        self.table.bind_block_tables(block_tables)
-        self.table.bind_states(memories)
-        self.index_tables = whole
+        index_tables = self.whole_tables(aligned_index_block_tables or block_tables)
+        self.whole_tables(block_tables)
+        self.bind_states(forward_context, mamba_state_copy_funcs)
+        self.bind_block_tables(block_tables)
+        self.index_tables = index_tables
         self.is_initialized = True
 
     def compute_aligned_state_indices(self, seq_lens: torch.Tensor, num_reqs: int) -> torch.Tensor:
@@ -311,7 +244,7 @@ class MambaSpecDecodeGPUContext:
                 f"is_initialized={self.is_initialized}"
             )
         found = self.aligned_state_indices[:, :num_reqs]
-        running = (seq_lens[:num_reqs].long() - 1).clamp(min=0) // self.table.block_size
+        running = (seq_lens[:num_reqs].long() - 1).clamp(min=0) // self.block_size
         columns = running[:, None] + torch.arange(found.shape[2], device=running.device)
         for blocks, table in zip(found, self.index_tables, strict=True):
             blocks.copy_(table[:num_reqs].gather(1, columns))
@@ -340,7 +273,7 @@ class MambaSpecDecodeGPUContext:
         """
         rows = num_computed_tokens_gpu, num_scheduled_tokens_gpu, num_draft_tokens_gpu
         counts = num_accepted_tokens_gpu, self.num_accepted_tokens_out
-        self._run("plan_postcopy", num_reqs, None, *counts, mamba_state_idx_gpu, *rows, None)
+        self.run("plan_postcopy", num_reqs, None, *counts, mamba_state_idx_gpu, *rows, None)
 
     def run_fused_postprocess_align(
         self,
@@ -360,7 +293,7 @@ class MambaSpecDecodeGPUContext:
         """
         accepted, computed = num_accepted_tokens_gpu, new_num_computed_tokens_gpu
         inputs = idx_mapping, accepted, accepted, state_idx_gpu, computed, None, None, None
-        self._run("plan_postcopy", num_reqs, *inputs)
+        self.run("plan_postcopy", num_reqs, *inputs)
 
     def run_fused_precopy(
         self,
@@ -381,11 +314,7 @@ class MambaSpecDecodeGPUContext:
             InvalidArgumentError: As in ``run_fused_postprocess``. Nothing was copied.
         """
         inputs = state_idx_gpu, src_col_gpu, token_bias_gpu, None, None, None
-        self._run("plan_precopy", num_reqs, idx_mapping, *inputs)
-
-    def _run(self, plan: str, num_reqs: int, *inputs: torch.Tensor | None) -> None:
-        if num_reqs and self.is_initialized:
-            run_plan(plan, self.backend, self.table, num_reqs, *inputs)
+        self.run("plan_precopy", num_reqs, idx_mapping, *inputs)
 
 
 @dataclass(slots=True)
@@ -439,10 +368,16 @@ def stage_postprocess_inputs_to_gpu(
         InvalidArgumentError: The buffers are too small. Nothing was written.
     """
     columns = _columns_of(req_ids[:num_reqs], mamba_state_idx)
-    _check_known(req_ids[:num_reqs], scheduler_output.num_scheduled_tokens, requests)
-    _stage(ctx.mamba_state_idx_buf, columns)
-    buffers = ctx.num_scheduled_tokens_buf, ctx.num_computed_tokens_buf, ctx.num_draft_tokens_buf
-    stage_postprocess_metadata_to_gpu(scheduler_output, req_ids, num_reqs, requests, *buffers)
+    tokens = _tokens_of(req_ids[:num_reqs], scheduler_output, requests)
+    stage(
+        [
+            ctx.mamba_state_idx_buf,
+            ctx.num_computed_tokens_buf,
+            ctx.num_scheduled_tokens_buf,
+            ctx.num_draft_tokens_buf,
+        ],
+        [columns, *tokens],
+    )
 
 
 def stage_mamba_state_idx_to_gpu(
@@ -457,7 +392,7 @@ def stage_mamba_state_idx_to_gpu(
         UnknownRequestError: A request has no running column. Nothing was written.
         InvalidArgumentError: The buffer is too small. Nothing was written.
     """
-    _stage(gpu_buf, _columns_of(req_ids[:num_reqs], mamba_state_idx))
+    stage([gpu_buf], [_columns_of(req_ids[:num_reqs], mamba_state_idx)])
 
 
 def stage_postprocess_metadata_to_gpu(
@@ -473,21 +408,24 @@ def stage_postprocess_metadata_to_gpu(
 
     Raises:
         UnknownRequestError: A request is not scheduled or not known. Nothing was written.
-        InvalidArgumentError: A buffer is too small.
+        InvalidArgumentError: A buffer is too small. Nothing was written.
     """
-    staged = req_ids[:num_reqs]
+    buffers = num_computed_tokens_buf, num_scheduled_tokens_buf, num_draft_tokens_buf
+    stage(buffers, [*_tokens_of(req_ids[:num_reqs], scheduler_output, requests)])
+
+
+def _tokens_of(
+    req_ids: Sequence[str], scheduler_output: SchedulerOutput, requests: Mapping[str, RequestState]
+) -> IntArray:
+    """Return computed, scheduled and draft tokens of requests, [3, requests]."""
     scheduled = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    _check_known(staged, scheduled, requests)
-    _stage(num_scheduled_tokens_buf, [scheduled[req_id] for req_id in staged])
-    _stage(num_computed_tokens_buf, [requests[req_id].num_computed_tokens for req_id in staged])
-    _stage(num_draft_tokens_buf, [len(drafts.get(req_id, ())) for req_id in staged])
-
-
-def _check_known(req_ids: Sequence[str], *known: Container[str]) -> None:
-    unknown = [req_id for req_id in req_ids if any(req_id not in each for each in known)]
+    unknown = [i for i in req_ids if i not in scheduled or i not in requests]
     if unknown:
         raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
+    computed = [requests[req_id].num_computed_tokens for req_id in req_ids]
+    num_drafts = [len(drafts.get(req_id, ())) for req_id in req_ids]
+    return np.array([computed, [scheduled[i] for i in req_ids], num_drafts], dtype=np.int64)
 
 
 def _columns_of(req_ids: Sequence[str], mamba_state_idx: Mapping[str, int]) -> list[int]:
@@ -536,6 +474,7 @@ def preprocess_mamba(
     Raises:
         InvalidArgumentError: Prefix caching is off, or a column or block is out of range; on a GPU
             with ``align_ctx`` kernels trust the block tables. Nothing was changed.
+        UnknownRequestError: A request is not scheduled or not known. Nothing was changed.
     """
     if not cache_config.enable_prefix_caching:
         raise InvalidArgumentError(
@@ -543,21 +482,19 @@ def preprocess_mamba(
             f"{cache_config.enable_prefix_caching!r}"
         )
     ids, counts = input_batch.req_ids, input_batch.num_accepted_tokens_cpu
-    block_size = copy_bufs.mamba_spec.block_size
-    states = kv_cache_config, forward_context, mamba_state_copy_funcs
+    block_size, states = copy_bufs.block_size, (forward_context, mamba_state_copy_funcs)
     columns = dict(mamba_state_idx)
     cleanup_mamba_state_idx(scheduler_output, columns)
-    num_computed = _int_array([requests[req_id].num_computed_tokens for req_id in ids])
-    num_scheduled = _int_array([scheduler_output.num_scheduled_tokens[req_id] for req_id in ids])
+    num_computed, num_scheduled, _ = _tokens_of(ids, scheduler_output, requests)
     started = running_columns(num_computed, block_size).tolist()
     current = running_columns(num_computed + num_scheduled, block_size)
     previous = _int_array([*map(columns.get, ids, started)])
     moves = plan_migration(previous, current, _int_array(counts[: len(ids)]))
     copies: list[int] = []
     if align_ctx is None:
-        copies = copy_bufs.list_copies(moves, ids, requests, *states)
+        copies = copy_bufs.list_copies_of(moves, ids, requests, *states)
     elif len(moves.rows):
-        _bind(align_ctx, input_batch, len(ids), *states)
+        _bind(align_ctx, input_batch, len(ids), kv_cache_config, *states)
         sources, biases = np.full_like(current, PAD_SLOT_ID), np.zeros_like(current)
         sources[moves.rows], biases[moves.rows] = moves.sources, moves.biases
         staged = (
@@ -565,15 +502,14 @@ def preprocess_mamba(
             align_ctx.precopy_src_col_buf,
             align_ctx.precopy_token_bias_buf,
         )
-        for buffer, values in zip(staged, (current, sources, biases), strict=True):
-            _stage(buffer, values)
+        stage(staged, [current, sources, biases])
         align_ctx.run_fused_precopy(len(ids), *(buffer.gpu for buffer in staged))
     columns.update(zip(ids, current.tolist(), strict=True))
     mamba_state_idx.clear()
     mamba_state_idx.update(columns)
     for row in moves.rows.tolist():
         counts[row] = 1
-    copy_bufs.run(copies)
+    copy_bufs.copy(copies)
 
 
 def postprocess_mamba(
@@ -604,7 +540,8 @@ def postprocess_mamba(
     Raises:
         InvalidArgumentError: A required argument is missing, or a column or block is out of range.
             Nothing was copied.
-        UnknownRequestError: A request has no running column. Nothing was copied.
+        UnknownRequestError: A request has no running column, is not scheduled or not known. Nothing
+            was copied.
     """
     if cache_config.mamba_cache_mode == "all":
         counted = input_batch, requests, mamba_state_idx, num_spec_tokens, num_reqs
@@ -618,19 +555,15 @@ def postprocess_mamba(
         )
     ids, counts = input_batch.req_ids, input_batch.num_accepted_tokens_cpu
     columns = _int_array(_columns_of(ids, mamba_state_idx))
-    scheduled = scheduler_output.num_scheduled_tokens
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    num_running = [
-        requests[req_id].num_computed_tokens + scheduled[req_id] - len(drafts.get(req_id, ()))
-        for req_id in ids
-    ]
-    accepted, block_size = _int_array(counts[: len(ids)]), copy_bufs.mamba_spec.block_size
-    moves = plan_alignment(_int_array(num_running), accepted, columns, block_size)
-    states = kv_cache_config, forward_context, mamba_state_copy_funcs
-    copies = copy_bufs.list_copies(moves, ids, requests, *states)
+    num_computed, num_scheduled, num_drafts = _tokens_of(ids, scheduler_output, requests)
+    num_running = num_computed + num_scheduled - num_drafts
+    accepted = _int_array(counts[: len(ids)])
+    moves = plan_alignment(num_running, accepted, columns, copy_bufs.block_size)
+    states = forward_context, mamba_state_copy_funcs
+    copies = copy_bufs.list_copies_of(moves, ids, requests, *states)
     for row in moves.staying_rows.tolist():
         counts[row] = 1
-    copy_bufs.run(copies)
+    copy_bufs.copy(copies)
 
 
 def postprocess_mamba_all(
@@ -722,7 +655,7 @@ def _bind(
     if not context.is_initialized:
         tables = [
             input_batch.block_table[group_id].get_device_tensor(num_reqs)
-            for group_id in context.mamba_group_ids
+            for group_id in context.group_ids
         ]
         states = kv_cache_config, forward_context, copy_funcs
         context.initialize_from_forward_context(*states, tables)
