@@ -293,8 +293,7 @@ def _answer_in_batches(
     start = time.perf_counter()
     for batch in batches[:most_batches]:
         prompts = [workload.prompts[i] for i in batch]
-        vocabulary = model.config.get_text_config().vocab_size
-        ids, mask = pad_prompts(prompts, vocabulary, 0, model.device)
+        ids, mask = pad_prompts(prompts, 0, model.device)
         options = workload.options(batch[0])
         options["max_new_tokens"] = max(workload.new_tokens[i] for i in batch)
         stamps = _Stamps(model.device, subject.synchronize)

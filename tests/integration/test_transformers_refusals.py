@@ -102,18 +102,18 @@ IDS = torch.tensor([[3, 4, 5, 6]])
 SAMPLED = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
 CALLS = [
     # Prompts.
-    ("generate", None, {}, "got NoneType"),
+    ("generate", None, {}, "inputs must be a collection of prompts, .* got None"),
     ("generate", "text", {}, "got str: tokenize it"),
     ("generate", [], {}, "at least one prompt, got an empty list"),
     ("generate", [3, 4, 5], {}, r"a list of int: for one prompt write \[\[1, 2, 3\]\]"),
-    ("generate", [[3], 4], {}, "prompt 1 must be a list of token ids, got int"),
+    ("generate", [[3], 4], {}, "prompt 1 must be a tensor .* or a list of ints, got int"),
     ("generate", [[3], []], {}, "prompt 1 must not be empty"),
     ("generate", [[1.5, 2.7]], {}, "the token ids of prompt 0 must be ints, got 1.5"),
     ("generate", [[3, True]], {}, "the token ids of prompt 0 must be ints, got True"),
     ("generate", [[3, -1]], {}, r"must be in \[0, 97\), the model's vocabulary; prompt 0 has -1"),
     ("generate", [[3, VOCABULARY]], {}, r"token ids must be in \[0, 97\).* has 97"),
     ("generate", [[2**70]], {}, r"token ids must be in \[0, 97\)"),
-    ("generate", {"input_ids": [[3]]}, {}, r"got dict: unpack it, as in generate\(\*\*inputs\)"),
+    ("generate", {"input_ids": [[3]]}, {}, r"got dict: .*unpack it, as in generate\(\*\*inputs\)"),
     ("generate", torch.tensor([3, 4]), {}, r"tensor \[rows, length\] .* of shape \(2,\)"),
     ("generate", torch.ones(1, 2), {}, "got torch.float32"),
     ("generate", torch.ones(1, 0, dtype=torch.long), {}, r"of shape \(1, 0\)"),

@@ -76,6 +76,7 @@ from mamba_cache.integrations.transformers.prompts import (
     check_prompts,
     pad_prompts,
     read_prompt,
+    read_prompts,
 )
 from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -1014,8 +1015,10 @@ class PrefixCache:
                 f"attention_mask goes with a tensor of token ids only, got prompts of type "
                 f"{type(prompts).__name__}"
             )
-        device = self._runner.model.device
-        return pad_prompts(prompts, self._runner.vocabulary, served.pad_token_id, device)
+        rows = read_prompts(prompts, self._runner.vocabulary)
+        if not rows:
+            raise InvalidArgumentError("give at least one prompt, got an empty list")
+        return pad_prompts(rows, served.pad_token_id, self._runner.model.device)
 
 
 def _read_policy(

@@ -84,30 +84,16 @@ def check_prompts(input_ids: torch.Tensor, attention_mask: Any, vocabulary: int)
 
 
 def pad_prompts(
-    prompts: Any, vocabulary: int, pad_token_id: int | None, device: torch.device
+    rows: Sequence[Sequence[int] | npt.NDArray[np.int32]],
+    pad_token_id: int | None,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return prompts padded on the left, and their mask: [prompts, longest] int64 each."""
-    if isinstance(prompts, Mapping):
-        raise InvalidArgumentError(
-            f"prompts must be token ids, got {type(prompts).__name__}: unpack it, as in "
-            "generate(**inputs)"
-        )
-    if not _is_list(prompts):
-        raise InvalidArgumentError(
-            f"prompts must be a tensor of token ids [rows, length], or a list of lists of them, "
-            f"got {_described(prompts)}"
-        )
-    if not len(prompts):
-        raise InvalidArgumentError("give at least one prompt, got an empty list")
-    _check_nested(prompts)
-    rows = [
-        _token_ids(prompt, vocabulary, f"prompt {number}") for number, prompt in enumerate(prompts)
-    ]
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad_token_id or 0, dtype=torch.int64, device="cpu")
     mask = torch.zeros_like(ids)
     for number, row in enumerate(rows):
-        ids[number, -len(row) :] = torch.tensor(row, device="cpu")
+        ids[number, -len(row) :] = torch.as_tensor(row, device="cpu")
         mask[number, -len(row) :] = 1
     return ids.to(device), mask.to(device)
 
@@ -119,29 +105,31 @@ def read_prompts(prompts: Any, vocabulary: int) -> list[npt.NDArray[np.int32]]:
             f"inputs must be prompts, each a list of token ids, got {_described(prompts)}"
         )
     given = as_items("inputs", prompts, "prompts, each a list of token ids")
-    _check_nested(given)
+    if len(given) and not any(map(_is_list, given)):
+        is_flat = all(isinstance(one, int) for one in given)
+        raise InvalidArgumentError(
+            f"inputs must be prompts, each a list of token ids, got a list of "
+            f"{_described(given[0])}"
+            + (": for one prompt write [[1, 2, 3]], not [1, 2, 3]" if is_flat else "")
+        )
     return [read_prompt(one, vocabulary, f"prompt {number}") for number, one in enumerate(given)]
 
 
-def read_prompt(input_ids: Any, vocabulary: int, name: str = "the prompt") -> npt.NDArray[np.int32]:
+def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.NDArray[np.int32]:
     """Return the token ids of one prompt: a tensor [1, length] or [length], or a list of ints."""
-    if isinstance(input_ids, torch.Tensor):
-        rows = input_ids[None] if input_ids.dim() == 1 else input_ids
-        check_prompts(rows, None, vocabulary)
-        prompts: Any = rows.cpu().numpy()
-    elif _is_list(input_ids):
-        nested = len(input_ids) and all(_is_list(item) for item in input_ids)
-        prompts = input_ids if nested else [input_ids]
-    else:
+    if not _is_list(prompt):
         raise InvalidArgumentError(
             f"{name} must be a tensor of token ids [length] or [1, length], or a list of ints, got "
-            f"{_described(input_ids)}"
+            f"{_described(prompt)}"
         )
-    if len(prompts) > 1:
-        raise InvalidArgumentError(f"{name} must be one prompt, got {len(prompts)} rows")
-    if isinstance(prompts, np.ndarray):
-        return np.asarray(prompts[0], dtype=np.int32)
-    return np.array(_token_ids(prompts[0], vocabulary, name), dtype=np.int32)
+    rows = prompt if len(prompt) and all(map(_is_list, prompt)) else [prompt]
+    if len(rows) > 1:
+        raise InvalidArgumentError(f"{name} must be one prompt, got {len(rows)} rows")
+    ids = as_ints(f"the token ids of {name}", rows[0])
+    if not ids:
+        raise InvalidArgumentError(f"{name} must not be empty")
+    _check_range(min(ids), max(ids), vocabulary, name)
+    return np.array(ids, dtype=np.int32)
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
@@ -158,26 +146,6 @@ def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     if not (num_seen.all() and (padding + num_seen == sees.shape[1]).all()):
         return None
     return [_prompt(row, before) for row, before in zip(ids, padding.tolist(), strict=True)]
-
-
-def _check_nested(prompts: Sequence[Any]) -> None:
-    if len(prompts) and not any(_is_list(prompt) for prompt in prompts):
-        is_flat = all(isinstance(prompt, int) for prompt in prompts)
-        raise InvalidArgumentError(
-            f"prompts must be a list of prompts, each a list of token ids, got a list of "
-            f"{_described(prompts[0])}"
-            + (": for one prompt write [[1, 2, 3]], not [1, 2, 3]" if is_flat else "")
-        )
-
-
-def _token_ids(prompt: Any, vocabulary: int, name: str) -> list[int]:
-    if not _is_list(prompt):
-        raise InvalidArgumentError(f"{name} must be a list of token ids, got {_described(prompt)}")
-    ids = as_ints(f"the token ids of {name}", prompt)
-    if not ids:
-        raise InvalidArgumentError(f"{name} must not be empty")
-    _check_range(min(ids), max(ids), vocabulary, name)
-    return ids
 
 
 def _check_range(lowest: int, highest: int, vocabulary: int, name: str) -> None:
@@ -198,5 +166,7 @@ def _is_list(value: Any) -> bool:
 def _described(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, Mapping):
-        return f"{kind}: give its input_ids"
+        return f"{kind}: give its input_ids, or unpack it, as in generate(**inputs)"
+    if isinstance(value, torch.Tensor):
+        return f"{kind} of shape {tuple(value.shape)}"
     return f"{kind}: tokenize it" if isinstance(value, (str, bytes)) else kind
