@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mamba_cache.errors import (
-    InvalidArgumentError,
-    MambaCacheError,
-    ModelChangedError,
-    PoisonedError,
-)
+from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChangedError
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 from mamba_cache.integrations.transformers.serve.requests import (
     SERVER,
@@ -31,11 +25,8 @@ __all__ = ["ServedModel", "ServedModels"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_RENEWALS = 3
-"""How often a cache is begun anew without a hit in between: a model may change in each call."""
-
 _MAX_REASONS = 16
-"""Reasons for which a model's requests went past its cache that are told, each once."""
+"""Warnings of a model's requests that are logged, each once."""
 
 
 class ServedModels:
@@ -123,8 +114,7 @@ class ServedModel:
     max_sequence_length: int | None = None  # in tokens, of batches
     _is_tried: bool = False
     _serves_batches: bool | None = None
-    _num_renewals: int = 0  # since the last hit
-    _told: set[str] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
 
     def prepare(self) -> PrefixCache | None:
         """Make the cache if that was not tried yet, and says why if there can be none.
@@ -136,7 +126,8 @@ class ServedModel:
             try:
                 self.cache = PrefixCache(self.model, **self.settings)
             except Exception as error:  # whatever a model raises that was not made for it
-                self._give_up(error)
+                reason = str(error) or repr(error)
+                _log.warning("%s is served without a prefix cache: %s", self._name, reason)
             else:
                 self.tell(self.model, self.cache)
         return self.cache
@@ -167,66 +158,43 @@ class ServedModel:
             # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
             request.cached_tokens = cache.last_skipped_tokens
 
-        listener = None
-        if options.get("streamer") is not None:
-            listener = _Listener(options["streamer"], count)
-            options = {**options, "streamer": listener}
-        try:
-            output = cache.generate(
-                cache_salt=request.cache_salt,
-                checkpoints=request.checkpoints(options["tokenizer"], ids),
-                will_continue=request.will_continue,
-                source=SERVER,
-                **options,
-            )
-        except (InvalidArgumentError, ModelChangedError, PoisonedError) as error:
-            if listener is not None and listener.has_begun:
-                raise
-            if isinstance(error, InvalidArgumentError):
-                self._tell(error)
+        for is_first in (True, False):
+            listener = _Listener(options["streamer"], count) if options.get("streamer") else None
+            try:
+                output = cache.generate(
+                    cache_salt=request.cache_salt,
+                    checkpoints=request.checkpoints(options["tokenizer"], ids),
+                    will_continue=request.will_continue,
+                    source=SERVER,
+                    **{**options, "streamer": listener},
+                )
+            except (InvalidArgumentError, ModelChangedError) as error:
+                if listener is not None and listener.has_begun:
+                    raise
+                if isinstance(error, InvalidArgumentError):
+                    self._warn(f"answers such requests without its prefix cache: {error}")
+                    break
+                if not is_first:
+                    raise
+                self._warn(f"begins its prefix cache anew: {error}")
+                try:
+                    cache.reset()
+                except ModelChangedError as reason:  # it was moved or cast
+                    self._warn(f"is served without a prefix cache: {reason}")
+                    cache.close()  # so that routers hear of it as well
+                    self.cache = None
+                    break
             else:
-                self._renew(cache, error)
-        else:
-            count()
-            if request.cached_tokens:
-                self._num_renewals = 0
-            return output
+                count()
+                return output
         request.cached_tokens = None
-        if listener is not None:
-            listener.begin_again()
         return self.model.generate(**options)
 
-    def _renew(self, cache: PrefixCache, error: Exception) -> None:
-        """Forget what is cached, after which the cache can be used again, or give it up.
-
-        ``error`` says why: the model was changed, or a call broke off.
-        """
-        self._num_renewals += 1
-        if self._num_renewals > _MAX_RENEWALS:
-            self._give_up(error)
-            return
-        self._tell(error)
-        try:
-            cache.reset()
-        except Exception as reason:  # it was moved, or what broke it goes on breaking it
-            self._give_up(reason)
-
-    def _give_up(self, error: Exception) -> None:
-        if self.cache is not None:
-            with suppress(Exception):
-                self.cache.close()  # so that routers hear of it as well
-        self.cache = None
-        _log.warning(
-            "%s is served without a prefix cache: %s", self._name, str(error) or repr(error)
-        )
-
-    def _tell(self, error: Exception) -> None:
-        """Say why a request went past the cache, once for each reason."""
-        reason = str(error)
-        if reason in self._told or len(self._told) >= _MAX_REASONS:
-            return
-        self._told.add(reason)
-        _log.warning("%s answers such requests without its prefix cache: %s", self._name, reason)
+    def _warn(self, what: str) -> None:
+        """Say once what becomes of a request."""
+        if what not in self._said and len(self._said) < _MAX_REASONS:
+            self._said.add(what)
+            _log.warning("%s %s", self._name, what)
 
     @property
     def _name(self) -> str:
@@ -252,28 +220,24 @@ class _Asked:
 
 
 class _Listener:
-    """Hands tokens on to the server's streamer, which hears the prompt once if it begins again."""
+    """Hands tokens on to the server's streamer, which gets the prompt with the first of them.
+
+    Until then the call may begin again, with another listener.
+    """
 
     def __init__(self, streamer: Any, on_answer: Callable[[], None]) -> None:
         self._streamer = streamer
-        self._on_answer: Callable[[], None] | None = on_answer
-        self._is_prompt_next = True
-        self._is_prompt_told = False
+        self._on_answer = on_answer
+        self._prompt: Any = None
         self.has_begun = False  # a token of the answer was handed on
-
-    def begin_again(self) -> None:
-        """Expect another call of ``generate`` for the same prompt, past the cache."""
-        self._is_prompt_next = True
-        self._on_answer = None
 
     def put(self, value: Any) -> None:
         """Take the prompt, and then each token."""
-        is_prompt, self._is_prompt_next = self._is_prompt_next, False
-        if not is_prompt:
+        if self._prompt is None:
+            self._prompt = value
+        else:
             self._begin()
-        if not (is_prompt and self._is_prompt_told):
             self._streamer.put(value)
-        self._is_prompt_told = True
 
     def end(self) -> None:
         self._begin()
@@ -282,5 +246,5 @@ class _Listener:
     def _begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True
-            if self._on_answer is not None:
-                self._on_answer()
+            self._on_answer()
+            self._streamer.put(self._prompt)

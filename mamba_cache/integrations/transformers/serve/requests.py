@@ -17,9 +17,7 @@ import torch
 
 from mamba_cache.errors import (
     InvalidArgumentError,
-    MambaCacheError,
     ModelChangedError,
-    PoisonedError,
     SequenceLengthError,
     StepOrderError,
 )
@@ -222,8 +220,8 @@ class BatchManager:
                 arrival.deliver = deliver
             elif not untold:
                 self._listeners[request_id] = deliver
-        for output in untold:
-            deliver(output)
+            for output in untold:  # before the thread delivers the next one
+                deliver(output)
 
     def cancel_request(self, request_id: str) -> None:
         """Have nobody wait for a request; it ends with the step that runs."""
@@ -240,12 +238,16 @@ class BatchManager:
         self.stop()
 
     def _work(self) -> None:
+        reason: BaseException = StepOrderError("the thread that runs requests has ended")
         try:
             self._run_until_stopped()
+        except BaseException as error:
+            reason = self.background_thread_status.fatal_error = error
+            raise
         finally:
             with self._lock:
                 self._is_over = True
-            self._fail_all(StepOrderError("the thread that runs requests has ended"))
+            self._fail_all(reason)
             del self._cache  # the server keeps this object when the model is unloaded
             atexit.unregister(self._stop_at_exit)
 
@@ -254,30 +256,19 @@ class BatchManager:
             try:
                 self._cache.run_batches(self)
             except Exception as error:
-                if not self._recovers(error):
-                    self._fail_all(error)
-                    return
-                self._restart(error)
-            except BaseException as error:
-                self.background_thread_status.fatal_error = error
-                self._fail_all(error)
-                raise
+                self._begin_again(error)
             if self._is_stopped and not self._arrivals:
                 return
             self._wake.wait()
 
-    def _recovers(self, error: Exception) -> bool:
-        """Reset the cache after an error that every later call would raise again."""
-        if isinstance(error, (ModelChangedError, PoisonedError)):
-            try:
-                self._cache.reset()
-            except MambaCacheError as reason:
-                self.background_thread_status.fatal_error = reason
-                return False
-        return True
+    def _begin_again(self, error: Exception) -> None:
+        """Run requests of a call that broke off again; fail those that cannot be.
 
-    def _restart(self, error: Exception) -> None:
-        """Run requests of a call that broke off again; fail those that cannot be."""
+        Raises:
+            ModelChangedError: The model was moved or cast, so that its cache is of no use.
+        """
+        if isinstance(error, ModelChangedError):
+            self._cache.reset()
         with self._lock:
             known = list(self._arrivals.values())
         for arrival in known:
