@@ -18,6 +18,7 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pydoc_data.topics import topics
@@ -31,7 +32,6 @@ from rich.table import Table
 
 from mamba_cache import CacheConfig
 from mamba_cache.reference import (
-    DecodingStats,
     Engine,
     HybridModel,
     HybridModelConfig,
@@ -60,7 +60,7 @@ class Outcome:
     """
 
     answers: list[tuple[int, ...]]
-    decoding: DecodingStats
+    decoding: Counter[str]
     skipped_tokens: int
     seconds: float
 
@@ -127,11 +127,8 @@ def report(outcomes: Mapping[tuple[str, int], Outcome]) -> dict[str, Any]:
             {
                 "sampling": sampling,
                 "num_speculative_tokens": num_drafts,
-                "steps": outcome.decoding.steps,
-                "tokens": outcome.decoding.tokens,
-                "tokens_per_step": round(outcome.decoding.tokens_per_step, 3),
-                "drafted_tokens": outcome.decoding.drafted_tokens,
-                "accepted_tokens": outcome.decoding.accepted_tokens,
+                **outcome.decoding,
+                "tokens_per_step": round(outcome.decoding["tokens"] / outcome.decoding["steps"], 3),
                 "skipped_tokens": outcome.skipped_tokens,
                 "seconds": round(outcome.seconds, 3),
             }

@@ -8,9 +8,7 @@ PyTorch; ``mamba`` shows what a layer owes the cache.
 from mamba_cache.reference.drafting import Drafter, NgramDrafter
 from mamba_cache.reference.engine import (
     Completion,
-    DecodingStats,
     Engine,
-    FinishReason,
     LanguageModel,
     TokenEvent,
 )
@@ -20,10 +18,8 @@ from mamba_cache.reference.sampling import SamplingParams, sample, verify, verif
 
 __all__ = [
     "Completion",
-    "DecodingStats",
     "Drafter",
     "Engine",
-    "FinishReason",
     "HybridModel",
     "HybridModelConfig",
     "LanguageModel",

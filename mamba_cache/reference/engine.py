@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from operator import eq
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
@@ -39,9 +38,7 @@ from mamba_cache.reference.sampling import SamplingParams, sample, verify
 
 __all__ = [
     "Completion",
-    "DecodingStats",
     "Engine",
-    "FinishReason",
     "LanguageModel",
     "TokenEvent",
     "compute_prefix",
@@ -63,13 +60,10 @@ class LanguageModel(Protocol):
         of ``dtype``.
         """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its weights."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
+    dtype: torch.dtype
+    """Of its weights."""
+    device: torch.device
+    """Where it runs."""
 
     def forward(self, metadata: StepMetadata, caches: Any) -> torch.Tensor:
         """Compute a step: advance live states, fill the KV cache, write checkpoints.
@@ -84,50 +78,6 @@ class LanguageModel(Protocol):
         """
 
 
-class FinishReason(str, Enum):
-    """Why a request ended."""
-
-    STOP = "stop"
-    """It generated one of its stop tokens."""
-
-    LENGTH = "length"
-    """It reached ``max_new_tokens``, or the context's ``max_sequence_length``."""
-
-    FAILED = "failed"
-    """It needs more memory than there is, even when it runs alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingStats:
-    """What decoding steps brought; add those of several requests with ``+``.
-
-    Attributes:
-        steps: Steps in which the request decoded.
-        tokens: Tokens generated in them.
-        drafted_tokens: Drafts that were verified.
-        accepted_tokens: Drafts that were right, and became part of the answer.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def __add__(self, other: DecodingStats) -> DecodingStats:
-        """Return what both brought together."""
-        return DecodingStats(
-            steps=self.steps + other.steps,
-            tokens=self.tokens + other.tokens,
-            drafted_tokens=self.drafted_tokens + other.drafted_tokens,
-            accepted_tokens=self.accepted_tokens + other.accepted_tokens,
-        )
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens of one request in one step, on average; 1 without drafts, 0 without steps."""
-        return self.tokens / self.steps if self.steps else 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What became of a request.
@@ -135,7 +85,9 @@ class Completion:
     Attributes:
         request_id: The request.
         tokens: What it generated.
-        finish_reason: Why it ended.
+        finish_reason: Why it ended: "stop", it generated one of its stop tokens; "length", it
+            reached ``max_new_tokens`` or the context's ``max_sequence_length``; "failed", it needs
+            more memory than there is, even when it runs alone.
         error: What was short, if it failed.
         ttft_seconds: From ``submit`` to its first token; None if it has none.
         admission: What was cached when it first ran; None if it did not, as a fork.
@@ -146,7 +98,7 @@ class Completion:
 
     request_id: Hashable
     tokens: tuple[int, ...]
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length", "failed"]
     error: CapacityError | None
     ttft_seconds: float | None
     admission: Admission | None
@@ -181,57 +133,16 @@ class _EngineRequest(QueuedRequest):
     sampling: SamplingParams
     submitted_at: float  # seconds of ``time.perf_counter``
     drafter: Drafter | None
+    known: list[int]  # prompt and answer, for the drafter
     num_told: int = 0  # tokens of its answer that events were made of
     prefill_tokens: int = 0  # computed before decoding, those computed twice included
     admission: Admission | None = None  # what was cached when it first ran
     ttft_seconds: float | None = None
-    known: list[int] = field(default_factory=list)  # prompt and answer, for the drafter
 
     def note_admission(self, admission: Admission) -> None:
         """Note what was cached when it first ran: that is what is reported."""
         if not self.prefill_tokens and not self.num_told:  # a fork has tokens without any prefill
             self.admission = admission
-
-    def propose_drafts(self, output: Sequence[int], max_drafts: int, max_length: int) -> list[int]:
-        """Guess its next tokens, no more of them than it can still generate."""
-        num_prompt = len(self.prepared.tokens)
-        useful = min(
-            max_drafts,
-            self.sampling.max_new_tokens - len(output) - 1,
-            max_length - num_prompt - len(output),
-        )
-        if self.drafter is None or useful <= 0:
-            return []
-        # One list, which grows: to join both anew takes time in each step.
-        known: list[int] = self.known or self.prepared.tokens.tolist()
-        self.known = known
-        known += output[len(known) - num_prompt :]
-        return list(self.drafter.propose(known, useful)[:useful])
-
-    def finish_reason(self, token: int, max_length: int) -> FinishReason | None:
-        """Say whether its answer ends with this token, which is the last that was told."""
-        if token in self.sampling.stop_tokens:
-            return FinishReason.STOP
-        # Its last token cannot be computed.
-        is_too_long = len(self.prepared.tokens) + self.num_told > max_length
-        is_done = is_too_long or self.num_told == self.sampling.max_new_tokens
-        return FinishReason.LENGTH if is_done else None
-
-    def complete(self, reason: FinishReason, output: Sequence[int]) -> Completion:
-        """Return what became of it; ``output`` has what was told of its answer, or more."""
-        skipped = 0 if self.admission is None else self.admission.skip_tokens
-        if self.admission is None and output:  # a fork
-            skipped = len(self.prepared.tokens)
-        return Completion(
-            request_id=self.key,
-            tokens=tuple(output[: self.num_told]),
-            finish_reason=reason,
-            error=cast("CapacityError | None", self.error),
-            ttft_seconds=self.ttft_seconds,
-            admission=self.admission,
-            skipped_tokens=skipped,
-            computed_tokens=self.prefill_tokens,
-        )
 
 
 class Engine:
@@ -265,7 +176,9 @@ class Engine:
 
     Attributes:
         context: The requests' memory, and the cache; ``context.stats()`` says what it did.
-        decoding: What the decoding steps of all requests brought.
+        decoding: What the decoding steps of all requests brought: "steps", one for each request;
+            "tokens" generated in them; "drafted_tokens" that were verified; "accepted_tokens",
+            drafts that were right.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -304,7 +217,7 @@ class Engine:
             prefetch_seconds=_PREFETCH_SECONDS,
             propose=weak_callback(self._propose_drafts) if config.num_speculative_tokens else None,
         )
-        self.decoding = DecodingStats()
+        self.decoding = Counter[str]()
         self._ids = count()
         self._guard = CallGuard(self, take_back=self._recover)
         self._events: deque[TokenEvent] = deque()  # not delivered yet
@@ -347,10 +260,7 @@ class Engine:
         """
         submitted_at = time.perf_counter()
         sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise InvalidArgumentError(
-                f"sampling must be SamplingParams or None, got {type(sampling).__name__}"
-            )
+        check_kind("sampling", sampling, SamplingParams)
         check_int("n", n, minimum=1)
         if n > 1 and sampling.temperature == 0:
             raise InvalidArgumentError(
@@ -369,6 +279,7 @@ class Engine:
                 submitted_at=submitted_at,
                 reusable_blocks=reusable_tokens // config.block_size_tokens,
                 drafter=self._make_drafter() if self._make_drafter else None,
+                known=prepared.tokens.tolist() if self._make_drafter else [],
             )
             for index, its_id in enumerate([request_id, *((request_id, i) for i in range(1, n))])
         ]
@@ -500,9 +411,18 @@ class Engine:
         room = config.max_tokens - len(decoding)
         drafts = {}
         for request in decoding:
-            max_drafts = min(config.num_speculative_tokens, room)
-            output = self.context.output(request.key)
-            proposed = request.propose_drafts(output, max_drafts, config.max_sequence_length)
+            output, num_prompt = self.context.output(request.key), len(request.prepared.tokens)
+            useful = min(
+                config.num_speculative_tokens,
+                room,
+                request.sampling.max_new_tokens - len(output) - 1,
+                config.max_sequence_length - num_prompt - len(output),
+            )
+            if request.drafter is None or useful <= 0:
+                continue
+            # One list, which grows: to join both anew takes time in each step.
+            request.known += output[len(request.known) - num_prompt :]
+            proposed = list(request.drafter.propose(request.known, useful)[:useful])
             if proposed:
                 drafts[request.key] = proposed
             room -= len(proposed)
@@ -529,12 +449,11 @@ class Engine:
             if scheduled.is_prefill:
                 request.prefill_tokens += scheduled.num_tokens
             else:
-                self.decoding += DecodingStats(
-                    steps=1,
-                    tokens=len(its_tokens),
-                    drafted_tokens=len(scheduled.drafts),
-                    accepted_tokens=sum(map(eq, its_tokens, scheduled.drafts)),
-                )
+                accepted = sum(map(eq, its_tokens, scheduled.drafts))
+                self.decoding["steps"] += 1
+                self.decoding["tokens"] += len(its_tokens)
+                self.decoding["drafted_tokens"] += len(scheduled.drafts)
+                self.decoding["accepted_tokens"] += accepted
             may_fork = request.forks and scheduled.samples and request.key not in preempted
             if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
                 requests += self._scheduler.fork(request, partial(_sample_first, rows[0]))
@@ -542,24 +461,47 @@ class Engine:
 
     def _collect(self, requests: Iterable[_EngineRequest]) -> None:
         """Make events of what was generated since the last ones; forget requests that ended."""
-        longest = self.context.config.max_sequence_length
         for request in list(requests):
             done = None
             for token in self._scheduler.output(request, request.num_told):
                 request.num_told += 1
                 if request.ttft_seconds is None:
                     request.ttft_seconds = time.perf_counter() - request.submitted_at
-                reason = request.finish_reason(token, longest)
-                if reason is not None:
-                    done = request.complete(reason, self._scheduler.output(request))
+                done = self._end_of(request, token)
                 self._events.append(TokenEvent(request.key, token, done))
                 if done is not None:
                     break
             if done is None and request.error is not None:
-                done = request.complete(FinishReason.FAILED, self._scheduler.output(request))
+                done = self._end_of(request, None)
                 self._events.append(TokenEvent(request.key, None, done))
             if done is not None:
                 self._scheduler.remove(request.key)
+
+    def _end_of(self, request: _EngineRequest, token: int | None) -> Completion | None:
+        """Return what became of a request if it ends with this token; without one it failed."""
+        num_prompt, sampling = len(request.prepared.tokens), request.sampling
+        # Its last token cannot be computed.
+        is_too_long = num_prompt + request.num_told > self.context.config.max_sequence_length
+        if token is None:
+            reason: Literal["stop", "length", "failed"] = "failed"
+        elif token in sampling.stop_tokens:
+            reason = "stop"
+        elif is_too_long or request.num_told == sampling.max_new_tokens:
+            reason = "length"
+        else:
+            return None
+        output = self._scheduler.output(request)
+        is_fork = request.admission is None and output
+        return Completion(
+            request_id=request.key,
+            tokens=tuple(output[: request.num_told]),
+            finish_reason=reason,
+            error=cast("CapacityError | None", request.error),
+            ttft_seconds=request.ttft_seconds,
+            admission=request.admission,
+            skipped_tokens=num_prompt if is_fork else getattr(request.admission, "skip_tokens", 0),
+            computed_tokens=request.prefill_tokens,
+        )
 
     def _recover(self) -> None:
         """Take back what a call that raised left; the next step returns what it committed."""

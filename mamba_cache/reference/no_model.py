@@ -9,12 +9,7 @@ from mamba_cache.context import CapturedExtractions, DynamicInferenceContext
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import KVCacheSpec, StateSpec
 
-__all__ = ["NoModel", "count_as_computed", "smallest_state"]
-
-
-def smallest_state(dtype: torch.dtype = torch.float32) -> StateSpec:
-    """Return one layer of states of one number each, so that slots cost next to nothing."""
-    return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
+__all__ = ["NoModel", "count_as_computed"]
 
 
 def count_as_computed(
@@ -38,8 +33,8 @@ class NoModel:
         return self
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """Return ``smallest_state``."""
-        return smallest_state(dtype)
+        """Return one layer of states of one number each, so that slots cost next to nothing."""
+        return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Return a spec without layers: no KV cache is allocated."""

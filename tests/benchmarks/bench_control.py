@@ -25,7 +25,7 @@ from mamba_cache.cache import BlockHashes, KVBlockAllocator, compute_block_hashe
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.metadata import compute_chunk_metadata
-from mamba_cache.reference.no_model import count_as_computed, smallest_state
+from mamba_cache.reference.no_model import NoModel, count_as_computed
 from mamba_cache.slots import MambaSlotAllocator
 
 _POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -94,7 +94,7 @@ def measure_admission(num_tokens: int = 32_768, *, runs: int = 500) -> Iterator[
             num_kv_blocks=4 * num_tokens // block_size,
             max_slots=8,
         ),
-        smallest_state(),
+        NoModel().state_spec(torch.float32),
     )
     tokens = np.random.default_rng().integers(0, 2**31, num_tokens + 1, dtype=np.int32)
     prepared = context.prepare(Request(request_id=0, prompt_tokens=tokens))

@@ -28,7 +28,7 @@ from measuring import Measurement, parser_for, progress, report
 from mamba_cache.cache import SLOT_POLICIES
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.reference.no_model import count_as_computed, smallest_state
+from mamba_cache.reference.no_model import NoModel, count_as_computed
 
 try:
     from vllm.sampling_params import SamplingParams
@@ -182,7 +182,7 @@ class Ours:
                 num_kv_blocks=num_blocks,
                 max_slots=200,
             ),
-            smallest_state(),
+            NoModel().state_spec(torch.float32),
             slot_policy=None if policy is None else SLOT_POLICIES[policy](),
         )
         self._number = 0

@@ -22,7 +22,7 @@ from measuring import Measurement, parser_for, progress, report
 from mamba_cache.cache import BlockHasher
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.reference.no_model import count_as_computed, smallest_state
+from mamba_cache.reference.no_model import NoModel, count_as_computed
 
 _NUM_REQUESTS = (1, 16, 64, 256, 1_024)
 _NUM_DRAFTS = 3
@@ -199,7 +199,7 @@ class _ContextOfSteps:
                 save_decode_states=is_default,
                 num_speculative_tokens=num_drafts,
             ),
-            smallest_state(),
+            NoModel().state_spec(torch.float32),
         )
         for request_id, length in enumerate(lengths):
             tokens = self._rng.integers(0, 1_000, length, dtype=np.int32)
@@ -258,7 +258,7 @@ def _lives(num_tokens: int, block_size: int, runs: int) -> list[list[float]]:
             num_kv_blocks=(runs + 2) * (num_tokens // block_size + 1),
             max_slots=64,
         ),
-        smallest_state(),
+        NoModel().state_spec(torch.float32),
     )
     rng = np.random.default_rng()
     lives = []

@@ -16,7 +16,7 @@ from engine_rig import (
 )
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.reference import DecodingStats, FinishReason, SamplingParams
+from mamba_cache.reference import SamplingParams
 
 
 def with_common_root(rng, count, *, root_blocks, tail=7):
@@ -121,9 +121,8 @@ def test_right_drafts_save_steps(rng):
     engine = make_engine(num_speculative_tokens=3, drafter=drafter)
     run_together(engine, [prompt], greedy(25))
     # The prompt's step gives the first token, six steps four each.
-    expected = DecodingStats(steps=6, tokens=24, drafted_tokens=18, accepted_tokens=18)
+    expected = {"steps": 6, "tokens": 24, "drafted_tokens": 18, "accepted_tokens": 18}
     assert engine.decoding == expected
-    assert expected.tokens_per_step == 4.0
 
 
 def test_without_drafts_a_step_brings_a_token(rng):
@@ -132,9 +131,7 @@ def test_without_drafts_a_step_brings_a_token(rng):
 
     engine = make_engine(drafter=never)
     run_together(engine, [draw_prompt(rng, 9), draw_prompt(rng, 3)], greedy(5))
-    assert engine.decoding == DecodingStats(steps=8, tokens=8)
-    assert engine.decoding.tokens_per_step == 1.0
-    assert DecodingStats().tokens_per_step == 0.0
+    assert +engine.decoding == {"steps": 8, "tokens": 8}
 
 
 def test_an_answer_that_repeats_itself_is_drafted_from_the_prompt(rng):
@@ -150,8 +147,8 @@ def test_an_answer_that_repeats_itself_is_drafted_from_the_prompt(rng):
     completions = engine.generate(longer, greedy(60))
     wanted = plain.generate(longer, greedy(60))
     assert [one.tokens for one in completions] == [one.tokens for one in wanted]
-    assert engine.decoding.accepted_tokens > 0
-    assert engine.decoding.tokens_per_step > 1
+    assert engine.decoding["accepted_tokens"] > 0
+    assert engine.decoding["tokens"] > engine.decoding["steps"]
 
 
 def test_drafts_take_no_block_from_another_request(rng):
@@ -162,7 +159,7 @@ def test_drafts_take_no_block_from_another_request(rng):
     drafter = oracle_for(prompts, greedy(12))
     engine = make_engine(num_speculative_tokens=3, drafter=drafter, num_kv_blocks=2)
     completions = run_together(engine, prompts, sampling)
-    assert {c.finish_reason for c in completions} == {FinishReason.STOP}
+    assert {c.finish_reason for c in completions} == {"stop"}
     assert engine.context.stats().preemptions == 0
 
 

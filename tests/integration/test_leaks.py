@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.reference.no_model import count_as_computed, smallest_state
+from mamba_cache.reference.no_model import NoModel, count_as_computed
 
 BLOCK = 16
 WARM_UP, REQUESTS = 8_000, 20_000  # the policy fills what it remembers first
@@ -55,7 +56,7 @@ def test_twenty_thousand_requests_leave_nothing_behind(rng):
             num_kv_blocks=200,
             max_slots=30,
         ),
-        smallest_state(),
+        NoModel().state_spec(torch.float32),
     )
     for number in range(WARM_UP):
         serve(context, rng, number)
