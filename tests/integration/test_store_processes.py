@@ -10,11 +10,7 @@ import pytest
 import restart_rig
 from clocks import ManualClock
 from restart_rig import PROMPT_TOKENS, uncached
-from store_rig import (
-    LOOPBACK,
-    mooncake_master,
-    valkey_server,
-)
+from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.context import prefetch
 from mamba_cache.stores import open_store

@@ -1,19 +1,11 @@
 """Batches of requests that come and go: each says what it says alone."""
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import SERVED, answers, batch, subject, tokens
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers_rig import (
-    BLOCK,
-    budgets,
-    make_cache,
-    make_model,
-)
+from transformers_rig import BLOCK, budgets, make_cache, make_model
 
 from mamba_cache.errors import (
     InvalidArgumentError,

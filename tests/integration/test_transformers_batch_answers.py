@@ -2,11 +2,8 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import numpy as np
+import pytest
 import torch
 from batch_rig import answers, batch, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

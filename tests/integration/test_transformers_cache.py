@@ -5,9 +5,6 @@ import gc
 import weakref
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from object_graph import tensors_of
 from transformers import AutoModelForCausalLM

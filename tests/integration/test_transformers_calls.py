@@ -4,9 +4,6 @@ import copy
 import re
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from transformers import GenerationConfig
 from transformers_rig import (

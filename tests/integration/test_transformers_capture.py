@@ -3,9 +3,6 @@
 import threading
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, make_model, text

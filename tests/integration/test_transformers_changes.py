@@ -1,15 +1,9 @@
 """A model that changes between two calls: what the cache answers is the changed model's answer."""
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from changes_rig import check_change
-from model_changes import (
-    KINDS,
-    norms,
-)
+from model_changes import KINDS, norms
 from transformers_rig import (
     BLOCK,
     GREEDY,

@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from chats import CHATML, OPENING, STRIPPING, make_tokenizer
 from transformers_rig import (

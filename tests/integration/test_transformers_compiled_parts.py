@@ -3,9 +3,6 @@
 import re
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import Subject, answers, batch, tokens
 from bench_serve import compile_parts

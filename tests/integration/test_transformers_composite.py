@@ -1,9 +1,6 @@
 """Checkpoints of text and images, Qwen3.5 with its vision tower: text prompts are cached."""
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import answers, batch
 from transformers_rig import (

@@ -9,26 +9,17 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs the extra events")
 pytest.importorskip("msgspec", reason="needs the extra events")
-transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from events_rig import Subscriber, by_hand, catch_up, observe  # noqa: E402
-from transformers_rig import (  # noqa: E402
-    BLOCK,
-    GREEDY,
-    budgets,
-    cached,
-    make_cache,
-    make_model,
-    text,
-)
+import numpy as np
+import torch
+from events_rig import Subscriber, by_hand, catch_up, observe
+from transformers_rig import BLOCK, GREEDY, budgets, cached, make_cache, make_model, text
 
-from mamba_cache.cache import BlockHashChain  # noqa: E402
-from mamba_cache.events import Stored  # noqa: E402
-from mamba_cache.integrations.events import EventPublisher  # noqa: E402
-from mamba_cache.integrations.transformers.serve.models import ServedModels  # noqa: E402
-from mamba_cache.integrations.transformers.tiers import PrefixTiers  # noqa: E402
+from mamba_cache.cache import BlockHashChain
+from mamba_cache.events import Stored
+from mamba_cache.integrations.events import EventPublisher
+from mamba_cache.integrations.transformers.serve.models import ServedModels
+from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
 ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
 

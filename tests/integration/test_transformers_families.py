@@ -3,9 +3,6 @@
 import functools
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from transformers_rig import (
     BLOCK,

@@ -13,9 +13,6 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from model_changes import attention, head, norms
 from transformers import (
@@ -26,15 +23,7 @@ from transformers import (
     NemotronHConfig,
 )
 from transformers.masking_utils import AttentionMaskInterface
-from transformers_rig import (
-    BLOCK,
-    GREEDY,
-    assert_same,
-    cached,
-    make_cache,
-    make_model,
-    plain,
-)
+from transformers_rig import BLOCK, GREEDY, assert_same, cached, make_cache, make_model, plain
 
 from mamba_cache.errors import InvalidArgumentError, MissingStateError, ModelChangedError
 from mamba_cache.integrations.transformers import fingerprint

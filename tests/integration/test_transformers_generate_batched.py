@@ -3,9 +3,6 @@
 from contextlib import contextmanager
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from model_changes import KINDS, attention
 from transformers import GenerationConfig, LogitsProcessorList

@@ -1,9 +1,6 @@
 """Contract 17 for a ``PrefixCache``: it resets itself only after a change that broke off."""
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 from batch_rig import answer, tokens
 from transformers_rig import BLOCK
 

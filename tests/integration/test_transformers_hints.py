@@ -3,9 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import batch, subject, tokens
 from drawn_traces import draw_agents, draw_conversations, draw_mixed

@@ -6,9 +6,6 @@ import weakref
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import answers, tokens
 from transformers import GenerationConfig

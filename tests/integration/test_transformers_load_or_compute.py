@@ -4,9 +4,6 @@ import math
 import threading
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 from clocks import ManualClock
 from memory_store import MemoryStore
 from notebook_rig import REUSABLE, ask, prompts

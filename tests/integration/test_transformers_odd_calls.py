@@ -7,15 +7,9 @@ from contextlib import ExitStack
 from functools import partial, wraps
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import answers, batch, tokens
-from transformers import (
-    GenerationConfig,
-    SynthIDTextWatermarkingConfig,
-)
+from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
 from transformers.generation import utils as generation_utils
 from transformers_rig import (
     BLOCK,
@@ -30,11 +24,7 @@ from transformers_rig import (
     text,
 )
 
-from mamba_cache.errors import (
-    InvalidArgumentError,
-    MissingStateError,
-    PoisonedError,
-)
+from mamba_cache.errors import InvalidArgumentError, MissingStateError, PoisonedError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader

@@ -6,9 +6,6 @@ from functools import partial
 from itertools import product
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import answer, answers, batch, tokens
 from transformers_rig import BLOCK, budgets, skipped

@@ -7,17 +7,10 @@ import re
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 import transformers
 from torch import distributed
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    WatermarkingConfig,
-)
+from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import utils as generation_utils
 from transformers_rig import (
     BLOCK,
@@ -37,11 +30,7 @@ from transformers_rig import (
 )
 
 from mamba_cache.cache import SLOT_POLICIES, EveryNthBlock, LruSlotPolicy
-from mamba_cache.errors import (
-    ConcurrentUseError,
-    InvalidArgumentError,
-    NotCopyableError,
-)
+from mamba_cache.errors import ConcurrentUseError, InvalidArgumentError, NotCopyableError
 from mamba_cache.integrations.transformers import options as served
 from mamba_cache.integrations.transformers.layers import read_layers
 

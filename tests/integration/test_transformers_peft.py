@@ -6,28 +6,11 @@ import pytest
 
 peft = pytest.importorskip("peft", reason="needs the extra peft")
 accelerate = pytest.importorskip("accelerate", reason="needs the extra peft")
-pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
 from changes_rig import check_change  # noqa: E402
-from model_changes import (  # noqa: E402
-    BYPASSED,
-    KEYED,
-    NOTICED,
-    Kept,
-    kind,
-    mixers,
-    noise,
-)
-from transformers_rig import (  # noqa: E402
-    BLOCK,
-    assert_same,
-    cached,
-    make_cache,
-    make_model,
-    plain,
-    text,
-)
+from model_changes import BYPASSED, KEYED, NOTICED, Kept, kind, mixers, noise  # noqa: E402
+from transformers_rig import BLOCK, assert_same, cached, make_cache, make_model, plain, text  # noqa: E402
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError  # noqa: E402
 from mamba_cache.integrations.transformers import layers  # noqa: E402

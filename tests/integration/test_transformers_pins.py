@@ -1,9 +1,6 @@
 """Pinned prompts of a ``PrefixCache``: found under any pressure, by ``generate`` and by batches."""
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import answer, answers, batch, subject, tokens
 from clocks import ManualClock

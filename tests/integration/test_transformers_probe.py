@@ -3,9 +3,6 @@
 import contextlib
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 import transformers
 from transformers_rig import (

@@ -7,9 +7,6 @@ from collections import Counter
 from functools import partial
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 from batch_rig import answers, batch, subject, tokens
 from transformers.generation.configuration_utils import ContinuousBatchingConfig

@@ -3,9 +3,6 @@
 import sys
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 import transformers
 from batch_rig import subject

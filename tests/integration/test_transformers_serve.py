@@ -24,29 +24,15 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs the extra serve")
 for package in ("accelerate", "fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="needs the extra serve")
-pytest.importorskip("transformers", reason="needs the extra transformers")
 
 import torch  # noqa: E402
 from chats import CHATML, OPENING, STRIPPING, make_tokenizer  # noqa: E402
 from clocks import ManualClock  # noqa: E402
 from pages import python_blocks  # noqa: E402
-from serve_rig import (  # noqa: E402
-    BLOCK,
-    NEW,
-    SETTINGS,
-    SPECIAL,
-    TOKENS,
-    Server,
-    draw_words,
-    save,
-)
+from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, TOKENS, Server, draw_words, save  # noqa: E402
 from sources import ROOT  # noqa: E402
 from store_rig import valkey_server  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from transformers.cli.serving import chat_completion, model_manager, utils  # noqa: E402
 from transformers.generation.logits_process import ForcedEOSTokenLogitsProcessor  # noqa: E402
 from transformers_rig import make_model  # noqa: E402

@@ -10,16 +10,11 @@ import pytest
 
 for package in ("accelerate", "fastapi", "openai", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="needs the extra serve")
-pytest.importorskip("transformers", reason="needs the extra transformers")
 pillow = pytest.importorskip("PIL.Image", reason="needs the extra docs: pillow")
 
 from chats import make_tokenizer  # noqa: E402
 from serve_rig import BLOCK, NEW, SETTINGS, SPECIAL, Server, draw_words  # noqa: E402
-from transformers import (  # noqa: E402
-    ProcessorMixin,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLProcessor,
-)
+from transformers import ProcessorMixin, Qwen2VLImageProcessorPil, Qwen3VLProcessor  # noqa: E402
 from transformers.cli.serving import model_manager  # noqa: E402
 from transformers_rig import make_multimodal_model  # noqa: E402
 

@@ -4,9 +4,6 @@ import json
 import runpy
 
 import pytest
-
-pytest.importorskip("transformers", reason="needs the extra transformers")
-
 import torch
 import transformers
 from sources import ROOT

@@ -3,15 +3,7 @@
 import pytest
 import torch
 from batch_rig import subject, tokens
-from transformers_rig import (
-    BLOCK,
-    budgets,
-    cached,
-    join,
-    make_cache,
-    make_model,
-    text,
-)
+from transformers_rig import BLOCK, budgets, cached, join, make_cache, make_model, text
 from verification_rig import files_called
 
 from mamba_cache.context import VerificationStats
