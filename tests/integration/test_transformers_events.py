@@ -19,6 +19,7 @@ from mamba_cache.cache import BlockHashChain
 from mamba_cache.events import Stored
 from mamba_cache.integrations.events import EventPublisher
 from mamba_cache.integrations.transformers.serve.models import ServedModels
+from mamba_cache.integrations.transformers.serve.requests import ServedRequest
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
 ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
@@ -165,7 +166,10 @@ def test_a_cache_that_is_given_up_is_told_of_no_more(endpoints):
             break
         publisher._stopping.wait(0.01)
     assert publisher.stats().told_blocks
-    served.find(model)._give_up(RuntimeError("broken"))
+    model.bfloat16()
+    asked = {"input_ids": torch.arange(3, 60)[None], "tokenizer": None, **GREEDY}
+    served.find(model).generate(ServedRequest(), asked)
+    assert served.find(model).cache is None
     for _ in range(1000):
         if not publisher.stats().told_blocks:
             break
