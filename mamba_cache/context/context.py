@@ -39,7 +39,7 @@ from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, make_memory
 from mamba_cache.context.pins import Pin
 from mamba_cache.context.prefetch import Prefetch
-from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
+from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
     ActiveRequest,
     Admission,
@@ -97,13 +97,12 @@ __all__ = ["DynamicInferenceContext"]
 
 
 class _Uncollected(NamedTuple):
-    """A step whose tokens are not on the host yet."""
+    """A step whose tokens are not on the host yet, with its requests in batch order."""
 
-    group: DecodingGroup  # its requests that decode
-    lengths: Int64Array  # [num decoding] tokens that each of them computed
-    prefills: list[ActiveRequest]  # its other requests that sample
-    places: Int64Array  # [n] where in the batch all of these are
+    requests: tuple[ActiveRequest, ...]  # those that decode, then those of chunks
+    num_decodes: int
     rows: Int64Array  # [n] their rows
+    lengths: Int64Array  # [n] tokens that each takes at most
     num_releases: Int64Array  # [n] how often each row had been given back by then
     planned: dict[int, Checkpoint]
     sent: SentTokens  # the tokens on their way
@@ -304,10 +303,6 @@ class DynamicInferenceContext:
         self._has_warned = False
         # The step in flight, and the one before if its tokens are not collected.
         self._step: Step | None = None
-        self._work = NOBODY_DECODES
-        self._prefills: tuple[ActiveRequest, ...] = ()
-        self._planned: dict[int, Checkpoint] = {}
-        self._is_advanced = False
         self._uncollected: _Uncollected | None = None
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -723,15 +718,15 @@ class DynamicInferenceContext:
         self._require_none()
         if len(self._pins):
             self._pins.expire()
-        rows = self.request_table
-        group, prefills = rows.decoding_group(decode_ids), rows.scheduled_requests()
+        table = self.request_table
+        group, prefills = table.decoding_group(decode_ids), table.scheduled_requests()
         if not group.ids and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
         work: DecodeWork = NOBODY_DECODES
         saving: Sequence[int] = ()
         if group.ids or drafts is not None:
             work = plan_decodes(
-                rows,
+                table,
                 group,
                 drafts,
                 is_in_doubt=self._uncollected is not None,
@@ -745,51 +740,37 @@ class DynamicInferenceContext:
                 raise TokenCapacityError(work.num_tokens, self.config.max_tokens, hint)
         self._guard.is_changing = True
         if group.ids:
-            due = (work.ends > rows.next_events[group.rows]).nonzero()[0]
+            due = (work.ends > table.next_events[group.rows]).nonzero()[0]
             if len(due):
-                saving, crossing = rows.open_blocks(group, work.ends, due)
+                saving, crossing = table.open_blocks(group, work.ends, due)
                 work = work._replace(crossing=crossing)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
-        on_device = drafts if isinstance(drafts, torch.Tensor) else None
-        return self._begin(work, saving, prefills, on_device)
-
-    def _begin(
-        self,
-        work: DecodeWork,
-        saving: Sequence[int],
-        prefills: Sequence[ActiveRequest],
-        drafts: torch.Tensor | None,
-    ) -> Step:
-        """Send the metadata and restore live states; on an exception the step is taken back."""
-        self._work, self._prefills = work, tuple(prefills)
         try:
-            if saving:
-                self._planned = self._plan_decodes(work.group.requests, saving)
+            planned = self._plan_decodes(group.requests, saving) if saving else {}
             for active in prefills:
                 lease = active.current_chunk.lease
                 if lease is not None and not self.slot_allocator.is_current(lease):
                     self._plan_again(active)
-            for active in self._tiering.begin(self._prefills):  # those that cannot load
+            for active in self._tiering.begin(prefills):  # those that cannot load
                 self._plan_again(active)
             chunks = [active.current_chunk for active in prefills]
             with outside:
-                metadata = self.step_buffers.fill(work, chunks, [*self._planned.items()])
+                metadata = self.step_buffers.fill(work, chunks, [*planned.items()])
                 self._extractions.begin(metadata)
                 if self._speculation is not None:
-                    is_exact = drafts is None and self._uncollected is None
-                    self._speculation.describe(metadata, drafts, is_exact=is_exact)
+                    on_device = drafts if isinstance(drafts, torch.Tensor) else None
+                    is_exact = on_device is None and self._uncollected is None
+                    self._speculation.describe(metadata, on_device, is_exact=is_exact)
                 # Without the padding, which a kernel would look at entry by entry.
                 if restores := self.step_buffers.entries("restores"):
                     self.slot_allocator.restore_slots(*restores)
-                ids = [active.request_id for active in prefills]
-                step = Step(work, [*zip(ids, chunks, strict=True)], metadata)
             self._tiering.begin_forward(metadata.num_prefill_tokens)
-            self._step = step
         except BaseException:
-            self._preempt_all()
+            self._release_all((*group.requests, *prefills))
             raise
-        return step
+        self._step = Step(work, prefills, chunks, planned, metadata)
+        return self._step
 
     def _plan_decodes(
         self, requests: Sequence[ActiveRequest], places: Sequence[int]
@@ -846,79 +827,90 @@ class DynamicInferenceContext:
             InvalidArgumentError: A token is missing, not expected, or no token id, or a draft is
                 said to be accepted that was none. The step is still in flight then.
         """
-        sampled = self._read_sampled(new_tokens, counts)
-        self._drop_unwritten()
-        damaged = self._tiering.verify(self._prefills)
+        step = self._require_step()
+        work, prefills, table = step._work, step._actives, self.request_table
+        sampled = self._read_sampled(step, new_tokens, counts)
+        if self._extractions.missing:
+            self._drop_unwritten(prefills)
+        damaged = self._tiering.verify(prefills)
         if self._speculation is not None:
-            if self._is_advanced:
+            if step._is_advanced:
                 raise StepOrderError(
                     "the device knows the step's tokens since a commit_step that broke off: "
                     "abort_step takes the step back"
                 )
-            self._is_advanced = True
-            metadata = self._require_step().metadata
-            self._speculation.advance(metadata, self._in_batch_order(sampled))
+            step._is_advanced = True
+            self._speculation.advance(step.metadata, sampled)
         # As planned: a request loses its checkpoint if the step before has reached it.
         if boundaries := self.step_buffers.entries("boundaries"):
             self.slot_allocator.live_to_slots(*boundaries)
-        new = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else sampled
+        sent = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
-            self._take_or_await(new, damaged)
-            if damaged:  # what they computed is of no use
-                self._prefills = tuple(a for a in self._prefills if a not in damaged)
-                for active in damaged:
-                    self._release(active)
-            if self._prefills:
-                self._end_chunks(self._prefills)
             self._end_step()
+            requests, rows, count = work.group.requests, work.group.rows, len(work.group.ids)
+            if prefills:
+                requests = (*requests, *prefills)
+                rows = np.concatenate((rows, [active.row for active in prefills]))
+            if sent is not None:
+                lengths: Int64Array = np.ones(len(rows), dtype=np.int64)
+                lengths[:count] = table.num_in_doubt[work.group.rows] = work.ends - work.most
+                lengths[count:] = [chunk.samples for chunk in step._chunks]
+                releases = table.num_releases[rows]
+                self._uncollected = _Uncollected(
+                    requests, count, rows, lengths, releases, step._planned, sent
+                )
+            else:
+                tokens, taken = cast(Sampled, sampled)
+                if damaged:  # what they computed is of no use
+                    is_fine = [active not in damaged for active in requests]
+                    taken = np.where(is_fine, 1 if taken is None else taken, 0)
+                self._take(requests, count, rows, tokens, taken, planned=step._planned)
+                self._counters["computed_tokens"] += work.num_tokens
+            for active in damaged:
+                self._release(active)
+            if prefills:
+                self._end_chunks([active for active in prefills if active not in damaged])
         self._guard.is_changing = True
         self._tiering.end_step()
         return tuple([active.request_id for active in damaged])
 
-    def _read_sampled(self, new_tokens: object, counts: object) -> Sampled | DeviceTokens:
-        """Return the step's sampled tokens, checked: as arrays if they are on the host."""
-        step = self._require_step()
+    def _read_sampled(
+        self, step: Step, new_tokens: object, counts: object
+    ) -> Sampled | DeviceTokens:
+        """Return the sampled tokens of all requests of a step in batch order, checked."""
         if self._uncollected is not None:
             raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
+        num_requests = step.metadata.num_requests
         if isinstance(new_tokens, DeviceTokens):
             if self._speculation is None:
                 raise InvalidArgumentError(
                     "tokens on the device need num_speculative_tokens of at least 1, got 0"
                 )
-            self._speculation.check_sampled(new_tokens, step.metadata.num_requests)
+            self._speculation.check_sampled(new_tokens, num_requests)
             return new_tokens
-        ids = step.sampling_ids
-        id_set = self._work.group.id_set if ids is self._work.group.ids else frozenset(ids)
+        ids, group = step.sampling_ids, step._work.group
+        id_set = group.id_set if ids is group.ids else frozenset(ids)
         sampled = read_sampled(new_tokens, counts, ids, id_set, self._preparer)
-        check_accepted(self._work, sampled, ids)
-        return sampled
-
-    def _in_batch_order(self, sampled: Sampled | DeviceTokens) -> Sampled | DeviceTokens:
-        """Return tokens and counts of all requests of the step; some may not have sampled."""
-        if isinstance(sampled, DeviceTokens):
+        check_accepted(step._work, sampled, ids)
+        if len(ids) == num_requests:
             return sampled
-        tokens, counts = sampled
-        if not self._prefills:
-            return tokens, np.ones(len(tokens), dtype=np.int64) if counts is None else counts
-        num_decodes = len(self._work.group.ids)
-        samples = [active.current_chunk.samples for active in self._prefills]
-        places = np.flatnonzero([*[True] * num_decodes, *samples])
-        all_tokens = np.zeros((num_decodes + len(samples), tokens.shape[1]), dtype=np.int64)
-        all_counts = np.zeros(len(all_tokens), dtype=np.int64)
-        all_tokens[places], all_counts[places] = tokens, 1 if counts is None else counts
-        return all_tokens, all_counts
+        tokens, taken = sampled
+        samples = [chunk.samples for chunk in step._chunks]
+        places = np.flatnonzero([*[True] * len(group.ids), *samples])
+        all_tokens = np.zeros((num_requests, tokens.shape[1]), dtype=np.int64)
+        all_taken = np.zeros(num_requests, dtype=np.int64)
+        all_tokens[places], all_taken[places] = tokens, 1 if taken is None else taken
+        return all_tokens, all_taken
 
-    def _drop_unwritten(self) -> None:
-        """Give up the states inside chunks unless every layer has handed over its part.
+    def _drop_unwritten(self, prefills: Sequence[ActiveRequest]) -> None:
+        """Give up the states inside chunks, for not every layer has handed over its part.
 
         A warning comes before anything is changed: made an error by a filter, it leaves the step
         in flight.
         """
-        layers = self._extractions.missing_layers
-        if not layers:
-            return
-        lacking = [active for active in self._prefills if active.current_chunk.inside]
+        lacking = [active for active in prefills if active.current_chunk.inside]
         if not self._has_warned:
+            layers = self._extractions.missing_layers
             warnings.warn(_describe_unwritten(layers, lacking), stacklevel=4)
             self._has_warned = True
         for active in lacking:
@@ -928,58 +920,26 @@ class DynamicInferenceContext:
             self.request_table.set_status(active, RequestStatus.SCHEDULED)
             self._counters["unwritten_states"] += len(inside)
 
-    def _take_or_await(self, new: Sampled | SentTokens, damaged: Sequence[ActiveRequest]) -> None:
-        """Take the step's tokens, or keep what is needed of it until they are on the host."""
-        work, rows, num_decodes = self._work, self._work.group.rows, len(self._work.group.ids)
-        planned, self._planned = self._planned, {}
-        sampling = [active for active in self._prefills if active.current_chunk.samples]
-        prefills = [active for active in sampling if active not in damaged]
-        if prefills:
-            rows = np.concatenate((rows, [active.row for active in prefills]))
-        if not isinstance(new, SentTokens):
-            tokens, counts = new
-            if len(prefills) < len(sampling):
-                kept = [*[True] * num_decodes, *(active in prefills for active in sampling)]
-                tokens, counts = tokens[kept], None if counts is None else counts[kept]
-            self._take(work.group, rows, tokens, counts, planned)
-            self._counters["computed_tokens"] += work.num_tokens
-            return
-        lengths = work.ends - work.most
-        self.request_table.num_in_doubt[work.group.rows] = lengths
-        batch = enumerate(self._prefills, num_decodes)
-        places = [*range(num_decodes), *(place for place, active in batch if active in prefills)]
-        self._uncollected = _Uncollected(
-            group=work.group,
-            lengths=lengths,
-            prefills=prefills,
-            places=np.array(places, dtype=np.int64),
-            rows=rows,
-            num_releases=self.request_table.num_releases[rows],
-            planned=planned,
-            sent=new,
-        )
-
     def _take(
         self,
-        group: DecodingGroup,
+        requests: Sequence[ActiveRequest],
+        num_decodes: int,
         rows: Int64Array,
         tokens: Int64Array,
         counts: Int64Array | None,
+        *,
         planned: Mapping[int, Checkpoint],
     ) -> None:
-        """Append sampled tokens to rows, and publish what those filled that decode.
-
-        Decoding requests come first, then prompts, which have their first tokens.
-        """
+        """Append sampled tokens to rows, and publish what those filled that decode."""
         table = self.request_table
         if counts is None:
             after = table.append_token(rows, tokens[:, 0])
         else:
             table.append_tokens(rows, tokens, counts)
             after = table.num_computed[rows] + counts
-        if not group.ids:
+        if not num_decodes:
             return
-        rows, after = group.rows, after[: len(group.rows)]
+        rows, after = rows[:num_decodes], after[:num_decodes]
         table.num_computed[rows] = after
         events = (after > table.next_events[rows]).nonzero()[0]
         if not len(events) and not planned:
@@ -987,16 +947,17 @@ class DynamicInferenceContext:
         places = events.tolist()
         if planned:
             places = sorted({*places, *planned})
+        in_flight = () if self._step is None else self._step._planned.values()
         written: list[tuple[ActiveRequest, Sequence[Checkpoint]]] = []
         saved: list[tuple[ActiveRequest, Checkpoint]] = []
         for index in places:
-            active, end = group.requests[index], after.item(index)
+            active, end = requests[index], after.item(index)
             start = end - (1 if counts is None else counts.item(index))
             checkpoint = planned.get(index)
             if checkpoint is not active.checkpoint:
                 checkpoint = None  # the step before has reached it already
             if checkpoint is not None and not start < checkpoint.position <= end:
-                if checkpoint not in self._planned.values():  # of the step in flight
+                if checkpoint not in in_flight:
                     self._cancel_decode(active)
                 checkpoint = None
             table.take_over(active)
@@ -1084,30 +1045,27 @@ class DynamicInferenceContext:
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
         table = self.request_table
-        group, lengths, prefills, places, rows, num_releases, planned, sent = self._uncollected
+        requests, count, rows, lengths, num_releases, planned, sent = self._uncollected
         tokens, given = sent.wait()
-        tokens, count = tokens[places], len(group.ids)
-        counts = np.ones(len(rows), dtype=np.int64)
-        counts[:count] = np.clip(given[:count], 0, lengths)
-        current = (table.num_releases[rows] == num_releases).nonzero()[0]
-        if len(current) < len(rows):
-            tokens, counts, rows = tokens[current], counts[current], rows[current]
-            prefills = [prefills[place - count] for place in current.tolist() if place >= count]
-            kept = current[current < count].tolist()
-            lengths, count = lengths[kept], len(kept)
-            planned = {new: planned[old] for new, old in enumerate(kept) if old in planned}
-            group = DecodingGroup([group.requests[place] for place in kept])
+        counts = lengths.copy()
+        counts[:count] = np.clip(given[:count], 0, lengths[:count])
+        kept = ((table.num_releases[rows] == num_releases) & (lengths > 0)).nonzero()[0]
+        if len(kept) < len(rows):
+            rows, lengths, tokens, counts = rows[kept], lengths[kept], tokens[kept], counts[kept]
+            places = kept.tolist()
+            requests = tuple([requests[place] for place in places])
+            planned = {new: planned[old] for new, old in enumerate(places) if old in planned}
+            count = int(np.count_nonzero(kept < count))
         self._preparer.read_tokens(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
         with self._guard.ending(self.listeners):
-            table.num_in_doubt[group.rows] = 0
-            self._take(group, rows, tokens, counts, planned)
-            self._counters["computed_tokens"] += int(lengths.sum())
+            table.num_in_doubt[rows[:count]] = 0
+            self._take(requests, count, rows, tokens, counts, planned=planned)
+            self._counters["computed_tokens"] += int(lengths[:count].sum())
             self._uncollected = None
         self._guard.is_changing = True
         self._tiering.pump()
-        ids = (*group.ids, *(active.request_id for active in prefills))
-        lists = zip(ids, tokens.tolist(), counts.tolist(), strict=True)
-        return {request_id: new[:number] for request_id, new, number in lists}
+        lists = zip(requests, tokens.tolist(), counts.tolist(), strict=True)
+        return {active.request_id: new[:number] for active, new, number in lists}
 
     @guarded()
     def abort_step(self) -> tuple[Hashable, ...]:
@@ -1122,26 +1080,25 @@ class DynamicInferenceContext:
         Raises:
             StepOrderError: No step is in flight.
         """
-        return self._abort()
-
-    def _abort(self) -> tuple[Hashable, ...]:
-        ids = self._require_step().request_ids
+        step = self._require_step()
         with self._guard.ending(self.listeners):
-            self._preempt_all()
-            self._counters["aborted_steps"] += 1
-        return ids
+            self._abort(step)
+        return step.request_ids
 
-    def _preempt_all(self) -> None:
-        for active in (*self._work.group.requests, *self._prefills):
+    def _abort(self, step: Step) -> None:
+        self._release_all((*step._work.group.requests, *step._actives))
+        self._counters["aborted_steps"] += 1
+
+    def _release_all(self, requests: Iterable[ActiveRequest]) -> None:
+        """Preempt all requests of a step, which is in flight no longer."""
+        for active in requests:
             self._release(active)
         self._end_step()
 
     def _end_step(self) -> None:
         """Have no step in flight."""
-        self._is_advanced = False
-        self._extractions.end()
+        self._extractions.begin(None)
         self._step = None
-        self._work, self._prefills, self._planned = NOBODY_DECODES, (), {}
 
     def _require_step(self) -> Step:
         """Return the step in flight."""
@@ -1519,7 +1476,7 @@ class DynamicInferenceContext:
     def _reset_requests(self) -> None:
         with self._guard.ending(self.listeners):
             if self._step is not None:
-                self._abort()
+                self._abort(self._step)
             self._uncollected = None
             for active in self.request_table:
                 self._end(active)
@@ -1642,7 +1599,7 @@ class DynamicInferenceContext:
         self.slot_allocator.check_invariants()
         requests, in_step = list(self.request_table), set()
         if self._step is not None:  # one that is only half begun is none
-            in_step = {*self._work.group.requests, *self._prefills}
+            in_step = {*self._step._work.group.requests, *self._step._actives}
         chunks = [a.chunk for a in requests if a.chunk is not None]
         for active in requests:
             self.request_table.check_request(active, is_in_step=active in in_step)

@@ -74,29 +74,24 @@ class StepExtractions:
             self._layers[kind.name] = range(first, len(self._labels)), names
         self._fields: tuple[torch.Tensor, ...] = ()
         self._metadata: StepMetadata | None = None
-        self._missing: set[int] = set()
+        self.missing: set[int] = set()
+        """Layers that have not handed over; none in a step without checkpoints inside chunks."""
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of layers."""
         return [*self._layers]
 
-    def begin(self, metadata: StepMetadata) -> None:
-        """Begin a step: no layer has handed over yet."""
-        self._metadata = metadata
-        if metadata.num_checkpoints:
-            self._missing = set(range(len(self._labels)))
-
-    def end(self) -> None:
-        """End the step in flight, if there is one."""
-        self._metadata = None
-        self._missing = set()
-        self._fields = ()
+    def begin(self, metadata: StepMetadata | None) -> None:
+        """Begin a step: no layer has handed over yet. With None there is no step in flight."""
+        self._metadata, self._fields = metadata, ()
+        asked = 0 if metadata is None or not metadata.num_checkpoints else len(self._labels)
+        self.missing = set(range(asked))
 
     @property
     def missing_layers(self) -> list[int | str]:
-        """Layers that have not handed over; none in a step without checkpoints inside chunks."""
-        return [self._labels[layer] for layer in sorted(self._missing)]
+        """What messages call the layers that have not handed over."""
+        return [self._labels[layer] for layer in sorted(self.missing)]
 
     def extract(
         self,
@@ -131,7 +126,7 @@ class StepExtractions:
         for launch in launches:  # all are checked before the first is written
             launch()
         if self.captured is None:
-            self._missing.discard(numbers[layer])
+            self.missing.discard(numbers[layer])
         else:  # of several tensors the shortest limit what can be replayed
             shortest = min(num_chunks, default=INT32_MAX), min(num_tokens, default=INT32_MAX)
             self.captured.lengths[numbers[layer]] = shortest
@@ -204,13 +199,13 @@ class StepExtractions:
         needed = metadata.num_chunks, metadata.num_prefill_tokens
         for layer, (num_chunks, num_tokens) in captured.lengths.items():
             check_int("layer", layer, minimum=0, maximum=len(self._labels) - 1)
-            if self._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
+            if self.missing and (num_chunks < needed[0] or num_tokens < needed[1]):
                 raise InvalidArgumentError(
                     f"layer {self._labels[layer]} was captured with {num_chunks} chunk_states and "
                     f"{num_tokens} tokens of conv_input, but the step has {needed[0]} chunks and "
                     f"{needed[1]} prefill tokens: capture with tensors for the longest step"
                 )
-        self._missing.difference_update(captured.lengths)
+        self.missing.difference_update(captured.lengths)
 
 
 def _is_pair_of_counts(pair: Any) -> bool:

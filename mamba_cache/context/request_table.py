@@ -18,7 +18,6 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     InvariantError,
     RequestCapacityError,
-    SequenceLengthError,
     StepOrderError,
     TokenCapacityError,
     UnknownRequestError,
@@ -68,15 +67,13 @@ class RequestTable:
         self.block_tables: np.ndarray[Any, np.dtype[np.int32]] = np.empty(
             (max_requests, config.max_blocks_per_request), dtype=np.int32
         )
-
-        def zeros() -> Int64Array:
-            return np.zeros(max_requests, dtype=np.int64)
-
-        self.table_stamps, self.num_blocks = zeros(), zeros()
-        self.num_tokens, self.num_computed, self.num_in_doubt = zeros(), zeros(), zeros()
-        self.last_tokens, self.next_events, self.place_shifts = zeros(), zeros(), zeros()
-        self.num_releases = zeros()
+        # What a row holds beside its blocks, and is 0 while it is free.
+        self._progress: Int64Array = np.zeros((7, max_requests), dtype=np.int64)
+        self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt = self._progress[:4]
+        self.last_tokens, self.next_events, self.place_shifts = self._progress[4:]
         self.saves_states: np.ndarray[Any, np.dtype[np.bool_]] = np.zeros(max_requests, dtype=bool)
+        self.table_stamps: Int64Array = np.zeros(max_requests, dtype=np.int64)
+        self.num_releases: Int64Array = np.zeros(max_requests, dtype=np.int64)
         # The newest tokens by position: of the unfinished block, and those that end it.
         self._tail_width = self.block_size_tokens + self._max_decode_tokens
         self._tails = np.zeros((max_requests, self._tail_width), dtype=np.int32)
@@ -172,24 +169,6 @@ class RequestTable:
             hint = "chunks are scheduled for it: fork before them, or when it is committed"
             raise TokenCapacityError(required, max(0, room), hint)
 
-    def check_lengths(self, group: DecodingGroup, most_computed: Int64Array) -> int:
-        """Check that decoding requests have room for the token that they compute."""
-        longest = self._max_sequence_length
-        most = int(np.maximum.reduce(most_computed)) if group.ids else 0
-        if most >= longest:
-            index = int((most_computed >= longest).argmax())
-            active, computed = group.requests[index], most_computed.item(index)
-            may_have, hint = (
-                ("may have", "collect the last step")
-                if self.num_in_doubt[active.row]
-                else ("has", "finish it")
-            )
-            raise SequenceLengthError(
-                f"request {active.request_id!r} {may_have} {computed + 1} tokens; "
-                f"max_sequence_length is {longest}: {hint}"
-            )
-        return most
-
     @property
     def num_free_rows(self) -> int:
         """Requests that could still be added."""
@@ -255,11 +234,7 @@ class RequestTable:
         blocks = self.blocks_of(row).tolist()
         self.block_tables[row, : len(blocks)] = self._kv_blocks.dummy_block_id
         self._stamp_rows(row)
-        for array in (
-            self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt,
-            self.next_events,
-        ):  # fmt: skip
-            array[row] = 0
+        self._progress[:, row] = 0
         self.num_releases[row] += 1
         # The lowest comes next, so that few requests lie in the first rows, which an embedder may
         # compute as one batch.
@@ -348,11 +323,9 @@ class RequestTable:
         self._free_rows = list(range(len(self.block_tables)))  # a heap
         self.block_tables[:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(np.arange(len(self.block_tables)))
-        for array in (
-            self.num_blocks, self.num_tokens, self.num_computed, self.num_in_doubt,
-            self.next_events, self.place_shifts, self.saves_states, self.last_tokens, self._tails,
-        ):  # fmt: skip
-            array[:] = 0
+        self._progress.fill(0)
+        self.saves_states.fill(False)
+        self._tails.fill(0)
         self.scheduled_chunks.clear()
         self.num_scheduled_tokens = self.num_planned_checkpoints = 0
         self.decoding_rows.clear()
@@ -374,22 +347,19 @@ class RequestTable:
         self.num_scheduled_tokens += sign * chunk.num_tokens
         self.num_planned_checkpoints += sign * len(chunk.inside)
 
-    def collect(self, active: ActiveRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Take the newest tokens of a request over from its row, if it has one; return them."""
-        newest = self._newest_tokens(active.row, active.num_known)
-        active.generated.frombytes(newest.tobytes())
-        return newest
+    def collect(self, active: ActiveRequest) -> None:
+        """Take the newest tokens of a request over from its row, if it has one."""
+        if active.row >= 0:
+            newest = np.arange(active.num_known, self.num_tokens.item(active.row))
+            tail = self._tails[active.row].take(newest, mode="wrap")
+            active.generated.frombytes(tail.tobytes())
 
     def take_over(self, active: ActiveRequest) -> None:
         """Do the same, and hash the blocks that they complete."""
-        chain, known = active.chain, active.num_known
-        newest = self.collect(active)
-        if not self._is_cached:
-            return
-        if chain.num_tokens == known:
-            chain.append_checked(newest)
-        else:  # more of them were collected before
-            chain.append(active.tokens(chain.num_tokens, active.num_known))
+        self.collect(active)
+        if self._is_cached:
+            chain = active.chain
+            chain.append_checked(active.tokens(chain.num_tokens, active.num_known))
 
     def computed_chain(self, active: ActiveRequest) -> BlockHashChain:
         """Return a chain of just the computed tokens of a request, which takes over the rest."""
@@ -433,24 +403,9 @@ class RequestTable:
         lengths += counts
         self.num_tokens[rows] = lengths
 
-    def _newest_tokens(self, row: int, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return the sampled tokens of a row from a position on, which is in its last block."""
-        end = self.num_tokens.item(row) if row >= 0 else start
-        width = self._tail_width
-        tail: np.ndarray[Any, np.dtype[np.int32]] = self._tails[row]
-        if start >= end:
-            return tail[:0]
-        first, last = start % width, (end - 1) % width + 1
-        if first < last:
-            return tail[first:last]
-        return np.concatenate((tail[first:], tail[:last]))
-
-    def check_invariants(
-        self,
-        others: np.ndarray[Any, np.dtype[np.int32]] | None = None,
-    ) -> None:
+    def check_invariants(self, pinned: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         """Prove that rows, tables and reference counts agree, and with what requests do next."""
-        self.check_rows([active.row for active in self.holding_memory()], others)
+        self.check_rows([active.row for active in self.holding_memory()], pinned)
         decoding = {active.row for active in self._with_status(RequestStatus.DECODING)}
         scheduled = self._with_status(RequestStatus.SCHEDULED)
         due = {active.row: active.chunk for active in scheduled}
@@ -459,7 +414,6 @@ class RequestTable:
                 f"rows {sorted(decoding)} decode and {due} are scheduled, but "
                 f"{self.decoding_rows} and {self.scheduled_chunks} are marked so"
             )
-
         counted = self.num_scheduled_tokens, self.num_planned_checkpoints
         chunks = self.scheduled_chunks.values()
         total = sum(chunk.num_tokens for chunk in chunks), sum(len(c.inside) for c in chunks)
@@ -491,14 +445,12 @@ class RequestTable:
             )
 
     def check_rows(
-        self, rows: Sequence[int], others: np.ndarray[Any, np.dtype[np.int32]] | None = None
+        self, rows: Sequence[int], pinned: np.ndarray[Any, np.dtype[np.int32]] | int = 0
     ) -> None:
         """Prove that rows, tables and reference counts agree."""
         if sorted([*rows, *self._free_rows]) != list(range(len(self.block_tables))):
             raise InvariantError(f"rows are lost or held twice: {sorted(rows)}")
-        references = np.zeros(self._kv_blocks.pool_size, dtype=np.int64)
-        if others is not None:
-            references += others
+        references = np.zeros(self._kv_blocks.pool_size, dtype=np.int64) + pinned
         dummy, taken = self._kv_blocks.dummy_block_id, set(rows)
         for row in range(len(self.block_tables)):
             held = self.blocks_of(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import RequestPreparer
 from mamba_cache.context.step import DecodeWork
-from mamba_cache.errors import InvalidArgumentError
+from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import kernels_for
 
@@ -112,6 +112,8 @@ class Speculation:
         is_on_device = isinstance(sampled, DeviceTokens)
         given: Any = sampled
         tokens, counts = (given.tokens, given.counts) if is_on_device else given
+        if counts is None:
+            counts = np.ones(len(tokens), dtype=np.int64)
         if self._device.type == "cpu":
             decode_numpy.advance_rows(self._rows, metadata, tokens, counts)
             return
@@ -163,42 +165,52 @@ def plan_decodes(
     starts = most = table.num_computed[group.rows]
     if is_in_doubt:
         most = starts + table.num_in_doubt[group.rows]
-    longest, count = table.check_lengths(group, most), len(group.ids)
-    plain = DecodeWork(group, starts, most, most + 1, longest + 1, count)
-    if drafts is None:
-        return plain
-    if isinstance(drafts, torch.Tensor):
-        shape = config.max_requests, width
-        _check_on_device("drafts", drafts, shape, (torch.int32, torch.int64), device)
-        work = plain._replace(width=1 + width, knows_drafts=False)
-        if plain.longest + width <= room:
-            total, longest = count * (1 + width), plain.longest + width
-            return work._replace(ends=plain.ends + width, longest=longest, num_tokens=total)
-        cut = np.minimum(1 + width, room - most)
-        total = int(cut.sum())
-        return work._replace(ends=most + cut, longest=room, num_tokens=total, lengths=cut)
-    if isinstance(drafts, Mapping):
-        given, is_full = _by_request(drafts, group, width, preparer), False
-    else:
-        given, is_full = _in_order(drafts, group, width, preparer)
-    num_drafts = given.shape[1]
-    if not num_drafts or not group.ids:
-        return plain
-    ends, longest = most + (1 + num_drafts), longest + 1 + num_drafts
-    total = given.size + count
+    longest, count = int(np.maximum.reduce(most, initial=0)), len(group.ids)
+    if longest >= room:
+        _refuse_length(table, group, most, room)
+    given: Int64Array | None = None
     lengths: Int64Array | None = None
-    if not is_full:
-        lengths = np.count_nonzero(given >= 0, axis=1) + 1
+    each = 1  # tokens of each request, at most
+    if isinstance(drafts, torch.Tensor):
+        shape, each = (config.max_requests, width), 1 + width
+        _check_on_device("drafts", drafts, shape, (torch.int32, torch.int64), device)
+        if longest + each > room:
+            lengths = np.minimum(each, room - most)
+    elif drafts is not None:
+        if isinstance(drafts, Mapping):
+            given = _by_request(drafts, group, width, preparer)
+        else:
+            given = _in_order(drafts, group, width, preparer)
+        each += given.shape[1]
+        if np.count_nonzero(is_given := given >= 0) < given.size:
+            lengths = np.count_nonzero(is_given, axis=1) + 1
+    if lengths is None:
+        ends, longest, total = most + each, longest + each, count * each
+    else:
         ends, total = most + lengths, int(lengths.sum())
         longest = int(np.maximum.reduce(ends))
-    if longest > room:
+    if count and longest > room:
         index = int((ends > room).argmax())
         may_have = room - most.item(index) - 1
         raise InvalidArgumentError(
             f"request {group.ids[index]!r} has room for {may_have} drafts within "
             f"max_sequence_length ({room}), got {ends.item(index) - most.item(index) - 1}"
         )
-    return DecodeWork(group, starts, most, ends, longest, total, 1 + num_drafts, lengths, given)
+    return DecodeWork(group, starts, most, ends, longest, total, each, lengths, given)
+
+
+def _refuse_length(
+    table: RequestTable, group: DecodingGroup, most: Int64Array, room: int
+) -> NoReturn:
+    """Refuse a step in which a request has no room for the token that it computes."""
+    index = int((most >= room).argmax())
+    may_have, hint = "has", "finish it"
+    if table.num_in_doubt[group.rows[index]]:
+        may_have, hint = "may have", "collect the last step"
+    raise SequenceLengthError(
+        f"request {group.ids[index]!r} {may_have} {most.item(index) + 1} tokens; "
+        f"max_sequence_length is {room}: {hint}"
+    )
 
 
 def _by_request(
@@ -232,8 +244,8 @@ def _by_id(
 
 def _in_order(
     drafts: Any, group: DecodingGroup, width: int, preparer: RequestPreparer
-) -> tuple[Int64Array, bool]:
-    """Return [n, k] drafts of the caller's array, -1 where there is none, and whether all are."""
+) -> Int64Array:
+    """Return [n, k] drafts of the caller's array, -1 where there is none."""
     array = _as_array("drafts", drafts)
     if not array.size and isinstance(drafts, (list, tuple)):
         array = np.zeros((len(drafts), 0), dtype=np.int64)
@@ -245,12 +257,12 @@ def _in_order(
             f"got {type(drafts).__name__} of {array.dtype} {list(shape)}"
         )
     if preparer.are_tokens(array):
-        return array.astype(np.int64), True  # not the caller's, who may write into that
+        return array.astype(np.int64)  # not the caller's, who may write into that
     is_given = array >= 0
     if (is_given[:, 1:] & ~is_given[:, :-1]).any():
         raise InvalidArgumentError("a request's drafts must come before its negative entries")
     preparer.read_tokens(array[is_given])
-    return np.where(is_given, array, -1).astype(np.int64), False
+    return np.where(is_given, array, -1).astype(np.int64)
 
 
 Sampled: TypeAlias = tuple[Int64Array, "Int64Array | None"]
@@ -363,9 +375,8 @@ def check_accepted(work: DecodeWork, sampled: Sampled, ids: Sequence[Hashable]) 
             name, longest = f"the number of new tokens of {ids[index]!r}", most.item(index)
             check_int(name, counts.item(index), minimum=least.item(index), maximum=longest)
     width = tokens.shape[1] - 1
-    if not work.knows_drafts or not width:
+    if work.drafts is None or not width:  # where there are some, the device alone knows them
         return
-    assert work.drafts is not None, "nobody takes more tokens than were computed"
     is_wrong = tokens[:num_decodes, :-1] != work.drafts[:, :width]
     if not np.count_nonzero(is_wrong):
         return

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64Array
-from mamba_cache.context.requests import Chunk
+from mamba_cache.context.requests import ActiveRequest, Chunk
 from mamba_cache.metadata import StepMetadata
 
 __all__ = ["NOBODY_DECODES", "DecodeWork", "Forks", "ScheduledRequest", "Step"]
@@ -55,9 +56,8 @@ class DecodeWork(NamedTuple):
     longest: int  # the largest of ``ends``
     num_tokens: int  # tokens of all of them together
     width: int = 1  # tokens that each computes at most
-    lengths: Int64Array | None = None
-    drafts: Int64Array | None = None
-    knows_drafts: bool = True  # whether ``drafts`` are all that there are
+    lengths: Int64Array | None = None  # [n] tokens of each; None: ``width``
+    drafts: Int64Array | None = None  # [n, width - 1] those known on the host; -1: none
     crossing: Sequence[int] | Int64Array = ()  # which have tokens beyond their current block
 
     def describe(self) -> list[ScheduledRequest]:
@@ -96,23 +96,23 @@ NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 
 class Step:
     """What the forward computes.
 
-    Args:
-        decodes: The requests that decode, which come first in the batch.
-        prefills: The request and the chunk of each prompt.
-        metadata: As below.
-
     Attributes:
         metadata: What the model's layers read.
     """
 
     def __init__(
         self,
-        decodes: DecodeWork,
-        prefills: Sequence[tuple[Hashable, Chunk]],
+        work: DecodeWork,
+        actives: Sequence[ActiveRequest],
+        chunks: Sequence[Chunk],
+        planned: dict[int, Checkpoint],
         metadata: StepMetadata,
     ) -> None:
-        self._decodes = decodes
-        self._prefills = prefills
+        self._work = work  # what is computed of the requests that decode
+        self._actives = actives  # the requests of prompts
+        self._chunks = chunks  # what is computed of them
+        self._planned = planned  # states that decoding requests save, by their places in the batch
+        self._is_advanced = False  # whether the device knows the sampled tokens
         self.metadata = metadata
 
     def __repr__(self) -> str:
@@ -124,14 +124,14 @@ class Step:
 
         It is made when it is first read.
         """
-        return (*self._decodes.describe(), *self.prefills)
+        return (*self._work.describe(), *self.prefills)
 
     @cached_property
     def prefills(self) -> tuple[ScheduledRequest, ...]:
         """The chunks of prompts, which come last in the batch; made when they are first read."""
         return tuple(
             ScheduledRequest(
-                request_id=request_id,
+                request_id=active.request_id,
                 row=chunk.row,
                 start=chunk.start,
                 num_tokens=chunk.num_tokens,
@@ -140,26 +140,27 @@ class Step:
                 samples=chunk.samples,
                 checkpoints=tuple((point.position, point.slot) for point in chunk.inside),
             )
-            for request_id, chunk in self._prefills
+            for active, chunk in zip(self._actives, self._chunks, strict=True)
         )
 
     @property
     def decode_rows(self) -> Int64Array:
         """[num decoding] int64: the rows of the requests that decode, in the same order."""
-        return self._decodes.group.rows
+        return self._work.group.rows
 
     @property
     def request_ids(self) -> tuple[Hashable, ...]:
         """The requests' ids in the same order."""
-        return (*self._decodes.group.ids, *(request_id for request_id, _ in self._prefills))
+        return (*self._work.group.ids, *(active.request_id for active in self._actives))
 
     @property
     def sampling_ids(self) -> tuple[Hashable, ...]:
         """Requests whose next token must be given to ``commit_step``, in the same order."""
-        ids = self._decodes.group.ids
-        if not self._prefills:
+        ids = self._work.group.ids
+        if not self._actives:
             return ids
-        return (*ids, *(request_id for request_id, chunk in self._prefills if chunk.samples))
+        pairs = zip(self._actives, self._chunks, strict=True)
+        return (*ids, *(active.request_id for active, chunk in pairs if chunk.samples))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,10 @@ def parts_of_context(context):
         counts = () if row < 0 else (table.num_computed[row], table.num_in_doubt[row])
         progress = row, *counts, due
         parts += [(*progress, *hashes[-1:]), active.tokens(start, end)]
-    work = context._work
+    step = context._step
+    decoding = [] if step is None else [step._work.group.rows, step._work.ends]
     pins = [(pin.num_tokens, *pin._block_ids) for pin in context.pins]
-    return [*parts, work.group.rows, work.ends, *pins]
+    return [*parts, *decoding, *pins]
 
 
 _SKIPPED = (

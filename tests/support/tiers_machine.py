@@ -196,7 +196,7 @@ class TieredMachine(ContextMachine):
         def begin_and_look(*args, **kwargs):
             step = begin_step(*args, **kwargs)
             for context, bad_headers in self.looked_at():
-                for active in context._prefills:
+                for active in context._step._actives:
                     self.look_at_load(active, bad_headers)
             return step
 

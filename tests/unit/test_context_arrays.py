@@ -246,14 +246,14 @@ def test_a_step_of_the_same_requests_by_name_is_one_of_the_same_group():
     rows = []
     for names in ([0, 2], [0, 2], [2, 0], None):
         step = context.begin_step(names)
-        rows.append(step._decodes.group)
+        rows.append(step._work.group)
         context.commit_step([1] * len(step.sampling_ids))
     assert rows[0] is rows[1]
     assert rows[2].ids == (2, 0)
     context.preempt(0)
     context.resume_request(0)
     run_step(context)
-    assert context.begin_step([2, 0])._decodes.group is not rows[2]
+    assert context.begin_step([2, 0])._work.group is not rows[2]
 
 
 @pytest.mark.parametrize(

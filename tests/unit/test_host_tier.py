@@ -222,15 +222,13 @@ def test_a_commit_that_broke_off_still_knows_what_was_damaged():
     flip_all(context, STATE, 3)
     add(context, "hurt", PROMPT)
     add(context, "hurt too", OTHERS[0])
-    context.begin_step()
-    verify = context._tiering.verify
-    assert len(context._prefills) == 2
-    assert verify(context._prefills) == verify(context._prefills) == list(context._prefills)
+    prefills, verify = context.begin_step()._actives, context._tiering.verify
+    assert len(prefills) == 2
+    assert verify(prefills) == verify(prefills) == prefills
     assert context.commit_step({"hurt": 1, "hurt too": 2}) == ("hurt", "hurt too")
     fine = fill(make_tiered())
     add(fine, "fine", PROMPT)
-    fine.begin_step()
-    prefills, verify = fine._prefills, fine._tiering.verify
+    prefills, verify = fine.begin_step()._actives, fine._tiering.verify
     assert verify(prefills) == verify(prefills) == []
     fine.abort_step()
     fine.check_invariants()
