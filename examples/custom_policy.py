@@ -16,7 +16,6 @@ import torch
 from mamba_cache import (
     CacheConfig,
     CheckpointPlacement,
-    ConsumedSlotPolicy,
     DynamicInferenceContext,
     EveryNthBlock,
     LruSlotPolicy,
@@ -65,8 +64,8 @@ class PopularSlotPolicy:
         chosen: list[int] = slots[order[:num_slots]].tolist()
         return chosen
 
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Begins to count the hits of new states; what they save plays no part here."""
+    def on_stored(self, slots: Sequence[int]) -> None:
+        """Begins to count the hits of new states."""
         self._hits[list(slots)] = 0
         self._touch(slots)
 
@@ -93,7 +92,6 @@ PLACEMENTS: dict[str, Callable[[], CheckpointPlacement]] = {
 }
 POLICIES: dict[str, Callable[[], SlotEvictionPolicy]] = {
     "LruSlotPolicy": LruSlotPolicy,
-    "ConsumedSlotPolicy": ConsumedSlotPolicy,
     "PopularSlotPolicy": PopularSlotPolicy,
 }
 

@@ -37,7 +37,7 @@ _MAX_GB = 2.0**33
 HashAlgorithm = Literal["blake2b", "sha256", "xxh3_128"]
 """Hash functions of block digests (docs/explanation/guarantees.md)."""
 
-SlotPolicyName = Literal["adaptive", "lru", "consumed", "score"]
+SlotPolicyName = Literal["adaptive", "lru"]
 
 
 class EvictionPolicy(str, Enum):
@@ -97,9 +97,8 @@ class CacheConfig:
         enable_prefix_caching: If False, nothing is matched and nothing is saved.
         eviction_policy: What becomes of KV blocks that no request refers to.
         slot_policy: Which saved states are given up first where a context is given no policy of its
-            own: "adaptive" learns which come back, and has KV blocks follow them; "lru",
-            "consumed" and "score" are simple rules (docs/how-to/policies.md). None: what
-            ``eviction_policy`` asks for, "adaptive" under LRU.
+            own: "adaptive" learns which come back, and has KV blocks follow them; "lru" gives up
+            the least recently used. None: what ``eviction_policy`` asks for, "adaptive" under LRU.
         vocab_size: Token ids must be below it. None: only what no tokenizer gives is refused.
         min_computed_tokens: Tokens of a prompt that are computed even if all are cached. Kernels
             that cannot start from the last token alone need more than one.

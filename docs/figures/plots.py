@@ -90,7 +90,7 @@ def draw_ttft() -> None:
 
 def draw_hits() -> None:
     """Draw the share of tokens skipped by the number of slots, for each drawn workload."""
-    paths = sorted(RESULTS.glob("replay-*.json"))
+    paths = sorted(RESULTS.glob("drawn-*.json"))
     figure = Figure(figsize=(WIDTH, 3.1 * len(paths)), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     for path, axes in zip(paths, figure.subplots(len(paths), squeeze=False)[:, 0], strict=True):
@@ -98,14 +98,13 @@ def draw_hits() -> None:
         records = [one for one in result["records"] if one["placement"] == "megatron"]
         curves: dict[str, Points] = defaultdict(dict)
         for record in records:
-            slots = record["slots"] or record["kept_states"]  # without a limit: what was kept
-            curves[record["policy"]][slots] = 100 * record["token_hit_rate"]
-        for policy, colour in (("score", "blue"), ("consumed", "purple"), ("lru", "orange")):
+            curves[record["policy"]][record["slots"]] = 100 * record["token_hit_rate"]
+        for policy, colour in (("adaptive", "blue"), ("lru", "orange")):
             _curve(axes, curves[policy], policy, colour)
         found = 100 * max(record["kv_hit_rate"] for record in records)
         axes.axhline(found, color=LIGHT["muted"], linestyle=":", label="keys and values")
         axes.set_title(f"{result['workload']['source']}: skipped, %", pad=10)
-        axes.set_xlabel("slots; the last is all that were saved")
+        axes.set_xlabel("slots")
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         _ticks(axes, sorted({x for points in curves.values() for x in points})[::2])

@@ -28,12 +28,10 @@ from mamba_cache.cache.placement import (
     PlacementFacts,
 )
 from mamba_cache.cache.policies import (
-    ConsumedSlotPolicy,
     LruSlotPolicy,
     PrefixSlotPolicy,
     PromptFacts,
     RefZeroSlotPolicy,
-    ScoreSlotPolicy,
     SlotEvictionPolicy,
     SlotPlan,
     StateProposal,
@@ -50,7 +48,6 @@ __all__ = [
     "BlockHashes",
     "BranchPoint",
     "CheckpointPlacement",
-    "ConsumedSlotPolicy",
     "EveryNthBlock",
     "ExtraKey",
     "KVBlockAllocator",
@@ -62,7 +59,6 @@ __all__ = [
     "PromptFacts",
     "RefZeroSlotPolicy",
     "Rows",
-    "ScoreSlotPolicy",
     "SlotEvictionPolicy",
     "SlotLease",
     "SlotPlan",
@@ -76,7 +72,5 @@ __all__ = [
 SLOT_POLICIES: Final[dict[str, Callable[[], SlotEvictionPolicy]]] = {
     "adaptive": AdaptiveSlotPolicy,
     "lru": LruSlotPolicy,
-    "consumed": ConsumedSlotPolicy,
-    "score": ScoreSlotPolicy,
 }
 """What makes each slot policy, by the name that settings and commands give it."""

@@ -676,10 +676,10 @@ class AdaptiveSlotPolicy:
         self.on_reserved([None] * len(self._granted))
 
     def on_published(
-        self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
+        self, slots: Sequence[int], hash_ids: Sequence[int], prefix_tokens: Sequence[int]
     ) -> None:
         """Record the hash ids of the blocks whose states were saved."""
-        for slot, hash_id, tokens in zip(slots, hash_ids, saved_tokens, strict=True):
+        for slot, hash_id, tokens in zip(slots, hash_ids, prefix_tokens, strict=True):
             node = self._candidate_at[slot]
             if node in self._incomplete and hash_id > 0:
                 prompt = self._incomplete[node]
@@ -692,10 +692,10 @@ class AdaptiveSlotPolicy:
                 self._tree.keep(node)
             self._candidate_at[slot] = node
 
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
+    def on_stored(self, slots: Sequence[int]) -> None:
         """Record states of blocks without hashes."""
         self.on_removed(slots)
-        self.on_published(slots, [0] * len(slots), saved_tokens)
+        self.on_published(slots, [0] * len(slots), [1] * len(slots))
 
     def on_consumed(self, slots: Sequence[int]) -> None:
         """Do nothing: ``on_request`` counts the use."""

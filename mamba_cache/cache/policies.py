@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -14,12 +13,10 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.protocols import KVBlockView
 
 __all__ = [
-    "ConsumedSlotPolicy",
     "LruSlotPolicy",
     "PrefixSlotPolicy",
     "PromptFacts",
     "RefZeroSlotPolicy",
-    "ScoreSlotPolicy",
     "SlotEvictionPolicy",
     "SlotPlan",
     "StateProposal",
@@ -30,9 +27,6 @@ __all__ = [
 
 _Int64s: TypeAlias = "npt.NDArray[np.int64]"
 _Int32s: TypeAlias = "npt.NDArray[np.int32]"
-
-_SCORE_BITS = 31
-"""Of a score's fraction: it tells ages apart up to about this power of two."""
 
 
 @runtime_checkable
@@ -64,15 +58,8 @@ class SlotEvictionPolicy(Protocol):
         """
         ...
 
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Record that a state was put into each of the slots.
-
-        Args:
-            slots: The slots; there may be none.
-            saved_tokens: For each, the tokens from the state before it in the same prefix, or from
-                the prefix's start, to this one: what a hit on this one saves that a hit on that one
-                would not. 1 where that is unknown.
-        """
+    def on_stored(self, slots: Sequence[int]) -> None:
+        """Record that a state was put into each of the slots; there may be none."""
         return
 
     def on_consumed(self, slots: Sequence[int]) -> None:
@@ -174,14 +161,14 @@ class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
         ...
 
     def on_published(
-        self, slots: Sequence[int], hash_ids: Sequence[int], saved_tokens: Sequence[int]
+        self, slots: Sequence[int], hash_ids: Sequence[int], prefix_tokens: Sequence[int]
     ) -> None:
         """Record that states became findable, in place of ``on_stored``.
 
         Args:
             slots: The slots.
             hash_ids: The hash id of the block of each; one that is not positive stands for none.
-            saved_tokens: As in ``on_stored``.
+            prefix_tokens: The tokens of the prefix that each state ends; 1 where it is unknown.
         """
         ...
 
@@ -205,106 +192,34 @@ class PrefixSlotPolicy(SlotEvictionPolicy, Protocol):
         ...
 
 
-class _LowestFirst(SlotEvictionPolicy):
-    """Gives up the slots of the lowest keys, whatever these are; of equal ones the lower slots."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
-        """Return the key of each slot."""
-
-    def choose(
-        self, num_slots: int, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView
-    ) -> list[int]:
-        """Return the slots of the lowest keys, the lowest first."""
-        keys = self._keys(slots, blocks, kv_blocks)
-        if num_slots < len(keys):  # sorting all of some thousand keys costs more
-            is_low = keys <= np.partition(keys, num_slots - 1)[num_slots - 1]
-            slots, keys = slots[is_low], keys[is_low]
-        chosen: list[int] = slots[keys.argsort(kind="stable")[:num_slots]].tolist()
-        return chosen
-
-
-class LruSlotPolicy(_LowestFirst):
+class LruSlotPolicy(SlotEvictionPolicy):
     """The slot of the least recently used block goes first; of equal ones, the lower slot."""
 
     __slots__ = ()
 
-    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
-        return as_host_array(kv_blocks.block_timestamps).take(blocks)
+    def choose(
+        self, num_slots: int, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView
+    ) -> list[int]:
+        """Return the slots of the blocks that were used the longest ago."""
+        times = as_host_array(kv_blocks.block_timestamps).take(blocks)
+        if num_slots < len(times):  # sorting all of some thousand times costs more
+            is_old = times <= np.partition(times, num_slots - 1)[num_slots - 1]
+            slots, times = slots[is_old], times[is_old]
+        chosen: list[int] = slots[times.argsort(kind="stable")[:num_slots]].tolist()
+        return chosen
 
 
-class RefZeroSlotPolicy(LruSlotPolicy):
+class RefZeroSlotPolicy(SlotEvictionPolicy):
     """Any slot may go first, because no request refers to its block; the lower ones do."""
 
     __slots__ = ()
 
-    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
-        return slots
-
-
-class ConsumedSlotPolicy(_LowestFirst):
-    """The slot whose state has longest been neither stored nor used by a hit goes first.
-
-    A hit refreshes the one state that it restored, not the states of all the blocks before it,
-    which plain LRU keeps although nothing resumes from them. Of equal slots the lower goes first.
-    """
-
-    __slots__ = ("_clock", "_last_use")
-
-    def __init__(self) -> None:
-        self.reset(0)
-
-    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
-        return self._last_use.take(slots)
-
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Make the slots the most recent."""
-        self._touch(slots)
-
-    def on_consumed(self, slots: Sequence[int]) -> None:
-        """Make the slots the most recent."""
-        self._touch(slots)
-
-    def reset(self, max_slots: int) -> None:
-        """Forget all uses."""
-        self._clock = 0
-        self._last_use = np.zeros(max_slots, np.int64)
-
-    def _touch(self, slots: Sequence[int]) -> None:
-        if slots:
-            self._clock += 1
-            self._last_use[list(slots)] = self._clock
-
-
-class ScoreSlotPolicy(ConsumedSlotPolicy):
-    """The slot whose state saves the fewest tokens for its age goes first.
-
-    The score of a state is the tokens that it saves beyond the state before it in the same prefix,
-    over its age: how many times, since it was stored or last consumed, a slot was. So a state that
-    spares little beyond another one goes before one that spares much, and what is not used goes in
-    the end. Where all save alike this is ``ConsumedSlotPolicy``. Of equal slots the lower goes
-    first.
-    """
-
-    __slots__ = ("_saved_tokens",)
-
-    def _keys(self, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView) -> _Int64s:
-        ages = self._clock + 1 - self._last_use.take(slots)
-        # Of integers, so that all ranks divide alike; below 2**62, for tokens are below 2**31.
-        scores: _Int64s = (self._saved_tokens.take(slots) << _SCORE_BITS) // ages
-        return scores
-
-    def on_stored(self, slots: Sequence[int], saved_tokens: Sequence[int]) -> None:
-        """Make the slots the most recent, and keep what their states save."""
-        super().on_stored(slots, saved_tokens)
-        self._saved_tokens[list(slots)] = saved_tokens
-
-    def reset(self, max_slots: int) -> None:
-        """Forget all uses, and what was saved."""
-        super().reset(max_slots)
-        self._saved_tokens = np.zeros(max_slots, np.int64)
+    def choose(
+        self, num_slots: int, slots: _Int64s, blocks: _Int32s, kv_blocks: KVBlockView
+    ) -> list[int]:
+        """Return the lowest slots."""
+        chosen: list[int] = slots[:num_slots].tolist()
+        return chosen
 
 
 def policy_named(name: Any) -> SlotEvictionPolicy:

@@ -158,7 +158,6 @@ class CachedSequence:
     wanted_boundaries: frozenset[int] = frozenset()  # where the caller wants a state
     # Tokens after the prompt, as far as they were taken over.
     generated: array[int] = field(default_factory=lambda: array("i"))
-    state_position: int = 0  # the last state that is not superseded, or where it resumed
     num_shared_blocks: int = 0  # the first blocks, which it may not write
     num_published: int = 0  # the first blocks, which were registered
     num_initial: int = 0  # tokens when it was matched: what follows is decoded
@@ -209,7 +208,6 @@ class CachedSequence:
             chain.copy(),
             self.wanted_boundaries,
             array("i", generated),
-            state_position=self.state_position,
             num_shared_blocks=self.num_shared_blocks,
             num_published=self.num_published,
             num_initial=self.num_initial,
@@ -341,12 +339,11 @@ class PrefixIndex:
         """
         private: list[Checkpoint] = []
         shared: list[tuple[CachedSequence, Checkpoint]] = []
-        blocks, saved_tokens = [], []
+        blocks: list[int] = []
         for sequence, new_blocks, checkpoints in written:
             first, hashes = sequence.num_published, sequence.hashes
             holders = self._publish_blocks(sequence, new_blocks) if new_blocks else []
             for checkpoint in checkpoints:
-                num_saved = _count_saved_tokens(sequence, checkpoint)
                 index = checkpoint.position // self._block_size - 1
                 if index >= first:
                     block = holders[index - first]
@@ -357,12 +354,12 @@ class PrefixIndex:
                     continue
                 shared.append((sequence, checkpoint))
                 blocks.append(block)
-                saved_tokens.append(num_saved)
         self.cancel(private)
         if not shared:
             return
         slots = [checkpoint.slot for _, checkpoint in shared]
-        kept = self._slots.commit_reserved(slots, blocks, saved_tokens=saved_tokens)
+        lengths = [checkpoint.position for _, checkpoint in shared]
+        kept = self._slots.commit_reserved(slots, blocks, prefix_tokens=lengths)
         for (sequence, (position, slot, is_loaded)), now in zip(shared, kept, strict=True):
             if slot != now or is_loaded:
                 continue
@@ -415,19 +412,6 @@ class PrefixIndex:
             each._replace(is_asked=True) if is_wanted else each
             for each, is_wanted in zip(proposals, wanted, strict=True)
         ]
-
-
-def _count_saved_tokens(sequence: CachedSequence, checkpoint: Checkpoint) -> int:
-    """Return the tokens that a state saves beyond the one before it.
-
-    The later ones count from this one; not from the newest of a decoding sequence, which the
-    next one supersedes.
-    """
-    position = checkpoint.position
-    saved_tokens = position - sequence.state_position
-    if position <= sequence.num_initial or position in sequence.wanted_boundaries:
-        sequence.state_position = position
-    return saved_tokens
 
 
 def check_hint(will_continue: Any, source: Any) -> None:

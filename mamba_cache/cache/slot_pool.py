@@ -338,7 +338,7 @@ class SlotPool:
         slots: Sequence[int],
         block_ids: Iterable[int],
         *,
-        saved_tokens: Sequence[int] | None = None,
+        prefix_tokens: Sequence[int] | None = None,
     ) -> list[int]:
         """Make reserved slots findable, after the work that writes them has been enqueued.
 
@@ -346,8 +346,8 @@ class SlotPool:
             slots: Reserved slots.
             block_ids: The block of each, which need not be the one that it was reserved for. If
                 that block has a slot by now, the reserved one becomes free.
-            saved_tokens: For each, the tokens that its state saves beyond the state before it in
-                the same prefix, for policies that ask; None: unknown, so all are alike.
+            prefix_tokens: For each, the tokens of the prefix that its state ends, for policies
+                that know prompts; None: unknown.
 
         Returns:
             The slot that caches each block now: the reserved one, or the one that it had.
@@ -359,13 +359,13 @@ class SlotPool:
         """
         ids = self._block_ids(block_ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
-        saved = [1] * len(taken)
-        if saved_tokens is not None:
-            saved = as_ids("saved_tokens", saved_tokens, INT32_MAX + 1)
-        check_same_length(slots=taken, block_ids=ids, saved_tokens=saved)
+        lengths = [1] * len(taken)
+        if prefix_tokens is not None:
+            lengths = as_ids("prefix_tokens", prefix_tokens, INT32_MAX + 1)
+        check_same_length(slots=taken, block_ids=ids, prefix_tokens=lengths)
         self._guard.is_changing = True
         stored: dict[int, int] = {}
-        for slot, block_id, tokens in zip(taken, ids, saved, strict=True):
+        for slot, block_id, tokens in zip(taken, ids, lengths, strict=True):
             self._awaited.discard(self.reserved.pop(slot))
             if self._slot_at[block_id] >= 0:
                 self._release([slot])
@@ -379,12 +379,12 @@ class SlotPool:
         return self._slots_of(ids)
 
     def _note_stored(self, stored: dict[int, int]) -> None:
-        """Tell the policy and the listeners of states: the tokens that each saves, by slot."""
-        slots, saved_tokens = list(stored), list(stored.values())
+        """Tell the policy and the listeners of states: the tokens before each, by slot."""
+        slots, prefix_tokens = list(stored), list(stored.values())
         if self._prefix_policy is not None:
-            self._prefix_policy.on_published(slots, self._hash_ids_of(slots), saved_tokens)
+            self._prefix_policy.on_published(slots, self._hash_ids_of(slots), prefix_tokens)
         else:
-            self.policy.on_stored(slots, saved_tokens)
+            self.policy.on_stored(slots)
         self._put(Stored, slots)
 
     @guarded(nests=True)

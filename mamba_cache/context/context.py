@@ -508,7 +508,6 @@ class DynamicInferenceContext:
             self._release(active)
             raise
         table.set_status(active, RequestStatus.SCHEDULED)
-        active.state_position = on_gpu.skip_tokens
         self._tiering.offer_used(active, match.state_matched_blocks)
         return admission
 
@@ -606,7 +605,7 @@ class DynamicInferenceContext:
             shared[: admission.state_matched_blocks]
         )
         start, lease = state_blocks * self.block_size_tokens, self._pin(shared, state_blocks)
-        table.num_computed[active.row] = active.state_position = start
+        table.num_computed[active.row] = start
         chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease)
         active.chunk = chunk
         active.admission = replace(

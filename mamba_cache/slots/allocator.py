@@ -297,7 +297,7 @@ class MambaSlotAllocator(SlotPool):
             for slot, block_id in zip(taken, new, strict=True):
                 self._slot_at[block_id], self._block_at[slot] = slot, block_id
                 slots[block_id] = slot
-            self.policy.on_stored(taken, [1] * len(taken))
+            self.policy.on_stored(taken)
             self._put(Stored, taken)
             try:
                 self.listeners.tell()

@@ -166,6 +166,6 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=int, default=1200)
     parser.add_argument("--slots", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--blocks", type=int, default=400_000)
-    parser.add_argument("--policy", nargs="+", default=["consumed", "adaptive"])
+    parser.add_argument("--policy", nargs="+", default=["lru", "adaptive"])
     for line in _lines(parser.parse_args()):
         print(line, flush=True)

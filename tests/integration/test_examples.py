@@ -68,13 +68,13 @@ def test_questions_on_one_text_compute_what_is_new_from_the_second_on(capsys):
 def test_the_own_policy_keeps_what_was_used_most():
     policy = load_example("custom_policy").PopularSlotPolicy()
     policy.reset(4)
-    policy.on_stored([0, 1, 2, 3], [64] * 4)
+    policy.on_stored([0, 1, 2, 3])
     policy.on_consumed([0])
     policy.on_consumed([2])
     policy.on_consumed([0])
     slots = np.arange(4)
     assert policy.choose(4, slots, slots.astype(np.int32), None) == [1, 3, 2, 0]
-    policy.on_stored([0], [64])
+    policy.on_stored([0])
     assert policy.choose(2, slots, slots.astype(np.int32), None) == [1, 3]
     assert policy.choose(4, slots, slots.astype(np.int32), None)[-1] == 2
 

@@ -23,7 +23,6 @@ from transformers_rig import (
     text,
 )
 
-from mamba_cache.cache import EveryNthBlock, ScoreSlotPolicy
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers import PrefixCache
 
@@ -177,23 +176,6 @@ def test_the_callers_cache_is_his_own(model, cache, prompt):
             if state is not None:
                 state.fill_(float("nan"))
     assert_same(plain(model, prompt), cached(cache, prompt))
-
-
-def test_policies_hear_what_each_state_saves(model, prompt, generator):
-    """Beyond the state before it, the one that the run resumed from included."""
-    told = []
-
-    class Listening(ScoreSlotPolicy):
-        def on_stored(self, slots, saved_tokens):
-            super().on_stored(slots, saved_tokens)
-            told.extend(saved_tokens)
-
-    cache = make_cache(model, placement=EveryNthBlock(2), slot_policy=Listening())
-    cached(cache, prompt, max_new_tokens=1)
-    assert told == [2 * BLOCK, 2 * BLOCK]
-    longer = join(prompt[:, : 4 * BLOCK], text(generator, 3 * BLOCK + 1))
-    cached(cache, longer, max_new_tokens=1)
-    assert told[2:] == [2 * BLOCK, BLOCK]
 
 
 def test_a_model_that_was_loaded_from_files_is_cached(model, prompt, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers_rig import BLOCK, budgets
 
-from mamba_cache.cache import AdaptiveSlotPolicy, ConsumedSlotPolicy, LruSlotPolicy
+from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     MambaSlotCapacityError,
@@ -17,7 +17,7 @@ from mamba_cache.errors import (
     SequenceLengthError,
 )
 
-POLICIES = [LruSlotPolicy, ConsumedSlotPolicy, AdaptiveSlotPolicy]
+POLICIES = [LruSlotPolicy, AdaptiveSlotPolicy]
 LENGTHS = (BLOCK, 2 * BLOCK - 1, 2 * BLOCK)
 
 

@@ -97,7 +97,7 @@ def test_hits_of_batches_over_tiers_are_verified_and_removed_below_too(generator
 def test_what_cannot_be_verified_is_counted(generator, monkeypatch):
     model = make_model("granite 4")
     small = budgets(make_cache(model), slots=2, blocks=40)
-    cache = make_cache(model, verify_hits=1.0, slot_policy="consumed", **small)
+    cache = make_cache(model, verify_hits=1.0, slot_policy="lru", **small)
     prompt = converse(cache, generator)
     cache.verify_pending()
     cached(cache, prompt)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from slot_rig import (
+    LastUsedPolicy,
     add_live_states,
     books,
     live_bits,
@@ -23,11 +24,9 @@ from slot_rig import (
 
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
     LruSlotPolicy,
     PromptFacts,
     RefZeroSlotPolicy,
-    ScoreSlotPolicy,
     StateProposal,
 )
 from mamba_cache.errors import (
@@ -42,9 +41,7 @@ from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
 NUM_BLOCKS, NUM_REQUESTS = 10, 3
 blocks = st.integers(0, NUM_BLOCKS - 1)
 requests = st.integers(0, NUM_REQUESTS - 1)
-POLICIES = (
-    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
-)  # fmt: skip
+POLICIES = LruSlotPolicy, RefZeroSlotPolicy, LastUsedPolicy, AdaptiveSlotPolicy
 
 
 class MambaSlotAllocatorMachine(RuleBasedStateMachine):
@@ -94,12 +91,12 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         ]
         if type(self.allocator.policy) is LruSlotPolicy:
             evictable.sort(key=lambda slot: int(self.kv_blocks.block_timestamps[self.cached[slot]]))
-        elif isinstance(self.allocator.policy, (ScoreSlotPolicy, AdaptiveSlotPolicy)):
-            # What these know has tests of its own; here, that the pool does as they say.
+        elif isinstance(self.allocator.policy, AdaptiveSlotPolicy):
+            # What it knows has tests of its own; here, that the pool does as it says.
             slots = np.array(evictable, np.int64)
             of_slots = self.allocator.slot_to_block.numpy()[slots]
             evictable = self.allocator.policy.choose(len(slots), slots, of_slots, self.kv_blocks)
-        elif isinstance(self.allocator.policy, ConsumedSlotPolicy):
+        elif isinstance(self.allocator.policy, LastUsedPolicy):
             evictable.sort(key=lambda slot: self.last_use.get(slot, 0))
         return evictable
 

@@ -10,15 +10,14 @@ from context_rig import BLOCK, CHUNK, MODEL, VOCAB, UncachedRuns, make_config, m
 from fingerprints import fingerprint
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slot_rig import LastUsedPolicy
 
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
     LruSlotPolicy,
     RefZeroSlotPolicy,
-    ScoreSlotPolicy,
 )
 from mamba_cache.context import Request, RequestStatus, request_table
 from mamba_cache.errors import (
@@ -32,9 +31,7 @@ from mamba_cache.errors import (
 )
 
 UNCACHED = UncachedRuns()
-POLICIES = [
-    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
-]  # fmt: skip
+POLICIES = [LruSlotPolicy, RefZeroSlotPolicy, LastUsedPolicy, AdaptiveSlotPolicy]
 TENANTS = [
     {"cache_salt": "a"},
     {"cache_salt": b"a"},

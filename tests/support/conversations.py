@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers
 from batch_rig import SERVED
+from slot_rig import LastUsedPolicy
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers_rig import (
     FAMILIES,
@@ -34,13 +35,11 @@ from transformers_rig import (
 
 from mamba_cache.cache import (
     BranchPoint,
-    ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
     LruSlotPolicy,
     MegatronPlacement,
     RefZeroSlotPolicy,
-    ScoreSlotPolicy,
 )
 
 SUBJECTS = [*FAMILIES, *(f"{name}, large weights" for name in FAMILIES)]
@@ -381,14 +380,14 @@ class Conversation:
         rng, size = self._rng, self._block
         room = rng.choice(((1, 3), (2, 8), (3, 20), (6, 12), (8, 60), (50, 200), (50, 200)))
         placements = [None, BranchPoint(), LastBlock(), MegatronPlacement()]
-        evictions = (None, LruSlotPolicy(), RefZeroSlotPolicy(), ConsumedSlotPolicy())
+        evictions = (None, LruSlotPolicy(), RefZeroSlotPolicy(), LastUsedPolicy())
         return {
             "slots": room[0] + rng.randrange(2),
             "blocks": room[1] + rng.randrange(3),
             "block_size_tokens": size,
             "segment_tokens": rng.choice((None, size, 2 * size, 4 * size, 64 * size)),
             "placement": rng.choice([*placements, EveryNthBlock(1), EveryNthBlock(2)]),
-            "slot_policy": rng.choice([*evictions, ScoreSlotPolicy()]),
+            "slot_policy": rng.choice(evictions),
             "reuse_answers": rng.random() < 0.8,
             "weights_check": rng.choice(("full", "full", "sample", "off")),
         }

@@ -19,9 +19,10 @@ from context_rig import (
     run_step,
 )
 from fingerprints import frozen
+from slot_rig import LastUsedPolicy
 
 import mamba_cache
-from mamba_cache.cache import ConsumedSlotPolicy, MegatronPlacement
+from mamba_cache.cache import MegatronPlacement
 from mamba_cache.context import RequestStatus
 from mamba_cache.errors import PoisonedError, StepOrderError, UnknownRequestError
 from mamba_cache.reference import verify_greedy_on_device
@@ -34,10 +35,6 @@ UNCACHED = UncachedRuns()
 NUM_DRAFTS = 2
 
 
-class Policy(ConsumedSlotPolicy):
-    """A policy whose methods can be replaced: it has no ``__slots__``."""
-
-
 class Placement:
     """Megatron's, as an object whose method can be replaced."""
 
@@ -48,7 +45,7 @@ class Placement:
 def make_busy(**changes):
     """Small pools with something in every state: cached, decoding, between chunks, preempted."""
     config = make_config(num_kv_blocks=13, max_slots=4, max_tokens=64, **changes)
-    context = make_context(config, placement=Placement(), slot_policy=Policy())
+    context = make_context(config, placement=Placement(), slot_policy=LastUsedPolicy())
     for filler in range(3):
         generate(context, [filler] * (2 * BLOCK + 1), 1)
     generate(context, SHARED, 1)

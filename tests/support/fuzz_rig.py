@@ -261,7 +261,7 @@ TARGETS = {
         slot_allocator,
         lambda it, **given: it.commit_reserved(**given),
         lambda it: {
-            "slots": list(it.reserved), "block_ids": [7], "saved_tokens": [8],
+            "slots": list(it.reserved), "block_ids": [7], "prefix_tokens": [8],
         },
     ),
     "slots.cancel_reserved": Target(

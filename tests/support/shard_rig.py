@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from fingerprints import fingerprint
+from slot_rig import LastUsedPolicy
 
-from mamba_cache.cache import ConsumedSlotPolicy
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.errors import CapacityError
@@ -44,7 +44,7 @@ CONFIG = CacheConfig(
 
 def make_context(state_spec, device="cpu"):
     """A small cache full of NaN, so that a state that nobody wrote shows."""
-    policy = ConsumedSlotPolicy()
+    policy = LastUsedPolicy()
     context = DynamicInferenceContext(CONFIG, state_spec, device=device, slot_policy=policy)
     for tensor in states(context).values():
         tensor.fill_(torch.nan)

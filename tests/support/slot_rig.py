@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy, SlotPool
+from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy, SlotEvictionPolicy, SlotPool
 from mamba_cache.slots import MambaSlotAllocator
 
 NUM_LAYERS, CONV, SSM = 2, (3, 2), (2, 5)
@@ -21,6 +21,27 @@ class Chosen(LruSlotPolicy):
     def choose(self, num_slots, slots, blocks, kv_blocks):
         self.offered = slots.tolist()
         return self.victims
+
+
+class LastUsedPolicy(SlotEvictionPolicy):
+    """A user's own: what was longest neither stored nor used by a hit goes first."""
+
+    def __init__(self):
+        self.reset(0)
+
+    def choose(self, num_slots, slots, blocks, kv_blocks):
+        order = self._last_use[slots].argsort(kind="stable")
+        return slots[order[:num_slots]].tolist()
+
+    def on_stored(self, slots):
+        self._clock += 1
+        self._last_use[list(slots)] = self._clock
+
+    def on_consumed(self, slots):
+        self.on_stored(slots)
+
+    def reset(self, max_slots):
+        self._clock, self._last_use = 0, np.zeros(max_slots, np.int64)
 
 
 class Listening(AdaptiveSlotPolicy):

@@ -8,7 +8,6 @@ from slot_rig import save
 
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
     KVBlockAllocator,
     LruSlotPolicy,
     PromptFacts,
@@ -145,7 +144,7 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
 def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     for block in (1, 2):
-        pool.commit_reserved(pool.reserve_slots([block]), [block], saved_tokens=[64])
+        pool.commit_reserved(pool.reserve_slots([block]), [block], prefix_tokens=[64])
     for _ in range(30):
         pool.begin_request(PromptFacts([1], 16, 1, 1))
     assert save(pool, 5) == [pool.get_slot(5)]
@@ -193,7 +192,6 @@ def test_invariants_notice_slots_that_nobody_told_of():
     [
         ({}, AdaptiveSlotPolicy),
         ({"slot_policy": "lru"}, LruSlotPolicy),
-        ({"slot_policy": "consumed"}, ConsumedSlotPolicy),
         ({"eviction_policy": "ref_zero"}, RefZeroSlotPolicy),
         ({"eviction_policy": "ref_zero", "slot_policy": "adaptive"}, AdaptiveSlotPolicy),
     ],

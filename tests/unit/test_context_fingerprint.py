@@ -5,11 +5,11 @@ from fingerprints import fingerprint
 from shard_rig import CONFIG as SHARD_CONFIG
 from shard_rig import Shard, ShardModel, Stream, shard_spec
 
-from mamba_cache.cache import AdaptiveSlotPolicy, ScoreSlotPolicy
+from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.context import DynamicInferenceContext
 
 
-@pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, ScoreSlotPolicy])
+@pytest.mark.parametrize("policy", [AdaptiveSlotPolicy, LruSlotPolicy])
 def test_ranks_agree_through_200_random_steps_whatever_they_have_learned(policy, rng):
     """Each knows its own memory, order of dicts and clock; what decides is counts alone."""
     seed = int(rng.integers(2**32))

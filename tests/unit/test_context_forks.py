@@ -21,7 +21,6 @@ from context_rig import (
 )
 from fingerprints import fingerprint
 
-from mamba_cache.cache import LruSlotPolicy
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -151,23 +150,6 @@ def test_slots_in_int8_round_nothing_of_a_fork():
         assert torch.equal(tensor[:, row], tensor[:, row_of(context, "parent")])
     for _ in range(BLOCK):
         assert torch.equal(step_alone(context, "parent"), step_alone(context, "a"))
-
-
-def test_a_state_of_a_fork_saves_what_one_of_its_parent_would():
-    """Policies hear how many tokens lie between a state and the one before it."""
-    heard = []
-
-    class Policy(LruSlotPolicy):
-        def on_stored(self, slots, saved_tokens):
-            heard.extend(saved_tokens)
-            super().on_stored(slots, saved_tokens)
-
-    context = make_context(slot_policy=Policy())
-    parent_of(context)
-    assert heard == [2 * BLOCK]
-    context.fork("parent", ["a", "b"], last_tokens=[1, 2])
-    check_continuation(context, ["parent", "a", "b"], steps=BLOCK)
-    assert heard == [2 * BLOCK] + [BLOCK] * 3
 
 
 def test_slots_that_the_parent_has_reserved_are_not_doubled():

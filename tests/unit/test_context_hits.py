@@ -16,14 +16,13 @@ from context_rig import (
     run_step,
     saved_prefix_lengths,
 )
+from slot_rig import LastUsedPolicy
 
 from mamba_cache import DeviceTokens
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
-    ConsumedSlotPolicy,
     EveryNthBlock,
     LastBlock,
-    RefZeroSlotPolicy,
 )
 from mamba_cache.context import MissReason, PrefixMatch, Request
 from mamba_cache.errors import InvalidArgumentError
@@ -142,8 +141,8 @@ def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
     assert is_asked == {3: False, 4: False, 5: True, 6: False}
 
 
-def test_a_hit_keeps_its_state_under_the_consumed_policy():
-    context = make_context(make_config(max_slots=2), slot_policy=ConsumedSlotPolicy())
+def test_a_hit_keeps_its_state_where_the_policy_goes_by_hits():
+    context = make_context(make_config(max_slots=2), slot_policy=LastUsedPolicy())
     first, second, third = ([n] * (BLOCK + 1) for n in (1, 2, 3))
     generate(context, first, 1)
     generate(context, second, 1)
@@ -151,52 +150,6 @@ def test_a_hit_keeps_its_state_under_the_consumed_policy():
     generate(context, third, 1)
     assert saved_prefix_lengths(context, first) == [1]
     assert saved_prefix_lengths(context, second) == []
-
-
-class SavedTokens(RefZeroSlotPolicy):
-    """Keeps what it hears of states."""
-
-    def __init__(self):
-        self.heard = []
-
-    def on_stored(self, slots, saved_tokens):
-        self.heard += saved_tokens
-
-
-def test_the_policy_hears_what_each_state_saves_beyond_the_one_before():
-    policy = SavedTokens()
-    context = make_context(slot_policy=policy, placement=EveryNthBlock(2))
-    prompt = [*PROMPT, *PROMPT[::-1]][: 5 * BLOCK + 1]
-    generate(context, prompt, 1, checkpoint_positions=[5 * BLOCK])
-    assert policy.heard == [2 * BLOCK, 2 * BLOCK, BLOCK]
-    add(context, "chunked", [*prompt[: 4 * BLOCK], *[9] * 5 * BLOCK], chunk_tokens=2 * BLOCK)
-    run_step(context)
-    context.schedule_prefill("chunked")
-    run_step(context)
-    assert policy.heard[3:] == [2 * BLOCK, 2 * BLOCK], "from the state that was restored"
-
-
-def test_a_decode_state_saves_what_the_superseded_one_did_as_well():
-    policy = SavedTokens()
-    context = make_context(slot_policy=policy)
-    generate(context, PROMPT, 4 * BLOCK, checkpoint_positions=[5 * BLOCK])
-    assert policy.heard == [3 * BLOCK, BLOCK, 2 * BLOCK, BLOCK, 2 * BLOCK]
-
-
-def test_a_request_whose_state_is_gone_counts_from_the_one_that_is_left():
-    policy = SavedTokens()
-    context = make_context(slot_policy=policy, placement=EveryNthBlock(1))
-    generate(context, PROMPT, 1)
-    longer = [*PROMPT[: 3 * BLOCK], *[7] * (BLOCK + 1)]
-    assert add(context, "x", longer).skip_tokens == 3 * BLOCK
-    for block in context.match(prepared(context, PROMPT)).block_ids[1:]:
-        context.slot_allocator.invalidate_block(block)
-    policy.heard.clear()
-    run_step(context)
-    context.schedule_prefill("x")
-    run_step(context)
-    assert saved_prefix_lengths(context, longer) == [1, 2, 3, 4]
-    assert policy.heard == [BLOCK, BLOCK, BLOCK], "from the first block's"
 
 
 def test_short_prompt_says_why_it_missed():

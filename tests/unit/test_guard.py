@@ -15,10 +15,10 @@ from context_rig import (
 )
 from engine_rig import SamplingParams, make_engine
 from kv_rig import cache, prefix
-from slot_rig import save
+from slot_rig import LastUsedPolicy, save
 
 from mamba_cache._guard import CallGuard, guarded, outside, query
-from mamba_cache.cache import ConsumedSlotPolicy, KVBlockAllocator, Rows, SlotPool
+from mamba_cache.cache import KVBlockAllocator, Rows, SlotPool
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.errors import (
     ConcurrentUseError,
@@ -248,11 +248,11 @@ def change(slots):
         *((KVBlockAllocator, name) for name in ("_add_chain", "_count_cached", "_forget")),
         *((SlotPool, name) for name in ("_unassign", "_note_stored")),
         *((Rows, name) for name in ("take", "push", "hold", "release")),
-        *((ConsumedSlotPolicy, name) for name in ("on_stored",)),
+        *((LastUsedPolicy, name) for name in ("on_stored",)),
     ],
 )
 def test_blocks_and_slots_whose_change_breaks_off(monkeypatch, owner, name, error):
-    slots = SlotPool(2, KVBlockAllocator(9), policy=ConsumedSlotPolicy())
+    slots = SlotPool(2, KVBlockAllocator(9), policy=LastUsedPolicy())
     blocks = slots.kv_blocks
     with monkeypatch.context() as patch:
         strike(patch, owner, name, error)

@@ -9,6 +9,7 @@ from slot_rig import (
     DTYPES,
     NUM_LAYERS,
     SSM,
+    LastUsedPolicy,
     add_live_states,
     books,
     full,
@@ -21,7 +22,6 @@ from slot_rig import (
 )
 
 from mamba_cache.cache import (
-    ConsumedSlotPolicy,
     LruSlotPolicy,
     RefZeroSlotPolicy,
 )
@@ -73,7 +73,7 @@ def test_contexts_that_cannot_be_served(fields, message):
 )
 def test_the_context_names_the_policy_unless_one_is_given(name, kind):
     assert type(make_allocator(prefix_caching_eviction_policy=name).policy) is kind
-    given = ConsumedSlotPolicy()
+    given = LastUsedPolicy()
     assert make_allocator(policy=given, prefix_caching_eviction_policy=name).policy is given
 
 
@@ -183,7 +183,7 @@ def context(generator):
 @pytest.fixture
 def allocator(context, generator):
     """Four slots full of random bits; blocks 5 and 6 have the slots 3 and 2."""
-    allocator = make_allocator(4, context=context, policy=ConsumedSlotPolicy())
+    allocator = make_allocator(4, context=context, policy=LastUsedPolicy())
     randomize(allocator.conv_states, generator)
     randomize(allocator.ssm_states, generator)
     assert allocator.allocate_slots_batch([6, 5]) == [2, 3]

@@ -9,14 +9,13 @@ from context_rig import BLOCK, MODEL, VOCAB, add, generate, make_config, make_co
 from fingerprints import fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_rig import LastUsedPolicy
 
 from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     BlockHashes,
-    ConsumedSlotPolicy,
     LruSlotPolicy,
     RefZeroSlotPolicy,
-    ScoreSlotPolicy,
 )
 from mamba_cache.context import Request
 from mamba_cache.errors import (
@@ -28,9 +27,7 @@ from mamba_cache.errors import (
     StepOrderError,
 )
 
-POLICIES = [
-    LruSlotPolicy, RefZeroSlotPolicy, ConsumedSlotPolicy, ScoreSlotPolicy, AdaptiveSlotPolicy,
-]  # fmt: skip
+POLICIES = [LruSlotPolicy, RefZeroSlotPolicy, LastUsedPolicy, AdaptiveSlotPolicy]
 SYSTEM = [(5 * i * i + i + 1) % VOCAB for i in range(2 * BLOCK)]
 
 LONG = [(3 * i * i + 2 * i) % VOCAB for i in range(6 * BLOCK)]

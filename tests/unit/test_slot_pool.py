@@ -63,7 +63,7 @@ def test_bad_moves_are_refused_before_anything_changes(pool, blocks, victims, me
 
 
 @pytest.mark.parametrize(
-    ("slots", "blocks", "saved", "message"),
+    ("slots", "blocks", "lengths", "message"),
     [
         ([3], [9], None, "must be different and reserved"),
         ([2, 2], [9, 9], None, "must be different and reserved"),
@@ -76,28 +76,28 @@ def test_bad_moves_are_refused_before_anything_changes(pool, blocks, victims, me
         ([2], [9], [1.5], "got 1.5"),
     ],
 )
-def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, saved, message):
+def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, lengths, message):
     before = books(pool)
     with pytest.raises(InvalidArgumentError, match=message):
-        pool.commit_reserved(slots, blocks, saved_tokens=saved)
+        pool.commit_reserved(slots, blocks, prefix_tokens=lengths)
     assert books(pool) == before
-    assert pool.commit_reserved([2], [9], saved_tokens=[2**31 - 1]) == [2]
+    assert pool.commit_reserved([2], [9], prefix_tokens=[2**31 - 1]) == [2]
 
 
 def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
     heard = []
 
     class Listener(RefZeroSlotPolicy):
-        def on_stored(self, slots, saved_tokens):
-            heard.extend(zip(slots, saved_tokens, strict=True))
+        def on_stored(self, slots):
+            heard.extend(slots)
 
     pool = SlotPool(4, make_pool(0, 9).kv_blocks, policy=Listener())
     [housed] = save(pool, 0)
     first, second, third = pool.reserve_slots([1, 2, 3])
-    assert heard == [(housed, 1)]
-    pool.commit_reserved([second, first], [0, 1], saved_tokens=[256, 512])
+    assert heard == [housed]
+    pool.commit_reserved([second, first], [0, 1])
     pool.commit_reserved([third], [3])
-    assert heard[1:] == [(first, 512), (third, 1)]
+    assert heard[1:] == [first, third]
 
 
 def test_slots_of_held_blocks_may_go_where_states_are_read_at_once():

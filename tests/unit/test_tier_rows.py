@@ -239,8 +239,8 @@ def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
     told = []
 
     class Telling(AdaptiveSlotPolicy):
-        def on_published(self, slots, hash_ids, saved_tokens):
-            told.append((list(slots), list(hash_ids), list(saved_tokens)))
+        def on_published(self, slots, hash_ids, prefix_tokens):
+            told.append((list(slots), list(hash_ids), list(prefix_tokens)))
 
     tier = make_tier(state_policy=Telling(), hash_id_of=lambda digest: 100 + digest[0])
     lease = tier.reserve(facts(7, STATE))

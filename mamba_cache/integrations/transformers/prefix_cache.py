@@ -133,7 +133,7 @@ class PrefixCache:
             from then on once a forward has run out of memory, after which it is tried again.
         slot_policy: Which saved states are given up first: a policy, or the name of one as
             ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
-            and may refuse a state before it is saved; "consumed" where there is no room for 16.
+            and may refuse a state before it is saved; "lru" where there is no room for 16.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
@@ -1025,7 +1025,7 @@ def _read_policy(
     slot_policy: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
 ) -> SlotEvictionPolicy:
     if slot_policy is None:
-        slot_policy = "adaptive" if num_slots >= _MIN_SLOTS else "consumed"
+        slot_policy = "adaptive" if num_slots >= _MIN_SLOTS else "lru"
     if isinstance(slot_policy, str):
         check_choice("slot_policy", slot_policy, get_args(SlotPolicyName))
         return SLOT_POLICIES[slot_policy]()

@@ -265,7 +265,7 @@ class PrefixStore:
             self.tiers.bring(sequence, min_computed)
         match = self.index.match(sequence.hashes, len(tokens), min_computed)
         sequence.num_shared_blocks = sequence.num_published = match.kv_matched_blocks
-        sequence.num_initial, sequence.state_position = len(tokens), match.skip_tokens
+        sequence.num_initial = len(tokens)
         return SequenceRecord(self, sequence, match, lora_id, match.block_ids)
 
     def key_for(self, lora_id: ExtraKey) -> ExtraKey:
