@@ -14,8 +14,7 @@ import torch
 
 from mamba_cache._checks import check_int
 from mamba_cache.cache import BlockHashes, KVBlockAllocator, SlotPool
-from mamba_cache.cache.sequence import Request, TokenArray
-from mamba_cache.context.requests import ActiveRequest, Admission
+from mamba_cache.cache.sequence import CachedSequence, PrefixMatch, Request, TokenArray
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.tiers.entry import EntryKind
 
@@ -148,11 +147,11 @@ class HitVerifier:
         prefix = tokens[: len(hashes) * self._block_size].copy()
         self._waiting.append(HitToVerify(request, prefix, hashes))
 
-    def admitted(self, active: ActiveRequest, admission: Admission) -> None:
-        """Sample a request that began to run, if it is a hit."""
-        if admission.miss_reason is None:
-            hashes = active.hashes[: admission.state_matched_blocks]
-            self.sample(active.request, active.tokens(0, admission.skip_tokens), hashes)
+    def admitted(self, sequence: CachedSequence, match: PrefixMatch) -> None:
+        """Sample a sequence that began to run, if it is a hit."""
+        if match.miss_reason is None:
+            hashes = sequence.hashes[: match.state_matched_blocks]
+            self.sample(sequence.request, sequence.tokens(0, match.skip_tokens), hashes)
 
     def verify(
         self,

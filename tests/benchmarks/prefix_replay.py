@@ -56,6 +56,8 @@ class _BooksOnly(PrefixStore):
 class _Computed:
     """What a forward leaves behind."""
 
+    num_tokens = 0
+
     def __init__(self, layout: Any) -> None:
         self._dtypes = layout.initial.dtypes()
 
@@ -116,21 +118,22 @@ def replay(
     for prompt, answer in turns:
         began, num_tokens = time.process_time(), len(prompt)
         total += num_tokens
-        record = store.open(prompt, cache_salt=None, lora_id=None, min_computed=1)
+        record = store.open(prompt, None, min_computed=1)
         count_admission(store.counters, record.match)
         start = record.match.skip_tokens
         if start:
             store.slots.note_consumed([store.slots.get_slot(record.restored_blocks[-1])])
         store.index.announce(record.sequence, num_tokens - 1)
-        inside = store.index.positions(record.sequence) | {(num_tokens - 1) // BLOCK * BLOCK}
-        inside = {p for p in inside if start < p < num_tokens}
+        record.positions = {p for p in store.index.positions(record.sequence) if p > start}
+        record.captured = inside = {p for p in record.positions if p < num_tokens}
         if inside:
             record.reserve_states(inside)
-        record.publish(computed, num_tokens, captured=inside, is_end=True)
-        answered = record.fork(answer.tolist())
-        end = (num_tokens + len(answer)) // BLOCK * BLOCK
+        computed.num_tokens = num_tokens
+        record.publish(computed, num_tokens)
+        end = computed.num_tokens = (num_tokens + len(answer)) // BLOCK * BLOCK
+        answered = record.fork(answer.tolist(), end)
         if end > num_tokens:
-            answered.publish(computed, end, is_end=True)
+            answered.publish(computed, end)
         answered.close()
         record.close()
         seconds += time.process_time() - began

@@ -70,9 +70,7 @@ def assert_published_states_are_right(model, cache, tokens) -> int:
     """Compares every state that a prefix of `tokens` finds with one computed anew."""
     found = 0
     for end in range(1, len(tokens) + 1):
-        record = cache._store.open(
-            tokens[:end], cache_salt=None, lora_id=cache._runner.fingerprint.key, min_computed=0
-        )
+        record = cache._store.open(tokens[:end], cache._runner.fingerprint.key, min_computed=0)
         try:
             if record.match.skip_tokens != end:
                 continue

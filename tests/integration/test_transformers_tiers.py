@@ -126,7 +126,7 @@ def test_other_weights_settings_secrets_and_salts_find_nothing(below, model) -> 
 
 def test_what_no_longer_fits_beside_the_model_is_found_in_host_memory(model, expected) -> None:
     probe = make_cache(model)
-    small = make_cache(model, **budgets(probe, slots=2, blocks=18), host_cache_gb=0.01)
+    small = make_cache(model, **budgets(probe, slots=3, blocks=18), host_cache_gb=0.01)
     ask(small, prompts())
     answers, skipped = ask(small, prompts())
     assert answers == expected
@@ -186,7 +186,7 @@ def test_a_call_whose_deepest_boundary_is_damaged_takes_the_one_before(tmp_path,
 
 def test_damage_in_host_memory_is_noticed(model, expected) -> None:
     probe = make_cache(model)
-    small = make_cache(model, **budgets(probe, slots=2, blocks=18), host_cache_gb=0.01)
+    small = make_cache(model, **budgets(probe, slots=3, blocks=18), host_cache_gb=0.01)
     ask(small, prompts())
     for memory in small._store.tiers.host.memory.values():
         for row in range(memory.num_ready):

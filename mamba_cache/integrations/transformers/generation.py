@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.cache import ExtraKey
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
@@ -24,11 +23,11 @@ from mamba_cache.integrations.transformers.layers import (
     stack_memories,
 )
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.prefill import Prefill, Prefiller, PrefillTask
-from mamba_cache.integrations.transformers.prompts import Prompt, PromptHint, split_rows
+from mamba_cache.integrations.transformers.prefill import Prefiller
+from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
 from mamba_cache.integrations.transformers.replacement import put_back, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.store import PrefixStore
+from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 
 __all__ = ["Generation", "remove_hooks"]
 
@@ -38,7 +37,7 @@ class _Row:
     """One row of the batch that generates."""
 
     prompt: Prompt
-    prefill: Prefill  # rows of the same prompt share it
+    record: SequenceRecord  # rows of the same prompt share it
     boundary: int = 0  # the last block boundary since its prompt's end, 0 before the first
     states: list[torch.Tensor] = field(default_factory=list)  # conv and recurrent, there
     windows: list[torch.Tensor] = field(default_factory=list)  # likewise
@@ -63,8 +62,7 @@ class Generation:
     runner: ModelRunner
     prefiller: Prefiller
     store: PrefixStore
-    cache_salt: ExtraKey
-    hint: PromptHint
+    fields: dict[str, Any]  # of the prompts, as ``Request`` has them
     checkpoints: Sequence[Sequence[int]]
     eos_token_ids: frozenset[int]
     follows_rows: bool
@@ -78,7 +76,7 @@ class Generation:
     _batcher: Batcher | None = None
     _is_batched: bool = False
     _rows: list[_Row] = field(default_factory=list)
-    _prefills: dict[bytes, Prefill] = field(default_factory=dict)
+    _records: dict[bytes, SequenceRecord] = field(default_factory=dict)
     _ids: torch.Tensor | None = None
     _columns: list[torch.Tensor] = field(default_factory=list)
     _answers: list[list[int]] = field(default_factory=list)
@@ -110,8 +108,8 @@ class Generation:
         """Disarm it, and let go of the prompts; of a call that raised the guard does that."""
         self._disarm()
         if error is None:
-            for prefill in self._prefills.values():
-                prefill.record.close()
+            for record in self._records.values():
+                record.close()
 
     def _disarm(self) -> None:
         _armed.pop(id(self.cache), None)
@@ -259,11 +257,9 @@ class Generation:
                 settings,
                 seed=0,
                 first_token=None if is_single else int(prompt.tokens[-1]),
-                cache_salt=self.cache_salt,
-                checkpoints=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
-                will_continue=self.hint.will_continue,
-                source=self.hint.source,
                 is_assumed=True,
+                checkpoint_positions=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
+                **self.fields,
             )
             made[prompt.key] = iter(requests)
         batcher.begin_rows([next(made[prompt.key]) for prompt in prompts])
@@ -290,9 +286,7 @@ class Generation:
         """Count the tokens of prompts that are not cached."""
         count, key = 0, self.runner.fingerprint.key
         for tokens in prompts:
-            record = self.store.open(
-                tokens, cache_salt=self.cache_salt, lora_id=key, min_computed=1
-            )
+            record = self.store.open(tokens, key, min_computed=1, **self.fields)
             count += len(tokens) - record.match.skip_tokens
             record.close()
         return count
@@ -324,32 +318,29 @@ class Generation:
     def _compute_one(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
         """Compute a prompt; ``generate``'s own forward computes its last segment."""
         [prompt] = prompts
-        checkpoints = self._checkpoints_of(prompts)[prompt.key]
-        prefill = self._prefill(prompt, 0, checkpoints, self.cache, compute_rest)
-        self._rows = [_Row(prompt, prefill)]
-        return prefill.output
+        named = self._checkpoints_of(prompts)[prompt.key]
+        output = self._prefill(prompt, 0, named, self.cache, compute_rest)
+        self._rows = [_Row(prompt, self._records[prompt.key])]
+        return output
 
     def _compute_padded(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
         """Compute all prompts but their last tokens, which ``generate``'s own forward computes."""
         layout, left = self.store.layout, self._tokens_left(prompts)
         named = self._checkpoints_of(prompts)
+        memories: dict[bytes, SequenceMemory] = {}
         for prompt in prompts:
-            if prompt.key not in self._prefills:
-                self._prefill(prompt, left, named[prompt.key], self.runner.new_cache())
-        prefills = [self._prefills[prompt.key] for prompt in prompts]
-        memories = [
-            read_layers(prefill.cache, layout.layers, len(prefill.tokens) - left)
-            if len(prefill.tokens) > left
-            else layout.initial
-            for prefill in prefills
-        ]
+            if prompt.key not in memories:
+                cache, end = self.runner.new_cache(), len(prompt.tokens) - left
+                self._prefill(prompt, left, named[prompt.key], cache)
+                memories[prompt.key] = (
+                    read_layers(cache, layout.layers, end) if end else layout.initial
+                )
         num_columns = prompts[0].padding + len(prompts[0].tokens)
-        batch = stack_memories(memories, num_columns - left)
+        batch = stack_memories([memories[each.key] for each in prompts], num_columns - left)
         if batch.num_tokens:
             self.prefiller.filler.fill(self.cache, batch)
-        for prefill in prefills:
-            prefill.cache = None
-        self._rows = [_Row(*pair) for pair in zip(prompts, prefills, strict=True)]
+        memories.clear()
+        self._rows = [_Row(each, self._records[each.key]) for each in prompts]
         output = compute_rest(batch.num_tokens)
         self.runner.fingerprint.confirm()
         self.store.counters["computed_tokens"] += left * len(prompts)
@@ -362,19 +353,18 @@ class Generation:
         checkpoints: Collection[int],
         cache: Any,
         last_forward: Callable[[int], Any] | None = None,
-    ) -> Prefill:
-        """Compute all but the ``left`` last tokens of a prompt."""
-        task = PrefillTask(
-            tokens=prompt.tokens,
-            end=len(prompt.tokens) - left,
+    ) -> Any:
+        """Compute all but the ``left`` last tokens of a prompt; return what its forward did."""
+        self._records[prompt.key], output = self.prefiller.compute(
+            prompt.tokens,
+            cache,
+            left=left,
             min_computed=max(left, 1),
-            cache_salt=self.cache_salt,
-            hint=self.hint,
-            checkpoints=checkpoints,
+            last_forward=last_forward,
+            checkpoint_positions=checkpoints,
+            **self.fields,
         )
-        prefill = self.prefiller.compute(task, cache, last_forward)
-        self._prefills[prompt.key] = prefill
-        return prefill
+        return output
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
         """Return how many tokens of each row the forward of the batch computes."""
@@ -407,11 +397,8 @@ class Generation:
         for index, row in enumerate(self._rows):
             # Of a batch the last token is computed for all rows together, as decoded tokens are.
             num_decoded = int(is_batch and not self.keeps_decoded)
-            row.prefill.record.publish(
-                memory.row(index, row.prompt.padding),
-                len(row.prompt.tokens) - num_decoded,
-                captured=row.prefill.captured,
-                is_end=row.prefill.saves_end and not num_decoded,
+            row.record.publish(
+                memory.row(index, row.prompt.padding), len(row.prompt.tokens) - num_decoded
             )
 
     def _keep_boundaries(self) -> None:
@@ -441,9 +428,9 @@ class Generation:
         # A token that was taken back may have completed the block.
         if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
             return
-        record = row.prefill.record.fork(answer)
-        memory = replace(memory, states=row.states, windows=row.windows)
-        record.publish(memory, row.boundary, is_end=True)
+        record = row.record.fork(answer, row.boundary)
+        kept = replace(memory, num_tokens=row.boundary, states=row.states, windows=row.windows)
+        record.publish(kept, row.boundary)
         record.close()
 
     def _read_columns(self, end: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.cache import ExtraKey
 from mamba_cache.context.stats import count_admission
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -20,58 +18,10 @@ from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
 )
-from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 
-__all__ = ["Prefill", "PrefillTask", "Prefiller", "Segment"]
-
-_NO_HINT = PromptHint()
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens that one forward computes."""
-
-    start: int  # position of the first one
-    end: int  # position after the last one
-    # Positions inside it, or at its end, whose states are kept: multiples of the block size.
-    checkpoints: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillTask:
-    """What is to be computed, or restored, of a prompt.
-
-    Attributes:
-        tokens: Token ids of the prompt.
-        end: How many of the tokens are to be restored or computed.
-        min_computed: How many are to be computed in any case, those after ``end`` included.
-        cache_salt: Prompts of different salts never match.
-        hint: What its sender says of it.
-        checkpoints: Positions whose states are kept in any case; one inside a block stands for the
-            block's beginning.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    end: int
-    min_computed: int
-    cache_salt: ExtraKey
-    hint: PromptHint = _NO_HINT
-    checkpoints: Collection[int] = ()
-
-
-@dataclass(slots=True)
-class Prefill:
-    """A prompt that is being computed."""
-
-    tokens: npt.NDArray[np.int32]  # its token ids
-    cache: Any  # the transformers cache that it is computed into
-    record: SequenceRecord  # what of it is cached
-    segments: list[Segment]  # what was left to compute; empty if all of it was restored
-    saves_end: bool  # a state is wanted where the prompt ends, and that is a block boundary
-    output: Any = None  # what the caller's own forward of the last segment returned
-    captured: Collection[int] = ()  # positions whose states that forward wrote into their slots
+__all__ = ["Prefiller"]
 
 
 class Prefiller:
@@ -108,57 +58,76 @@ class Prefiller:
         self.min_tokens = min_tokens
 
     def compute(
-        self, task: PrefillTask, cache: Any, last_forward: Callable[[int], Any] | None = None
-    ) -> Prefill:
+        self,
+        tokens: npt.NDArray[np.int32],
+        cache: Any,
+        *,
+        left: int = 0,
+        min_computed: int = 0,
+        last_forward: Callable[[int], Any] | None = None,
+        **fields: Any,
+    ) -> tuple[SequenceRecord, Any]:
         """Restore the longest cached prefix of a prompt, and compute the rest.
 
         A prompt whose forward runs out of memory begins again in smaller segments, if it can.
 
         Args:
-            task: The prompt.
+            tokens: Token ids of the prompt.
             cache: A fresh transformers cache; it is filled.
+            left: How many of the tokens, the last ones, are neither restored nor computed.
+            min_computed: How many are not restored, those that are left included.
             last_forward: Computes the last segment, given its first position, in the place of the
                 model. The caller publishes what that completes.
+            fields: Further ones of ``Request``.
 
         Returns:
-            The prompt; close its record when it is done.
+            The prompt's record, to be closed when it is done; and what ``last_forward`` returned.
 
         Raises:
             InvalidArgumentError: The tokens or the salt are of a wrong kind, or the cache is.
         """
-        is_retry = False
+        end, is_retry = len(tokens) - left, False
         while True:
-            prefill = self._begin(task, cache, is_retry=is_retry)
+            record = self._restore(tokens, end, min_computed, cache, fields)
+            segments = self._plan(record.positions, record.match.skip_tokens, end)
+            if not is_retry:
+                self._announce(record, min_computed)
             try:
-                self._run(prefill, last_forward)
+                return record, self._run(record, segments, cache, last_forward)
             except torch.OutOfMemoryError:
-                if not self._shrink(prefill):
+                if not self._shrink(segments):
                     raise
-            else:
-                return prefill
-            prefill.record.close()
+            record.close()
             vars(cache).clear()
             vars(cache).update(vars(self._runner.new_cache()))
             is_retry = True
 
-    def _begin(self, task: PrefillTask, cache: Any, *, is_retry: bool) -> Prefill:
-        """Restore what is cached, and plan the rest; a prompt that is tried again is counted."""
-        tokens, end = task.tokens, task.end
-        record = self._open(task, task.min_computed)
+    def _restore(
+        self,
+        tokens: npt.NDArray[np.int32],
+        end: int,
+        min_computed: int,
+        cache: Any,
+        fields: dict[str, Any],
+    ) -> SequenceRecord:
+        """Restore what is cached, and decide after which of the other tokens states are saved."""
+        key, size = self._runner.fingerprint.key, self._store.layout.block_size_tokens
+        record = self._store.open(tokens, key, min_computed=min_computed, **fields)
         if 0 < end - record.match.skip_tokens < self.min_tokens and record.match.skip_tokens:
             record.close()
-            record = self._open(task, len(tokens) - end + self.min_tokens)
+            min_computed = len(tokens) - end + self.min_tokens
+            record = self._store.open(tokens, key, min_computed=min_computed, **fields)
         if (restored := record.load()) is not None:
             self.filler.fill(cache, restored)
-        positions = self._positions(record, task)
-        segments = self._plan(positions, record.match.skip_tokens, end)
-        if not is_retry:
-            self._announce(record, task)
-        return Prefill(tokens, cache, record, segments, len(tokens) in positions)
+        positions = self._store.index.positions(record.sequence)
+        if self.min_tokens > 1 and end - 1 in positions:  # it would leave a single token
+            positions = positions - {end - 1} | {end - 1 - size}
+        record.positions = {p for p in positions if p > record.match.skip_tokens}
+        return record
 
-    def _shrink(self, prefill: Prefill) -> bool:
+    def _shrink(self, segments: Sequence[tuple[int, int]]) -> bool:
         """Make segments half as long as the longest of a prompt; return whether that can be."""
-        longest = max((s.end - s.start for s in prefill.segments), default=0)
+        longest = max((end - start for start, end in segments), default=0)
         size = self._store.layout.block_size_tokens
         smaller = longest // 2 // size * size
         if not self._may_shrink or not smaller:
@@ -166,53 +135,43 @@ class Prefiller:
         self._segment_tokens = smaller
         return True
 
-    def _open(self, task: PrefillTask, min_computed: int) -> SequenceRecord:
-        return self._store.open(
-            task.tokens,
-            cache_salt=task.cache_salt,
-            lora_id=self._runner.fingerprint.key,
-            min_computed=min_computed,
-            hint=task.hint,
-            checkpoints=task.checkpoints,
-        )
-
-    def _run(self, prefill: Prefill, last_forward: Callable[[int], Any] | None) -> None:
+    def _run(
+        self,
+        record: SequenceRecord,
+        segments: Sequence[tuple[int, int]],
+        cache: Any,
+        last_forward: Callable[[int], Any] | None,
+    ) -> Any:
         """Compute the segments, and cache what they complete after each."""
-        for segment in prefill.segments:
-            tokens = prefill.tokens[segment.start : segment.end]
-            is_last = segment is prefill.segments[-1]
-            with self._capturing(prefill, segment) as captured:
-                if is_last and last_forward is not None:
-                    prefill.output = last_forward(segment.start)
+        for start, end in segments:
+            callers = last_forward if end == segments[-1][1] else None
+            with self._capturing(record, cache, start, end):
+                if callers is None:
+                    self._runner.forward(record.sequence.prompt[start:end], cache, start)
                 else:
-                    self._runner.forward(tokens, prefill.cache, segment.start)
+                    output = callers(start)
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
-            self._store.counters["computed_tokens"] += len(tokens)
-            if is_last and last_forward is not None:
-                prefill.captured = captured
-                return
-            is_end = is_last or segment.end in segment.checkpoints
-            memory = read_layers(prefill.cache, self._store.layout.layers, segment.end)
-            prefill.record.publish(memory, segment.end, captured=captured, is_end=is_end)
+            self._store.counters["computed_tokens"] += end - start
+            if callers is not None:
+                return output
+            record.publish(read_layers(cache, self._store.layout.layers, end), end)
+        return None
 
     @contextmanager
-    def _capturing(self, prefill: Prefill, segment: Segment) -> Iterator[set[int]]:
-        """Capture the states inside a segment from the forward that runs inside.
-
-        Yields:
-            A set that holds, once the forward has ended, the positions whose states were written
-            into the slots that the prompt's record reserved.
-        """
-        inside = [position for position in segment.checkpoints if position < segment.end]
-        rooms = prefill.record.reserve_states(inside) if inside else {}
-        size, tiers = segment.end - segment.start, self._store.tiers
+    def _capturing(
+        self, record: SequenceRecord, cache: Any, start: int, end: int
+    ) -> Iterator[None]:
+        """Capture the states wanted inside a segment from the forward that runs inside."""
+        inside = [position for position in record.positions if start < position < end]
+        rooms = record.reserve_states(inside) if inside else {}
+        size, tiers = end - start, self._store.tiers
         with nullcontext() if tiers is None else tiers.timed(size):
             if not rooms or self._capture is None:
-                yield set()
+                yield
                 return
-            with self._capture.during(prefill.cache, segment.start, size, rooms) as captured:
-                yield captured
+            with self._capture.during(cache, start, size, rooms) as record.captured:
+                yield
 
     def recompute(self, tokens: npt.NDArray[np.int32]) -> SequenceMemory:
         """Compute a prefix without what is cached, and keep nothing of it.
@@ -221,34 +180,21 @@ class Prefiller:
             What the model's layers keep of it.
         """
         end, cache = len(tokens), self._runner.new_cache()
-        for part in self._plan(set(), 0, end):
-            self._runner.forward(tokens[part.start : part.end], cache, part.start)
+        for start, stop in self._plan((), 0, end):
+            self._runner.forward(tokens[start:stop], cache, start)
         self._runner.fingerprint.confirm()  # of other weights nothing is known to be wrong
         return read_layers(cache, self._store.layout.layers, end)
 
-    def _announce(self, record: SequenceRecord, task: PrefillTask) -> None:
+    def _announce(self, record: SequenceRecord, min_computed: int) -> None:
         """Count a prompt, and tell listeners, the verification and policies of it."""
-        self._store.tell_admitted(
-            record.sequence.hashes,
-            len(task.tokens),
-            will_continue=task.hint.will_continue,
-            cache_salt=task.cache_salt,
-        )
-        self._store.sample(record)
-        count_admission(self._store.counters, record.match)
-        self._store.index.announce(record.sequence, len(task.tokens) - task.min_computed)
+        store, sequence = self._store, record.sequence
+        store.tell_admitted(sequence.request, sequence.hashes)
+        if store.verifier is not None:
+            store.verifier.admitted(sequence, record.match)
+        count_admission(store.counters, record.match)
+        store.index.announce(sequence, sequence.num_known - min_computed)
 
-    def _positions(self, record: SequenceRecord, task: PrefillTask) -> set[int]:
-        """Decide after which tokens of a prompt beyond what is restored states are saved."""
-        size = self._store.layout.block_size_tokens
-        positions = self._store.index.positions(record.sequence)
-        # Where the same prompt goes on from when it comes again.
-        positions.add((len(task.tokens) - self.min_tokens) // size * size)
-        if self.min_tokens > 1 and task.end - 1 in positions:  # it would leave a single token
-            positions = positions - {task.end - 1} | {task.end - 1 - size}
-        return {p for p in positions if p > record.match.skip_tokens}
-
-    def _plan(self, checkpoints: set[int], start: int, end: int) -> list[Segment]:
+    def _plan(self, checkpoints: Collection[int], start: int, end: int) -> list[tuple[int, int]]:
         """Divide a part of a prompt because of the memory that it needs, and at checkpoints."""
         first = start // self._segment_tokens + 1
         cuts = {end, *range(first * self._segment_tokens, end, self._segment_tokens)}
@@ -260,7 +206,4 @@ class Prefiller:
             ends = [one for one, after in pairwise([*ends, 0]) if one + 1 != after]
             if len(ends) > 1 and ends[0] == start + 1:
                 del ends[0]
-        return [
-            Segment(begin, stop, tuple(p for p in sorted(checkpoints) if begin < p <= stop))
-            for begin, stop in pairwise([start, *ends])
-        ]
+        return [*pairwise([start, *ends])]

@@ -32,6 +32,7 @@ from mamba_cache.cache import (
 )
 from mamba_cache.cache.placement import BranchPoint, check_placement
 from mamba_cache.cache.policies import check_policy
+from mamba_cache.cache.sequence import check_hint
 from mamba_cache.config import CacheConfig, HashAlgorithm, SlotPolicyName
 from mamba_cache.context import CacheStats, HitToVerify, Pin, PrefixContent, VerificationStats
 from mamba_cache.errors import (
@@ -69,10 +70,9 @@ from mamba_cache.integrations.transformers.options import (
     has_own_code,
     without_text_types,
 )
-from mamba_cache.integrations.transformers.prefill import Prefiller, PrefillTask
+from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.prompts import (
-    PromptHint,
     check_prompts,
     pad_prompts,
     read_prompt,
@@ -244,7 +244,6 @@ class PrefixCache:
         self._batcher_settings = BatcherSettings(
             max_requests=settings.max_requests,
             chunk_tokens=max(min(most_tokens, _MAX_CHUNK_TOKENS), settings.block_size_tokens),
-            placement=settings.placement,
             saves_answers=settings.reuse_answers and is_step_exact,
             min_tokens=1 if is_step_exact else 2,
             is_eager=self._why_eager(),
@@ -264,6 +263,7 @@ class PrefixCache:
             max_pinned_share=settings.max_pinned_share,
             clock=settings.clock,
             placement=settings.placement,
+            min_tokens=self._batcher_settings.min_tokens,
         )
         self._store.join(self._guard)
         self._prefiller = Prefiller(
@@ -365,7 +365,7 @@ class PrefixCache:
                 cannot be served.
         """
         self._begin_call()
-        hint = PromptHint(will_continue, source)
+        check_hint(will_continue, source)
         if generation_config is not None:
             options["generation_config"] = generation_config
         given = options.pop("input_ids", None)
@@ -379,8 +379,7 @@ class PrefixCache:
             runner=self._runner,
             prefiller=self._prefiller,
             store=self._store,
-            cache_salt=cache_salt,
-            hint=hint,
+            fields={"cache_salt": cache_salt, "will_continue": will_continue, "source": source},
             checkpoints=named,
             eos_token_ids=frozenset(served.eos_token_ids),
             follows_rows=served.follows_rows and self._prefiller.min_tokens == 1,
@@ -709,16 +708,11 @@ class PrefixCache:
         if self._count_foreign():
             self._runner.forward(tokens, past, 0)
             return past
-        task = PrefillTask(
-            tokens=tokens,
-            end=len(tokens),
-            min_computed=0,
-            cache_salt=cache_salt,
-            checkpoints=named,
+        record, _ = self._prefiller.compute(
+            tokens, past, cache_salt=cache_salt, checkpoint_positions=named
         )
-        prefill = self._prefiller.compute(task, past)
         self._runner.fingerprint.confirm()
-        prefill.record.close()
+        record.close()
         return past
 
     @guarded(waits=True)
@@ -760,9 +754,9 @@ class PrefixCache:
             raise MissingStateError(f"nothing is cached of this model now: {foreign[1]}")
         record = self._store.open(
             read_prompt(input_ids, self._runner.vocabulary),
-            cache_salt=cache_salt,
-            lora_id=self._runner.fingerprint.key,
+            self._runner.fingerprint.key,
             min_computed=0,
+            cache_salt=cache_salt,
         )
         self._runner.fingerprint.confirm()
         pin = self._store.pins.add(record.restored_blocks, record.match.skip_tokens, ttl_seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,10 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import as_ints, as_items
-from mamba_cache.cache.sequence import check_hint
 from mamba_cache.errors import InvalidArgumentError
 
 __all__ = [
     "Prompt",
-    "PromptHint",
     "check_prompts",
     "pad_prompts",
     "read_prompt",
@@ -34,17 +32,6 @@ class Prompt:
     tokens: npt.NDArray[np.int32]  # token ids
     padding: int  # columns on the left that are not part of it
     key: bytes  # the same for rows of the same tokens, and for no others
-
-
-@dataclass(frozen=True, slots=True)
-class PromptHint:
-    """What the sender of a prompt says of it, as in ``Request``."""
-
-    will_continue: bool | None = None
-    source: Hashable = None
-
-    def __post_init__(self) -> None:
-        check_hint(self.will_continue, self.source)
 
 
 def _prompt(row: npt.NDArray[np.int32], padding: int) -> Prompt:

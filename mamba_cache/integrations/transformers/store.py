@@ -5,12 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mamba_cache._guard import CallGuard, weak_callback
@@ -25,12 +24,14 @@ from mamba_cache.cache import (
     SlotEvictionPolicy,
     SlotPool,
 )
+from mamba_cache.cache.placement import PlacementFacts, placed_positions
 from mamba_cache.cache.sequence import (
     CachedSequence,
     Checkpoint,
     PrefixIndex,
     PrefixMatch,
     Request,
+    TokenArray,
 )
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.context import PrefixContent
@@ -42,7 +43,6 @@ from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
 from mamba_cache.integrations.transformers.layers import SequenceMemory
-from mamba_cache.integrations.transformers.prompts import PromptHint
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator
@@ -53,9 +53,26 @@ if TYPE_CHECKING:
     from mamba_cache.context.requests import ActiveRequest, Admission
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
-__all__ = ["PrefixStore", "SequenceRecord"]
+__all__ = ["PrefixStore", "PromptEnds", "SequenceRecord"]
 
-_NO_HINT: Final = PromptHint()
+
+class PromptEnds:
+    """A placement's positions, and the last block boundaries of the prompt.
+
+    A longer prompt resumes at the prompt's end; the same prompt must compute ``min_tokens`` of it.
+    """
+
+    def __init__(self, placement: CheckpointPlacement, min_tokens: int) -> None:
+        self._placement = placement
+        self._min_tokens = min_tokens
+        self.is_off = False
+
+    def positions(self, facts: PlacementFacts) -> Iterable[int]:
+        """Return the positions; none while the placement is off."""
+        if self.is_off:
+            return ()
+        ends = facts.prompt_tokens, facts.prompt_tokens - self._min_tokens
+        return {*placed_positions(self._placement, facts), *ends}
 
 
 class PrefixStore:
@@ -69,6 +86,7 @@ class PrefixStore:
         slots: The books of slots.
         tensors: What is in them.
         pins: Prompts that stay cached.
+        placement: Where states of prompts are saved; a prompt's forward computes ``min_tokens``.
         counters: What was done so far.
         live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
             not those of the layout: under autocast, for example.
@@ -87,6 +105,7 @@ class PrefixStore:
         max_pinned_share: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
         placement: CheckpointPlacement,
+        min_tokens: int = 1,
     ) -> None:
         self.layout = layout
         self.hash_secret = secrets.token_bytes(32) if hash_secret is None else hash_secret
@@ -100,7 +119,7 @@ class PrefixStore:
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self._tiers: PrefixTiers | None = None
-        self._placement = placement
+        self.placement = PromptEnds(placement, min_tokens)
         self.index = self._make_index()
         self.verifier: HitVerifier | None = None
 
@@ -109,7 +128,7 @@ class PrefixStore:
             self.kv_blocks,
             self.slots,
             block_size_tokens=self.layout.block_size_tokens,
-            placement=self._placement,
+            placement=self.placement,
             counters=self.counters,
             tiers=NoTiers(),
             refuses_states=True,
@@ -201,13 +220,6 @@ class PrefixStore:
             remove=weak_callback(self._remove),
         )
 
-    def sample(self, record: SequenceRecord) -> None:
-        """Offer a prompt that was just matched to be verified, if it is a hit."""
-        sequence, match = record.sequence, record.match
-        if self.verifier is not None and match.skip_tokens:
-            hashes = sequence.hashes[: match.state_matched_blocks]
-            self.verifier.sample(sequence.request, sequence.prompt, hashes)
-
     def _read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         return self.content(self.tensors.load(slot, blocks, num_tokens))
 
@@ -231,48 +243,45 @@ class PrefixStore:
         if self.tiers is not None:
             self.tiers.remove(kind, None, digest)
 
+    def request(self, tokens: Any, key: ExtraKey, request_id: Hashable, **fields: Any) -> Request:
+        """Return a request for a prompt, under the model's key; ``fields`` are further ones."""
+        lora_id = self.key_for(key)
+        return Request(
+            request_id=request_id,
+            prompt_tokens=tokens,
+            lora_id=cast("str | int | None", lora_id),
+            tells_tokens=self._is_told(lora_id),
+            **fields,
+        )
+
     def open(
-        self,
-        tokens: npt.NDArray[np.int32],
-        *,
-        cache_salt: ExtraKey,
-        lora_id: ExtraKey,
-        min_computed: int,
-        hint: PromptHint = _NO_HINT,
-        checkpoints: Collection[int] = (),
+        self, tokens: TokenArray, key: ExtraKey, *, min_computed: int, **fields: Any
     ) -> SequenceRecord:
         """Match a prompt and hold what was found until the record is closed.
 
-        At least ``min_computed`` of its tokens are left to compute; ``lora_id`` stands for the
-        model's settings. A checkpoint inside a block stands for the block's beginning.
+        At least ``min_computed`` of its tokens are left to compute; ``key`` stands for the model's
+        settings; ``fields`` are further ones of ``Request``.
         """
         self.pins.expire()
-        size, key = self.layout.block_size_tokens, self.key_for(lora_id)
-        chain = BlockHashChain(size, hasher=self.hasher, cache_salt=cache_salt, lora_id=key)
+        size = self.layout.block_size_tokens
+        request = self.request(tokens, key, f"generate-{self.counters['requests']}", **fields)
+        salt, lora_id = request.cache_salt, request.lora_id
+        chain = BlockHashChain(size, hasher=self.hasher, cache_salt=salt, lora_id=lora_id)
         chain.append(tokens)
-        request = Request(
-            request_id=f"generate-{self.counters['requests']}",
-            prompt_tokens=tokens,
-            cache_salt=cast("str | None", cache_salt),
-            lora_id=cast("str | None", key),
-            will_continue=hint.will_continue,
-            source=hint.source,
-            tells_tokens=self.is_told(lora_id),
-        )
-        wanted = frozenset([p // size * size for p in checkpoints])
+        wanted = frozenset([p // size * size for p in request.checkpoint_positions])
         sequence = CachedSequence(request, tokens, chain, wanted)
         if self.tiers is not None:
             self.tiers.bring(sequence, min_computed)
         match = self.index.match(sequence.hashes, len(tokens), min_computed)
         sequence.num_shared_blocks = sequence.num_published = match.kv_matched_blocks
         sequence.num_initial = len(tokens)
-        return SequenceRecord(self, sequence, match, lora_id, match.block_ids)
+        return SequenceRecord(self, sequence, match, match.block_ids)
 
-    def key_for(self, lora_id: ExtraKey) -> ExtraKey:
+    def key_for(self, key: ExtraKey) -> ExtraKey:
         """Return what stands in block hashes for the key that a sequence is computed under."""
-        return lora_id if self.tiers is None else self.tiers.key_for(lora_id)
+        return key if self.tiers is None else self.tiers.key_for(key)
 
-    def is_told(self, lora_id: ExtraKey) -> bool:
+    def _is_told(self, lora_id: ExtraKey) -> bool:
         """Return whether listeners get the tokens of sequences of a key."""
         if not self.kv_blocks.listeners.wants(Stored):
             return False
@@ -280,19 +289,18 @@ class PrefixStore:
         self._told_lora_id = lora_id if self._told_lora_id is None else self._told_lora_id
         return self._told_lora_id == lora_id
 
-    def tell_admitted(
-        self,
-        hashes: BlockHashes,
-        num_tokens: int,
-        *,
-        will_continue: bool | None,
-        cache_salt: ExtraKey,
-    ) -> None:
+    def tell_admitted(self, request: Request, hashes: BlockHashes) -> None:
         """Tell the listeners that a prompt was admitted."""
         listeners = self.kv_blocks.listeners
         if listeners.wants(Admitted):
-            size = self.layout.block_size_tokens
-            event = Admitted(None, num_tokens, hashes.digests, size, will_continue, cache_salt)
+            event = Admitted(
+                None,
+                len(request.prompt_tokens),
+                hashes.digests,
+                self.layout.block_size_tokens,
+                will_continue=request.will_continue,
+                cache_salt=request.cache_salt,
+            )
             listeners.put(event)
             listeners.tell()
 
@@ -341,6 +349,8 @@ class SequenceRecord:
     Attributes:
         sequence: Its tokens, and what of it is published.
         match: What of it was found.
+        positions: Block boundaries after which states are wanted.
+        captured: Of these, where the last forward wrote them into the slots reserved for them.
     """
 
     def __init__(
@@ -348,14 +358,15 @@ class SequenceRecord:
         store: PrefixStore,
         sequence: CachedSequence,
         match: PrefixMatch,
-        lora_id: ExtraKey,
         blocks: Sequence[int],
+        positions: Collection[int] = (),
     ) -> None:
         self._store = store
-        self._lora_id = lora_id
         self._size = store.layout.block_size_tokens
         self.sequence = sequence
         self.match = match
+        self.positions = positions
+        self.captured: Collection[int] = ()
         self._blocks = [*blocks]  # in the order of the sequence
         store.kv_blocks.retain_memory_blocks(self._blocks)
         self._reserved: list[Checkpoint] = []
@@ -365,13 +376,13 @@ class SequenceRecord:
         """The blocks up to the state that was found, at whose end it is; none if none was."""
         return [*self.match.block_ids[: self.match.state_matched_blocks]]
 
-    def fork(self, tokens: Sequence[int]) -> SequenceRecord:
-        """Return a record of its own that goes on from here with tokens."""
+    def fork(self, tokens: Sequence[int], position: int) -> SequenceRecord:
+        """Return a record of its own that goes on with tokens, to be saved at a position."""
         own = self.sequence
         sequence = own.fork(own.request.request_id, own.chain, tokens)
         sequence.chain.append(tokens)
         blocks = self._blocks[: own.num_published]
-        return SequenceRecord(self._store, sequence, self.match, self._lora_id, blocks)
+        return SequenceRecord(self._store, sequence, self.match, blocks, (position,))
 
     def load(self) -> SequenceMemory | None:
         """Return the matched prefix in tensors of its own, or None if nothing was matched."""
@@ -381,7 +392,7 @@ class SequenceRecord:
         slot = self._store.slots.get_slot(blocks[-1])
         self._store.slots.note_consumed([slot])
         saved = self._store.tensors.load(slot, blocks, match.skip_tokens)
-        dtypes = self._store.live_dtypes.get(self._lora_id)
+        dtypes = self._store.live_dtypes.get(self.sequence.request.lora_id)
         return saved if dtypes is None else saved.to_dtypes(dtypes)
 
     def reserve_states(self, positions: Collection[int]) -> dict[int, SequenceMemory]:
@@ -397,25 +408,16 @@ class SequenceRecord:
         self._reserved += kept
         return {position: self._store.tensors.room(slot, position) for position, slot, _ in kept}
 
-    def publish(
-        self,
-        memory: SequenceMemory,
-        num_tokens: int,
-        *,
-        captured: Collection[int] = (),
-        is_end: bool = False,
-    ) -> None:
+    def publish(self, memory: SequenceMemory, num_tokens: int) -> None:
         """Copy what is new of ``num_tokens`` tokens into blocks and a slot, and make it findable.
 
         If there is no room, what comes first is kept and the rest is passed over. Reserved slots
-        whose positions are not ``captured`` are given back. With ``is_end`` the states in
-        ``memory`` are those after the last token, and are kept if a block ends there.
+        that were not captured are given back. The states in ``memory``, those after its last token,
+        are kept if they are wanted there and none of its tokens is left out.
         """
         try:
             if self._can_be_kept(memory):
-                self._publish(memory, num_tokens, captured)
-                if is_end and num_tokens and not num_tokens % self._size:
-                    self._publish_end(memory, num_tokens)
+                self._publish(memory, num_tokens)
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
             self._store.slots.skipped_checkpoints_total += 1
         self._cancel_reserved()
@@ -428,33 +430,32 @@ class SequenceRecord:
         if self._store.tiers is not None:
             self._store.tiers.spill()
 
-    def _publish(self, memory: SequenceMemory, num_tokens: int, captured: Collection[int]) -> None:
-        first, last = self.sequence.num_published, num_tokens // self._size
+    def _publish(self, memory: SequenceMemory, num_tokens: int) -> None:
+        sequence, tensors, index = self.sequence, self._store.tensors, self._store.index
+        first, last = sequence.num_published, num_tokens // self._size
         self._hold_up_to(last)
         blocks = self._blocks[first:last]
-        end = first + len(blocks)
         if blocks:
-            start = first * self._size
-            self._store.tensors.save_tokens(blocks, memory, start, end * self._size)
-        reserved = self._reserved
-        written = [c for c in reserved if c.position in captured and c.position <= end * self._size]
-        self._reserved = [each for each in reserved if each not in written]
-        self._store.index.publish([(self.sequence, blocks, written)])
-
-    def _publish_end(self, memory: SequenceMemory, num_tokens: int) -> None:
-        """Keep the state where the sequence stands, at the end of a block."""
-        index, hashes = num_tokens // self._size - 1, self.sequence.hashes
-        if index >= self.sequence.num_published:
+            end = first + len(blocks)
+            tensors.save_tokens(blocks, memory, first * self._size, end * self._size)
+        self._publish_written(blocks, self.captured)
+        last = min(last, sequence.num_published)
+        if last * self._size != memory.num_tokens or memory.num_tokens not in self.positions:
             return
-        block = self._store.kv_blocks.find_block(hashes.digest(index))
+        block = self._store.kv_blocks.find_block(sequence.hashes.digest(last - 1))
         if block is None:
             return
-        [kept] = self._store.index.reserve([(self.sequence, [num_tokens], [block])])
-        if kept:
-            self._reserved += kept
-            self._store.tensors.save_state(kept[0].slot, memory)
-            self._reserved.remove(kept[0])
-            self._store.index.publish([(self.sequence, (), kept)])
+        [kept] = index.reserve([(sequence, [memory.num_tokens], [block])])
+        self._reserved += kept
+        for checkpoint in kept:
+            tensors.save_state(checkpoint.slot, memory)
+            self._publish_written((), (checkpoint.position,))
+
+    def _publish_written(self, blocks: Sequence[int], positions: Collection[int]) -> None:
+        """Publish blocks, and the states at positions that were reserved for them."""
+        written = [c for c in self._reserved if c.position in positions]
+        self._reserved = [each for each in self._reserved if each not in written]
+        self._store.index.publish([(self.sequence, blocks, written)])
 
     def _cancel_reserved(self) -> None:
         # First: an exception on the way leaves a reservation to be taken back, and none twice.
@@ -468,7 +469,7 @@ class SequenceRecord:
             return True
         if any(torch.promote_types(*pair) != pair[0] for pair in zip(kept, given, strict=True)):
             return False
-        return self._store.live_dtypes.setdefault(self._lora_id, given) == given
+        return self._store.live_dtypes.setdefault(self.sequence.request.lora_id, given) == given
 
     def _hold_up_to(self, number: int) -> None:
         """Hold blocks for the sequence up to its ``number``-th, as many as there are."""

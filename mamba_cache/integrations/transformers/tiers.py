@@ -149,7 +149,7 @@ class PrefixTiers(Tiering):
     @property
     def _takes_offers(self) -> bool:
         # Not what is computed in dtypes of its own: others would not find it as it is.
-        is_alike = self._runner.fingerprint.key not in self._store.live_dtypes
+        is_alike = self._key not in self._store.live_dtypes
         return self._key is not None and is_alike
 
     def offer_cached(self, hashes: BlockHashes) -> None:

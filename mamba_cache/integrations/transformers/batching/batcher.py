@@ -19,7 +19,6 @@ import torch
 
 from mamba_cache._checks import check_int
 from mamba_cache._guard import weak_callback
-from mamba_cache.cache import CheckpointPlacement, ExtraKey, PlacementFacts
 from mamba_cache.cache.sequence import CachedSequence
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
@@ -79,8 +78,6 @@ class BatcherSettings:
 
     max_requests: int  # requests that run at once
     chunk_tokens: int  # tokens of prompts in one step
-    # Where states inside a prompt are saved, beside its last complete block.
-    placement: CheckpointPlacement
     saves_answers: bool  # keep what is computed while decoding
     min_tokens: int  # minimum of a chunk of a prompt
     is_eager: str = ""  # the reason for using no CUDA graphs, if any
@@ -136,23 +133,6 @@ class BatchStats:
     prefill_eager_reason: str = ""
 
 
-class _AtTheEnd:
-    """A placement's positions, and the last complete blocks of the prompt."""
-
-    def __init__(self, placement: CheckpointPlacement) -> None:
-        self._placement = placement
-        self.is_off = False
-
-    def positions(self, facts: PlacementFacts) -> list[int]:
-        """Return the positions; none while the placement is off."""
-        if self.is_off:
-            return []
-        size, count = facts.block_size_tokens, facts.prompt_tokens
-        # A repeated prompt must compute at least one token; a longer prompt resumes at its end.
-        ends = count // size * size, (count - 1) // size * size
-        return [*self._placement.positions(facts), *ends]
-
-
 @dataclass(slots=True)
 class _Decoding:
     """The requests that decode, while they stay the same."""
@@ -180,7 +160,6 @@ class Batcher:
         self._store = store
         self._settings = settings
         layout = store.layout
-        self._placement = _AtTheEnd(settings.placement)
         block_size, num_blocks = layout.block_size_tokens, store.kv_blocks.pool_size - 1
         self.context = DynamicInferenceContext(
             CacheConfig(
@@ -202,7 +181,7 @@ class Batcher:
             layout.state_spec,
             layout.kv_spec(),
             device=layout.device,
-            placement=self._placement,
+            placement=store.placement,
             shared=store.share(),
         )
         self.counts: Counter[str] = Counter()  # by the fields of ``BatchStats``
@@ -263,13 +242,10 @@ class Batcher:
         settings: AnswerSettings,
         *,
         seed: int,
-        cache_salt: ExtraKey = None,
-        checkpoints: Sequence[int] = (),
-        will_continue: bool | None = None,
-        source: Hashable = None,
         first_token: int | None = None,
         tell: Callable[[str, int], None] | None = None,
         is_assumed: bool = False,
+        **fields: Any,
     ) -> list[BatchRequest]:
         """Queue a prompt.
 
@@ -277,21 +253,13 @@ class Batcher:
         ``first_token``, if given, is the first token of each answer.
         ``tell`` is called with the name of each answer and each token of it.
         With ``is_assumed`` listeners hear of the prompt once the settings are confirmed.
+        ``fields`` are further ones of ``Request``.
 
         Return a request for each of its answers. The first is called as asked, the others have
         "__child#0" and so on after it.
         """
         key = self._runner.fingerprint.key
-        request = Request(
-            request_id=self._num_requests,
-            prompt_tokens=prompt,
-            cache_salt=cast("str | bytes | None", cache_salt),  # ints are hashed as well
-            lora_id=cast("str | int | None", self._store.key_for(key)),
-            checkpoint_positions=checkpoints,
-            will_continue=will_continue,
-            source=source,
-            tells_tokens=self._store.is_told(key),
-        )
+        request = self._store.request(prompt, key, self._num_requests, **fields)
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
         size, least = self.context.block_size_tokens, self._settings.min_tokens
@@ -314,17 +282,10 @@ class Batcher:
             one.fork_of = made[0]
         self._num_requests += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
-        tell_admitted = partial(
-            self._store.tell_admitted,
-            prepared.hashes,
-            len(prepared.tokens),
-            will_continue=will_continue,
-            cache_salt=cache_salt,
-        )
         if is_assumed:
-            self._untold.append(tell_admitted)
+            self._untold.append(partial(self._store.tell_admitted, request, prepared.hashes))
         else:
-            tell_admitted()
+            self._store.tell_admitted(request, prepared.hashes)
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
             one.max_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
@@ -846,7 +807,7 @@ class Batcher:
     ) -> Iterator[None]:
         """Add requests for the length of the body, and remove what they cached."""
         blocks, before = self.context.kv_block_allocator, self._store.counters.copy()
-        salt, self._placement.is_off = os.urandom(16), not saves_states
+        salt, self._store.placement.is_off = os.urandom(16), not saves_states
         verifier, self._store.verifier = self._store.verifier, None
         counts = Counter(self.counts)
         prepared = [
@@ -858,7 +819,7 @@ class Batcher:
                 self.context.add_request(one)
             yield
         finally:
-            self._placement.is_off, self._store.verifier = False, verifier
+            self._store.placement.is_off, self._store.verifier = False, verifier
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
                 blocks.deregister_blocks(blocks.match_prefix(one.hashes))

@@ -120,7 +120,7 @@ class BatchCall:
             self._settings[index],
             seed=self._seeds[index],
             cache_salt=self._salts[index],
-            checkpoints=self._checkpoints[index],
+            checkpoint_positions=self._checkpoints[index],
             will_continue=self._hints[index],
             source=self._source,
             tell=self._teller(streamer),

@@ -309,7 +309,9 @@ class BatchManager:
                 arrival.settings,
                 seed=int(torch.randint(2**62, (), device="cpu")),
                 cache_salt=arrival.served.cache_salt,
-                checkpoints=[p for p in arrival.checkpoints if 0 < p <= len(arrival.tokens)],
+                checkpoint_positions=[
+                    p for p in arrival.checkpoints if 0 < p <= len(arrival.tokens)
+                ],
                 will_continue=arrival.served.will_continue,
                 source=SERVER,
             )
