@@ -31,10 +31,10 @@ from torch import Tensor
 from mamba_cache import CacheConfig, DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.reference import HybridModel, HybridModelConfig
 from mamba_cache.reference.attention import AttentionLayer, attend, write_kv
-from mamba_cache.reference.batch import PackedBatch
-from mamba_cache.reference.mamba import Mamba2Layer, causal_conv1d, causal_conv1d_step
+from mamba_cache.reference.batch import PackedBatch, place_taps
+from mamba_cache.reference.mamba import Mamba2Layer, causal_conv1d
 from mamba_cache.reference.model_config import rms_norm
-from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan, ssd_step
+from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan
 
 REFERENCE = "reference (PyTorch)"
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
@@ -93,13 +93,15 @@ def reference_scan(
     inputs: ScanInputs, initial_states: Tensor, batch: PackedBatch
 ) -> tuple[Tensor, Tensor]:
     """Scan in PyTorch."""
-    y, chunk_states = ssd_chunk_scan(_ssd_inputs(inputs), initial_states, batch.chunks)
+    y, chunk_states = ssd_chunk_scan(_ssd_inputs(inputs), initial_states, batch.prefills)
     return y + inputs.d[:, None] * inputs.x, chunk_states
 
 
 def reference_update(states: Tensor, inputs: ScanInputs, rows: Tensor) -> Tensor:
     """Decode in PyTorch."""
-    y, after = ssd_step(_ssd_inputs(inputs), states[rows.long()])
+    tokens = torch.arange(len(rows) + 1, device=rows.device)
+    each_alone = ChunkLayout.build(tokens, tokens[:-1], tokens[:-1], 1, len(rows))
+    y, after = ssd_chunk_scan(_ssd_inputs(inputs), states[rows.long()], each_alone)
     states[rows.long()] = after
     return y + inputs.d[:, None] * inputs.x
 
@@ -108,14 +110,18 @@ def reference_conv(
     inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor, batch: PackedBatch
 ) -> Tensor:
     """Convolve packed prompts in PyTorch."""
-    return F.silu(causal_conv1d(inputs, weight, bias, windows, batch.windows)[0])
+    starts = _prefill_starts(batch)
+    places = place_taps(starts, len(inputs), weight.shape[1]), starts[1:] - 1
+    return F.silu(causal_conv1d(inputs, weight, bias, windows, places)[0])
 
 
 def reference_conv_update(
     inputs: Tensor, states: Tensor, weight: Tensor, bias: Tensor, rows: Tensor
 ) -> Tensor:
     """Convolve one token of each request in PyTorch."""
-    mixed, states[rows.long()] = causal_conv1d_step(inputs, weight, bias, states[rows.long()])
+    tokens = torch.arange(len(rows) + 1, device=rows.device)
+    places = place_taps(tokens, len(rows), weight.shape[1]), tokens[:-1]
+    mixed, states[rows.long()] = causal_conv1d(inputs, weight, bias, states[rows.long()], places)
     return F.silu(mixed)
 
 
@@ -125,15 +131,14 @@ def sdpa_attention(queries: Tensor, kv_cache: Tensor, batch: PackedBatch) -> Ten
     tables = _tables(kv_cache, batch).long()
     positions, outputs = metadata.positions[: metadata.num_tokens], []
     if n:
-        tiles, at = batch.split_decodes(queries), batch.split_decodes(positions)
-        outputs.append(batch.join_decodes(attend(tiles, kv_cache, tables[:n], at)))
+        outputs.append(attend(queries[:n, None], kv_cache, tables[:n], positions[:n, None])[:, 0])
     if metadata.num_prefills:  # chunk by chunk: a tile of queries of one request
-        tiles = batch.chunks.split(queries[metadata.num_decode_tokens :])
-        at = batch.chunks.split(positions[metadata.num_decode_tokens :])
-        owners = tables[n:][batch.chunks.sequences]
+        tiles = batch.prefills.split(queries[metadata.num_decode_tokens :])
+        at = batch.prefills.split(positions[metadata.num_decode_tokens :])
+        owners = tables[n:][batch.prefills.sequences]
         pieces = [slice(i, i + 1) for i in range(len(tiles))]
         attended = [attend(tiles[i], kv_cache, owners[i], at[i]) for i in pieces]
-        outputs.append(batch.chunks.join(torch.cat(attended)))
+        outputs.append(batch.prefills.join(torch.cat(attended)))
     return torch.cat(outputs)
 
 
@@ -141,6 +146,12 @@ def _ssd_inputs(inputs: ScanInputs) -> SSDInputs:
     dt = F.softplus(inputs.dt + inputs.dt_bias)
     x, b, c = (each.to(dt.dtype) for each in (inputs.x, inputs.b, inputs.c))
     return SSDInputs(x=x, dt=dt, a=inputs.a, b=b, c=c)
+
+
+def _prefill_starts(batch: PackedBatch) -> Tensor:
+    metadata = batch.metadata
+    starts = metadata.query_start_loc[metadata.num_decodes : metadata.num_requests + 1].long()
+    return starts - metadata.num_decode_tokens
 
 
 def _tables(kv_cache: Tensor, batch: PackedBatch) -> Tensor:
@@ -486,7 +497,7 @@ class KernelMamba:
         """Compute chunks of prompts, each from its own state, and hand chunk states over."""
         weights, metadata = self.weights, batch.metadata
         conv_live, ssm_live = self.live(context)
-        rows = batch.state_rows
+        rows = batch.state_rows[metadata.num_decodes :]
         windows = conv_live[rows]
         mixed = self.kernels.conv(
             conv_input, weights.conv_weight, weights.conv_bias, windows, batch
@@ -496,8 +507,10 @@ class KernelMamba:
         # Before the live state is written, which the conv windows of checkpoints may need.
         context.extract_checkpoint_states(self.layer, chunk_states, conv_input, metadata)
         before = torch.cat([windows.transpose(1, 2).flatten(0, 1), conv_input])
-        conv_live[rows] = before[batch.windows[1]].transpose(1, 2)
-        ssm_live[rows] = chunk_states[batch.chunks.last_chunks]
+        starts, width = _prefill_starts(batch), windows.shape[2]
+        taps = place_taps(starts, len(conv_input), 1 + width)
+        conv_live[rows] = before[taps[1:, starts[1:] - 1].T].transpose(1, 2)
+        ssm_live[rows] = chunk_states[batch.prefills.kept]
         return y
 
     def live(self, context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:

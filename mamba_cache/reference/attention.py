@@ -50,14 +50,14 @@ class AttentionLayer:
         tables = tables[:, : -(-metadata.max_seq_len // kv_cache.shape[2])].long()
         positions, num_decodes = metadata.positions[: metadata.num_tokens], metadata.num_decodes
         outputs = []
-        if num_decodes:
-            tiles, at = batch.split_decodes(queries), batch.split_decodes(positions)
-            attended = attend(tiles, kv_cache, tables[:num_decodes], at)
-            outputs.append(batch.join_decodes(attended))
+        if num_decodes:  # each token is a tile
+            decode, owners = slice(metadata.num_decode_tokens), batch.decodes.sequences
+            tiles, at = queries[decode, None], positions[decode, None]
+            outputs.append(attend(tiles, kv_cache, tables[owners], at)[:, 0])
         if metadata.num_prefills:
             prefill = slice(metadata.num_decode_tokens, None)
             queries, positions, tables = queries[prefill], positions[prefill], tables[num_decodes:]
-            outputs.append(_attend_chunks(queries, kv_cache, tables, positions, batch.chunks))
+            outputs.append(_attend_chunks(queries, kv_cache, tables, positions, batch.prefills))
         return F.linear(torch.cat(outputs).flatten(1), self.out_proj)
 
 

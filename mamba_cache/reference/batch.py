@@ -11,84 +11,81 @@ from mamba_cache.metadata import StepMetadata
 from mamba_cache.reference.model_config import HybridModelConfig
 from mamba_cache.reference.ssd import ChunkLayout
 
-__all__ = ["PackedBatch", "place_windows"]
+__all__ = ["PackedBatch", "place_taps"]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One step's metadata, cut to the rows in use and turned into indices.
 
-    Building it reads nothing back from the device: every size is an int of the metadata. The
-    decoding part is a rectangle, a row for each request: its last token and its drafts. A request
-    with fewer tokens than others repeats its last one, and ``join_decodes`` drops what that gave.
+    Building it reads nothing back from the device: every size is an int of the metadata. A token of
+    a decoding request is a chunk of its own, so that its state is kept after each of its tokens.
     """
 
     metadata: StepMetadata
-    decode_tokens: Tensor  # [num_decodes, max_decode_len] int64, the packed token in each place
-    decode_places: Tensor  # [num_decode_tokens] int64, the place of each packed token
-    # [num_decodes, 1 + max_decode_len] int64, the live-state row of each decoding request's state
-    # before the step, then those of its state after each of its tokens.
-    decode_rows: Tensor
-    state_rows: Tensor  # [num_prefills] int64, of each prefill request in the live states
-    windows: tuple[Tensor, Tensor]  # of the prefill part: see ``place_windows``
-    chunks: ChunkLayout  # of the prefill part
+    taps: Tensor  # see ``place_taps``
+    state_rows: Tensor  # [num_requests] int64, the live-state row that each request begins from
+    # [num_decode_tokens + num_prefills] int64: tokens after which the state is kept, each token of
+    # a decode and the last of a prefill, and the live-state rows that they are written to.
+    kept_tokens: Tensor
+    kept_rows: Tensor
+    decodes: ChunkLayout
+    prefills: ChunkLayout
 
     @classmethod
     def build(cls, metadata: StepMetadata, config: HybridModelConfig) -> PackedBatch:
         """Lay out one step for a model."""
-        num_tokens, num_chunks = metadata.num_prefill_tokens, metadata.num_chunks
-        num_decodes, num_requests = metadata.num_decodes, metadata.num_requests
-        longest, bounds = metadata.max_decode_len, metadata.query_start_loc.long()
-        starts, ends = bounds[:num_decodes], bounds[1 : num_decodes + 1].contiguous()
-        offsets = torch.arange(longest, device=bounds.device)
-        packed = torch.arange(metadata.num_decode_tokens, device=bounds.device)
-        requests = torch.searchsorted(ends, packed, right=True)
-        prefills = bounds[num_decodes : num_requests + 1] - metadata.num_decode_tokens
+        num_decodes, num_decode_tokens = metadata.num_decodes, metadata.num_decode_tokens
+        bounds = metadata.query_start_loc[: metadata.num_requests + 1].long()
+        rows = metadata.state_rows[: metadata.num_requests].long()
+        decode_rows = metadata.decode_state_rows[:num_decodes].long()
+        tokens = torch.arange(num_decode_tokens + 1, device=bounds.device)
+        owners = torch.searchsorted(bounds[1 : num_decodes + 1], tokens[:-1], right=True)
+        written = decode_rows[owners, 1 + tokens[:-1] - bounds[owners]]
+        num_chunks = metadata.num_chunks
         return cls(
             metadata,
-            decode_tokens=torch.minimum(starts[:, None] + offsets, ends[:, None] - 1),
-            decode_places=requests * longest + packed - starts[requests],
-            decode_rows=metadata.decode_state_rows[:num_decodes, : 1 + longest].long(),
-            state_rows=metadata.state_rows[num_decodes:num_requests].long(),
-            windows=place_windows(prefills, num_tokens, config.conv_kernel),
-            chunks=ChunkLayout.build(
+            place_taps(bounds, metadata.num_tokens, config.conv_kernel),
+            state_rows=torch.cat([decode_rows[:, 0], rows[num_decodes:]]),
+            kept_tokens=torch.cat([tokens[:-1], bounds[num_decodes + 1 :] - 1]),
+            kept_rows=torch.cat([written, rows[num_decodes:]]),
+            decodes=ChunkLayout.build(
+                tokens,
+                owners,
+                tokens[:-1],
+                1,
+                num_decode_tokens,
+                is_chained=metadata.max_decode_len > 1,
+            ),
+            prefills=ChunkLayout.build(
                 metadata.cu_chunk_seqlens[: num_chunks + 1].long(),
                 metadata.chunk_seq_idx[:num_chunks].long(),
                 metadata.last_chunk_indices[: metadata.num_prefills].long(),
                 config.ssm_chunk_size,
-                num_tokens,
+                metadata.num_prefill_tokens,
             ),
         )
 
-    def split_decodes(self, packed: Tensor) -> Tensor:
-        """Bring [num_tokens, ...] to [num_decodes, max_decode_len, ...]."""
-        return packed[self.decode_tokens]
+    @property
+    def parts(self) -> list[tuple[ChunkLayout, slice, slice]]:
+        """The chunks of decodes and of prefills if there are any, their tokens and requests."""
+        num_decodes, num_decode_tokens = self.metadata.num_decodes, self.metadata.num_decode_tokens
+        decodes = self.decodes, slice(num_decode_tokens), slice(num_decodes)
+        prefills = self.prefills, slice(num_decode_tokens, None), slice(num_decodes, None)
+        return [part for part in (decodes, prefills) if len(part[0].sequences)]
 
-    def join_decodes(self, rectangle: Tensor) -> Tensor:
-        """Undo ``split_decodes``: return [num_decode_tokens, ...]."""
-        return rectangle.flatten(0, 1)[self.decode_places]
 
-
-def place_windows(
-    query_start_loc: Tensor, num_tokens: int, conv_kernel: int
-) -> tuple[Tensor, Tensor]:
+def place_taps(query_start_loc: Tensor, num_tokens: int, conv_kernel: int) -> Tensor:
     """Return where the inputs of every output lie: the same for all layers of a step.
 
-    Indices count rows of the *extended* input, all windows followed by all packed tokens. The first
-    tensor, [K, num_tokens], has the input that tap k of each output reads; the second one,
-    [num_sequences, K - 1], the last inputs of each sequence. Both are int64.
+    Indices count rows of the *extended* input, all windows followed by all packed tokens. The
+    result, [K, num_tokens] int64, has the input that tap k of each output reads.
     """
     device, width = query_start_loc.device, conv_kernel - 1
     starts, ends = query_start_loc[:-1], query_start_loc[1:].contiguous()
-    num_sequences = len(starts)
-
-    def row(sequence: Tensor, token: Tensor) -> Tensor:
-        offset = token - starts[sequence]
-        in_window = (sequence + 1) * width + offset
-        return torch.where(offset < 0, in_window, num_sequences * width + token)
-
     tokens = torch.arange(num_tokens, device=device)
-    back = torch.arange(width, -1, -1, device=device)
-    taps = row(torch.searchsorted(ends, tokens, right=True), tokens - back[:, None])
-    sequences = torch.arange(num_sequences, device=device)
-    return taps, row(sequences[:, None], ends[:, None] - back[:-1])
+    sequences = torch.searchsorted(ends, tokens, right=True)
+    inputs = tokens - torch.arange(width, -1, -1, device=device)[:, None]
+    offsets = inputs - starts[sequences]
+    in_window = (sequences + 1) * width + offsets
+    return torch.where(offsets < 0, in_window, len(starts) * width + inputs)

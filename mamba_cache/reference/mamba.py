@@ -9,14 +9,12 @@ projected back. The convolution is causal and depthwise:
 The inputs before a sequence's first packed token are its *window*: the last K - 1 inputs before
 this step.
 
-The sum runs tap by tap, in the same order for a chunk and for a single token, so that the result
-has the same bits however a sequence is cut.
+The sum runs tap by tap, so that the result has the same bits however a sequence is cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -30,9 +28,9 @@ from mamba_cache.reference.model_config import (
     rms_norm,
     state_dtype_of,
 )
-from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan, ssd_step
+from mamba_cache.reference.ssd import SSDInputs, ssd_chunk_scan
 
-__all__ = ["Mamba2Layer", "causal_conv1d", "causal_conv1d_step"]
+__all__ = ["Mamba2Layer", "causal_conv1d"]
 
 
 class Mamba2Layer:
@@ -65,60 +63,37 @@ class Mamba2Layer:
 
         A decoding request keeps its state after each of its tokens.
         """
-        config, metadata = self.config, batch.metadata
+        config = self.config
         gate, conv_input, dt = torch.split(
             F.linear(hidden, self.in_proj),
             [config.mamba_inner_size, config.conv_dim, config.mamba_num_heads],
             dim=1,
         )
         dt = F.softplus(dt + self.dt_bias)
-        outputs = []
-        if metadata.num_decodes:
-            outputs.append(self._decode(conv_input, dt, batch, caches))
-        if metadata.num_prefills:
-            prefill = slice(metadata.num_decode_tokens, None)
-            outputs.append(self._prefill(conv_input[prefill], dt[prefill], batch, caches))
+        live = caches.live_states
+        conv_live, ssm_live = live["conv"][self.layer], live["ssm"][self.layer]
+        windows, places = conv_live[batch.state_rows], (batch.taps, batch.kept_tokens)
+        mixed, windows = causal_conv1d(
+            conv_input, self.conv_weight, self.conv_bias, windows, places
+        )
+        outputs, states = [], []
+        for chunks, tokens, requests in batch.parts:
+            inputs = self._scan_inputs(mixed[tokens], dt[tokens])
+            initial = ssm_live[batch.state_rows[requests]]
+            y, chunk_states = ssd_chunk_scan(inputs, initial, chunks)
+            if chunks is batch.prefills:  # before the live state is written: windows may need it
+                caches.extract_checkpoint_states(
+                    self.layer, chunk_states, conv_input[tokens], batch.metadata
+                )
+            outputs.append((y + self.d[:, None] * inputs.x).flatten(1))
+            states.append(chunk_states[chunks.kept])
+        conv_live[batch.kept_rows] = windows
+        ssm_live[batch.kept_rows] = torch.cat(states)
         # The gate comes before the norm, which is taken over each group by itself.
         gated = torch.cat(outputs) * F.silu(gate)
         grouped = torch.unflatten(gated, 1, (config.num_groups, -1))
         weight = self.norm_weight.view(config.num_groups, -1)
         return F.linear(rms_norm(grouped, weight).flatten(1), self.out_proj)
-
-    def _decode(
-        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
-    ) -> Tensor:
-        conv_live, ssm_live = self._live(caches)
-        before, *after = batch.decode_rows.unbind(1)
-        windows, states = conv_live[before], ssm_live[before]
-        outputs = []
-        # One token of every request at a time; the states go on from token to token in local
-        # tensors, because with speculation the rows read and those written differ.
-        for tokens, rows in zip(batch.decode_tokens.unbind(1), after, strict=True):
-            mixed, windows = causal_conv1d_step(
-                conv_input[tokens], self.conv_weight, self.conv_bias, windows
-            )
-            inputs = self._scan_inputs(mixed, dt[tokens])
-            y, states = ssd_step(inputs, states)
-            conv_live[rows], ssm_live[rows] = windows, states
-            outputs.append((y + self.d[:, None] * inputs.x).flatten(1))
-        return batch.join_decodes(torch.stack(outputs, dim=1))
-
-    def _prefill(
-        self, conv_input: Tensor, dt: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
-    ) -> Tensor:
-        conv_live, ssm_live = self._live(caches)
-        rows = batch.state_rows
-        mixed, windows = causal_conv1d(
-            conv_input, self.conv_weight, self.conv_bias, conv_live[rows], batch.windows
-        )
-        inputs = self._scan_inputs(mixed, dt)
-        y, chunk_states = ssd_chunk_scan(inputs, ssm_live[rows], batch.chunks)
-        caches.extract_checkpoint_states(self.layer, chunk_states, conv_input, batch.metadata)
-        conv_live[rows], ssm_live[rows] = windows, chunk_states[batch.chunks.last_chunks]
-        return (y + self.d[:, None] * inputs.x).flatten(1)
-
-    def _live(self, caches: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
-        return caches.live_states["conv"][self.layer], caches.live_states["ssm"][self.layer]
 
     def _scan_inputs(self, mixed: Tensor, dt: Tensor) -> SSDInputs:
         """Cut the convolution's output into x, B and C, by head and by group."""
@@ -141,27 +116,14 @@ def causal_conv1d(
     """Convolve packed sequences, each after its own window.
 
     ``inputs`` is [num_tokens, conv_dim], ``weight`` [conv_dim, K] with the token's own tap last,
-    ``windows`` [num_sequences, conv_dim, K - 1] with the newest input last, and ``places`` is what
-    ``place_windows`` returned. Outputs have at least float32; the windows after the last tokens
-    are returned beside them.
+    ``windows`` [num_sequences, conv_dim, K - 1] with the newest input last, and ``places`` are what
+    ``place_taps`` returned and some tokens. Outputs have at least float32; the windows after those
+    tokens are returned beside them.
     """
+    taps, tokens = places
     extended = torch.cat([windows.transpose(1, 2).flatten(0, 1), inputs])
-    taps, final_windows = places
-    outputs = _sum_taps((extended[rows] for rows in taps), weight, bias)
-    return outputs, extended[final_windows].transpose(1, 2)
-
-
-def causal_conv1d_step(
-    inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Convolve one token of each sequence; ``inputs`` is [num_sequences, conv_dim]."""
-    extended = torch.cat([windows, inputs[:, :, None]], dim=2)
-    return _sum_taps(extended.unbind(2), weight, bias), extended[:, :, 1:]
-
-
-def _sum_taps(taps: Iterable[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
     dtype = state_dtype_of(weight.dtype)
     total = bias.to(dtype)
-    for tap, scale in zip(taps, weight.to(dtype).unbind(1), strict=True):
-        total = total + tap * scale
-    return total
+    for tap in extended[taps] * weight.to(dtype).T[:, None]:
+        total = total + tap
+    return total, extended[taps[1:, tokens].T].transpose(1, 2)

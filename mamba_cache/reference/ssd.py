@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan", "ssd_step"]
+__all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +33,41 @@ class SSDInputs:
 class ChunkLayout:
     """Packed tokens as a rectangle of chunks, each of one sequence: the same for all layers."""
 
-    rows: (
-        Tensor  # [num_chunks, chunk_size] int64, packed tokens; ``num_tokens`` where there is none
-    )
+    rows: Tensor  # [num_chunks, chunk_size] int64, packed tokens; where there is none, num_tokens
     num_tokens: int
     sequences: Tensor  # [num_chunks] int64, the sequence of each chunk
     is_first: Tensor  # [num_chunks] bool, whether the chunk is its sequence's first in this step
-    last_chunks: Tensor  # [num_sequences] int64, the last chunk of each sequence
+    is_chained: bool  # whether a sequence may have several chunks
+    kept: Tensor  # int64, the chunks after which the state is kept: the last of each sequence
 
     @classmethod
     def build(
         cls,
         cu_chunk_seqlens: Tensor,
         chunk_seq_idx: Tensor,
-        last_chunk_indices: Tensor,
+        kept: Tensor,
         chunk_size: int,
         num_tokens: int,
+        *,
+        is_chained: bool = True,
     ) -> ChunkLayout:
-        """Lay out chunks of at most ``chunk_size`` tokens, by the metadata of the same names."""
-        rows = cu_chunk_seqlens[:-1, None] + torch.arange(
-            chunk_size, device=cu_chunk_seqlens.device
-        )
+        """Lay out chunks of at most ``chunk_size`` tokens, by metadata of these names."""
+        offsets = torch.arange(chunk_size, device=cu_chunk_seqlens.device)
+        rows = cu_chunk_seqlens[:-1, None] + offsets
         rows = torch.where(rows < cu_chunk_seqlens[1:, None], rows, num_tokens)
         previous = torch.cat([chunk_seq_idx.new_full((1,), -1), chunk_seq_idx[:-1]])
-        return cls(rows, num_tokens, chunk_seq_idx, chunk_seq_idx != previous, last_chunk_indices)
+        return cls(rows, num_tokens, chunk_seq_idx, chunk_seq_idx != previous, is_chained, kept)
 
     def split(self, packed: Tensor) -> Tensor:
         """Bring [num_tokens, ...] to [num_chunks, chunk_size, ...]; empty places are zero."""
+        if self.rows.shape[1] == 1:  # as they are
+            return packed[:, None]
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[self.rows]
 
     def join(self, chunks: Tensor) -> Tensor:
         """Undo ``split``: [num_chunks, chunk_size, ...] to [num_tokens, ...]."""
+        if self.rows.shape[1] == 1:
+            return chunks[:, 0]
         packed = chunks.new_empty(self.num_tokens + 1, *chunks.shape[2:])
         packed[self.rows] = chunks
         return packed[:-1]
@@ -97,18 +101,23 @@ def ssd_chunk_scan(
 
 def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
     """Return what each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
+    scores = torch.einsum("zlgn,zsgn->zgls", c, b)[:, :, None]
     decay = decay.permute(0, 2, 3, 1)
+    if decay.shape[-1] == 1:  # nothing decays
+        return scores.expand(-1, -1, decay.shape[2], -1, -1)
     past = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=b.device).tril()
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill_(~past, -torch.inf).exp_()
-    return between.mul_(torch.einsum("zlgn,zsgn->zgls", c, b)[:, :, None])
+    return between.mul_(scores)
 
 
 def _chain(
     added: Tensor, decay: Tensor, initial_states: Tensor, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor]:
     """Return states at every chunk's end and start, from what each chunk adds and decays."""
-    ends, starts = torch.empty_like(added), torch.empty_like(added)
     initial = initial_states[layout.sequences]
+    if not layout.is_chained:
+        return initial * decay[:, :, None, None] + added, initial
+    ends, starts = torch.empty_like(added), torch.empty_like(added)
     is_first = layout.is_first[:, None, None, None]
     state = torch.zeros_like(added[0])
     for chunk in range(len(added)):
@@ -117,13 +126,3 @@ def _chain(
             starts[chunk] * decay[chunk, :, None, None], added[chunk], out=ends[chunk]
         )
     return ends, starts
-
-
-def ssd_step(inputs: SSDInputs, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one token of each sequence: the recurrence of the module's docstring, once."""
-    x, dt, a = inputs.x, inputs.dt, inputs.a
-    per_group = x.shape[1] // inputs.b.shape[1]
-    b, c = (each.repeat_interleave(per_group, dim=1) for each in (inputs.b, inputs.c))
-    dx = x * dt[..., None]
-    states = states * torch.exp(dt * a)[..., None, None] + dx[..., None] * b[:, :, None]
-    return torch.einsum("zhpn,zhn->zhp", states, c), states

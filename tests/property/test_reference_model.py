@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.metadata import compute_chunk_metadata
-from mamba_cache.reference.batch import place_windows
-from mamba_cache.reference.mamba import causal_conv1d, causal_conv1d_step
+from mamba_cache.reference.batch import place_taps
+from mamba_cache.reference.mamba import causal_conv1d
 from mamba_cache.reference.ssd import ChunkLayout, SSDInputs, ssd_chunk_scan
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -74,16 +74,14 @@ def test_convolution_has_the_same_bits_however_a_sequence_is_cut(pieces, conv_ke
     weight, bias = normal(dim, conv_kernel), normal(dim)
 
     def convolve(part, window):
-        layout = place_windows(torch.tensor([0, len(part)]), len(part), conv_kernel)
-        return causal_conv1d(part, weight, bias, window, layout)
+        taps = place_taps(torch.tensor([0, len(part)]), len(part), conv_kernel)
+        last = torch.tensor([len(part) - 1])
+        return causal_conv1d(part, weight, bias, window, (taps, last))
 
     expected, expected_window = convolve(inputs, window)
     outputs = []
     for part in inputs.split(pieces):
-        step = len(part) == 1
-        output, window = (
-            causal_conv1d_step(part, weight, bias, window) if step else convolve(part, window)
-        )
+        output, window = convolve(part, window)
         outputs.append(output)
     assert torch.equal(torch.cat(outputs), expected)
     assert torch.equal(window, expected_window)
