@@ -104,3 +104,22 @@ def _piece(work, block_size):
         sequence.filled_blocks * block_size,
         inside=tuple(inside),
     )
+
+
+def ssd_naive(inputs, initial_state):
+    """Scan one sequence, token by token and head by head: slow, and easy to believe.
+
+    Returns the outputs and the state after every token.
+    """
+    x, dt, a, b, c = inputs.x, inputs.dt, inputs.a, inputs.b, inputs.c
+    num_tokens, heads, _ = x.shape
+    outputs = torch.empty_like(x)
+    states = x.new_empty(num_tokens, *initial_state.shape)
+    for head in range(heads):
+        state, group = initial_state[head], head * b.shape[1] // heads
+        for t in range(num_tokens):
+            added = dt[t, head] * torch.outer(x[t, head], b[t, group])
+            state = torch.exp(dt[t, head] * a[head]) * state + added
+            states[t, head] = state
+            outputs[t, head] = state @ c[t, group]
+    return outputs, states

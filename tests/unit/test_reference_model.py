@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step
+from packed_steps import PlainCaches, Sequence, Work, build_metadata, run_step, ssd_naive
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, Request
@@ -106,25 +106,6 @@ def _mamba_by_the_formulas(layer, x):
     gated = (y * gate / (1 + torch.exp(-gate))).reshape(num_tokens, config.num_groups, -1)
     gated = F.rms_norm(gated, gated.shape[-1:], eps=1e-5).reshape(num_tokens, inner)
     return gated @ layer.out_proj.T
-
-
-def ssd_naive(inputs, initial_state):
-    """Scan one sequence, token by token and head by head: slow, and easy to believe.
-
-    Returns the outputs and the state after every token.
-    """
-    x, dt, a, b, c = inputs.x, inputs.dt, inputs.a, inputs.b, inputs.c
-    num_tokens, heads, _ = x.shape
-    outputs = torch.empty_like(x)
-    states = x.new_empty(num_tokens, *initial_state.shape)
-    for head in range(heads):
-        state, group = initial_state[head], head * b.shape[1] // heads
-        for t in range(num_tokens):
-            added = dt[t, head] * torch.outer(x[t, head], b[t, group])
-            state = torch.exp(dt[t, head] * a[head]) * state + added
-            states[t, head] = state
-            outputs[t, head] = state @ c[t, group]
-    return outputs, states
 
 
 def _attention_by_the_formulas(layer, x):
