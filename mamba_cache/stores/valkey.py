@@ -1,21 +1,15 @@
-"""Valkey (or Redis) as a store.
-
-It speaks the protocol itself, four commands of it, because blobs of megabytes go straight between
-sockets and the caller's buffers then: reads are three times as fast as through a client that makes
-``bytes`` of each answer.
-"""
+"""Valkey (or Redis) as a store, by redis-py."""
 
 from __future__ import annotations
 
-import os
-import select
-import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from mamba_cache._checks import check_int, check_number
+from mamba_cache._extras import install_hint
+from mamba_cache.errors import MissingExtraError
 from mamba_cache.stores.protocols import (
     MAX_BLOB_BYTES,
     BlobStore,
@@ -27,27 +21,23 @@ from mamba_cache.stores.protocols import (
 
 __all__ = ["ValkeyStore"]
 
-_Part = bytes | memoryview
 _Answer = TypeVar("_Answer")
 
-_BYTES_AT_ONCE: Final = 32 * 2**20
-"""Bytes that are asked for before any is read, so that the server does not hoard answers."""
+_CUTOFF_BYTES: Final = 6000
+"""Arguments that are longer are sent without a copy."""
 
-_DRAIN_BYTES: Final = 2**16
-_MAX_LINE: Final = 2**16
-_RECEIVED_BYTES: Final = 2**12
 _MAX_SECONDS: Final = 3600.0
 
 _FAULTS: Final = {
-    "OOM": StoreFault.FULL,
-    "NOAUTH": StoreFault.DENIED,
-    "WRONGPASS": StoreFault.DENIED,
-    "NOPERM": StoreFault.DENIED,
-    "LOADING": StoreFault.UNREACHABLE,
-    "MASTERDOWN": StoreFault.UNREACHABLE,
-    "BUSY": StoreFault.UNREACHABLE,
+    "AuthenticationError": StoreFault.DENIED,
+    "NoPermissionError": StoreFault.DENIED,
+    "OutOfMemoryError": StoreFault.FULL,
+    "MasterDownError": StoreFault.UNREACHABLE,
+    "TimeoutError": StoreFault.TIMED_OUT,
+    "ConnectionError": StoreFault.UNREACHABLE,
+    "OSError": StoreFault.UNREACHABLE,
 }
-"""By the first word of an error."""
+"""By the exceptions of redis-py, and of those that an exception is of the first one here."""
 
 
 class ValkeyStore(BlobStore):
@@ -70,6 +60,7 @@ class ValkeyStore(BlobStore):
 
     Raises:
         InvalidArgumentError: An argument is out of range.
+        MissingExtraError: redis-py is not installed.
     """
 
     name = "valkey"
@@ -87,28 +78,42 @@ class ValkeyStore(BlobStore):
         timeout_seconds: float = 5.0,
         ttl_seconds: int | None = None,
     ) -> None:
-        self._address = (host, check_int("port", port, minimum=1, maximum=65535))
-        self._db = check_int("db", db, minimum=0)
-        self._user = username
-        self._password = password
-        self._tls = tls
-        self._timeout = check_number("timeout_seconds", timeout_seconds, maximum=_MAX_SECONDS)
-        self._options = [b"NX"]
+        timeout = check_number("timeout_seconds", timeout_seconds, maximum=_MAX_SECONDS)
+        self._options: list[str | int] = ["NX"]
         if ttl_seconds is not None:
-            seconds = check_int("ttl_seconds", ttl_seconds, minimum=1)
-            self._options += [b"EX", b"%d" % seconds]
-        self._idle: list[_Connection] = []
+            self._options += ["EX", check_int("ttl_seconds", ttl_seconds, minimum=1)]
+        options: dict[str, Any] = {
+            "host": host,
+            "port": check_int("port", port, minimum=1, maximum=65535),
+            "db": check_int("db", db, minimum=0),
+            "username": username,
+            "password": password,
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "encoding_errors": "replace",
+            "protocol": 2,
+        }
+        self._redis = _load()
+        own = self._redis.connection
+        encode = own.Encoder("utf-8", "strict", decode_responses=False).encode
+        # That of hiredis copies each blob twice: it writes a third as much in a second.
+        options["command_packer"] = own.PythonRespSerializer(_CUTOFF_BYTES, encode)
+        self._pool = self._redis.ConnectionPool(_connection_class(self._redis, tls), **options)
+        self._where = f"valkey at {host}:{port}, db {db}"
+        self._has_secret = password is not None
         self._is_closed = False
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._last_error = ""
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Ask EXISTS of each key."""
         check_keys(keys)
-        commands: list[list[_Part]] = [[b"EXISTS", key.encode()] for key in keys]
-        found = self._call([commands], lambda connection, i: connection.read_int(), len(keys))
-        return [StoreFault.MISSING if one == 0 else _fault_in(one) for one in found]
+
+        def judge(index: int, number: object) -> StoreFault | None:
+            if number == 1:
+                return None
+            return StoreFault.MISSING if number == 0 else StoreFault.REJECTED
+
+        return self._call([("EXISTS", key) for key in keys], judge)
 
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
@@ -116,273 +121,126 @@ class ValkeyStore(BlobStore):
         """SET each key that is not there."""
         check_blobs(keys, buffers, writable=False)
         sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
-        commands: list[list[_Part]] = [
-            [b"SET", keys[i].encode(), buffers[i].cast("B"), *self._options] for i in sent
-        ]
-        answers = self._call([commands], lambda connection, i: connection.read_status(), len(sent))
-        by_index = dict(zip(sent, answers, strict=True))
+        commands = [("SET", keys[i], buffers[i], *self._options) for i in sent]
+        by_index = dict(zip(sent, self._call(commands, _nothing), strict=True))
         return [by_index.get(i, StoreFault.TOO_LARGE) for i in range(len(keys))]
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
-        """GET each key into its buffer."""
+        """GET each key into its buffer, if STRLEN says that it fits: nothing else is received."""
         check_blobs(keys, buffers, writable=True)
         views = [buffer.cast("B") for buffer in buffers]
-        return self._call(
-            _groups(keys, views), lambda connection, i: connection.read_blob(views[i]), len(keys)
-        )
+
+        def measure(index: int, size: object) -> int | StoreFault:
+            if not isinstance(size, int):
+                return StoreFault.REJECTED
+            if not size:
+                return StoreFault.MISSING
+            return StoreFault.SHORT if size > len(views[index]) else size
+
+        def fill(index: int, blob: object) -> int | StoreFault:
+            view = views[fits[index]]
+            if blob is None:  # removed since
+                return StoreFault.MISSING
+            if not isinstance(blob, bytes) or len(blob) > len(view):
+                return StoreFault.REJECTED
+            view[: len(blob)] = blob
+            return len(blob)
+
+        answers = self._call([("STRLEN", key) for key in keys], measure)
+        fits = [i for i, size in enumerate(answers) if not isinstance(size, StoreFault)]
+        found = self._call([("GET", keys[i]) for i in fits], fill)
+        by_index = dict(zip(fits, found, strict=True))
+        return [by_index.get(i, answer) for i, answer in enumerate(answers)]
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """UNLINK each key."""
         check_keys(keys)
-        commands: list[list[_Part]] = [[b"UNLINK", key.encode()] for key in keys]
-        answers = self._call([commands], lambda connection, i: connection.read_int(), len(keys))
-        return [_fault_in(one) for one in answers]
+        return self._call([("UNLINK", key) for key in keys], _nothing)
 
     def health(self) -> StoreHealth:
         """Ask PING; say which server it is."""
-        where = f"valkey at {self._address[0]}:{self._address[1]}, db {self._db}"
-        fault = self._call([[[b"PING"]]], lambda connection, i: connection.read_status(), 1)[0]
-        return StoreHealth(fault, f"{where}: {self._last_error}" if fault else where)
+        [fault] = self._call([("PING",)], _nothing)
+        return StoreHealth(fault, f"{self._where}: {self._last_error}" if fault else self._where)
 
     def close(self) -> None:
         """Close connections; those of calls that run now are closed when these end."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._is_closed = True
+        self._pool.disconnect(inuse_connections=False)
 
     def _call(
-        self,
-        groups: Iterable[Sequence[Sequence[_Part]]],
-        read: Callable[[_Connection, int], _Answer | StoreFault],
-        num_answers: int,
+        self, commands: Sequence[tuple[Any, ...]], take: Callable[[int, Any], _Answer]
     ) -> list[_Answer | StoreFault]:
-        """Send groups of commands, each after the last one's answers, and read all answers."""
+        """Send commands, and take the answer of each; what is an error is a fault."""
         answers: list[_Answer | StoreFault] = []
-        if not num_answers:
+        if self._is_closed:
+            self._last_error = "the store is closed"
+            return [StoreFault.CLOSED for _ in commands]
+        if not commands:
             return answers
-        connection = None
         try:
-            connection = self._take()
-            for commands in groups:
-                connection.send(commands)
-                for _ in commands:
-                    answers.append(read(connection, len(answers)))
-        except (_ProtocolError, _RefusedError, OSError) as error:
-            if connection is not None:
-                connection.close()
-            self._last_error = str(error) or type(error).__name__
-            return answers + [_fault_of(error)] * (num_answers - len(answers))
-        self._last_error = connection.last_error or self._last_error
-        self._give_back(connection)
+            connection = self._pool.get_connection()
+            try:
+                connection.send_packed_command(connection.pack_commands(commands))
+                while len(answers) < len(commands):
+                    answers.append(self._read(connection, partial(take, len(answers))))
+            except BaseException:
+                connection.disconnect()  # an answer may still be on its way
+                raise
+            finally:
+                self._pool.release(connection)
+                if self._is_closed:
+                    self._pool.disconnect(inuse_connections=False)
+        except (self._redis.RedisError, OSError) as error:
+            answers += [self._fault_of(error)] * (len(commands) - len(answers))
         return answers
 
-    def _take(self) -> _Connection:
-        """Return a connection that works as far as can be seen."""
-        if os.getpid() != self._pid:  # forked: they are the parent's, and one may hold the lock
-            for connection in self._idle:
-                connection.close()  # its side of them: the parent goes on with them
-            self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
-        with self._lock:
-            if self._is_closed:
-                raise _RefusedError(StoreFault.CLOSED, "the store is closed")
-            while self._idle:
-                connection = self._idle.pop()
-                if connection.is_quiet():
-                    return connection
-                connection.close()
-        connection = _Connection(self._address, self._tls, self._timeout)
+    def _read(
+        self, connection: Any, take: Callable[[Any], _Answer | StoreFault]
+    ) -> _Answer | StoreFault:
+        """Read one answer, which may be an error; the connection goes on."""
         try:
-            connection.greet(self._user, self._password, self._db)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            return take(connection.read_response())
+        except self._redis.ResponseError as error:
+            return self._fault_of(error)
 
-    def _give_back(self, connection: _Connection) -> None:
-        connection.last_error = ""
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-
-class _ProtocolError(Exception):
-    """What came is no answer of a Valkey server."""
-
-
-class _RefusedError(Exception):
-    """The server does not let this client in."""
-
-    def __init__(self, fault: StoreFault, words: str) -> None:
-        super().__init__(words)
-        self.fault = fault
-
-
-class _Connection:
-    """One connection: commands out, answers in, in the same order."""
-
-    def __init__(
-        self, address: tuple[str, int], tls: ssl.SSLContext | None, timeout_seconds: float
-    ) -> None:
-        self.last_error = ""
-        self._has_secret = False
-        self._buffer = b""
-        raw = socket.create_connection(address, timeout=timeout_seconds)
-        try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket = tls.wrap_socket(raw, server_hostname=address[0]) if tls else raw
-        except BaseException:
-            raw.close()
-            raise
-
-    def greet(self, username: str | None, password: str | None, db: int) -> None:
-        """Say who comes, and choose the database."""
-        commands: list[list[_Part]] = []
-        if password is not None:
-            self._has_secret = True
-            user = [] if username is None else [username.encode()]
-            commands.append([b"AUTH", *user, password.encode()])
-        commands.append([b"SELECT", b"%d" % db])
-        self.send(commands)
-        faults = [self.read_status() for _ in commands]
-        for fault in faults:
-            if fault:
-                raise _RefusedError(fault, self.last_error)
-
-    def is_quiet(self) -> bool:
-        """Whether nothing came since the last answer: neither an end nor what nobody asked for."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not self._buffer and not poll.poll(0)
-
-    def send(self, commands: Sequence[Sequence[_Part]]) -> None:
-        """Send commands; long parts go without a copy."""
-        head = bytearray()
-        for command in commands:
-            head += b"*%d\r\n" % len(command)
-            for part in command:
-                head += b"$%d\r\n" % len(part)
-                if isinstance(part, memoryview):
-                    self._socket.sendall(head)
-                    self._socket.sendall(part)
-                    head.clear()
-                else:
-                    head += part
-                head += b"\r\n"
-        self._socket.sendall(head)
-
-    def read_status(self) -> StoreFault | None:
-        """Read the answer of SET, PING, AUTH or SELECT; "not set, as it is there" is none."""
-        kind, rest = self._read_line()
-        if kind == b"-":
-            return self._fault_of(rest)
-        if kind == b"+" or (kind, rest) == (b"$", b"-1"):
-            return None
-        raise _ProtocolError("a status was due, and something else came")
-
-    def read_int(self) -> int | StoreFault:
-        kind, rest = self._read_line()
-        if kind == b"-":
-            return self._fault_of(rest)
-        if kind == b":":
-            return _as_int(rest)
-        raise _ProtocolError("a number was due, and something else came")
-
-    def read_blob(self, into: memoryview) -> int | StoreFault:
-        """Read a blob straight into a buffer; return its bytes."""
-        kind, rest = self._read_line()
-        if kind == b"-":
-            return self._fault_of(rest)
-        if kind != b"$":
-            raise _ProtocolError("a blob was due, and something else came")
-        size = _as_int(rest)
-        if size < 0:
-            return StoreFault.MISSING
-        if size > len(into):
-            drained = memoryview(bytearray(_DRAIN_BYTES))
-            for start in range(0, size, _DRAIN_BYTES):
-                self._read_into(drained[: size - start])
-        else:
-            self._read_into(into[:size])
-        end = memoryview(bytearray(2))
-        self._read_into(end)
-        if bytes(end) != b"\r\n":
-            raise _ProtocolError(f"a blob of {size} bytes does not end where it should")
-        return StoreFault.SHORT if size > len(into) else size
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _fault_of(self, words: bytes) -> StoreFault:
-        text = words.decode("utf-8", "replace")
-        code = text.partition(" ")[0]
-        if self._has_secret:
+    def _fault_of(self, error: Exception) -> StoreFault:
+        """Say what an exception means, and keep its words, but for those that may hold a secret."""
+        names = [each.__name__ for each in type(error).__mro__]
+        fault = next((_FAULTS[name] for name in _FAULTS if name in names), StoreFault.REJECTED)
+        if isinstance(error.__context__, ssl.SSLError):
+            is_end = isinstance(error.__context__, ssl.SSLEOFError)
+            fault = StoreFault.UNREACHABLE if is_end else StoreFault.DENIED
+        self._last_error = str(error)
+        are_its_own = type(error) in {self._redis.ConnectionError, self._redis.TimeoutError}
+        if self._has_secret and not are_its_own:
             # A server that does not know AUTH repeats its arguments.
-            kind = code if code in _FAULTS else "an error of another kind"
-            text = f"the server answered {kind} (its words may hold the password)"
-        self.last_error = text
-        return _FAULTS.get(code, StoreFault.REJECTED)
-
-    def _read_line(self) -> tuple[bytes, bytes]:
-        """Return the first byte of a line, which says what it is, and the rest."""
-        while b"\r\n" not in self._buffer:
-            if len(self._buffer) > _MAX_LINE:
-                raise _ProtocolError("a line has no end")
-            received = self._socket.recv(_RECEIVED_BYTES)
-            if not received:
-                raise ConnectionResetError("the server closed the connection")
-            self._buffer += received
-        line, _, self._buffer = self._buffer.partition(b"\r\n")
-        return line[:1], line[1:]
-
-    def _read_into(self, into: memoryview) -> None:
-        """Fill a buffer: with what came behind the last line, and then from the socket."""
-        done = min(len(into), len(self._buffer))
-        into[:done] = self._buffer[:done]
-        self._buffer = self._buffer[done:]
-        while done < len(into):
-            received = self._socket.recv_into(into[done:])
-            if not received:
-                raise ConnectionResetError("the server closed the connection")
-            done += received
+            self._last_error = f"{type(error).__name__} (the server's words may hold the password)"
+        return fault
 
 
-def _fault_of(error: Exception) -> StoreFault:
-    if isinstance(error, _RefusedError):
-        return error.fault
-    if isinstance(error, _ProtocolError):
-        return StoreFault.REJECTED
-    if isinstance(error, TimeoutError):
-        return StoreFault.TIMED_OUT
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return StoreFault.DENIED
-    return StoreFault.UNREACHABLE
+def _nothing(index: int, answer: object) -> None:
+    """Take an answer that says nothing more than that there is no error."""
 
 
-def _as_int(text: bytes) -> int:
+def _load() -> Any:
     try:
-        return int(text)
-    except ValueError:
-        raise _ProtocolError("a number was due, and something else came") from None
+        import redis  # noqa: PLC0415 (an extra)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"a store valkey:// needs redis-py, not installed here: {install_hint('valkey')}"
+        ) from error
+    return redis
 
 
-def _fault_in(answer: int | StoreFault) -> StoreFault | None:
-    return answer if isinstance(answer, StoreFault) else None
+def _connection_class(redis: Any, tls: ssl.SSLContext | None) -> Any:
+    if tls is None:
+        return redis.Connection
+    context = tls
 
+    class TlsConnection(redis.Connection):  # type: ignore[misc]
+        def _connect(self) -> ssl.SSLSocket:
+            return context.wrap_socket(super()._connect(), server_hostname=self.host)
 
-def _groups(keys: Sequence[str], views: Sequence[memoryview]) -> Iterator[list[list[_Part]]]:
-    """Yield the GET commands of keys, of which there are some, in groups of not too many bytes."""
-    group: list[list[_Part]] = []
-    num_bytes = 0
-    for key, view in zip(keys, views, strict=True):
-        if group and num_bytes + len(view) > _BYTES_AT_ONCE:
-            yield group
-            group, num_bytes = [], 0
-        group.append([b"GET", key.encode()])
-        num_bytes += len(view)
-    yield group
+    return TlsConnection

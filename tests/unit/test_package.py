@@ -14,7 +14,7 @@ import mamba_cache
 
 NOT_ALWAYS_INSTALLED = (
     *("triton", "prometheus_client", "transformers", "megatron"),
-    *("msgspec", "scipy", "zmq"),
+    *("msgspec", "redis", "scipy", "zmq"),
 )
 
 OLD_PATHS = {
