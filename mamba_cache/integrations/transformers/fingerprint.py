@@ -7,12 +7,12 @@ import re
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from itertools import chain, count
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
@@ -150,21 +150,11 @@ class ModelFingerprint:
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
         """Call ``run``, forwards of the model; what they rewrite is neither setting nor weight."""
         before = self._read()  # it holds the tensors: a new one cannot get the address of an old
-        weights = self._contents(before)
+        one = self._contents(before)
         run()
-        after = self._read()
-        other_weights = self._contents(after)
-        pairs: tuple[tuple[Mapping[str, object], Mapping[str, object]], ...] = (
-            (before.values, after.values),
-            (before.unknown, after.unknown),
-            (weights, other_weights),
-        )
-        self._known.left_out |= {
-            path
-            for one, other in pairs
-            for path in one.keys() | other.keys()
-            if one.get(path) != other.get(path)
-        }
+        other = self._contents(self._read())
+        paths = one.keys() | other.keys()
+        self._known.left_out |= {path for path in paths if one.get(path) != other.get(path)}
         self._reading = _Reading(self._known)
 
     def look_ahead(self) -> None:
@@ -192,7 +182,7 @@ class ModelFingerprint:
         self.foreign = self._foreign()
         if self.foreign is not None:
             self.key = f"bypass {secrets.token_hex(16)}"
-            self._weights.skip()
+            self._weights.is_pending = False
             if not self._weights.expected:  # tiers are named by what the weights hold
                 self._weights.begin(self._reading.tensors, is_read_anew=True, may_differ=True)
             self._reading, self._is_unchecked = _Reading(self._known), True  # keep nothing alive
@@ -317,8 +307,13 @@ class ModelFingerprint:
         return f"{self._reading.digest} {global_settings()} {self._variant!r}"
 
     def _contents(self, reading: _Reading) -> dict[str, object]:
+        """Return by path all that a reading has found, and what its tensors hold."""
         kind: WeightsCheck = "off" if self._weights.kind == "off" else "full"
-        return dict(_Weights(kind).measure(reading.tensors))
+        weights = _Weights(kind).measure(reading.tensors)
+        return {
+            path: (value, reading.unknown.get(path), weights.get(path))
+            for path, value in reading.values.items()
+        }
 
     def _check_modes(self) -> None:
         for path, module in self._reading.modules.items():
@@ -353,9 +348,7 @@ class _Known:
 
     def number(self, code: Any) -> int:
         """Return a number for a function or class: the same while it lives, never another's."""
-        if code not in self._numbers:
-            self._numbers[code] = next(self._count)
-        return self._numbers[code]
+        return self._numbers.setdefault(code, next(self._count))
 
     def file_digest(self, module_name: str) -> str | None:
         """Return a digest of a module's file as it was when it was asked for first."""
@@ -394,10 +387,8 @@ class _Reading:
         self._names: dict[int, str] = {}  # of all modules
         self._paths: dict[int, str] = {}  # of all that was read
         self._configs: list[Any] = []
-        # What ``is_current`` looks at: members of lists and sets and keys of dicts, values of
-        # dicts, and single entries of dicts.
+        # What ``is_current`` looks at: members of collections, and single entries of dicts.
         self._members: list[Any] = []
-        self._dicts: list[Any] = []
         self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
         self._found: list[Any] = []
@@ -445,7 +436,6 @@ class _Reading:
         """Return what must be the very same objects in the next look."""
         return [
             *chain.from_iterable(self._members),
-            *chain.from_iterable(map(methodcaller("values"), self._dicts)),
             *map(dict.get, self._owners, self._keys),
             *map(type, self.modules.values()),
         ]
@@ -487,11 +477,9 @@ class _Reading:
             self._find("foreign attribute", path, "a module of TorchScript", module)
             return
         self.modules[path] = module
-        attributes = vars(module)
-        self._watch(path, attributes)
-        for name in sorted(attributes.keys() - _NOT_READ):
-            value, method = original(attributes, name), getattr(type(module), name, None)
-            if value is ABSENT:
+        for name, value in self._attributes(path, module):
+            method = getattr(type(module), name, None)
+            if name in _NOT_READ:
                 continue
             if _is_own_method(value, module):
                 if value.__func__ is not method:
@@ -501,12 +489,19 @@ class _Reading:
             else:
                 self._read(f"{path}.{name}", value)
         for name in _HOOKS:
-            self._read_hooks(f"{path}.{name}", attributes[name])
+            self._read_hooks(f"{path}.{name}", vars(module)[name])
         for kind in _TENSORS_AND_CHILDREN:
-            members = attributes[kind]
+            members = vars(module)[kind]
             self._watch(path, members)
             for name in members:
                 self._read(f"{path}.{name}", members[name])
+
+    def _attributes(self, path: str, owner: Any) -> list[tuple[str, Any]]:
+        """Watch the attributes of an object, and return those that no call has put there."""
+        attributes = vars(owner)
+        self._watch(path, attributes)
+        found = ((name, original(attributes, name)) for name in sorted(attributes))
+        return [(name, value) for name, value in found if value is not ABSENT]
 
     def _read_hooks(self, path: str, hooks: Any) -> None:
         self._members.append(hooks)
@@ -564,11 +559,8 @@ class _Reading:
             return
         self._say_code(path, "object", kind)
         self._add_code(kind.__module__)
-        attributes = vars(value)
-        self._watch(path, attributes)
-        for name in sorted(attributes):
-            if (found := original(attributes, name)) is not ABSENT:
-                self._read(f"{path}.{name}", found)
+        for name, found in self._attributes(path, value):
+            self._read(f"{path}.{name}", found)
 
     def _read_namespace(self, path: str, owner: type | ModuleType) -> None:
         """Read the plain values and the functions of a class or a library's file.
@@ -577,8 +569,7 @@ class _Reading:
         that were made before are the model. New names in a file are looked up by none of its code.
         """
         namespace = vars(owner)
-        self._members.append(namespace)
-        self._dicts.append(namespace)
+        self._members += [namespace, namespace.values()]
         functions: dict[str, Any] = {}
         for name in list(namespace):
             if name.endswith(_NOT_READ_OF_CODE) or name.startswith("_abc"):
@@ -664,7 +655,7 @@ class _Reading:
         self._members.append(items)
         rewritten = {name for name in items if f"{path}.{name}" in self._known.left_out}
         if not rewritten:
-            self._dicts.append(items)
+            self._members.append(items.values())
             return
         for name in items.keys() - rewritten:
             self._owners.append(items)
@@ -703,31 +694,20 @@ def foreign_layer(thing: Any, own: Collection[str] | None = None) -> str | None:
     With ``own``, names of the modules of a model's classes, functions are not foreign either that a
     kernel package brought, or that such a module's file names.
     """
-    layers, seen = [thing], set[int]()
-    while layers:
-        layer = layers.pop()
-        if id(layer) in seen:
-            continue
-        seen.add(id(layer))
-        wrapped = getattr(layer, "__dict__", {}).get("__wrapped__")
-        if wrapped is not None:
-            layers.append(wrapped)
-        if isinstance(layer, partial):
-            arguments = (*layer.args, *layer.keywords.values())
-            layers += [
-                layer.func,
-                *(each for each in arguments if isinstance(each, _FUNCTION_TYPES)),
-            ]
-        elif isinstance(layer, MethodType):
-            layers.append(layer.__func__)
-        else:
-            name = _module_of(layer)
-            called = getattr(layer, "__qualname__", type(layer).__qualname__)
-            if not (is_library(name) or (own is not None and _is_named(layer, called, name, own))):
-                return f"{called} of module {name}"
-            if not isinstance(layer, _FUNCTION_TYPES):  # an object: its class may be patched
-                layers.append(vars(type(layer)).get("__call__", type(layer)))
-    return None
+    inner = [getattr(thing, "__dict__", {}).get("__wrapped__")]
+    if isinstance(thing, partial):
+        arguments = (*thing.args, *thing.keywords.values())
+        inner += [thing.func, *(each for each in arguments if isinstance(each, _FUNCTION_TYPES))]
+    elif isinstance(thing, MethodType):
+        inner.append(thing.__func__)
+    else:
+        name, called = _module_of(thing), getattr(thing, "__qualname__", type(thing).__qualname__)
+        if not (is_library(name) or (own is not None and _is_named(thing, called, name, own))):
+            return f"{called} of module {name}"
+        if not isinstance(thing, _FUNCTION_TYPES):  # an object: its class may be patched
+            inner.append(vars(type(thing)).get("__call__", type(thing)))
+    layers = (foreign_layer(each, own) for each in inner if each is not None)
+    return next(filter(None, layers), None)
 
 
 def _is_named(function: Any, called: str, module_name: str | None, own: Collection[str]) -> bool:
@@ -814,7 +794,7 @@ class _Weights:
         self._tensors: dict[str, torch.Tensor] = {}
         self._layout: list[Any] = []
         self._checksums: list[TensorChecksums] | None = None
-        self._is_pending = False
+        self.is_pending = False
         self._may_differ = False
         self._num_calls = 0
         self._versions: list[int] = []  # when the comparison was begun ahead; empty: it was not
@@ -836,17 +816,17 @@ class _Weights:
         may_differ: bool,
         has_looked: bool = False,
     ) -> None:
-        self._is_pending = False
+        self.is_pending = False
         self._may_differ = may_differ
         began_with = self._versions if has_looked else []
         self._versions = []
         if is_read_anew or self._checksums is None or self._look() != self._layout:
-            self._take(dict(self.measure(tensors)), is_changed=False)
+            self._take(self.measure(tensors), is_changed=False)
             self._layout = self._look()
         elif self.kind != "off":
             if not began_with or began_with != _versions(self._tensors.values()):
                 self._start()
-            self._is_pending = True
+            self.is_pending = True
             if all(checksums.device.type != "cuda" for checksums in self._checksums):
                 self.confirm()
 
@@ -857,21 +837,17 @@ class _Weights:
         for checksums in self._checksums:
             checksums.start(**(sample if self.kind == "sample" else {}))
 
-    def skip(self) -> None:
-        """Leave nothing for ``confirm`` to wait for."""
-        self._is_pending = False
-
     def confirm(self) -> None:
         """Wait for what ``begin`` began."""
-        if not self._is_pending:
+        if not self.is_pending:
             return
-        self._is_pending = False
+        self.is_pending = False
         assert self._checksums is not None
         verdicts = [checksums.is_unchanged() for checksums in self._checksums]
         if not all(verdicts):
-            self._take(dict(self._measured()), is_changed=True)
+            self._take(self._measured(), is_changed=True)
 
-    def measure(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, object]]:
+    def measure(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
         """Return what each of the tensors holds.
 
         Those on the meta device hold nothing: what stands in for them, such as the map of offloaded
@@ -898,15 +874,16 @@ class _Weights:
         else:
             self.expected |= found
 
-    def _measured(self) -> Iterator[tuple[str, object]]:
+    def _measured(self) -> dict[str, object]:
         assert self._checksums is not None
         sums = {checksums.device: iter(checksums.measure()) for checksums in self._checksums}
-        for path, tensor in self._tensors.items():
-            traits = (tensor.dtype, tensor.size(), tensor.stride())
-            if self.kind == "off":
-                yield path, (*traits, tensor.data_ptr(), _version(tensor))
-            else:
-                yield path, (*traits, next(sums[tensor.device]))
+        return {
+            path: (tensor.dtype, tensor.size(), tensor.stride(), (
+                (tensor.data_ptr(), _version(tensor)) if self.kind == "off"
+                else next(sums[tensor.device])
+            ))
+            for path, tensor in self._tensors.items()
+        }  # fmt: skip
 
     def _look(self) -> list[list[Any]]:
         """Return where tensors lie and how. Every call does it, so in C loops."""
