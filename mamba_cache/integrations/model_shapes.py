@@ -9,9 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,12 +18,12 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.layers import (
-    LayerParts,
     SequenceMemory,
     learn_layers,
     read_layers,
 )
 from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
 
 __all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]
@@ -148,14 +145,23 @@ def shape_of(config: Any, *, name: str) -> ModelShape:
         log.set_verbosity(verbosity)
     layers = learn_layers(cache)
     memory = read_layers(cache, layers, _TOKENS)
+    kept = [dtype if each == torch.bfloat16 else each for each in memory.dtypes()]
+    layout = PrefixLayout(layers, memory.to_dtypes(kept), block_size_tokens=1)
+    slot = layout.slot_views(
+        torch.empty(layout.bytes_per_slot, dtype=torch.uint8, device="meta"), 1
+    )
+    state = [
+        StateTensorSpec(f"tensor{i}", 1, tuple(tensor.shape[1:]), tensor.dtype)
+        for i, tensor in enumerate((*slot.states, *slot.windows))
+    ]
     num_weights = sum(weight.numel() for weight in model.parameters())
     return ModelShape(
         name,
-        StateSpec(tuple(_state_tensors(layers, memory, dtype))),
-        _kv_spec(layers, memory, dtype),
+        StateSpec(tuple(state)),
+        _kv_spec(layout),
         _chunk_size(config, memory),
         num_weights * dtype.itemsize,
-        sum(bool(layer.convs or layer.recurrents) for layer in layers),
+        layout.num_state_layers,
     )
 
 
@@ -173,48 +179,13 @@ def _filled_cache(model: Any) -> Any:
     return cache
 
 
-def _state_tensors(
-    layers: Sequence[LayerParts], memory: SequenceMemory, dtype: torch.dtype
-) -> list[StateTensorSpec]:
-    """Return the states of all layers, equal ones as one tensor; those of most layers first."""
-    states, windows = iter(memory.states), iter(memory.windows)
-    counts: Counter[tuple[str, tuple[int, ...], torch.dtype]] = Counter()
-    for layer in layers:
-        for name, indices in (("conv", layer.convs), ("ssm", layer.recurrents)):
-            for _ in indices:
-                state = next(states)
-                counts[name, tuple(state.shape[1:]), _dtype_of(state, dtype)] += 1
-        for _ in range(2 if layer.window else 0):
-            keys = next(windows)
-            window = keys.shape[1], layer.window, keys.shape[3]
-            counts["window", window, _dtype_of(keys, dtype)] += 1
-    tensors, seen = [], Counter[str]()
-    for (name, shape, of), count in sorted(counts.items(), key=lambda one: -one[1]):
-        seen[name] += 1
-        number = "" if seen[name] == 1 else str(seen[name])
-        tensors.append(StateTensorSpec(name + number, count, shape, of))
-    return sorted(tensors, key=lambda tensor: not tensor.name.startswith("conv"))
-
-
-def _kv_spec(
-    layers: Sequence[LayerParts], memory: SequenceMemory, dtype: torch.dtype
-) -> KVCacheSpec:
-    """Return a token's keys and values; sizes that differ are counted as one head of the mean."""
-    num_layers = sum(layer.has_tokens and not layer.window for layer in layers)
-    if not num_layers:
-        return KVCacheSpec(0, 1, 1, dtype)
-    shapes = {(tensor.shape[1], tensor.shape[3]) for tensor in memory.tokens}
-    of = _dtype_of(memory.tokens[0], dtype)
-    if len(shapes) == 1:
-        [(heads, head_dim)] = shapes
-        return KVCacheSpec(num_layers, heads, head_dim, of)
-    numbers = sum(math.prod(tensor.shape) // _TOKENS for tensor in memory.tokens)
-    return KVCacheSpec(num_layers, 1, -(-numbers // (2 * num_layers)), of)
-
-
-def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return what a tensor of the bfloat16 model has in a model of another dtype."""
-    return dtype if tensor.dtype == torch.bfloat16 else tensor.dtype
+def _kv_spec(layout: PrefixLayout) -> KVCacheSpec:
+    """Return a token's keys and values as one head of the mean size: layers may differ."""
+    groups = layout.token_groups
+    num_layers = sum(len(group.indices) for group in groups) // 2
+    dtype = groups[0].dtype if groups else torch.bfloat16
+    size = -(-layout.bytes_per_block // (2 * max(num_layers, 1) * dtype.itemsize))
+    return KVCacheSpec(num_layers, 1, max(size, 1), dtype)
 
 
 def _chunk_size(config: Any, memory: SequenceMemory) -> int:

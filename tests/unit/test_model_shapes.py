@@ -48,8 +48,11 @@ def test_built_in_models_have_the_states_that_are_published():
 def test_every_size_is_read(transformers, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shape = load_shape(str(tmp_path))
-    assert shape.state_spec == StateSpec.mamba(1, CONV, SSM, torch.float16, torch.float32)
-    assert shape.kv_spec == KVCacheSpec(1, 2, 16, torch.float16)
+    state = StateSpec.mamba(1, CONV, SSM, torch.float16, torch.float32)
+    assert shape.state_spec.bytes_per_slot == state.bytes_per_slot
+    kv = shape.kv_spec
+    assert kv.bytes_per_block(1) == KVCacheSpec(1, 2, 16, torch.float16).bytes_per_block(1)
+    assert (kv.num_layers, kv.dtype) == (1, torch.float16)
     assert (shape.ssm_chunk_size, shape.num_state_layers) == (32, 1)
 
 
