@@ -378,39 +378,34 @@ def _build_server(
             one = served.find(timed.model)
             if one is not None:
                 one.prepare()
-    metrics = _metrics_app(lambda: dict(served.caches(manager.loaded_models)))
-    app.add_middleware(_entrance, metrics=metrics)
+    app.add_route("/metrics", partial(_metrics, served, manager))
+    app.add_middleware(_read_salt)
     return app
 
 
-def _metrics_app(caches: Callable[[], dict[str, PrefixCache]]) -> _Call:
-    """Make an application that answers each request with the metrics of that moment."""
-    from prometheus_client import CollectorRegistry, make_asgi_app  # noqa: PLC0415 - an extra
+def _metrics(served: ServedModels, manager: Any, request: Any) -> Any:
+    """Answer a request with the metrics of this moment."""
+    from prometheus_client import CollectorRegistry, exposition  # noqa: PLC0415 - an extra
 
     from mamba_cache.integrations.prometheus import CacheCollector  # noqa: PLC0415
 
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        registry = CollectorRegistry()
-        if loaded := caches():  # models come and go
-            registry.register(CacheCollector(loaded))
-        await make_asgi_app(registry)(scope, receive, send)
-
-    return answer
+    registry = CollectorRegistry()
+    if loaded := dict(served.caches(manager.loaded_models)):  # models come and go
+        registry.register(CacheCollector(loaded))
+    encode, kind = exposition.choose_encoder(request.headers.get("accept", ""))
+    return importlib.import_module("fastapi").Response(encode(registry), media_type=kind)
 
 
-def _entrance(app: _Call, metrics: _Call) -> _Call:
-    """Make a middleware that answers ``/metrics``, and reads the header of all other requests."""
+def _read_salt(app: _Call) -> _Call:
+    """Make a middleware that reads the salt's header."""
 
-    async def enter(scope: Any, receive: Any, send: Any) -> None:
+    async def read(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-                await metrics(scope, receive, send)
-                return
             given = [value for name, value in scope["headers"] if name.lower() == SALT_HEADER]
             salt_values.set(tuple(value.decode("latin-1") for value in given))
         await app(scope, receive, send)
 
-    return enter
+    return read
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
