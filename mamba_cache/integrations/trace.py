@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from datetime import datetime, timezone
-from types import TracebackType
 from typing import Final
 
 from mamba_cache._checks import check_secret
@@ -77,12 +76,7 @@ class TraceLog:
     def __enter__(self) -> TraceLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __call__(self, event: Event) -> None:
@@ -107,7 +101,12 @@ class TraceLog:
                 return
             lines = [self._fields(*entry) for entry in entries]
             if not self._has_header:
-                lines.insert(0, _header(entries[0][1]))
+                header = {
+                    TRACE_FORMAT: TRACE_VERSION,
+                    "block_size_tokens": entries[0][1].block_size_tokens,
+                    "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                }
+                lines.insert(0, header)
             content = "".join(json.dumps(line) + "\n" for line in lines).encode()
             try:
                 _append(self._path, content)
@@ -144,15 +143,6 @@ class TraceLog:
         if event.cache_salt is not None:
             fields["tenant"] = tenant_digest(self._key, event.cache_salt).hex()
         return fields
-
-
-def _header(event: Admitted) -> dict[str, object]:
-    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {
-        TRACE_FORMAT: TRACE_VERSION,
-        "block_size_tokens": event.block_size_tokens,
-        "began": began,
-    }
 
 
 def _append(path: str, content: bytes) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,9 +22,7 @@ from mamba_cache.integrations.transformers.library import is_same, lacks, transf
 
 __all__ = [
     "ARGUMENTS",
-    "BY_MODE",
-    "CHECKED",
-    "FREE",
+    "FIELDS",
     "MODEL_ARGUMENTS",
     "REFUSED",
     "ROWS_FOLLOWED",
@@ -65,10 +62,7 @@ REFUSED = {
 }
 """Refused unless None or False, wherever they are set, with the reason."""
 
-CHECKED = frozenset({"use_cache", "cache_implementation"})
-"""Fields of which some values are refused."""
-
-FREE = frozenset(
+FIELDS = frozenset(
     {
         # They say how long the answer is, which token comes next, or what is returned. Whatever
         # they do, the model is given the tokens that are in the result, one by one.
@@ -83,24 +77,21 @@ FREE = frozenset(
         *("eos_token_id", "decoder_start_token_id", "num_return_sequences"),
         # A second forward for each token, with a cache of its own, that moves the logits.
         "guidance_scale",
-        # Read only with caches of other kinds, which CHECKED refuses, or by other methods.
-        *("cache_config", "max_cache_len", "compile_config", "disable_compile"),
-        "continuous_batching_config",
-        *("_from_model_config", "_commit_hash", "transformers_version"),
-    }
-)
-"""Fields that may have any value."""
-
-BY_MODE = frozenset(
-    {
+        # They choose a mode, or are read in one only.
         *("num_beams", "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
         *("constraints", "force_words_ids", "penalty_alpha", "low_memory", "dola_layers"),
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"),
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
         *("assistant_ensemble_weight", "speculation_type"),
+        # Some of their values are refused.
+        *("use_cache", "cache_implementation"),
+        # Read only with caches of other kinds, which are refused, or by other methods.
+        *("cache_config", "max_cache_len", "compile_config", "disable_compile"),
+        "continuous_batching_config",
+        *("_from_model_config", "_commit_hash", "transformers_version"),
     }
 )
-"""Fields that choose a mode, or are read in one only."""
+"""Fields of which it is known what they do to the model's cache, beside those refused."""
 
 ARGUMENTS = frozenset(
     {
@@ -245,14 +236,12 @@ class OptionsReader:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._asked: object = None
-        self._code: list[object] = []
         self._served: ServedOptions | None = None
 
     def read(self, options: Mapping[str, Any]) -> ServedOptions:
         """Do what ``read_options`` does."""
-        asked, code = self._what_is_read(options), _code_of(self._model)
-        is_known = self._served is not None and all(map(is_, code, self._code))
-        if self._served is not None and is_known and is_same(asked, self._asked):
+        asked = self._what_is_read(options)
+        if self._served is not None and is_same(asked, self._asked):
             _check_ranks(self._model)
             has_implementation = "cache_implementation" in self._served.arguments
             arguments = _arguments(options, has_implementation=has_implementation)
@@ -260,8 +249,7 @@ class OptionsReader:
         self._served = None
         served = read_options(self._model, options)
         with suppress(Exception):  # what cannot be copied is read anew each time
-            self._asked, self._code = copy.deepcopy(asked), code
-            self._served = served
+            self._asked, self._served = copy.deepcopy(asked), served
         return served
 
     def _what_is_read(self, options: Mapping[str, Any]) -> object:
@@ -273,23 +261,20 @@ class OptionsReader:
         # The object itself is a value too; what is in it counts.
         values.pop("generation_config", None)
         parts = [values, *(getattr(c, "__dict__", {}) for c in (given, _own_config(self._model)))]
-        return parts, [list(map(type, part.values())) for part in parts]
+        methods = [getattr(self._model, name, None) for name in _READ_BY]
+        readers = [getattr(method, "__func__", method) for method in methods]
+        return parts, [list(map(type, part.values())) for part in parts], readers
 
 
 _UNREAD = (ARGUMENTS - {"generation_config"}) | {"attention_mask"}
 """What is passed on, whatever it is."""
 
+_READ_BY = ("generate", "_sample", "_prepare_generation_config")
+"""The model's methods that read the options."""
+
 
 def _own_config(model: Any) -> Any:
     return getattr(model, "generation_config", None)
-
-
-def _code_of(model: Any) -> list[object]:
-    """Return the functions that read the options."""
-    methods = [
-        getattr(model, name, None) for name in ("generate", "_sample", "_prepare_generation_config")
-    ]
-    return [getattr(method, "__func__", method) for method in methods]
 
 
 def _arguments(options: Mapping[str, Any], *, has_implementation: bool) -> dict[str, Any]:
@@ -350,7 +335,7 @@ def _check_model_arguments(arguments: Mapping[str, Any]) -> None:
         if value is not None and name not in MODEL_ARGUMENTS
     ]
     if others:
-        alike = get_close_matches(others[0], FREE | ARGUMENTS, n=1)
+        alike = get_close_matches(others[0], FIELDS | ARGUMENTS, n=1)
         hint = f" (did you mean {alike[0]}?)" if alike else ""
         raise InvalidArgumentError(
             f"generate can be given no other input of the model than input_ids and "
@@ -392,7 +377,7 @@ def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
     """
     defaults = getattr(kind, "_get_default_generation_params", dict)
     values: dict[str, Any] = {**vars(kind()), **defaults()}
-    known = FREE | BY_MODE | CHECKED | REFUSED.keys()
+    known = FIELDS | REFUSED.keys()
     return tuple((name, value) for name, value in values.items() if name not in known)
 
 
