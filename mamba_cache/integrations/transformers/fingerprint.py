@@ -141,7 +141,7 @@ class ModelFingerprint:
         self._reading = _Reading(self._known)
         self._is_unchecked = True
         self._is_assumed = False  # the settings, until ``confirm`` reads them
-        self._num_handles = 0
+        self._num_handles = 0  # hooks of any kind that were registered in this process so far
         # All as ``begin`` found them. With foreign code that no variant names, the key is random.
         self.key = ""
         self.foreign: tuple[_ForeignKind, str] | None = None  # of what kind, and where
@@ -149,10 +149,11 @@ class ModelFingerprint:
 
     def leave_out_what_changes(self, run: Callable[[], object]) -> None:
         """Call ``run``, forwards of the model; what they rewrite is neither setting nor weight."""
-        before = self._read()  # it holds the tensors: a new one cannot get the address of an old
+        # The first reading holds the tensors: a new one cannot get the address of an old.
+        before = _Reading(self._known, self._model)
         one = self._contents(before)
         run()
-        other = self._contents(self._read())
+        other = self._contents(_Reading(self._known, self._model))
         paths = one.keys() | other.keys()
         self._known.left_out |= {path for path in paths if one.get(path) != other.get(path)}
         self._reading = _Reading(self._known)
@@ -176,7 +177,7 @@ class ModelFingerprint:
         """
         self._variant = check_variant(variant) or self._default_variant
         self._is_assumed = False
-        self._num_handles = _num_handles()
+        self._num_handles = RemovableHandle.next_id
         self._refresh()
         self.foreign_attention = self._reading.foreign.get("registered function")
         self.foreign = self._foreign()
@@ -227,12 +228,12 @@ class ModelFingerprint:
         """Return what stands for the settings in all processes; None if nothing can."""
         if self.foreign is not None or (self._unnamed_code() and self._variant is None):
             return None
-        digest = hashlib.blake2b(digest_size=16)
-        for path, (value, _) in self._reading.values.items():
-            digest.update(f"{path}={value}\n".encode())
-        for name in sorted(self._reading.modules_of_code):
-            digest.update(f"{name} {self._known.file_digest(name)}\n".encode())
-        return f"{digest.hexdigest()} {global_settings()} {self._variant!r}"
+        code = sorted(self._reading.modules_of_code)
+        settings = _digest(
+            *(f"{path}={value}" for path, (value, _) in self._reading.values.items()),
+            *(f"{name} {self._known.file_digest(name)}" for name in code),
+        )
+        return f"{settings} {global_settings()} {self._variant!r}"
 
     def check_files(self) -> None:
         """Check that a file or a variant names the code of the model's classes."""
@@ -248,10 +249,8 @@ class ModelFingerprint:
         """Return a digest of the weights as ``begin`` found them; None if it read none."""
         if self._weights.kind == "off" or not self._weights.expected:
             return None
-        digest = hashlib.sha256()
-        for path, value in sorted(self._weights.expected.items()):
-            digest.update(f"{path} {value!r}\n".encode())
-        return digest.hexdigest()
+        weights = sorted(self._weights.expected.items())
+        return _digest(*(f"{path} {value!r}" for path, value in weights))
 
     def is_current(self) -> bool:
         """Return whether the settings are still those of ``key``."""
@@ -262,7 +261,7 @@ class ModelFingerprint:
 
     def has_new_hooks(self) -> bool:
         """Return whether hooks were registered since ``begin``, removed again or not."""
-        return _num_handles() != self._num_handles
+        return RemovableHandle.next_id != self._num_handles
 
     def addresses(self) -> tuple[int, ...]:
         """Return where all parameters and buffers lie: what a CUDA graph depends on."""
@@ -293,15 +292,10 @@ class ModelFingerprint:
         found = self._reading.foreign.items()
         return next(iter(found), None) if self._variant is None else None
 
-    def _read(self) -> _Reading:
-        reading = _Reading(self._known)
-        reading.read(self._model)
-        return reading
-
     def _refresh(self) -> None:
         if not self._reading.is_current():
             # What is found to be new is checked by the next call that begins.
-            self._reading, self._is_unchecked = self._read(), True
+            self._reading, self._is_unchecked = _Reading(self._known, self._model), True
 
     def _current_key(self) -> str:
         return f"{self._reading.digest} {global_settings()} {self._variant!r}"
@@ -319,8 +313,8 @@ class ModelFingerprint:
         for path, module in self._reading.modules.items():
             if module.training and _depends_on_mode(module):
                 raise InvalidArgumentError(
-                    f"no part of the model must be in training mode, {_name(path)} is: call "
-                    "model.eval()"
+                    "no part of the model must be in training mode, "
+                    f"{path.removeprefix(_ROOT)} is: call model.eval()"
                 )
 
 
@@ -331,9 +325,8 @@ def check_variant(variant: object) -> str | None:
     return variant
 
 
-def _num_handles() -> int:
-    """Return how many hooks of any kind were registered in this process so far."""
-    return int(RemovableHandle.next_id)
+def _digest(*lines: str) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
 
 
 class _Known:
@@ -372,7 +365,7 @@ class _Reading:
     for where they come from, and are not held.
     """
 
-    def __init__(self, known: _Known) -> None:
+    def __init__(self, known: _Known, model: torch.nn.Module | None = None) -> None:
         self._known = known
         # All by path. The number beside a value holds in this process only.
         self.values: dict[str, tuple[str, int]] = {}
@@ -392,9 +385,10 @@ class _Reading:
         self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
         self._found: list[Any] = []
+        if model is not None:
+            self._walk(model)
 
-    def read(self, model: torch.nn.Module) -> None:
-        """Walk through a model."""
+    def _walk(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         kinds = {type(module) for module in model.modules()}
         classes = sorted(
@@ -409,15 +403,17 @@ class _Reading:
             self._read_hooks(f"all modules.{name}", getattr(torch_modules, f"_global{name}"))
         for kind in classes:
             self._read_namespace(f"class {kind.__module__}.{kind.__qualname__}", kind)
-        files = _files_of(classes)
+        # Library files that define the classes, but torch's.
+        names = sorted({kind.__module__ for kind in classes} & sys.modules.keys())
+        names = [name for name in names if is_library(name) and not name.startswith("torch.")]
+        files = [sys.modules[name] for name in names]
         for file in files:
             self._read_namespace(f"module {file.__name__}", file)
         for kind in classes:
             if kind.__module__ in self._own & sys.modules.keys():
                 self._read_globals(kind, sys.modules[kind.__module__])
         self._read_selected(files)
-        lines = "\n".join(f"{path}={value}" for path, value in self.values.items())
-        self.digest = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+        self.digest = _digest(*(f"{path}={value}" for path, value in self.values.items()))
         self._found = self._look()
         self.owners_of_tensors = _owners_of_tensors(self.modules.values())
         self._paths, self._names = {}, {}
@@ -744,13 +740,6 @@ def _function_in(value: Any) -> Any:
     return value if isinstance(value, _FUNCTION_TYPES) and not isinstance(value, type) else None
 
 
-def _files_of(classes: list[type]) -> list[ModuleType]:
-    """Return the library files that classes are defined in, but torch's."""
-    names = {kind.__module__ for kind in classes if is_library(kind.__module__)}
-    names = {name for name in names if not name.startswith("torch.")}
-    return [sys.modules[name] for name in sorted(names & sys.modules.keys())]
-
-
 def global_settings() -> tuple[object, ...]:
     """Return what PyTorch's results depend on beside the model: precision and choice of kernels."""
     found: list[object] = [
@@ -870,7 +859,12 @@ class _Weights:
             self.expected = found
         elif changed or is_changed:
             self._checksums = None
-            raise _changed(changed)
+            names = ", ".join(path.removeprefix(_ROOT) for path in changed[:_MAX_NAMES])
+            more = f" and {len(changed) - _MAX_NAMES} more" if len(changed) > _MAX_NAMES else ""
+            raise ModelChangedError(
+                "the model's weights are not those that the cached prefixes were computed with "
+                f"({names or 'they were others for a moment'}{more}): call reset() to forget those"
+            )
         else:
             self.expected |= found
 
@@ -929,16 +923,3 @@ def _depends_on_mode(module: torch.nn.Module) -> bool:
     if isinstance(module, _RANDOM):
         return bool(getattr(module, "p", 1))
     return not type(module).__module__.startswith(("torch.", "peft."))
-
-
-def _name(path: str) -> str:
-    return path.removeprefix(_ROOT)
-
-
-def _changed(paths: list[str]) -> ModelChangedError:
-    names = ", ".join(map(_name, paths[:_MAX_NAMES]))
-    more = f" and {len(paths) - _MAX_NAMES} more" if len(paths) > _MAX_NAMES else ""
-    return ModelChangedError(
-        "the model's weights are not those that the cached prefixes were computed with "
-        f"({names or 'they were others for a moment'}{more}): call reset() to forget those"
-    )
