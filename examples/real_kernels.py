@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mamba_cache import CacheConfig, DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.reference import HybridModel, HybridModelConfig
-from mamba_cache.reference.attention import AttentionLayer, attend, write_kv
+from mamba_cache.reference.attention import AttentionLayer, attend
 from mamba_cache.reference.batch import PackedBatch, place_taps
 from mamba_cache.reference.mamba import Mamba2Layer, causal_conv1d
 from mamba_cache.reference.model_config import rms_norm
@@ -556,7 +556,8 @@ class KernelAttention:
         queries, keys, values = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
         assert context.kv_cache is not None  # this model has attention layers
         kv_cache = context.kv_cache[weights.layer]
-        write_kv(kv_cache, keys, values, metadata.kv_slot_mapping[: metadata.num_tokens])
+        places = metadata.kv_slot_mapping[: metadata.num_tokens]  # -1: in the dummy block
+        kv_cache.flatten(1, 2)[:, places] = torch.stack([keys, values])
         attended = self.kernels.attention(queries.contiguous(), kv_cache, batch)
         return F.linear(attended.flatten(1), weights.out_proj)
 

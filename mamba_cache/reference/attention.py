@@ -13,9 +13,8 @@ from torch import Tensor
 from mamba_cache.context import DynamicInferenceContext
 from mamba_cache.reference.batch import PackedBatch
 from mamba_cache.reference.model_config import HybridModelConfig, WeightMaker
-from mamba_cache.reference.ssd import ChunkLayout
 
-__all__ = ["AttentionLayer", "attend", "write_kv"]
+__all__ = ["AttentionLayer", "attend"]
 
 
 class AttentionLayer:
@@ -44,44 +43,22 @@ class AttentionLayer:
         queries, keys, values = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
         assert caches.kv_cache is not None  # the model has checked its caches
         kv_cache = caches.kv_cache[self.layer]
-        write_kv(kv_cache, keys, values, metadata.kv_slot_mapping[: metadata.num_tokens])
+        # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which nothing reads.
+        places = metadata.kv_slot_mapping[: metadata.num_tokens]
+        kv_cache.flatten(1, 2)[:, places] = torch.stack([keys, values])
 
         tables = metadata.block_tables[: metadata.num_requests]
         tables = tables[:, : -(-metadata.max_seq_len // kv_cache.shape[2])].long()
-        positions, num_decodes = metadata.positions[: metadata.num_tokens], metadata.num_decodes
-        outputs = []
-        if num_decodes:  # each token is a tile
-            decode, owners = slice(metadata.num_decode_tokens), batch.decodes.sequences
-            tiles, at = queries[decode, None], positions[decode, None]
-            outputs.append(attend(tiles, kv_cache, tables[owners], at)[:, 0])
-        if metadata.num_prefills:
-            prefill = slice(metadata.num_decode_tokens, None)
-            queries, positions, tables = queries[prefill], positions[prefill], tables[num_decodes:]
-            outputs.append(_attend_chunks(queries, kv_cache, tables, positions, batch.prefills))
+        positions, outputs = metadata.positions[: metadata.num_tokens], []
+        for chunks, tokens, requests in batch.parts:
+            tiles, at = chunks.split(queries[tokens]), chunks.split(positions[tokens])
+            owners = tables[requests][chunks.sequences]
+            # Decoded tokens together; prompts chunk by chunk, which saves room.
+            count = len(tiles) if chunks is batch.decodes else 1
+            pieces = zip(*(torch.split(each, count) for each in (tiles, owners, at)), strict=True)
+            attended = [attend(tile, kv_cache, table, place) for tile, table, place in pieces]
+            outputs.append(chunks.join(torch.cat(attended)))
         return F.linear(torch.cat(outputs).flatten(1), self.out_proj)
-
-
-def _attend_chunks(
-    queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor, chunks: ChunkLayout
-) -> Tensor:
-    """Attend chunk by chunk: each holds tokens of one request, so it is a tile, and saves room."""
-    tiles, at = chunks.split(queries), chunks.split(positions)
-    tables = block_tables[chunks.sequences]
-    attended = [
-        attend(tiles[i : i + 1], kv_cache, tables[i : i + 1], at[i : i + 1])
-        for i in range(len(tiles))
-    ]
-    return chunks.join(torch.cat(attended))
-
-
-def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """Write packed keys and values, [num_tokens, num_kv_heads, head_dim], into one layer's cache.
-
-    ``kv_cache`` is [2, blocks, block_size_tokens, num_kv_heads, head_dim]; ``slot_mapping``
-    [num_tokens] int64 has block id * block size + offset, or ``PAD_SLOT_ID``: not kept.
-    """
-    # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which nothing reads.
-    kv_cache.flatten(1, 2)[:, slot_mapping] = torch.stack([keys, values])
 
 
 def attend(queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:

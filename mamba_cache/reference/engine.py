@@ -120,11 +120,6 @@ class TokenEvent:
     token: int | None
     completion: Completion | None = None
 
-    @property
-    def finished(self) -> bool:
-        """Whether the request ended."""
-        return self.completion is not None
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _EngineRequest(QueuedRequest):
@@ -219,14 +214,13 @@ class Engine:
         )
         self.decoding = Counter[str]()
         self._ids = count()
-        self._guard = CallGuard(self, take_back=self._recover)
+        self._guard = CallGuard(self, take_back=self._scheduler.recover)
         self._events: deque[TokenEvent] = deque()  # not delivered yet
-        self._is_behind = False  # whether a call broke off that may have committed tokens
 
     @property
     def num_requests(self) -> int:
         """Requests that are not finished, or whose end ``step`` has still to return."""
-        return len(self._scheduler) + sum(event.finished for event in self._events)
+        return len(self._scheduler) + sum(e.completion is not None for e in self._events)
 
     def submit(
         self,
@@ -372,7 +366,6 @@ class Engine:
             self.context.reset()
             self._scheduler.reset()
             self._events.clear()
-            self._is_behind = False
 
     @guarded()
     def _add(self, requests: Sequence[_EngineRequest]) -> None:
@@ -395,13 +388,12 @@ class Engine:
     @guarded()
     def _advance(self) -> None:
         """Compute a step, unless there are events to deliver."""
-        if self._is_behind:  # tokens that were committed come first: some may end a request
-            self._collect(self._scheduler)
-            self._is_behind = False
+        self._collect()  # what a call that broke off has committed: that may end a request
         if not self._events:
             step = self._scheduler.begin_step()
-            requests = [] if step is None else self._run(step)
-            self._collect([*requests, *self._scheduler.failed])
+            if step is not None:
+                self._run(step)
+            self._collect()
 
     def _propose_drafts(self, decoding: list[_EngineRequest]) -> dict[Hashable, list[int]]:
         """Collect drafts for the step, the oldest request's first, while its buffers last."""
@@ -428,8 +420,8 @@ class Engine:
             room -= len(proposed)
         return drafts
 
-    def _run(self, step: Step) -> list[_EngineRequest]:
-        """Compute and commit a step; return its requests."""
+    def _run(self, step: Step) -> None:
+        """Compute and commit a step."""
         logits = self._model.forward(step.metadata, self.context).cpu()
         logits = logits[:, : self.context.config.vocab_size]  # a model may pad its vocabulary
         lengths = [1 if r.is_prefill else r.num_tokens for r in step.requests]
@@ -456,12 +448,11 @@ class Engine:
                 self.decoding["accepted_tokens"] += accepted
             may_fork = request.forks and scheduled.samples and request.key not in preempted
             if may_fork and len(self._scheduler.output(request)) == 1:  # its first token
-                requests += self._scheduler.fork(request, partial(_sample_first, rows[0]))
-        return requests
+                self._scheduler.fork(request, partial(_sample_first, rows[0]))
 
-    def _collect(self, requests: Iterable[_EngineRequest]) -> None:
+    def _collect(self) -> None:
         """Make events of what was generated since the last ones; forget requests that ended."""
-        for request in list(requests):
+        for request in self._scheduler:
             done = None
             for token in self._scheduler.output(request, request.num_told):
                 request.num_told += 1
@@ -502,11 +493,6 @@ class Engine:
             skipped_tokens=num_prompt if is_fork else getattr(request.admission, "skip_tokens", 0),
             computed_tokens=request.prefill_tokens,
         )
-
-    def _recover(self) -> None:
-        """Take back what a call that raised left; the next step returns what it committed."""
-        self._is_behind = True
-        self._scheduler.recover()
 
 
 def _sample_first(logits: torch.Tensor, fork: _EngineRequest) -> int:

@@ -7,6 +7,9 @@ So et al., 2021 (arXiv:2109.08668).
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any, Final
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
@@ -31,7 +34,7 @@ __all__ = ["HybridModel"]
 class _MLPLayer:
     """Two projections around a squared ReLU; it keeps nothing between tokens."""
 
-    def __init__(self, config: HybridModelConfig, weights: WeightMaker) -> None:
+    def __init__(self, config: HybridModelConfig, layer: int, weights: WeightMaker) -> None:
         self.up_proj = weights.linear(config.mlp_size, config.hidden_size)
         self.down_proj = weights.linear(config.hidden_size, config.mlp_size)
 
@@ -39,6 +42,9 @@ class _MLPLayer:
         self, hidden: Tensor, batch: PackedBatch, caches: DynamicInferenceContext
     ) -> Tensor:
         return F.linear(F.relu(F.linear(hidden, self.up_proj)).square(), self.down_proj)
+
+
+_LAYERS: Final = {"M": Mamba2Layer, "*": AttentionLayer, "-": _MLPLayer}
 
 
 class HybridModel:
@@ -71,9 +77,11 @@ class HybridModel:
         self.embedding = weights.normal(config.vocab_size, config.hidden_size)
         self.head = weights.linear(config.vocab_size, config.hidden_size)
         self.norm_weight = torch.ones_like(self.embedding[0])
-        self.layers = [
-            _make_layer(config, index, weights) for index in range(len(config.layer_pattern))
-        ]
+        self.layers: list[Any] = []
+        num_made = Counter[str]()
+        for kind in config.layer_pattern:
+            self.layers.append(_LAYERS[kind](config, num_made[kind], weights))
+            num_made[kind] += 1
 
     @torch.no_grad()
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> Tensor:
@@ -118,15 +126,3 @@ class HybridModel:
             raise InvalidArgumentError(
                 f"live_states must be made for {spec}, got {caches.live_states.spec}"
             )
-
-
-def _make_layer(
-    config: HybridModelConfig, index: int, weights: WeightMaker
-) -> Mamba2Layer | AttentionLayer | _MLPLayer:
-    kind = config.layer_pattern[index]
-    of_this_kind = config.layer_pattern[:index].count(kind)
-    if kind == "M":
-        return Mamba2Layer(config, of_this_kind, weights)
-    if kind == "*":
-        return AttentionLayer(config, of_this_kind, weights)
-    return _MLPLayer(config, weights)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
 from mamba_cache._checks import INT32_MAX, check_int
@@ -143,5 +144,5 @@ def rms_norm(inputs: Tensor, weight: Tensor) -> Tensor:
     The result has the dtype of ``weight``.
     """
     wide = inputs.to(state_dtype_of(inputs.dtype))
-    scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + _NORM_EPS)
+    scaled = F.rms_norm(wide, wide.shape[-1:], eps=_NORM_EPS)
     return scaled.to(weight.dtype) * weight

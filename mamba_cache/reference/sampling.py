@@ -159,18 +159,15 @@ def verify_greedy_on_device(
             f"drafts must be [max_requests, num_speculative_tokens], and the step has up to "
             f"{metadata.max_decode_len - 1} for a request, got {list(drafts.shape)}"
         )
-    likeliest = logits.argmax(dim=1)
-    bounds = metadata.query_start_loc[: num_decodes + 1].long()
-    lengths = bounds[1:] - bounds[:-1]
-    offsets = torch.arange(drafts.shape[1] + 1, device=logits.device)
-    in_step = offsets < lengths[:, None]
-    # Past a request's own tokens stands its last one again, which is never counted.
-    decoded = likeliest[bounds[:-1, None] + torch.where(in_step, offsets, lengths[:, None] - 1)]
-    guessed = drafts[metadata.request_rows[:num_decodes].long()]
-    stands = (decoded[:, :-1] == guessed) & in_step[:, 1:]
-    prefilled = likeliest[num_tokens:, None].expand(-1, len(offsets))
-    num_standing = stands.int().cumprod(dim=1).sum(dim=1)
-    return DeviceTokens(
-        torch.cat([decoded, prefilled]),
-        torch.cat([num_standing, torch.zeros_like(prefilled[:, 0])]).int() + 1,
+    likeliest, offsets = (
+        logits.argmax(dim=1),
+        torch.arange(drafts.shape[1] + 1, device=logits.device),
     )
+    bounds = metadata.query_start_loc[: num_decodes + 1].long()
+    firsts = torch.cat([bounds[:-1], torch.arange(num_tokens, num_rows, device=logits.device)])
+    lengths = torch.cat([bounds.diff(), torch.ones_like(firsts[num_decodes:])])[:, None]
+    # Past a request's own tokens stands its last one again, which is never counted.
+    tokens = likeliest[firsts[:, None] + torch.minimum(offsets, lengths - 1)]
+    guessed = drafts[metadata.request_rows[: len(firsts)].long()]
+    stands = (tokens[:, :-1] == guessed) & (offsets[1:] < lengths)
+    return DeviceTokens(tokens, stands.int().cumprod(dim=1).sum(dim=1).int() + 1)

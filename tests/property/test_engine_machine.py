@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         for event in events:
             if event.token is not None:
                 self.received[event.request_id].append(event.token)
-            if event.finished:
+            if event.completion:
                 self.check(event.completion)
 
     def check(self, done):

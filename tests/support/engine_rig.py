@@ -98,7 +98,7 @@ def run_checked(engine):
             events = step_checked(engine)
         except ModelFailure:
             continue
-        done |= {event.request_id: event.completion for event in events if event.finished}
+        done |= {event.request_id: event.completion for event in events if event.completion}
     raise AssertionError("the engine does not come to an end")
 
 

@@ -37,7 +37,7 @@ def test_events_tell_tokens_and_the_end(rng):
     engine = make_engine()
     request_id = engine.submit(draw_prompt(rng, 5), greedy(3))
     events = list(engine.stream())
-    assert [event.finished for event in events] == [False, False, True]
+    assert [event.completion is not None for event in events] == [False, False, True]
     end = events[-1].completion
     assert end.tokens == tuple(event.token for event in events)
     assert (end.request_id, end.finish_reason) == (request_id, "length")

@@ -138,7 +138,7 @@ def test_others_overtake_one_that_waits(rng):
     engine = make_engine(max_tokens=4 * BLOCK)
     submit_two(engine, rng, root_blocks=3)
     engine.submit(draw_prompt(rng, 3), greedy(1), request_id="other")
-    ends = [event.request_id for event in step_checked(engine) if event.finished]
+    ends = [event.request_id for event in step_checked(engine) if event.completion]
     assert ends == ["other"]
     assert num_running(engine) == 2
 
