@@ -6,12 +6,12 @@ import json
 import signal
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from mamba_cache._version import __version__
-from mamba_cache.cli.output import Report
+from mamba_cache.cli.output import Option, Report
 from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
@@ -20,7 +20,7 @@ from mamba_cache.errors import (
     UnsupportedVersionError,
 )
 
-__all__ = ["COMMANDS", "main", "run"]
+__all__ = ["COMMANDS", "add_options", "main", "run"]
 
 COMMANDS = {
     "plan": "Suggest budgets: how many slots and KV blocks, and how large a block.",
@@ -29,6 +29,9 @@ COMMANDS = {
     "serve": "Serve a model by OpenAI's API: `transformers serve`, with a prefix cache behind it.",
 }
 """The first line of each command's docstring; its module has its name."""
+
+_CANNOT_RUN = (InvalidArgumentError, MissingExtraError, UnsupportedVersionError)
+"""A command cannot run as it was called; budgets that do not fit are a failure."""
 
 _DESCRIPTION = """Prefix caching for hybrid (attention + Mamba) language models.
 
@@ -64,8 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         module = import_module(f"mamba_cache.cli.{name}")
         command = getattr(module, name)
         parsers[name].description = command.__doc__
-        if hasattr(module, "add_options"):
-            module.add_options(parsers[name])
+        add_options(parsers[name], getattr(module, "OPTIONS", ()))
         if name != "serve":
             parsers[name].add_argument(
                 "--json", action="store_true", help="print one JSON object, no table"
@@ -82,14 +84,17 @@ def run(arguments: Sequence[str]) -> int:
         report: Report | None = command(options)
     except MambaCacheError as error:
         print(f"mamba-cache: {error}", file=sys.stderr)
-        return _exit_code(error)
+        return 2 if isinstance(error, _CANNOT_RUN) and not isinstance(error, BudgetError) else 1
     if report is None:  # a server that has ended
         return 0
     print(json.dumps(report.data, indent=2) if options.json else report.text)
     return 0 if report.passed else 1
 
 
-def _exit_code(error: MambaCacheError) -> int:
-    """Return 2 if a command cannot run as it was called, 1 if it failed."""
-    cannot_run = (InvalidArgumentError, MissingExtraError, UnsupportedVersionError)
-    return 2 if isinstance(error, cannot_run) and not isinstance(error, BudgetError) else 1
+def add_options(parser: ArgumentParser, options: Iterable[Option]) -> None:
+    """Add the options of a command, a tuple ``OPTIONS`` of its module."""
+    types = {"GIB": float, "N": int}
+    for name, unit, default, what in options:
+        text = what if default is None else f"{what} (default: {default})"
+        kind = types.get(unit, str)
+        parser.add_argument(name, metavar=unit, type=kind, default=default, help=text)

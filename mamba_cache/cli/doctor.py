@@ -21,7 +21,8 @@ from mamba_cache.reference import Engine, HybridModel, HybridModelConfig, Sampli
 
 __all__ = ["Check", "check_hits", "check_machine", "doctor"]
 
-_EXTRAS = {
+_OPTIONAL = {
+    "triton": ("", "kernels; without it PyTorch copies states"),
     "transformers": ("transformers", "prefix caching for transformers models"),
     "prometheus_client": ("metrics", "metrics"),
 }
@@ -65,31 +66,24 @@ def check_machine() -> Iterator[Check]:
     yield Check("mamba_cache", "ok", f"{__version__}, Python {platform.python_version()}")
     for package in ("torch", "numpy", "xxhash"):
         yield Check(package, "ok", metadata.version(package))
-    if importlib.util.find_spec("triton"):
-        yield Check("triton", "ok", metadata.version("triton"))
-    else:
-        advice = "on Linux: pip install triton, in the version that your torch asks for"
-        yield Check("triton", "absent", "not installed; PyTorch copies states", advice)
-    for package, (extra, purpose) in _EXTRAS.items():
+    for package, (extra, purpose) in _OPTIONAL.items():
         if importlib.util.find_spec(package):
             yield Check(package, "ok", f"{metadata.version(package)}, for {purpose}")
-        else:
+            continue
+        advice = "on Linux: pip install triton, in the version that your torch asks for"
+        if extra:
             advice = f"if you want it: {install_hint(extra)}"
-            yield Check(package, "absent", f"not installed; for {purpose}", advice)
-    yield _check_gpu()
-    yield check_hits()
-
-
-def _check_gpu() -> Check:
+        yield Check(package, "absent", f"not installed; for {purpose}", advice)
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         found = f"{torch.cuda.get_device_name()}, {memory}, CUDA {torch.version.cuda}"
-        return Check("GPU", "ok", found)
-    advice = "if there is one: this torch is built without CUDA, install one with it"
-    if torch.version.cuda or torch.version.hip:
-        advice = ""
-    return Check("GPU", "absent", "none; all runs on the CPU", advice)
+        yield Check("GPU", "ok", found)
+    else:
+        has_backend = torch.version.cuda or torch.version.hip
+        advice = "if there is one: this torch is built without CUDA, install one with it"
+        yield Check("GPU", "absent", "none; all runs on the CPU", "" if has_backend else advice)
+    yield check_hits()
 
 
 def check_hits() -> Check:

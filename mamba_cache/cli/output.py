@@ -1,11 +1,15 @@
-"""What commands report: one JSON object for machines, and text with tables for people."""
+"""What commands take and report: one JSON object for machines, and text with tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Report", "size_text", "table"]
+__all__ = ["Option", "Report", "size_text", "table"]
+
+
+Option: TypeAlias = tuple[str, str, Any, str]
+"""An option of a command: name, unit, default and help. One without dashes is an argument."""
 
 
 class Report(NamedTuple):

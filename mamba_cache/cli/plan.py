@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from mamba_cache._checks import check_int, check_number
-from mamba_cache.cli.output import Report, size_text, table
+from mamba_cache.cli.output import Option, Report, size_text, table
 from mamba_cache.cli.replay import run_replay
 from mamba_cache.cli.traces import read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.integrations.model_shapes import BUILT_IN, ModelShape, load_shape
 
-__all__ = ["add_options", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
+__all__ = ["OPTIONS", "make_plan", "plan", "split_by_trace", "suggest_block_size"]
 
 _GIB = 2**30
 _MAX_GIB = 10**6
@@ -43,35 +43,18 @@ _BLOCKS_PER_PREFIX = 8
 """Blocks that a shared prefix should have at least: one may be lost at its end."""
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the command."""
-    option = parser.add_argument
-    option(
-        "model",
-        metavar="MODEL",
-        help="a Hugging Face config.json or its folder; the hub id of a model in this machine's "
-        f"cache of the hub; or one of {', '.join(BUILT_IN)}. Nothing is downloaded",
-    )
-    option(
-        "--memory",
-        metavar="GIB",
-        type=float,
-        help="GPU memory, GiB of 2**30 bytes (default: this machine's GPU)",
-    )
-    for name, default, what in (
-        ("--prompt", 4096, "tokens of a prompt, on average"),
-        ("--output", 512, "tokens of an answer, on average"),
-        ("--concurrency", 32, "requests that run at once"),
-        ("--shared", 0, "tokens that all prompts begin with"),
-    ):
-        option(name, metavar="N", type=int, default=default, help=f"{what} (default: {default})")
-    option("--block-size", metavar="N", type=int, help="tokens of a block (default: suggested)")
-    option(
-        "--trace",
-        metavar="FILE",
-        help=f"requests to replay (as for `replay`; the first {_MAX_REPLAYED:,}): divides the "
-        "memory as they hit the most",
-    )
+OPTIONS: tuple[Option, ...] = (
+    ("model", "MODEL", None, "a Hugging Face config.json or its folder; the hub id of a model in "
+     f"this machine's cache of the hub; or one of {', '.join(BUILT_IN)}. Nothing is downloaded"),
+    ("--memory", "GIB", None, "GPU memory, GiB of 2**30 bytes (default: this machine's GPU)"),
+    ("--prompt", "N", 4096, "tokens of a prompt, on average"),
+    ("--output", "N", 512, "tokens of an answer, on average"),
+    ("--concurrency", "N", 32, "requests that run at once"),
+    ("--shared", "N", 0, "tokens that all prompts begin with"),
+    ("--block-size", "N", None, "tokens of a block (default: suggested)"),
+    ("--trace", "FILE", None, f"requests to replay (as for `replay`; the first {_MAX_REPLAYED:,}): "
+     "divides the memory as they hit the most"),
+)  # fmt: skip
 
 
 def plan(options: Namespace) -> Report:
@@ -86,15 +69,8 @@ def plan(options: Namespace) -> Report:
         memory = torch.cuda.get_device_properties(0).total_memory
     else:
         raise InvalidArgumentError("this machine has no GPU whose memory to plan: give --memory")
-    made = make_plan(
-        shape,
-        memory,
-        prompt=options.prompt,
-        output=options.output,
-        concurrency=options.concurrency,
-        shared=options.shared,
-        block_size=options.block_size,
-    )
+    names = "prompt", "output", "concurrency", "shared", "block_size"
+    made = make_plan(shape, memory, **{name: getattr(options, name) for name in names})
     counts = dict(made["config"])
     if options.trace is not None:
         made["trace"] = split = split_by_trace(made, options.trace)

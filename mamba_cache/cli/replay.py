@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Final
 
 from mamba_cache.cache import SLOT_POLICIES
-from mamba_cache.cli.output import Report, table
+from mamba_cache.cli.output import Option, Report, table
 from mamba_cache.cli.traces import TraceRequest, prompt_tokens, read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import Engine, SamplingParams
 from mamba_cache.reference.no_model import NoModel
 
-__all__ = ["add_options", "replay", "run_replay"]
+__all__ = ["OPTIONS", "replay", "run_replay"]
 
 _FIRST_TOKEN: Final = SamplingParams(max_new_tokens=1)
 _MAX_TOKENS: Final = 8192
@@ -28,29 +28,13 @@ _UNLIMITED: Final = "unlimited"
 _PROGRESS_SECONDS: Final = 20.0
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the command."""
-    option = parser.add_argument
-    option("trace", metavar="TRACE", help="a file of JSON lines, or .gz")
-    option(
-        "--slots",
-        metavar="N,...",
-        default="50,200,unlimited",
-        help="budgets of slots: numbers, or unlimited (default: %(default)s)",
-    )
-    option(
-        "--kv-blocks",
-        metavar="N",
-        default=_UNLIMITED,
-        help="budget of KV blocks: a number, or unlimited (default: %(default)s)",
-    )
-    option(
-        "--policy",
-        metavar="NAME,...",
-        default=",".join(SLOT_POLICIES),
-        help="eviction (default: %(default)s)",
-    )
-    option("--limit", metavar="N", type=int, help="requests to replay (default: all)")
+OPTIONS: tuple[Option, ...] = (
+    ("trace", "TRACE", None, "a file of JSON lines, or .gz"),
+    ("--slots", "N,...", "50,200,unlimited", "budgets of slots: numbers, or unlimited"),
+    ("--kv-blocks", "NUMBER", _UNLIMITED, "budget of KV blocks: a number, or unlimited"),
+    ("--policy", "NAME,...", ",".join(SLOT_POLICIES), "eviction"),
+    ("--limit", "N", None, "requests to replay (default: all)"),
+)
 
 
 def replay(options: Namespace) -> Report:
@@ -149,20 +133,18 @@ def _counts(engine: Engine, requests: Sequence[TraceRequest], num_failed: int) -
     stats = engine.context.stats()
     total = sum(request.input_length for request in requests)
     matched = stats.kv_matched_blocks * engine.context.config.block_size_tokens
+    names = (
+        "hits", "skipped_tokens", "saved_states", "refused_states", "evicted_slots",
+        "evicted_blocks", "skipped_checkpoints",
+    )  # fmt: skip
     return {
         "requests": len(requests),
         "failed_requests": num_failed,
-        "hits": stats.hits,
         "prompt_tokens": total,
-        "skipped_tokens": stats.skipped_tokens,
         "token_hit_rate": round(stats.skipped_tokens / total, 4),
         "kv_hit_rate": round(matched / total, 4),
-        "saved_states": stats.saved_states,
-        "refused_states": stats.refused_states,
         "kept_states": stats.cached_slots,
-        "evicted_slots": stats.evicted_slots,
-        "evicted_blocks": stats.evicted_blocks,
-        "skipped_checkpoints": stats.skipped_checkpoints,
+        **{name: getattr(stats, name) for name in names},
     }
 
 

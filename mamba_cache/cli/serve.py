@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 import importlib
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from mamba_cache.cli.output import Option
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 
-__all__ = ["add_options", "serve"]
+__all__ = ["OPTIONS", "serve"]
 
 
-_SETTINGS: tuple[tuple[str, str, Any, str], ...] = (
-    ("mamba_cache_gb", "GIB", 2.0, "budget for saved states"),
-    ("kv_cache_gb", "GIB", 4.0, "budget for keys and values"),
-    ("block_size_tokens", "N", 32, "tokens of a block; states lie at block boundaries"),
-    ("max_requests", "N", 64, "requests that run at once, with --continuous-batching"),
-    ("events_endpoint", "URL", None, "where routers hear what is cached: tcp://127.0.0.1:5557"),
-    ("events_replay_endpoint", "URL", None, "where routers ask for what they missed"),
-    ("host_cache_gb", "GIB", None, "budget for prefixes in host memory"),
-    ("disk_cache_path", "FOLDER", None, "where prefixes outlive the server; needs --host-cache-gb"),
-    ("disk_cache_gb", "GIB", 16.0, "what everything in that folder may take"),
-    ("store", "URL", None, "store that servers share; needs --host-cache-gb, --hash-secret-file"),
-)
-"""Settings of ``serve.install`` that are options: name, unit, default and help. It has others."""
-
-_TYPES = {"GIB": float, "N": int}
-
-
-def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="folder or hub id of the model; it is preloaded"
-    )
-    for name, unit, default, what in _SETTINGS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar=unit,
-            type=_TYPES.get(unit, str),
-            default=default,
-            help=what if default is None else f"{what} (default: {default})",
-        )
-    parser.add_argument(
-        "--hash-secret-file",
-        metavar="FILE",
-        type=Path,
-        help="file that holds the key of the block digests, less a line break at its end; "
-        "without a file the key is drawn",
-    )
+OPTIONS: tuple[Option, ...] = (
+    ("model", "MODEL", None, "folder or hub id of the model; it is preloaded"),
+    ("--mamba-cache-gb", "GIB", 2.0, "budget for saved states"),
+    ("--kv-cache-gb", "GIB", 4.0, "budget for keys and values"),
+    ("--block-size-tokens", "N", 32, "tokens of a block; states lie at block boundaries"),
+    ("--max-requests", "N", 64, "requests that run at once, with --continuous-batching"),
+    ("--events-endpoint", "URL", None, "where routers hear what is cached: tcp://127.0.0.1:5557"),
+    ("--events-replay-endpoint", "URL", None, "where routers ask for what they missed"),
+    ("--host-cache-gb", "GIB", None, "budget for prefixes in host memory"),
+    ("--disk-cache-path", "FOLDER", None,
+     "where prefixes outlive the server; needs --host-cache-gb"),
+    ("--disk-cache-gb", "GIB", 16.0, "what everything in that folder may take"),
+    ("--store", "URL", None,
+     "store that servers share; needs --host-cache-gb, --hash-secret-file"),
+    ("--hash-secret-file", "FILE", None, "file that holds the key of the block digests, less a "
+     "line break at its end; without a file the key is drawn"),
+)  # fmt: skip
+"""All but the first and the last are settings of ``serve.install``, which has others."""
 
 
 def serve(options: Namespace) -> None:
@@ -63,9 +45,10 @@ def serve(options: Namespace) -> None:
         installed,
     )
 
-    settings = {name: getattr(options, name) for name, *_ in _SETTINGS}
+    names = [option.removeprefix("--").replace("-", "_") for option, *_ in OPTIONS[1:-1]]
+    settings = {name: getattr(options, name) for name in names}
     if options.hash_secret_file is not None:
-        settings["hash_secret"] = _secret_in(options.hash_secret_file)
+        settings["hash_secret"] = _secret_in(Path(options.hash_secret_file))
     with installed(**settings):
         typer = importlib.import_module("typer")  # transformers builds its commands with it
         server = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -83,7 +66,7 @@ def serve(options: Namespace) -> None:
 def _check_options(command: Any, others: Sequence[str]) -> None:
     """Refuse an option that transformers does not know and that is nearly one of ours."""
     known = {"--help"}.union(*((*each.opts, *each.secondary_opts) for each in command.params))
-    own = [f"--{name.replace('_', '-')}" for name, *_ in _SETTINGS]
+    own = [option for option, *_ in OPTIONS[1:-1]]
     for given in (each.partition("=")[0] for each in others):
         alike = get_close_matches(given, own, n=1) if given.startswith("--") else []
         if alike and given not in known:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +61,6 @@ class TraceRequest:
         if not (self.tenant is None or isinstance(self.tenant, str)):
             raise InvalidArgumentError(f"tenant must be a string or null, got {self.tenant!r}")
 
-    @property
-    def whole_ids(self) -> tuple[int, ...]:
-        """The ids of the complete blocks."""
-        return self.hash_ids[: self.input_length // self.block_size]
-
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """Read a trace: a file of JSON lines, which may be compressed (``.gz``).
@@ -81,7 +76,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
     if limit is not None:
         check_int("limit", limit, minimum=1)
     try:
-        with _open(path) as lines:
+        opened: Any = gzip.open if str(path).endswith(".gz") else open
+        with opened(path, "rt", encoding="utf-8-sig") as lines:
             requests = list(islice(_read_lines(lines), limit))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"trace {str(path)!r} cannot be read: {error}") from error
@@ -105,12 +101,6 @@ def prompt_tokens(request: TraceRequest) -> npt.NDArray[np.int32]:
         bits = (bits ^ (bits >> shift)) * mixer
     tokens: npt.NDArray[np.int32] = (bits >> np.uint64(64 - _TOKEN_BITS)).astype(np.int32)
     return tokens.reshape(-1)[: request.input_length]
-
-
-def _open(path: str | Path) -> IO[str]:
-    if str(path).endswith(".gz"):
-        return cast("IO[str]", gzip.open(path, "rt", encoding="utf-8-sig"))
-    return open(path, encoding="utf-8-sig")
 
 
 def _read_lines(lines: Iterable[str]) -> Iterator[TraceRequest]:

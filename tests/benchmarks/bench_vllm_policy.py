@@ -65,7 +65,10 @@ class Replay:
     def serve(self, request: TraceRequest) -> None:
         """Look up, load and offer the chunks of a request."""
         context = ReqContext(req_id=str(self.num_requests))
-        names = [each.to_bytes(32, "big") for each in request.whole_ids]
+        names = [
+            each.to_bytes(32, "big")
+            for each in request.hash_ids[: request.input_length // request.block_size]
+        ]
         attention, states = ([make_offload_key(n, g) for n in names] for g in (ATTENTION, STATES))
         for keys in (attention, states):
             for place, key in enumerate(keys):

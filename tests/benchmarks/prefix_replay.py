@@ -88,7 +88,7 @@ def turns_of(requests: Sequence[TraceRequest]) -> list[tuple[np.ndarray, np.ndar
     later: dict[int, np.ndarray] = {}  # by an id, the next prompt that has it
     turns = []
     for number, request in reversed([*enumerate(requests)]):
-        ids = request.whole_ids or (2**40 + number,)
+        ids = request.hash_ids[: request.input_length // request.block_size] or (2**40 + number,)
         for each in ids:
             if each not in runs:
                 runs[each] = _run_of(each)

@@ -66,7 +66,9 @@ def _find_repeats(requests: Sequence[TraceRequest]) -> tuple[_Int64Array, _Int64
     for number, request in enumerate(requests):
         node = nodes.setdefault((request.tenant, -1), len(nodes))
         num_usable = (request.input_length - 1) // request.block_size  # a token is computed
-        for depth, hash_id in enumerate(request.whole_ids, 1):
+        for depth, hash_id in enumerate(
+            request.hash_ids[: request.input_length // request.block_size], 1
+        ):
             node = nodes.setdefault((hash_id, node), len(nodes))
             if node in last and depth <= num_usable:
                 deepest[last[node], number] = depth

@@ -6,7 +6,8 @@ from argparse import ArgumentParser
 
 from sources import ROOT
 
-from mamba_cache.cli.serve import add_options
+from mamba_cache.cli.app import add_options
+from mamba_cache.cli.serve import OPTIONS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -14,7 +15,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_commands_have_the_options_that_are_shown() -> None:
     [serve] = re.findall(r"^mamba-cache serve (.*)$", README, flags=re.MULTILINE)
     parser = ArgumentParser()
-    add_options(parser)
+    add_options(parser, OPTIONS)
     given = parser.parse_args(serve.split())
     assert (given.mamba_cache_gb, given.kv_cache_gb) == (4, 8)
 

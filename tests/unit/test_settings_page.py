@@ -8,7 +8,8 @@ import pytest
 from sources import ROOT
 
 from mamba_cache import CacheConfig
-from mamba_cache.cli.serve import add_options
+from mamba_cache.cli.app import add_options
+from mamba_cache.cli.serve import OPTIONS
 
 PAGE = (ROOT / "docs" / "how-to" / "settings.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| ([^|]*)\| ([^|]*)\| ([^|]*)\|", PAGE, flags=re.MULTILINE)
@@ -26,7 +27,7 @@ def shown_as(value: object) -> str:
 
 def defaults_of_serve() -> dict[str, object]:
     parser = ArgumentParser()
-    add_options(parser)
+    add_options(parser, OPTIONS)
     return vars(parser.parse_args(["a model"]))
 
 
