@@ -342,11 +342,13 @@ class Scheduler(Generic[_Request]):
         States before ``start`` cannot be saved any more, and what the request was told before is
         not repeated. It may be among those that are queued.
         """
-        found = {
-            common_blocks(other, request) * self._block_size
-            for other in self._queued().values()
-            if other is not request
-        }
+        own, block = request.prepared.hashes.digests, start // self._block_size
+        found = set()
+        for other in self._queued().values() if block < len(own) else ():
+            its = other.prepared.hashes.digests
+            # Most share no block behind the start with it; one look tells that.
+            if other is not request and block < len(its) and its[block] == own[block]:
+                found.add(common_blocks(other, request) * self._block_size)
         return sorted(p for p in found - request.branch_positions if p > start)
 
     def _awaits_fork(self, request: _Request) -> bool:
@@ -365,6 +367,8 @@ class Scheduler(Generic[_Request]):
             return False
         table = self._context.request_table
         for other in self._with_status(RequestStatus.SCHEDULED):
+            if not other.branch_positions:
+                continue
             computed = table.num_computed.item(table.find(other.key).row)
             position = common_blocks(request, other) * self._block_size
             if position > max(skip_tokens, computed) and position in other.branch_positions:

@@ -29,7 +29,7 @@ from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
-from mamba_cache.integrations.transformers.capture import _find_scans
+from mamba_cache.integrations.transformers.capture import _functions_of, _is_scan
 from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.integrations.transformers.serve.models import ServedModel
 from mamba_cache.integrations.transformers.serve.requests import Arrival, BatchManager
@@ -348,10 +348,13 @@ def standing_in(function):
 def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator):
     """A batch that had a listener was called off: the model was said to be another one."""
     model, prompt = nemotron.model, tokens(generator, 2 * BLOCK + 3)
+    owner, scan = next(
+        (one, name) for one, name, function in _functions_of(model) if _is_scan(function)
+    )
     replacements = [
         (model, "forward", standing_in),
         (model.config, "_attn_implementation_internal", lambda _: "mamba_cache_paged"),
-        (*next(iter(_find_scans(model))), standing_in),
+        (owner, scan, standing_in),
     ]
     cache = nemotron.cache()
     with ExitStack() as other_thread:

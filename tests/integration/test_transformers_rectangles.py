@@ -311,6 +311,37 @@ def test_a_fresh_prompt_enters_convolutions_as_it_is(monkeypatch, generator):
     assert all(columns == size for columns, size in seen)
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5"])
+def test_a_convolutions_kernel_gets_tokens_whose_channels_lie_together(
+    name, monkeypatch, generator
+):
+    """Rows that go on from a state enter it as transformers would have them, in another layout."""
+    one, seen = subject(name), []
+    cache = one.cache()
+    monkeypatch.setattr(cache._capture, "_has_conv_kernel", True)
+    by_token = capturing._update_by_token
+
+    def looked_at(update, layer, *args, **options):
+        states = capturing.numbered(layer.conv_states)
+        before = {index: state.clone() for index, state in states.items() if state is not None}
+        full = by_token(update, layer, *args, **options)
+        if 0 in before:
+            assert full.stride(1) == 1
+            wanted = torch.cat([before[0], args[0]], dim=-1)
+            assert torch.equal(full, wanted)
+            assert torch.equal(layer.conv_states[0], wanted[..., -before[0].shape[-1] :])
+            seen.append(full.shape)
+        return full
+
+    monkeypatch.setattr(capturing, "_update_by_token", looked_at)
+    stem = tokens(generator, 3 * BLOCK)
+    for lengths in ([5], [9, 20, 2 * BLOCK + 3]):
+        prompts = [[*stem, *tokens(generator, length)] for length in lengths]
+        found = answers(batch(cache, prompts, max_new_tokens=3, eos_token_id=None))
+        assert found == [one.answer(prompt, 3) for prompt in prompts]
+    assert any(rows == 3 for rows, *_ in seen)
+
+
 class Recorded:
     """Stands for a CUDA graph and its logits: nothing is computed before a replay."""
 

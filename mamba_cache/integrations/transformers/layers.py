@@ -19,6 +19,7 @@ __all__ = [
     "SequenceMemory",
     "copier_of",
     "learn_layers",
+    "numbered",
     "read_layers",
     "stack_memories",
 ]
@@ -130,12 +131,12 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
     memory, filled = SequenceMemory(num_tokens), _layers_like(cache, layers)
     for layer, parts in zip(filled, layers, strict=True):
         for i in parts.convs:
-            conv = _numbered(layer.conv_states)[i]
+            conv = numbered(layer.conv_states)[i]
             # A cache that can take tokens back keeps the windows before them as well.
             if conv is not None and getattr(layer, "record_past", False):
-                conv = conv[..., -_numbered(layer.conv_kernel_size)[i] :]
+                conv = conv[..., -numbered(layer.conv_kernel_size)[i] :]
             memory.states.append(conv)
-        memory.states += [_numbered(layer.recurrent_states)[i] for i in parts.recurrents]
+        memory.states += [numbered(layer.recurrent_states)[i] for i in parts.recurrents]
         if parts.window:
             if layer.sliding_window != parts.window + 1:  # what a slot has room for
                 raise ModelChangedError(
@@ -159,8 +160,8 @@ def _nothing_left(filled: Sequence[Any], layers: Sequence[LayerParts]) -> ModelC
     missing = []
     for index, (layer, parts) in enumerate(zip(filled, layers, strict=True)):
         expected = {
-            "conv states": [_numbered(layer.conv_states)[i] for i in parts.convs],
-            "recurrent states": [_numbered(layer.recurrent_states)[i] for i in parts.recurrents],
+            "conv states": [numbered(layer.conv_states)[i] for i in parts.convs],
+            "recurrent states": [numbered(layer.recurrent_states)[i] for i in parts.recurrents],
             "keys and values": [layer.keys] if parts.window or parts.has_tokens else [],
         }
         names = [name for name, tensors in expected.items() if any(t is None for t in tensors)]
@@ -283,7 +284,7 @@ def _parts_of(index: int, layer: Any) -> LayerParts:
             f"layer {index} of the cache must be one of {list(_KNOWN_LAYERS)}, got {kind}"
         )
     convs, recurrents = (
-        tuple(i for i, state in _numbered(getattr(layer, name, None)).items() if state is not None)
+        tuple(i for i, state in numbered(getattr(layer, name, None)).items() if state is not None)
         for name in ("conv_states", "recurrent_states")
     )
     has_keys = getattr(layer, "keys", None) is not None
@@ -291,7 +292,7 @@ def _parts_of(index: int, layer: Any) -> LayerParts:
     return LayerParts(kind, convs, recurrents, has_keys and not window, window)
 
 
-def _numbered(states: Any) -> dict[int, Any]:
+def numbered(states: Any) -> dict[int, Any]:
     """Return a layer's dict of states; before transformers 5.15 it had at most one of a kind."""
     return states if isinstance(states, dict) else {0: states}
 

@@ -220,7 +220,7 @@ class BatchForwards:
         return self._inputs[shape]
 
     def _forward(self, shape: RectangleShape, inputs: torch.Tensor) -> torch.Tensor:
-        with self.costs.launching(shape.num_rows * shape.num_tokens):
+        with self.costs.launching(shape.num_rows * shape.num_tokens, is_ragged=shape.is_ragged):
             logits, self._has_all = self.forward(shape, inputs)
         return logits
 
