@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -742,9 +742,10 @@ class AdaptiveSlotPolicy:
             return self._tree.propose(prompt, depth, kind)
         self._num_incomplete += 1
         # Its last block gets a hash id that no other block has.
-        prompt = replace(prompt, hash_ids=[*hash_ids, -(self._num_incomplete << 1)])
-        node = self._tree.propose(prompt, len(prompt.hash_ids), kind)
+        path, traits, hint = [*hash_ids, -(self._num_incomplete << 1)], prompt.traits, prompt.hint
+        grown = PromptPath(path, prompt.turn, traits, hint, prompt.told, prompt.near)
+        node = self._tree.propose(grown, len(path), kind)
         # The hint is counted once, and stays in the class.
-        traits = prompt.traits + prompt.hint
-        self._incomplete[node] = replace(prompt, traits=traits, told=None)
+        grown.traits, grown.told = traits + hint, None
+        self._incomplete[node] = grown
         return node

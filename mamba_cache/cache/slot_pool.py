@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +37,7 @@ __all__ = ["SlotLease", "SlotPool", "check_same_length"]
 _ZERO = np.int32(0)  # of the arrays' own dtype: compared with Python's it takes three times as long
 
 
-@dataclass(frozen=True, slots=True)
-class SlotLease:
+class SlotLease(NamedTuple):
     """A reader's claim on what a slot held when it was pinned.
 
     Attributes:
@@ -253,10 +251,7 @@ class SlotPool:
         if not isinstance(lease, SlotLease):
             raise InvalidArgumentError(f"give a SlotLease, got {lease!r}")
         [slot] = as_ids("slots", [lease.slot], self.max_slots)
-        return bool(
-            self._slot_to_block[slot] == lease.block_id
-            and self.generations[slot] == lease.generation
-        )
+        return self._lease(slot) == lease
 
     @guarded(nests=True)
     def reserve_slots(
@@ -428,7 +423,10 @@ class SlotPool:
             raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
         self._guard.is_changing = True
         self._rows.hold(read, as_rows(read))
-        return [self._lease(slot, self._block_at[slot]) for slot in read]
+        return [self._lease(slot) for slot in read]
+
+    def _lease(self, slot: int) -> SlotLease:
+        return SlotLease(slot, self._block_at[slot], self.generations.item(slot))
 
     @guarded(nests=True)
     def unpin_slots(self, leases: Sequence[SlotLease]) -> None:
@@ -450,12 +448,9 @@ class SlotPool:
             InvalidArgumentError: A slot is outside the pool.
         """
         return [
-            None if (block := self._block_at[slot]) < 0 else self._lease(slot, block)
+            None if self._block_at[slot] < 0 else self._lease(slot)
             for slot in as_ids("slots", slots, self.max_slots)
         ]
-
-    def _lease(self, slot: int, block_id: int) -> SlotLease:
-        return SlotLease(slot, block_id, self.generations.item(slot))
 
     @guarded(nests=True)
     def free_unread(self, leases: Sequence[SlotLease]) -> None:
@@ -465,7 +460,9 @@ class SlotPool:
             InvalidArgumentError: One is no lease, or its slot is outside the pool.
         """
         current = [x for x in as_items("leases", leases, "leases") if self.is_current(x)]
-        self._invalidate_blocks_batch(x.block_id for x in current if not self.pin_counts[x.slot])
+        self._guard.is_changing = True
+        self.free_states([x.block_id for x in current if not self._rows.ref_at[x.slot]])
+        self.listeners.tell()
 
     @guarded(nests=True)
     def note_consumed(self, slots: Sequence[int]) -> None:
