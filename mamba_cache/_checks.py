@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
 
-from mamba_cache.errors import InvalidArgumentError, MambaCacheError
+from mamba_cache.errors import InvalidArgumentError, InvariantError, MambaCacheError
 
 __all__ = [
     "INT32_MAX",
@@ -23,6 +23,7 @@ __all__ = [
     "check_number",
     "check_secret",
     "is_unreadable",
+    "require_all",
 ]
 
 INT32_MAX: Final = 2**31 - 1
@@ -57,6 +58,13 @@ def check_number(name: str, value: Any, *, maximum: float) -> float:
     if not is_number or not 0 <= value <= maximum:
         raise InvalidArgumentError(f"{name} must be a number in [0, {maximum:g}], got {value!r}")
     return float(value)
+
+
+def require_all(statements: Mapping[str, bool], what: str = "does not hold") -> None:
+    """Raise ``InvariantError`` with the statements about some bookkeeping that are not true."""
+    breaches = [statement for statement, holds in statements.items() if not holds]
+    if breaches:
+        raise InvariantError(f"{what}: {'; '.join(breaches)}")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mamba_cache._checks import require_all
 from mamba_cache.cache.policies import PromptFacts, SlotPlan, StateProposal
 from mamba_cache.errors import InvariantError
 from mamba_cache.protocols import KVBlockView
@@ -565,9 +566,7 @@ class CandidateTree:
             "values": np.array_equal((served, servers), (found, found_servers))
             and all(gains[n] == found_gains[n] for n in kept),  # ghosts need no gain
         }
-        breaches = [what for what, holds in statements.items() if not holds]
-        if breaches:
-            raise InvariantError(f"candidates contradict each other: {', '.join(breaches)}")
+        require_all(statements, "candidates contradict each other")
 
 
 class AdaptiveSlotPolicy:

@@ -261,6 +261,9 @@ class BlockHashChain:
             image, that its token ids do not tell apart but ``key`` does (a hash of its content).
             For an input of many tokens its first position is enough. The order is free.
 
+    Attributes:
+        hashes: Those of the complete blocks so far; what is appended later does not change it.
+
     Raises:
         InvalidArgumentError: ``block_size_tokens`` is not an int >= 1, a position is not an int
             >= 0, or a key is of a type that is not allowed.
@@ -276,6 +279,7 @@ class BlockHashChain:
         "_root",
         "_split",
         "_tail",
+        "hashes",
     )
 
     def __init__(
@@ -298,12 +302,8 @@ class BlockHashChain:
         self._split = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self._digests: list[bytes] = []
         self._ids: list[int] = []
+        self.hashes = BlockHashes()
         self._tail = bytearray()
-
-    @property
-    def hashes(self) -> BlockHashes:
-        """Hashes of the complete blocks so far, in O(1); later blocks do not change it."""
-        return BlockHashes._snapshot(self._digests, self._ids)
 
     @property
     def num_tokens(self) -> int:
@@ -330,6 +330,7 @@ class BlockHashChain:
         # Keys of a block are forgotten when it is hashed.
         chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
         chain._digests, chain._ids = self._digests[:end], self._ids[:end]
+        chain.hashes = BlockHashes._snapshot(chain._digests, chain._ids)
         chain._tail = bytearray(self._tail if num_blocks is None else b"")
         return chain
 
@@ -370,6 +371,7 @@ class BlockHashChain:
             digests.append(parent)
         digests += [parent := digest(parent + block) for (block,) in blocks]
         self._ids += _hash_ids_of(digests[len(self._ids) :])
+        self.hashes = BlockHashes._snapshot(digests, self._ids)
 
 
 def compute_block_hashes(

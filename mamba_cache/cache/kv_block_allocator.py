@@ -9,7 +9,7 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ids, check_choice, check_int, check_kind
+from mamba_cache._checks import INT32_MAX, as_ids, check_choice, check_int, check_kind, require_all
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of
 from mamba_cache.cache.rows import (
@@ -28,7 +28,6 @@ from mamba_cache.errors import (
     BlockCapacityError,
     HashConflictError,
     InvalidArgumentError,
-    InvariantError,
     UnknownBlockError,
 )
 from mamba_cache.events import Listeners, Removed, Stored
@@ -556,10 +555,7 @@ class KVBlockAllocator:
                 and all(slots is not None and slots.holds_state(b) for b in missing)
             ),
         }
-        breaches = [statement for statement, holds in statements.items() if not holds]
-        breaches += self._rows.breaches()
-        if breaches:
-            raise InvariantError(f"does not hold: {'; '.join(breaches)}")
+        require_all(statements | self._rows.statements())
 
     def _agrees_with_parents(self, cached: set[int]) -> bool:
         """Say whether the lists of children, and the counts of cached ones, follow from parents."""

@@ -164,13 +164,13 @@ class Rows:
             ids = [row for row, name in pairs if name != NONE]
         return ids
 
-    def breaches(self) -> list[str]:
-        """Return what contradicts that each row is free, held or cached, and just one of them."""
+    def statements(self) -> dict[str, bool]:
+        """Say for ``require_all`` whether each row is free, held or cached, and one of them."""
         free = self.free[: max(self.num_free, 0)].tolist()
         held = self.refs[: self.num_rows] != 0
         cached = (self.names[: self.num_rows] != NONE) & ~held
         together = sorted([*free, *held.nonzero()[0].tolist(), *cached.nonzero()[0].tolist()])
-        statements = {
+        return {
             f"there are 0 to {self.num_rows} free {self._what}s": (
                 0 <= self.num_free <= self.num_rows
             ),
@@ -180,7 +180,6 @@ class Rows:
                 together == list(range(self.num_rows)) and not self.refs[self.num_rows :].any()
             ),
         }
-        return [statement for statement, holds in statements.items() if not holds]
 
 
 class EvictionQueue:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ids, as_ints, as_items, check_int
+from mamba_cache._checks import INT32_MAX, as_ids, as_ints, as_items, check_int, require_all
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.policies import (
@@ -25,7 +25,6 @@ from mamba_cache.cache.rows import Rows, as_rows
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
-    InvariantError,
     MissingStateError,
     UnknownBlockError,
 )
@@ -540,17 +539,17 @@ class SlotPool:
         """
         hashes = as_host_array(self.kv_blocks.block_hashes)
         stale = [block for block in self._slot_to_block.tolist() if block >= 0 > hashes[block]]
-        _require(not stale, f"blocks {stale[:8]} have states of what they held before")
-        _require(
-            sorted(reserved) == sorted(self.reserved),
-            f"slots {sorted(self.reserved)} are reserved, but {sorted(reserved)} are planned for",
-        )
         read = Counter(lease.slot for lease in leases if self.is_current(lease))
-        pinned = [s for s in self.pin_counts.nonzero()[0].tolist() if s not in self.reserved]
-        _require(
-            read == {slot: self.pin_counts.item(slot) for slot in pinned},
-            f"slots {pinned} are pinned, but {sorted(read)} are read",
-        )
+        held = self.pin_counts.nonzero()[0].tolist()
+        pinned = {s: self.pin_counts.item(s) for s in held if s not in self.reserved}
+        statements = {
+            f"blocks {stale[:8]} hold what they held when their states were saved": not stale,
+            f"slots {sorted(self.reserved)} are reserved, and planned for {sorted(reserved)}": (
+                sorted(reserved) == sorted(self.reserved)
+            ),
+            f"slots {[*pinned]} are pinned, and read {sorted(read)}": read == pinned,
+        }
+        require_all(statements)
 
     def check_invariants(self) -> None:
         """Check the bookkeeping against itself.
@@ -558,23 +557,22 @@ class SlotPool:
         Raises:
             InvariantError: Something contradicts something else; the message says what.
         """
-        breaches = self._rows.breaches()
-        _require(not breaches, f"does not hold: {'; '.join(breaches)}")
         cached = np.flatnonzero(self._slot_to_block >= 0)
-        back = self._block_to_slot[self._slot_to_block[cached]]
-        _require(np.array_equal(back, cached), "slot_to_block and block_to_slot disagree")
         num_blocks = int(np.count_nonzero(self._block_to_slot >= 0))
-        _require(num_blocks == len(cached), f"{num_blocks} blocks share {len(cached)} cached slots")
-        blocks = sorted(self.reserved.values())
-        _require(
-            sorted(self._awaited) == blocks,
-            "the blocks awaited are not those of reserved slots, one for each",
-        )
         held = np.flatnonzero((self._slot_to_block < 0) & (self.pin_counts != 0)).tolist()
-        _require(
-            held == sorted(self.reserved) and bool((self.pin_counts[held] == 1).all()),
-            "slots without a state have other references than one for each that is reserved",
-        )
+        statements = {
+            "slot_to_block and block_to_slot agree": np.array_equal(
+                self._block_to_slot[self._slot_to_block[cached]], cached
+            ),
+            f"{num_blocks} blocks have {len(cached)} cached slots": num_blocks == len(cached),
+            "the blocks awaited are those of reserved slots, one for each": (
+                sorted(self._awaited) == sorted(self.reserved.values())
+            ),
+            "slots without a state have one reference for each that is reserved": (
+                held == sorted(self.reserved) and bool((self.pin_counts[held] == 1).all())
+            ),
+        }
+        require_all(statements | self._rows.statements())
         if self._prefix_policy is not None:
             self._prefix_policy.check_invariants([*cached.tolist(), *self.reserved])
 
@@ -697,8 +695,3 @@ def _num_kv_blocks(kv_blocks: Any) -> int:
     size = getattr(kv_blocks, "pool_size", None)
     size = getattr(kv_blocks, "total_count", None) if size is None else size
     return check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InvariantError(message)

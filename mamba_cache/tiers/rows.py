@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._checks import require_all
 from mamba_cache.cache.rows import NONE, EvictionQueue, Rows
-from mamba_cache.errors import DoubleFreeError, InvariantError
+from mamba_cache.errors import DoubleFreeError
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
     EntryFacts,
@@ -244,10 +245,7 @@ class HostRows:
                 all(row in self._queue for row in unread) and len(self._queue) == len(unread)
             ),
         }
-        breaches = self.rows.breaches()
-        breaches += [statement for statement, holds in statements.items() if not holds]
-        if breaches:
-            raise InvariantError(f"does not hold: {'; '.join(breaches)}")
+        require_all(statements | self.rows.statements())
         if self.policy is not None:
             self.policy.check_invariants([*cached, *awaited])
 

@@ -134,13 +134,13 @@ def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
         (lambda p: setattr(p, "free_count", 6), "0 to 5 free slots"),
         (lambda p: setattr(p, "free_count", 1), "is every slot"),
         (lambda p: p.free_slots.__setitem__(0, 1), "is every slot"),
-        (lambda p: p.block_to_slot.__setitem__(7, 3), "disagree"),
-        (lambda p: p.block_to_slot.__setitem__(1, 3), "3 blocks share 2 cached slots"),
+        (lambda p: p.block_to_slot.__setitem__(7, 3), "and block_to_slot agree"),
+        (lambda p: p.block_to_slot.__setitem__(1, 3), "3 blocks have 2 cached slots"),
         (lambda p: p.pin_counts.__setitem__(4, -1), "no reference count is negative"),
         (lambda p: p.pin_counts.__setitem__(0, 1), "is every slot"),
-        (lambda p: p.pin_counts.__setitem__(2, 2), "other references than one"),
-        (lambda p: p.reserved.update({1: 9}), "the blocks awaited are not"),
-        (lambda p: p.reserved.update({2: 1}), "the blocks awaited are not"),
+        (lambda p: p.pin_counts.__setitem__(2, 2), "have one reference for each"),
+        (lambda p: p.reserved.update({1: 9}), "the blocks awaited are those"),
+        (lambda p: p.reserved.update({2: 1}), "the blocks awaited are those"),
     ],
 )
 def test_check_invariants_finds_contradictions(spoil, message):
@@ -159,7 +159,7 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
     pool.kv_blocks.block_hashes[:2] = 5, 7
     pool.check_uses([], [])
     pool.kv_blocks.block_hashes[0] = -1
-    with pytest.raises(InvariantError, match=r"blocks \[0\] have states of what they held before"):
+    with pytest.raises(InvariantError, match=r"blocks \[0\] hold what they held when"):
         pool.check_uses([], [])
 
 
