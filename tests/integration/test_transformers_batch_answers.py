@@ -16,8 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
-from transformers_rig import BLOCK, VOCABULARY
+from transformers_rig import BLOCK, VOCABULARY, Ear
 
 from mamba_cache.integrations.transformers.batching import answers as answer_settings
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, Sampler, uniforms
@@ -207,21 +206,10 @@ def test_stop_strings(cache, nemotron, generator, tokenizer):
     assert answers(batch(cache, prompts, **options)) == expected
 
 
-class _Heard(BaseStreamer):
-    def __init__(self):
-        self.heard = []
-
-    def put(self, value):
-        self.heard.append(value.flatten().tolist())
-
-    def end(self):
-        self.heard.append("end")
-
-
 def test_streamers_hear_what_they_hear_from_generate(cache, nemotron, generator):
     prompts = [tokens(generator, 5), tokens(generator, 9)]
-    streamers = [_Heard(), None]
-    alone = _Heard()
+    streamers = [Ear(), None]
+    alone = Ear()
     options = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None}
     nemotron.model.generate(torch.tensor([prompts[0]]), streamer=alone, **options)
     batch(cache, prompts, streamer=streamers, **options)
@@ -272,23 +260,6 @@ def test_an_answer_has_one_log_probability_for_each_token(cache, nemotron, gener
     assert outputs[0].logprobs == pytest.approx(outputs[1].logprobs, abs=1e-4)
 
 
-class _Broken(BaseStreamer):
-    """Raises where it is told to: at the prompt, at a token or at the end."""
-
-    def __init__(self, place):
-        self.place = place
-        self.num_put = 0
-
-    def put(self, value):
-        self.num_put += 1
-        if self.place == min(self.num_put, 3):
-            raise TypeError("broken on purpose")
-
-    def end(self):
-        if self.place == "end":
-            raise TypeError("broken on purpose")
-
-
 def _raise(*_):
     raise TypeError("broken on purpose")
 
@@ -305,10 +276,10 @@ def _raise_the_third_time(make):
 
 
 FAILURES = {
-    "at the prompt": ({}, [_Broken(1), _Heard()], 0),
-    "first token": ({}, [_Broken(2), _Heard()], 1),
-    "second token": ({}, [_Broken(3), _Heard()], 2),
-    "at the end": ({}, [_Broken("end"), _Heard()], 4),
+    "at the prompt": ({}, [Ear(_raise, at=1), Ear()], 0),
+    "first token": ({}, [Ear(_raise, at=2), Ear()], 1),
+    "second token": ({}, [Ear(_raise, at=3), Ear()], 2),
+    "at the end": ({}, [Ear(_raise, at="end"), Ear()], 4),
     "function": ({}, lambda name, token: _raise() if name == "req_0" else None, 1),
     "making processors": ({"repetition_penalty": 2.0}, None, 0),
     "a processor": ({"sequence_bias": [[[10**6], 3.0]]}, None, 0),

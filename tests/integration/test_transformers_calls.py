@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers_rig import (
     BLOCK,
+    Ear,
     assert_same,
     cached,
     make_cache,
@@ -88,46 +89,31 @@ def test_another_method_reads_the_options_again(model, monkeypatch):
 # The first token.
 
 
-class _Told:
-    """A streamer that keeps what it is told, and what the cache had kept by then."""
-
-    def __init__(self, cache=None):
-        self.cache, self.values, self.saved = cache, [], []
-
-    def put(self, value):
-        self.values.append(value.tolist())
-        if self.cache is not None:
-            self.saved.append(self.cache.stats().saved_states)
-
-    def end(self):
-        self.values.append("end")
-
-
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_the_first_token_is_told_before_anything_is_kept(cache, model, generator, num_tokens):
-    prompt, told = text(generator, 2 * BLOCK + 3), _Told(cache)
+    prompt, saved = text(generator, 2 * BLOCK + 3), []
+    told = Ear(lambda: saved.append(cache.stats().saved_states))
     options = {"max_new_tokens": num_tokens}
     cached(cache, prompt, streamer=told, **options)
-    assert told.saved[:2] == [0, 0]
-    assert told.saved[2:] == [1] * (num_tokens - 1)
+    assert saved == [0, 0, *[1] * (num_tokens - 1)]
     answer = plain(model, prompt, **options).sequences[0, prompt.shape[1] :].tolist()
-    assert told.values == [prompt.tolist(), *([one] for one in answer), "end"]
+    assert told.heard == [prompt[0].tolist(), *([one] for one in answer), "end"]
 
 
 def test_a_first_token_that_was_streamed_already_is_not_told_again():
     """Earlier versions stream a token before they ask their stopping criteria."""
-    told = _Told()
+    told = Ear()
     early = _EarlyStreamer(told)
     early.put(torch.tensor([[3, 4]]))
     early.put(torch.tensor([5]))
     early.tell_first(torch.tensor([5]))
     early.put(torch.tensor([6]))
     early.end()
-    assert told.values == [[[3, 4]], [5], [6], "end"]
+    assert told.heard == [[3, 4], [5], [6], "end"]
 
 
 def test_a_streamer_that_writes_to_the_first_token_changes_no_prompt(cache, model, generator):
-    class Writes(_Told):
+    class Writes(Ear):
         def put(self, value):
             super().put(value)
             if value.dim() == 1:  # what it hears of the prompt is the prompt itself

@@ -7,6 +7,7 @@ from model_changes import KINDS, norms
 from transformers_rig import (
     BLOCK,
     GREEDY,
+    Ear,
     assert_same,
     cached,
     generate_about_an_image,
@@ -66,21 +67,6 @@ def test_a_sliding_window_of_another_size_is_noticed(size, generator):
         assert_same(again.generate(prompt, **GREEDY), model.generate(prompt, **GREEDY))
 
 
-class Midway:
-    """A streamer that changes the model while it answers."""
-
-    def __init__(self, change, puts_before=0):
-        self.change, self.puts_before = change, puts_before
-
-    def put(self, tokens):
-        if not self.puts_before:
-            self.change()
-        self.puts_before -= 1
-
-    def end(self):
-        pass
-
-
 @pytest.mark.parametrize("puts_before", [0, 3])
 def test_an_answer_during_which_a_setting_changed_is_not_kept(generator, puts_before):
     """With the prompt, which a streamer hears before the first forward, or after some tokens."""
@@ -89,7 +75,7 @@ def test_an_answer_during_which_a_setting_changed_is_not_kept(generator, puts_be
     prompt = text(generator, 2 * BLOCK + 3)
     answer = plain(model, prompt, max_new_tokens=3 * BLOCK).sequences
     norm = norms(model)[0]
-    midway = Midway(lambda: setattr(norm, "variance_epsilon", 0.5), puts_before)
+    midway = Ear(lambda: setattr(norm, "variance_epsilon", 0.5), at=puts_before + 1)
     cache.generate(prompt, streamer=midway, **{**GREEDY, "max_new_tokens": 3 * BLOCK})
     norm.variance_epsilon = 1e-5
     for ids in (prompt, answer):

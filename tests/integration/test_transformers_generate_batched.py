@@ -11,6 +11,7 @@ from transformers_rig import (
     ANSWER,
     BLOCK,
     FAMILIES,
+    Ear,
     budgets,
     join,
     make_model,
@@ -120,21 +121,6 @@ def test_a_prompt_that_ends_with_the_token_that_ends_answers_is_answered(model, 
     assert num_batched(cache) == 1
 
 
-class Ear:
-    """A streamer of the caller's own."""
-
-    def __init__(self, at=-1, act=None):
-        self.heard, self._at, self._act = [], at, act
-
-    def put(self, value):
-        self.heard.append(value.tolist())
-        if len(self.heard) == self._at:
-            self._act()
-
-    def end(self):
-        self.heard.append("end")
-
-
 def test_streamers_are_told_the_same(model, cache, prompt):
     heard = []
     for one in (model, cache):
@@ -151,7 +137,7 @@ def test_a_streamer_that_raises_ends_the_call_and_keeps_the_cache(model, cache, 
         raise RuntimeError("gone away")
 
     with pytest.raises(RuntimeError, match="gone away"):
-        cache.generate(prompt, streamer=Ear(4, fail), **OPTIONS)
+        cache.generate(prompt, streamer=Ear(fail, at=4), **OPTIONS)
     cache.check_invariants()
     assert not cache._batcher.context.statuses()
     assert "forward" not in vars(model)
@@ -164,7 +150,7 @@ def test_a_streamer_that_changes_the_model_is_noticed(cache, prompt, monkeypatch
     model = make_model("nemotron_h", seed=3)
     cache = make_cache(model)
     scale = model.config.time_step_min
-    change = Ear(4, lambda: setattr(model.config, "time_step_min", scale * 2))
+    change = Ear(lambda: setattr(model.config, "time_step_min", scale * 2), at=4)
     with pytest.raises(ModelChangedError, match="while generate ran, by a streamer"):
         cache.generate(prompt, streamer=change, **OPTIONS)
     cache.check_invariants()

@@ -9,16 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers_rig import BLOCK, budgets
 
-from mamba_cache.cache import AdaptiveSlotPolicy, LruSlotPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
     MambaSlotCapacityError,
     MissingStateError,
     SequenceLengthError,
 )
-
-POLICIES = [LruSlotPolicy, AdaptiveSlotPolicy]
-LENGTHS = (BLOCK, 2 * BLOCK - 1, 2 * BLOCK)
 
 
 def small(one, *, slots=6, blocks=24, share=0.5, **settings):
@@ -63,33 +59,6 @@ def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(nemotron, genera
         )
     assert len(cache._store.pins) == (call != "unpin")
     cache.check_invariants()
-
-
-@pytest.mark.parametrize(
-    ("policy", "length"),
-    [*((policy, BLOCK + 3) for policy in POLICIES), *((LruSlotPolicy, n) for n in LENGTHS)],
-)
-@pytest.mark.parametrize("is_batch", [False, True])
-def test_a_pinned_prompt_is_found_until_its_time_is_up(
-    nemotron, policy, is_batch, length, generator
-):
-    cache, clock = small(nemotron, slot_policy=policy())
-    prompt = tokens(generator, length)
-    cache.prefill(prompt)
-    pin = cache.pin(prompt, ttl_seconds=60)
-    assert (pin.num_tokens, pin.expires_at, cache.pins) == (
-        length // BLOCK * BLOCK,
-        clock.now + 60,
-        (pin,),
-    )
-    clock.now += 59.9
-    crowd(cache, generator, is_batch=is_batch)
-    assert found(cache, prompt, is_batch=is_batch) == length // BLOCK * BLOCK
-    assert answer(cache, [*prompt, 7], is_batch=is_batch) == nemotron.answer([*prompt, 7], 3)
-    clock.now += 0.2
-    assert cache.pins == ()
-    crowd(cache, generator, is_batch=is_batch)
-    assert found(cache, prompt, is_batch=is_batch) == 0
 
 
 STEPS = st.lists(

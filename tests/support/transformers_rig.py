@@ -266,6 +266,23 @@ def cached(cache: PrefixCache, ids: torch.Tensor, **options: object):
     return output
 
 
+class Ear:
+    """A streamer that keeps what it hears; it acts at each value, at one, or at the end."""
+
+    def __init__(self, act=lambda: None, at: object = None) -> None:
+        self.heard, self._act, self._at = [], act, at
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.flatten().tolist())
+        if self._at in (None, len(self.heard)):
+            self._act()
+
+    def end(self) -> None:
+        self.heard.append("end")
+        if self._at == "end":
+            self._act()
+
+
 def take_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `generate` compute what it can as a batch, as where CUDA graphs are replayed."""
     monkeypatch.setattr(prefix_cache, "GRAPH_DEVICES", frozenset({"cpu"}))
