@@ -222,9 +222,7 @@ def test_a_later_piece_skips_nothing_that_is_cached_of_it(serve, generator):
     """Megatron skips by keys and values there, and computes the rest on the state before them."""
     server = serve(chunked=True)
     prompt = random_tokens(generator, 3 * BLOCK + 5)
-    server.add(prompt)
-    server.step()
-    server.finish(0)
+    server.serve(prompt)
     assert server.add(prompt[: 2 * BLOCK] + random_tokens(generator, 40), chunk=BLOCK) == 0
     server.step()
     server.finish()
@@ -240,9 +238,7 @@ def test_restores_of_a_step_are_one_move_with_the_same_bits_as_megatrons_loop(
         generator.manual_seed(5)
         prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(4)]
         for prompt in prompts[:2]:
-            server.add(prompt)
-            server.step()
-            server.finish(0)
+            server.serve(prompt)
         skipped = [server.add(prompt) for prompt in prompts]
         assert skipped == [2 * BLOCK, 2 * BLOCK, 0, 0]
         with monkeypatch.context() as patch:
@@ -271,9 +267,7 @@ def test_restores_of_a_step_are_one_move_with_the_same_bits_as_megatrons_loop(
 def test_a_prompt_that_would_leave_one_token_resumes_from_a_saved_state(core, serve, generator):
     def again(server):
         prompt = random_tokens(generator, 3 * BLOCK + 1)
-        server.add(prompt)
-        server.step()
-        server.finish(0)
+        server.serve(prompt)
         skipped = server.add(prompt)
         server.step()
         return skipped
@@ -289,9 +283,7 @@ def test_matched_blocks_are_not_evicted_to_make_room(core, serve, generator):
         """A hit that needs room, when the matched blocks are the least recently used."""
         first = random_tokens(generator, 3 * BLOCK + 5)
         for prompt in (first, random_tokens(generator, 2 * BLOCK + 5)):
-            server.add(prompt)
-            server.step()
-            server.finish(0)
+            server.serve(prompt)
         longer = first[: 3 * BLOCK] + random_tokens(generator, 3 * BLOCK)
         assert server.add(longer) == 3 * BLOCK
         return server.context.request_to_kv_block_ids[0][:6].tolist()
@@ -307,9 +299,7 @@ def test_matched_blocks_are_not_evicted_to_make_room(core, serve, generator):
 def test_a_reset_forgets_the_restores_that_waited(core, serve, generator):
     server = serve()
     prompt = random_tokens(generator, 3 * BLOCK + 5)
-    server.add(prompt)
-    server.step()
-    server.finish(0)
+    server.serve(prompt)
     assert server.add(prompt) == 3 * BLOCK
     server.context.reset()
     server.running.clear()
@@ -331,9 +321,7 @@ def test_a_reset_that_keeps_the_cache_leaves_nothing_recorded(core, serve, gener
 def test_a_state_that_goes_before_its_restore_is_an_error(core, serve, generator):
     server = serve()
     prompt = random_tokens(generator, 3 * BLOCK + 5)
-    server.add(prompt)
-    server.step()
-    server.finish(0)
+    server.serve(prompt)
     assert server.add(prompt) == 3 * BLOCK
     block = server.context.request_to_kv_block_ids[0, 2].item()
     server.slots.invalidate_block(block)
@@ -344,9 +332,7 @@ def test_a_state_that_goes_before_its_restore_is_an_error(core, serve, generator
 def test_contexts_without_these_slots_keep_megatrons_way(core, generator):
     server = own_server(core, generator)
     prompt = random_tokens(generator, 3 * BLOCK + 5)
-    server.add(prompt)
-    server.step()
-    server.finish(0)
+    server.serve(prompt)
     megatron.install()
     assert server.add(prompt) == 3 * BLOCK
     server.step()
@@ -377,9 +363,7 @@ class TestOnADevice:
             server = serve(num_blocks=32, max_requests=8)
             prompts = [random_tokens(generator, 2 * BLOCK + 5) for _ in range(8)]
             for prompt in prompts[:4]:
-                server.add(prompt)
-                server.step()
-                server.finish(0)
+                server.serve(prompt)
             assert [server.add(prompt) for prompt in prompts] == [2 * BLOCK] * 4 + [0] * 4
             torch.cuda.synchronize()
             kinds = [torch.profiler.ProfilerActivity.CUDA]

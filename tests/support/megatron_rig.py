@@ -279,6 +279,12 @@ class Server:
         self.commit()
         self.check_saved_states()
 
+    def serve(self, tokens: Sequence[int]) -> None:
+        """Serves one request that ends with its first token."""
+        self.add(tokens)
+        self.step()
+        self.finish(0)
+
     def finish(self, *which: int) -> None:
         """Samples a token for each request, and ends those at these places in the batch."""
         going = [0 if place in which else 1 for place in range(len(self.running))]
