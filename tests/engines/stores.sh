@@ -47,7 +47,7 @@ has mooncake_master || without mooncake
 python -c 'import trustme' 2>/dev/null || without tls
 
 timeout 900 python -m pytest -q -m "" -p no:cacheprovider -k "$chosen" tests/integration/test_stores.py \
-    tests/integration/test_store_processes.py "$@"
+    tests/integration/test_restarts.py "$@"
 if has valkey; then
     timeout 300 python -m pytest -q -m "" -p no:cacheprovider tests/integration/test_transformers_serve.py -k share_a_store || {
         [ $? -eq 5 ] && echo "SKIPPED: two servers over one store need the extra serve"

@@ -2,13 +2,15 @@
 
 import copy
 import pickle
+import random
+import re
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch import distributed
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import utils as generation_utils
 from transformers_rig import (
     BLOCK,
@@ -21,8 +23,10 @@ from transformers_rig import (
     join,
     make_cache,
     make_model,
+    num_batched,
     plain,
     skipped,
+    take_batches,
     text,
 )
 
@@ -189,6 +193,108 @@ def test_sharded_weights_are_refused(model, cache, prompt, monkeypatch):
     monkeypatch.setattr(generation_utils, "is_fsdp_managed_module", lambda _: True)
     with pytest.raises(InvalidArgumentError, match="FSDP or ZeRO-3: ranks that wait"):
         cache.generate(prompt)
+
+
+# Beam search, wherever it is switched on.
+
+
+CHOICES = {
+    "num_beams": [1, 1, 2, 3],
+    "do_sample": [False, True, True],
+    "num_return_sequences": [1, 1, 2],
+    "repetition_penalty": [None, 1.4],
+    "no_repeat_ngram_size": [None, 2],
+    "bad_words_ids": [None, [[5], [6, 7]]],
+    "temperature": [None, 0.7, 4.0],
+    "top_k": [None, 3],
+    "top_p": [None, 0.9],
+    "min_p": [None, 0.05],
+    "typical_p": [None, 0.9],
+    "epsilon_cutoff": [None, 1e-3],
+    "eta_cutoff": [None, 1e-3],
+    "renormalize_logits": [None, True],
+    "forced_eos_token_id": [None, 4],
+    "suppress_tokens": [None, [8, 9]],
+    "sequence_bias": [None, [[[11], 3.0]]],
+    "guidance_scale": [None, None, 1.5],
+    "watermarking_config": [None, WatermarkingConfig(bias=4.0)],
+    "min_new_tokens": [None, 5],
+    "max_new_tokens": [7, 2 * BLOCK + 3, 3 * BLOCK],
+    "eos_token_id": [None, 2, [2, 17]],
+    "use_cache": [None, True],
+    "early_stopping": [None, True],
+    "length_penalty": [None, 0.5],
+    "exponential_decay_length_penalty": [None, (3, 1.2)],
+    "output_scores": [None, True],
+}
+
+
+def scattered(source, settings):
+    """The settings, each in the model's configuration, the caller's or among the options."""
+    places = {}, {}, {}
+    for name, value in settings.items():
+        source.choice(places)[name] = value
+    if source.random() < 0.3:  # the caller gives no configuration
+        places[0].update(places[1])
+        places[1].clear()
+    for place in places[:2]:  # a configuration by itself must be a valid one
+        places[2].update(
+            {name: place.pop(name) for name in ("num_return_sequences",) if name in place}
+        )
+    return places
+
+
+@pytest.mark.parametrize(
+    ("is_batched", "seed"),
+    [(False, seed) for seed in range(8)] + [(True, seed) for seed in range(6)],
+)
+def test_random_configurations_answer_and_publish_as_without_a_cache(
+    model, is_batched, seed, monkeypatch
+):
+    """Conversations of several turns, each under another configuration from up to three places.
+
+    Those without beams are computed by the library's loop and by batches.
+    """
+    choices, expected_batched = CHOICES, 0
+    if is_batched:
+        take_batches(monkeypatch)
+        choices = {**CHOICES, "num_beams": [1]}
+    source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    settings = {"segment_tokens": 64 * BLOCK} if is_batched else {}  # the loop takes longer prompts
+    cache = make_cache(model, reuse_answers=source.random() < 0.8, **settings)
+    ids = text(generator, source.randint(1, 4 * BLOCK))
+    for turn in range(4):
+        settings = {name: source.choice(values) for name, values in choices.items()}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if settings["num_beams"] == 1 and not settings["do_sample"]:
+            settings["num_return_sequences"] = 1
+        if settings["num_beams"] > 1:
+            settings.pop("guidance_scale", None)  # which plain generate cannot do with beams
+        if "eos_token_id" not in settings:
+            settings.pop("exponential_decay_length_penalty", None)  # nor this without an end
+        of_model, of_caller, options = scattered(source, settings)
+        model.generation_config = GenerationConfig(pad_token_id=0, **of_model)
+        if of_caller:
+            options["generation_config"] = GenerationConfig(**of_caller)
+        torch.manual_seed(turn)
+        try:
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        except (RuntimeError, ValueError) as error:  # in some versions: logits that are all NaN
+            torch.manual_seed(turn)
+            with pytest.raises(type(error), match=re.escape(str(error)[:40])):
+                cache.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            cache.check_invariants()
+            continue
+        torch.manual_seed(turn)
+        actual = cache.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert torch.equal(actual, expected), settings
+        cache.check_invariants()
+        # A row of one token has none to wait before for the others.
+        expected_batched += is_batched and (len(actual) == 1 or ids.shape[1] > 1)
+        assert num_batched(cache) == expected_batched
+        for row in actual.tolist():
+            assert_published_states_are_right(model, cache, row)
+        ids = join(actual[:1], text(generator, source.randint(1, BLOCK)))
 
 
 def test_without_answers_nothing_is_kept_that_was_computed_token_by_token(model, prompt):

@@ -27,7 +27,7 @@ TESTS = (
     "tests/conformance",
     "tests/property",
     "tests/unit",
-    "tests/integration/test_disk_restart.py",
+    "tests/integration/test_restarts.py",
     "tests/integration/test_distributed.py",
     "tests/integration/test_state_kinds.py",
     "tests/integration/test_stores.py",

@@ -1,4 +1,7 @@
-"""What one process has computed another one skips, over real stores (tests/engines/stores.sh)."""
+"""What one process has computed another one skips, over a disk and real stores.
+
+The stores need servers: tests/engines/stores.sh.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import restart_rig
 from clocks import ManualClock
-from restart_rig import PROMPT_TOKENS, uncached
+from restart_rig import PROMPT_TOKENS, make_engine, run, uncached
 from store_rig import LOOPBACK, mooncake_master, valkey_server
 
 from mamba_cache.context import prefetch
@@ -32,10 +35,10 @@ def store(request):
 
 
 class Process:
-    """A process with an engine over a store."""
+    """A process with an engine over a disk or a store."""
 
-    def __init__(self, url, *seeds):
-        command = [sys.executable, restart_rig.__file__, url, *map(str, seeds)]
+    def __init__(self, where, *seeds):
+        command = [sys.executable, restart_rig.__file__, str(where), *map(str, seeds)]
         paths = os.pathsep.join(each for each in sys.path if each)
         self._process = subprocess.Popen(
             command,
@@ -56,18 +59,61 @@ class Process:
         return json.loads(said)
 
     def kill(self):
-        if self._process.poll() is None:
+        if not self._process.stdout.closed:
             self._process.kill()
             self._process.communicate()
 
 
 @contextmanager
-def process(url, *seeds):
-    running = Process(url, *seeds)
+def process(where, *seeds):
+    running = Process(where, *seeds)
     try:
         yield running
     finally:
         running.kill()
+
+
+def test_a_second_process_skips_what_the_first_computed_with_equal_tokens(tmp_path) -> None:
+    """At least 95% of the prompts' tokens, and at once: before it has computed anything itself."""
+    engine = make_engine(tmp_path)
+    first, skipped = run(engine, 1)
+    engine.context.close()
+    assert set(skipped) == {0}
+    with process(tmp_path, 1, 2) as other:
+        [(second, skipped), (third, _)] = other.results()
+    assert second == first
+    assert first == uncached(1)
+    assert third == uncached(2)
+    assert sum(skipped) >= 0.95 * PROMPT_TOKENS * len(skipped)
+    assert min(skipped) == 160
+
+
+def test_what_is_used_once_is_not_written_by_default(tmp_path) -> None:
+    """At the second use it is: with the default setting, all of it after the same prompts again."""
+    first = make_engine(tmp_path, write_on_use=2)
+    run(first, 1)
+    assert first.context.disk_tier.flush()
+    assert sum(first.context.disk_tier.stats().entries.values()) == 0
+    run(first, 1)
+    first.context.close()
+    second = make_engine(tmp_path, write_on_use=2)
+    answers, skipped = run(second, 1)
+    assert answers == uncached(1)
+    assert set(skipped) == {160}
+    second.context.close()
+
+
+def test_a_disk_that_brings_nothing_in_time_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    first = make_engine(tmp_path)
+    run(first, 1, count=2)
+    first.context.close()
+    second = make_engine(tmp_path)
+    second._scheduler._prefetch_seconds = 0.0
+    monkeypatch.setattr(type(second.context.disk_tier), "load", lambda *_: True)
+    answers, skipped = run(second, 1, count=2)
+    assert answers == uncached(1)[:2]
+    assert set(skipped) == {0}
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("store", REAL, indirect=True)
@@ -117,14 +163,14 @@ def test_damage_is_a_counted_miss(store, monkeypatch) -> None:
     for module in (lower, prefetch):
         monkeypatch.setattr(module, "time", ManualClock())
     client = Remembering(open_store(store))
-    first = restart_rig.make_engine(store, store=client)
-    answers, _ = restart_rig.run(first, 1)
+    first = make_engine(store, store=client)
+    answers, _ = run(first, 1)
     first.context.close()
     client.damage()
     client.close()
-    engine = restart_rig.make_engine(store)
+    engine = make_engine(store)
     engine.context.wait_for_tiers()
-    again, skipped = restart_rig.run(engine, 1)
+    again, skipped = run(engine, 1)
     assert again == answers
     assert not any(skipped)
     assert set(engine.context.store_tier.stats().refused) == {"mac"}
