@@ -3,7 +3,7 @@
 from mamba_cache.cache.sequence import MissReason, PrefixMatch, Request
 from mamba_cache.context.context import DynamicInferenceContext
 from mamba_cache.context.extractions import CapturedExtractions
-from mamba_cache.context.pins import Pin
+from mamba_cache.context.memory import Pin
 from mamba_cache.context.prefetch import Prefetch, PrefetchState
 from mamba_cache.context.requests import Admission, PreparedRequest, RequestStatus
 from mamba_cache.context.speculation import DeviceTokens

@@ -36,8 +36,7 @@ from mamba_cache.cache.sequence import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
-from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, make_memory
-from mamba_cache.context.pins import Pin
+from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, Pin, make_memory
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
@@ -416,31 +415,20 @@ class DynamicInferenceContext:
         admission = self._admit(active, chunk_tokens)
         self.request_table.add(active)
         if self._tells_admitted and self.listeners.wants(Admitted):
-            self._tell_admitted(active)
+            digests, size = active.hashes.digests, self.block_size_tokens
+            hint, salt = own.will_continue, own.cache_salt
+            self.listeners.put(Admitted(own.request_id, len(tokens), digests, size, hint, salt))
+            try:
+                self.listeners.tell()
+            except BaseException:
+                self._end(active)
+                raise
         return admission
 
     def _boundaries(self, given: Sequence[int], checked: Sequence[int] = ()) -> frozenset[int]:
         """Return the block boundaries at or before positions, the ``given`` ones checked here."""
         size = self.block_size_tokens
         return frozenset([p // size * size for p in (*check_positions(given), *checked)])
-
-    def _tell_admitted(self, active: ActiveRequest) -> None:
-        """Tell the listeners of a new request; if one raises, the request is taken back."""
-        request = active.request
-        event = Admitted(
-            request.request_id,
-            active.num_known,
-            active.hashes.digests,
-            self.block_size_tokens,
-            will_continue=request.will_continue,
-            cache_salt=request.cache_salt,
-        )
-        self.listeners.put(event)
-        try:
-            self.listeners.tell()
-        except BaseException:
-            self._end(active)
-            raise
 
     @guarded()
     def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
@@ -751,7 +739,7 @@ class DynamicInferenceContext:
                 lease = active.current_chunk.lease
                 if lease is not None and not self.slot_allocator.is_current(lease):
                     self._plan_again(active)
-            for active in self._tiering.begin(prefills):  # those that cannot load
+            for active in self._tiering.begin(prefills) if prefills else ():  # cannot load
                 self._plan_again(active)
             chunks = [active.current_chunk for active in prefills]
             with outside:
@@ -831,7 +819,7 @@ class DynamicInferenceContext:
         sampled = self._read_sampled(step, new_tokens, counts)
         if self._extractions.missing:
             self._drop_unwritten(prefills)
-        damaged = self._tiering.verify(prefills)
+        damaged = self._tiering.verify(prefills) if prefills else []
         if self._speculation is not None:
             if step._is_advanced:
                 raise StepOrderError(
@@ -909,8 +897,20 @@ class DynamicInferenceContext:
         """
         lacking = [active for active in prefills if active.current_chunk.inside]
         if not self._has_warned:
-            layers = self._extractions.missing_layers
-            warnings.warn(_describe_unwritten(layers, lacking), stacklevel=4)
+            where = ", ".join(
+                f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
+                for active in lacking[:8]
+            )
+            warning = UnwrittenStateWarning(
+                f"The layers {self._extractions.missing_layers} have not handed over their states "
+                f"in this step, so those of requests {where} tokens are not published, and what "
+                "could be skipped is computed again. Every Mamba layer must call "
+                "context.extract_checkpoint_states in every step with prefill chunks, those of "
+                "other kinds context.extract_states, and where a CUDA graph is replayed, the "
+                "engine context.count_extractions. Further ones are only counted, in "
+                "stats().unwritten_states"
+            )
+            warnings.warn(warning, stacklevel=4)
             self._has_warned = True
         for active in lacking:
             inside = active.current_chunk.inside
@@ -1637,20 +1637,3 @@ class DynamicInferenceContext:
         if active.status is not RequestStatus.PREEMPTED:
             self._release(active)
         self.request_table.remove(active)
-
-
-def _describe_unwritten(
-    layers: Sequence[int | str], requests: Sequence[ActiveRequest]
-) -> UnwrittenStateWarning:
-    where = ", ".join(
-        f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
-        for active in requests[:8]
-    )
-    return UnwrittenStateWarning(
-        f"The layers {list(layers)} have not handed over their states in this step, so those of "
-        f"requests {where} tokens are not published, and what could be skipped is computed again. "
-        "Every Mamba layer must call context.extract_checkpoint_states in every step with prefill "
-        "chunks, those of other kinds context.extract_states, and where a CUDA graph is replayed, "
-        "the engine context.count_extractions. Further ones are only counted, in "
-        "stats().unwritten_states"
-    )

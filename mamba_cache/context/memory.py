@@ -1,25 +1,38 @@
-"""What the memory of a context is made of: sizes within budgets, slots, and kinds of layers."""
+"""What the memory of a context is made of: KV blocks, slots, and pins that keep prompts there."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from mamba_cache._checks import check_kind, check_number
+from mamba_cache._guard import CallGuard, guarded, weak_callback
 from mamba_cache.cache import (
     SLOT_POLICIES,
     KVBlockAllocator,
     RefZeroSlotPolicy,
     SlotEvictionPolicy,
+    SlotLease,
+    SlotPool,
 )
 from mamba_cache.config import CacheConfig, EvictionPolicy
-from mamba_cache.context.pins import Pins
 from mamba_cache.context.requests import ActiveRequest, Admission
-from mamba_cache.errors import BudgetError, InvalidArgumentError
+from mamba_cache.errors import (
+    BlockCapacityError,
+    BudgetError,
+    InvalidArgumentError,
+    InvariantError,
+    MambaSlotCapacityError,
+    MissingStateError,
+)
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import (
@@ -29,7 +42,7 @@ from mamba_cache.states import (
     slots_in_budget,
 )
 
-__all__ = ["SLOT_FIELDS", "CacheMemory", "make_memory"]
+__all__ = ["SLOT_FIELDS", "CacheMemory", "Pin", "Pins", "make_memory"]
 
 SLOT_FIELDS = (
     "device", "kv_block_allocator", "max_requests", "block_size_tokens",
@@ -39,6 +52,162 @@ SLOT_FIELDS = (
     "paused_request_count",
 )  # fmt: skip
 """What slots read: ``protocols.SlotContext``, and where the tensors are."""
+
+
+_LONGEST = 1e9
+_ADVICE = "unpin another prompt, or raise max_pinned_share"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """A prompt that stays cached.
+
+    Attributes:
+        num_tokens: Tokens that a request which begins with it need not compute.
+        expires_at: When it ends, as the clock reads then; None: when it is given back.
+    """
+
+    num_tokens: int
+    expires_at: float | None
+    _lease: SlotLease = field(repr=False)
+    _block_ids: tuple[int, ...] = field(repr=False)
+
+
+class Pins:
+    """Holds blocks and slots of pinned prompts, up to a share of all.
+
+    Of a pinned prompt its blocks are held, and the slot of its last state is pinned. Other states
+    on its blocks may be evicted as before.
+    """
+
+    def __init__(
+        self,
+        kv_blocks: KVBlockAllocator,
+        slots: SlotPool,
+        *,
+        max_share: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kv_blocks = kv_blocks
+        self._slots = slots
+        self._max_share = max_share
+        self._clock = clock
+        self._pins: dict[Pin, None] = {}  # the oldest first
+        self._soonest = math.inf  # when the next pin ends
+        self._expire_due = weak_callback(self.expire_due)
+        self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
+        """[pool_size] how many pins hold each block."""
+
+    @property
+    def _guard(self) -> CallGuard:
+        return self._kv_blocks._guard
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def current(self) -> tuple[Pin, ...]:
+        """The pins that are not over, the oldest first."""
+        now = self._clock()
+        return tuple(pin for pin in self._pins if not self._is_over(pin, now))
+
+    @property
+    def leases(self) -> list[SlotLease]:
+        """The slots that are pinned, each as often as it is."""
+        return [pin._lease for pin in self._pins]
+
+    @guarded(nests=True)
+    def add(
+        self, block_ids: Sequence[int], num_tokens: int, ttl_seconds: float | None = None
+    ) -> Pin:
+        """Pin a prompt that is cached."""
+        if ttl_seconds is not None:
+            ttl_seconds = check_number("ttl_seconds", ttl_seconds, maximum=_LONGEST)
+        if not block_ids:
+            raise MissingStateError(
+                "nothing of the prompt is cached: run it first, with a checkpoint at its end if "
+                "longer ones begin with it"
+            )
+        self.expire()
+        blocks = np.array(block_ids, np.intp)
+        slot = self._slots.get_slot(block_ids[-1])
+        self._check_share(blocks, slot)
+        expires_at = None if ttl_seconds is None else self._clock() + ttl_seconds
+        self._guard.is_changing = True
+        [lease] = self._slots.pin_slots([slot])
+        try:
+            self._kv_blocks.retain_memory_blocks(block_ids)
+        except BaseException:
+            self._slots.unpin_slots([lease])
+            raise
+        pin = Pin(num_tokens, expires_at, lease, tuple(block_ids))
+        self._slots.pin_references = self.references
+        self.references[blocks] += 1
+        self._pins[pin] = None
+        self._look_ahead()
+        return pin
+
+    def _check_share(self, blocks: npt.NDArray[np.intp], slot: int) -> None:
+        """Check that a further pin holds no more than pins may."""
+        num_new = int(np.count_nonzero(self.references[blocks] == 0))
+        most = int(self._max_share * (self._kv_blocks.pool_size - 1))
+        left = most - int(np.count_nonzero(self.references))
+        if num_new > left:
+            raise BlockCapacityError(num_new, left, f"for pins; {_ADVICE}")
+        slots = {lease.slot for lease in self.leases}
+        if slot not in slots and len(slots) >= int(self._max_share * self._slots.max_slots):
+            raise MambaSlotCapacityError(1, 0, f"for pins; {_ADVICE}")
+
+    @guarded(nests=True)
+    def remove(self, pin: Pin) -> None:
+        """End a pin; one that is over already is passed over."""
+        check_kind("pin", pin, Pin)
+        self.expire()
+        if pin in self._pins:
+            self._end(pin)
+
+    def expire_due(self) -> None:
+        """End the pins whose time is up. The guard calls it in each call while one has an end."""
+        if self._soonest <= self._clock():
+            self.expire()
+
+    @guarded(nests=True)
+    def expire(self) -> None:
+        """End the pins whose time is up, and those whose states somebody has taken away."""
+        now = self._clock()
+        for pin in [pin for pin in self._pins if self._is_over(pin, now)]:
+            self._end(pin)
+
+    def forget(self) -> None:
+        """Forget all pins: who owns the blocks and slots has taken all of them back."""
+        self._pins.clear()
+        self._look_ahead()
+        self.references.fill(0)
+
+    def check_invariants(self) -> None:
+        """Prove that the references are those of the pins."""
+        references = np.zeros_like(self.references)
+        for pin in self._pins:
+            references[list(pin._block_ids)] += 1
+        if not np.array_equal(references, self.references):
+            raise InvariantError("the references of pins are not those of their blocks")
+
+    def _look_ahead(self) -> None:
+        ends = (pin.expires_at for pin in self._pins if pin.expires_at is not None)
+        self._soonest = min(ends, default=math.inf)
+        self._guard.first = self._expire_due if self._soonest < math.inf else None
+
+    def _is_over(self, pin: Pin, now: float) -> bool:
+        is_late = pin.expires_at is not None and now >= pin.expires_at
+        return is_late or not self._slots.is_current(pin._lease)
+
+    def _end(self, pin: Pin) -> None:
+        self._guard.is_changing = True
+        del self._pins[pin]
+        self._slots.unpin_slots([pin._lease])
+        self._look_ahead()
+        self.references[list(pin._block_ids)] -= 1
+        self._kv_blocks.release_memory_blocks(pin._block_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

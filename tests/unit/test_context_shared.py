@@ -10,8 +10,7 @@ from slot_rig import Listening
 
 from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.context.memory import CacheMemory
-from mamba_cache.context.pins import Pins
+from mamba_cache.context.memory import CacheMemory, Pins
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Stored
 from mamba_cache.slots import MambaSlotAllocator

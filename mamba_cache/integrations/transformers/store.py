@@ -35,8 +35,7 @@ from mamba_cache.cache.sequence import (
 )
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.context import PrefixContent
-from mamba_cache.context.memory import CacheMemory
-from mamba_cache.context.pins import Pins
+from mamba_cache.context.memory import CacheMemory, Pins
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.tiering import NoTiers
 from mamba_cache.context.verification import HitVerifier
