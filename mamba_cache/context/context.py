@@ -453,7 +453,9 @@ class DynamicInferenceContext:
         self._guard.is_changing = True
         return self._admit(active, chunk_tokens)
 
-    def _admit(self, active: ActiveRequest, chunk_tokens: int | None) -> Admission:
+    def _admit(
+        self, active: ActiveRequest, chunk_tokens: int | None, *, loads: bool = True
+    ) -> Admission:
         """Match a request, give it memory, and plan its first chunk for the next step."""
         table = self.request_table
         table.take_over(active)  # of a request that is resumed
@@ -464,7 +466,7 @@ class DynamicInferenceContext:
                 f"max_sequence_length is {longest}: finish it"
             )
         on_gpu = self._match(active.chain, active.num_known)
-        match, load = self._tiering.resume(active, on_gpu)
+        match, load = self._tiering.resume(active, on_gpu) if loads else (on_gpu, None)
         start, lease = match.skip_tokens, None
         try:
             num_tokens = self._chunk_tokens(active, start, chunk_tokens)
@@ -579,45 +581,21 @@ class DynamicInferenceContext:
     def _plan_again(self, active: ActiveRequest) -> None:
         """Plan a chunk again that cannot resume from the state which it was planned with.
 
-        It starts at the farthest state that is left among the matched blocks, or at the prompt's
-        beginning, and computes as many tokens as it was to, from there.
+        It starts at the farthest state that is left on the GPU, or at the prompt's beginning, and
+        computes as many tokens as it was to, from there.
         """
-        table, num_tokens = self.request_table, active.current_chunk.num_tokens
-        self._drop_chunk(active)
-        table.set_status(active, RequestStatus.PREFILLING)
-        admission = active.admission
-        assert admission is not None, "only a first chunk resumes"
-        active.num_shared_blocks = active.num_published  # blocks to be loaded are not
-        shared = table.blocks_of(active.row)[: active.num_shared_blocks].tolist()
-        state_blocks = self.slot_allocator.num_blocks_to_state(
-            shared[: admission.state_matched_blocks]
-        )
-        start, lease = state_blocks * self.block_size_tokens, self._pin(shared, state_blocks)
-        table.num_computed[active.row] = start
-        chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease)
-        active.chunk = chunk
-        active.admission = replace(
-            admission,
-            state_matched_blocks=state_blocks,
-            skip_tokens=start,
-            miss_reason=None if start else MissReason.NO_STATE,
-            loaded_blocks=0,
-            loads_state=False,
-        )
-        self._plan(active, chunk)
-        table.set_status(active, RequestStatus.SCHEDULED)
-
-    def _drop_chunk(self, active: ActiveRequest) -> None:
-        """Take back what is planned for a request's next chunk, if it has one."""
-        chunk, active.chunk = active.chunk, None
-        if chunk is not None:
-            self._index.cancel(chunk.checkpoints)
-            self._give_back(chunk.lease, chunk.load)
+        num_tokens = active.current_chunk.num_tokens
+        self._release(active)
+        self._admit(active, num_tokens, loads=False)
 
     def _release(self, active: ActiveRequest) -> None:
         """Take back everything that a request holds, what was planned for it included."""
-        table = self.request_table
-        self._drop_chunk(active)
+        if active.row < 0:  # it is preempted already
+            return
+        table, chunk, active.chunk = self.request_table, active.chunk, None
+        if chunk is not None:
+            self._index.cancel(chunk.checkpoints)
+            self._give_back(chunk.lease, chunk.load)
         table.set_status(active, RequestStatus.PREEMPTED)
         self._cancel_decode(active)
         active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
@@ -1160,7 +1138,6 @@ class DynamicInferenceContext:
                 "collect_step brings them, then it can be forked"
             )
         tokens = self._read_last_tokens(active, last_tokens, len(ids))
-        table.check_forks_fit(len(ids))
         if not ids:
             return Forks((), row, (), None, ())
         self._guard.is_changing = True
@@ -1384,7 +1361,8 @@ class DynamicInferenceContext:
         if self.mamba_conv_states is None:
             raise InvalidArgumentError(
                 "extract_checkpoint_states takes conv and SSM states (StateSpec.mamba): layers of "
-                f"the kinds {self._extractions.kinds} call extract_states"
+                f"the kinds {[kind.name for kind in self.live_states.spec.kinds]} call "
+                "extract_states"
             )
         self.extract_states("", layer, {"ssm": chunk_states}, {"conv": conv_input}, metadata)
 
@@ -1634,6 +1612,5 @@ class DynamicInferenceContext:
             )
 
     def _end(self, active: ActiveRequest) -> None:
-        if active.status is not RequestStatus.PREEMPTED:
-            self._release(active)
+        self._release(active)
         self.request_table.remove(active)

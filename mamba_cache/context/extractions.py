@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -77,11 +77,6 @@ class StepExtractions:
         self.missing: set[int] = set()
         """Layers that have not handed over; none in a step without checkpoints inside chunks."""
 
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of layers."""
-        return [*self._layers]
-
     def begin(self, metadata: StepMetadata | None) -> None:
         """Begin a step: no layer has handed over yet. With None there is no step in flight."""
         self._metadata, self._fields = metadata, ()
@@ -102,10 +97,13 @@ class StepExtractions:
         metadata: StepMetadata,
     ) -> None:
         """Write a layer's states at the step's checkpoints; in a capture, at all there can be."""
-        if self.captured is None and not self._are_asked_for(metadata):
-            return
+        if self.captured is None:
+            if metadata is not self._metadata:
+                self._refuse(metadata)
+            if not metadata.num_checkpoints:
+                return
         if not isinstance(kind, str) or kind not in self._layers:
-            raise InvalidArgumentError(f"kind must be one of {self.kinds}, got {kind!r}")
+            raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
         numbers, names = self._layers[kind]
         layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
         _check_names(names, chunk_states, window_inputs)
@@ -164,10 +162,8 @@ class StepExtractions:
             )
         return launches
 
-    def _are_asked_for(self, metadata: StepMetadata) -> bool:
-        """Say whether the step in flight has checkpoints inside its chunks."""
-        if metadata is self._metadata:
-            return metadata.num_checkpoints > 0
+    def _refuse(self, metadata: object) -> NoReturn:
+        """Refuse what is handed over for another step than the one in flight."""
         if self._metadata is None:
             raise StepOrderError(_NO_STEP)
         another = " of another step" if isinstance(metadata, StepMetadata) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,13 +127,9 @@ class RequestTable:
 
     def scheduled_requests(self) -> list[ActiveRequest]:
         """Return the requests that have a chunk for the next step, oldest first."""
-        found: list[ActiveRequest] = []
-        for active in reversed(self._requests.values()):  # they are among the newest
-            if len(found) == len(self.scheduled_chunks):
-                break
-            if active.status is RequestStatus.SCHEDULED:
-                found.append(active)
-        return found[::-1]
+        newest = reversed(self._requests.values())  # they are among these
+        scheduled = (active for active in newest if active.status is RequestStatus.SCHEDULED)
+        return [*islice(scheduled, len(self.scheduled_chunks))][::-1]
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
         """Return the requests that decode in the next step."""
@@ -161,13 +158,6 @@ class RequestTable:
         """
         decoding = len(self.decoding_rows) * self._max_decode_tokens
         return self._max_tokens - self.num_scheduled_tokens - decoding
-
-    def check_forks_fit(self, count: int) -> None:
-        """Check that scheduled chunks leave room for the tokens of new decoding requests."""
-        required, room = count * self._max_decode_tokens, self.token_room()
-        if self.scheduled_chunks and required > room:
-            hint = "chunks are scheduled for it: fork before them, or when it is committed"
-            raise TokenCapacityError(required, max(0, room), hint)
 
     @property
     def num_free_rows(self) -> int:
@@ -204,6 +194,10 @@ class RequestTable:
     ) -> tuple[list[int], list[int]]:
         """Take rows for requests that go on from where that of another row stands."""
         count, num_free = len(names), len(self._free_rows)
+        required, room = count * self._max_decode_tokens, self.token_room()
+        if self.scheduled_chunks and required > room:
+            hint = "chunks are scheduled for it: fork before them, or when it is committed"
+            raise TokenCapacityError(required, max(0, room), hint)
         if count > num_free:
             raise RequestCapacityError(count, num_free, "finish or preempt a request first")
         computed = self.num_computed.item(row)

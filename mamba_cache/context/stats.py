@@ -93,14 +93,6 @@ class CacheStats:
         return f"CacheStats({', '.join(said)})"
 
 
-_COUNTED = (
-    "requests", "hits", "kv_matched_blocks", "state_matched_blocks", "skipped_tokens",
-    "computed_tokens", "saved_states", "unwritten_states", "aborted_steps", "preemptions",
-    "self_resets", "forks",
-)  # fmt: skip
-"""The fields of ``CacheStats`` that the context counts; misses are counted by their reason."""
-
-
 def count_admission(counters: Counter[str], admission: PrefixMatch) -> None:
     """Count a request that began to run."""
     counters["requests"] += 1
@@ -117,19 +109,20 @@ def collect_stats(
     bytes_per_slot: int,
 ) -> CacheStats:
     """Join the context's counters with those of its allocators."""
-    own: dict[str, Any] = {name: counters[name] for name in _COUNTED}
-    return CacheStats(
-        **own,
-        misses={reason.value: n for reason in MissReason if (n := counters[reason])},
-        refused_states=slots.refused_states_total,
-        skipped_checkpoints=slots.skipped_checkpoints_total,
-        evicted_blocks=kv_blocks.evicted_blocks_total,
-        evicted_slots=slots.evicted_slots_total,
-        free_blocks=kv_blocks.num_free_blocks,
-        cached_blocks=kv_blocks.num_cached_blocks,
-        used_blocks=kv_blocks.num_used_blocks,
-        free_slots=slots.free_count,
-        reserved_slots=slots.num_reserved_slots,
-        cached_slots=slots.num_cached_slots,
-        bytes_per_slot=bytes_per_slot,
-    )
+    known: dict[str, Any] = {
+        "misses": {reason.value: n for reason in MissReason if (n := counters[reason])},
+        "refused_states": slots.refused_states_total,
+        "skipped_checkpoints": slots.skipped_checkpoints_total,
+        "evicted_blocks": kv_blocks.evicted_blocks_total,
+        "evicted_slots": slots.evicted_slots_total,
+        "free_blocks": kv_blocks.num_free_blocks,
+        "cached_blocks": kv_blocks.num_cached_blocks,
+        "used_blocks": kv_blocks.num_used_blocks,
+        "free_slots": slots.free_count,
+        "reserved_slots": slots.num_reserved_slots,
+        "cached_slots": slots.num_cached_slots,
+        "bytes_per_slot": bytes_per_slot,
+        "bypasses": {},
+    }
+    counted = {each.name: counters[each.name] for each in fields(CacheStats)}
+    return CacheStats(**counted | known)

@@ -9,8 +9,13 @@ from context_rig import BLOCK, add, generate, make_config, make_context
 
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import MissReason
-from mamba_cache.context.stats import _COUNTED, collect_stats
+from mamba_cache.context.stats import collect_stats
 
+COUNTED = (
+    "requests", "hits", "kv_matched_blocks", "state_matched_blocks", "skipped_tokens",
+    "computed_tokens", "saved_states", "unwritten_states", "aborted_steps", "preemptions",
+    "self_resets", "forks",
+)  # fmt: skip
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 
 
@@ -57,7 +62,7 @@ def test_bytes_per_slot_are_those_of_the_tensors(settings):
 
 def test_statistics_are_the_counters_and_the_totals_of_the_allocators():
     context = make_context()
-    numbers = {name: number for number, name in enumerate(_COUNTED, start=1)}
+    numbers = {name: number for number, name in enumerate(COUNTED, start=1)}
     kv_blocks, slots = context.kv_block_allocator, context.slot_allocator
     kv_blocks.evicted_blocks_total = 111
     slots.skipped_checkpoints_total, slots.evicted_slots_total = 113, 114
