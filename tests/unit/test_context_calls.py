@@ -287,7 +287,7 @@ BREACHES = {
         lambda c: setattr(c.request_table.find("decoding"), "checkpoint", Checkpoint(BLOCK, 0)),
         "is in no step, but has",
     ),
-    "a lost reservation": (give_back_a_reservation, "are reserved, but"),
+    "a lost reservation": (give_back_a_reservation, "are reserved, and planned for"),
     "a table": (lambda c: add_to(c.request_table.block_tables[row_of(c)], -1), "block table"),
     "a lost row": (lambda c: c.request_table._free_rows.pop(), "rows are lost"),
     "a block too much": (
