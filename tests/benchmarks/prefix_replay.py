@@ -26,6 +26,7 @@ from transformers_rig import BLOCK, make_cache, make_model
 
 from mamba_cache.cache import SLOT_POLICIES, BranchPoint, SlotPool
 from mamba_cache.cli.traces import TraceRequest, read_trace
+from mamba_cache.config import CacheConfig
 from mamba_cache.context.stats import count_admission
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers import store as store_module
@@ -71,8 +72,11 @@ def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixSt
     try:
         slot_policy = SLOT_POLICIES[policy]()
         return _BooksOnly(
-            layout, num_slots=slots, num_blocks=blocks, slot_policy=slot_policy,
-            listeners=Listeners(), placement=BranchPoint(),
+            layout,
+            CacheConfig(
+                max_slots=slots, num_kv_blocks=blocks, block_size_tokens=BLOCK, ssm_chunk_size=1
+            ),
+            slot_policy=slot_policy, listeners=Listeners(), placement=BranchPoint(),
         )  # fmt: skip
     finally:
         store_module.PrefixTensors = tensors

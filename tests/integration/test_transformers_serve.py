@@ -338,7 +338,7 @@ def test_digests_of_a_server_are_keyed(server, folders):
     """Of the default algorithm, under which no block can be forged, with a secret each."""
     stores = [server.served(folders[name]).prepare()._store for name in ("main", "other")]
     assert [store.hasher.algorithm for store in stores] == ["blake2b"] * 2
-    assert len({store.hash_secret for store in stores}) == 2
+    assert len({store.config.hash_secret for store in stores}) == 2
 
 
 # Templates that show earlier turns otherwise.

@@ -34,6 +34,8 @@ class Prefiller:
         capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
         segment_tokens: The most that one forward computes, a multiple of the block size.
         may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
+
+    Attributes:
         min_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
             exact, else 1. A prompt of one token is computed at once all the same.
     """
@@ -47,7 +49,6 @@ class Prefiller:
         capture: StateCapture | None,
         segment_tokens: int,
         may_shrink: bool,
-        min_tokens: int,
     ) -> None:
         self._runner = runner
         self._store = store
@@ -55,7 +56,7 @@ class Prefiller:
         self._capture = capture
         self._segment_tokens = segment_tokens
         self._may_shrink = may_shrink
-        self.min_tokens = min_tokens
+        self.min_tokens = store.config.min_computed_tokens
 
     def compute(
         self,

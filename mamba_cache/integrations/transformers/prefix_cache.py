@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 import warnings
 from collections import Counter
@@ -48,7 +49,6 @@ from mamba_cache.errors import (
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers.batching.batcher import (
     Batcher,
-    BatcherSettings,
     BatchStats,
 )
 from mamba_cache.integrations.transformers.batching.calls import BatchCall
@@ -218,7 +218,7 @@ class PrefixCache:
         self._bypasses: Counter[str] = Counter()
         self._skipped_before = 0
         self._settings = SimpleNamespace(**settings)
-        check_settings(settings)
+        self._config = check_settings(settings)
         register_attention()
         self._num_set_ups = 0  # how often the model was found in another place or dtype
         self._set_up(Listeners())
@@ -232,38 +232,36 @@ class PrefixCache:
         layout, is_step_exact = probe(self._runner, settings.block_size_tokens)
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
+        hash_secret = settings.hash_secret
+        if hash_secret is None:
+            path = settings.disk_cache_path
+            hash_secret = secrets.token_bytes(32) if path is None else cache_secret(path)
         num_slots = _count(
             "mamba_cache_gb", settings.mamba_cache_gb, layout.bytes_per_slot, "state"
         )
-        num_blocks = _count("kv_cache_gb", settings.kv_cache_gb, layout.bytes_per_block, "KV block")
+        config = replace(
+            self._config,
+            max_slots=num_slots,
+            num_kv_blocks=_count(
+                "kv_cache_gb", settings.kv_cache_gb, layout.bytes_per_block, "KV block"
+            ),
+            min_computed_tokens=1 if is_step_exact else 2,
+            hash_secret=hash_secret,
+        )
         self._capture = probe_capture(self._runner, layout)
         self._options = OptionsReader(settings.model)
         most_tokens = settings.segment_tokens or _default_segment(
             settings.block_size_tokens, self._capture
         )
-        self._batcher_settings = BatcherSettings(
-            max_requests=settings.max_requests,
-            chunk_tokens=max(min(most_tokens, _MAX_CHUNK_TOKENS), settings.block_size_tokens),
-            saves_answers=settings.reuse_answers and is_step_exact,
-            min_tokens=1 if is_step_exact else 2,
-            is_eager=self._why_eager(),
-        )
+        self._chunk_tokens = max(min(most_tokens, _MAX_CHUNK_TOKENS), settings.block_size_tokens)
         self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.initial)
-        hash_secret = settings.hash_secret
-        if hash_secret is None and settings.disk_cache_path is not None:
-            hash_secret = cache_secret(settings.disk_cache_path)
         self._store = PrefixStore(
             layout,
-            num_slots=num_slots,
-            num_blocks=num_blocks,
+            config,
             slot_policy=_read_policy(settings.slot_policy, num_slots),
             listeners=listeners,
-            hash_algorithm=settings.hash_algorithm,
-            hash_secret=hash_secret,
-            max_pinned_share=settings.max_pinned_share,
-            clock=settings.clock,
             placement=settings.placement,
-            min_tokens=self._batcher_settings.min_tokens,
+            clock=settings.clock,
         )
         self._store.join(self._guard)
         self._prefiller = Prefiller(
@@ -273,25 +271,15 @@ class PrefixCache:
             capture=self._capture,
             segment_tokens=most_tokens,
             may_shrink=settings.segment_tokens is None,
-            min_tokens=self._batcher_settings.min_tokens,
         )
         self._batcher: Batcher | None = None
         # Without capture the context saves no states inside of prompts.
         self._can_batch = self._capture is not None  # False too once no batcher could be made
-        if settings.verify_hits:
-            self._store.sample_hits(settings.verify_hits)
         self._home = self._runner.placement()
         self._vocabulary = self._runner.vocabulary
         self._runner.fingerprint.begin()
         if settings.host_cache_gb is not None:
-            self._store.tiers = PrefixTiers(
-                self._store,
-                self._runner,
-                host_cache_gb=settings.host_cache_gb,
-                disk_cache_path=settings.disk_cache_path,
-                disk_cache_gb=settings.disk_cache_gb,
-                shared=settings.store,
-            )
+            self._store.tiers = PrefixTiers(self._store, self._runner)
         self._is_closed = False
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
@@ -652,7 +640,7 @@ class PrefixCache:
         begin()
         batcher.configure(manager.batching_config)
         batcher.begin()
-        batcher.warm_up(self._batcher_settings.max_requests)
+        batcher.warm_up(self._config.max_requests)
         manager.run(batcher, begin)
 
     def batch_stats(self) -> BatchStats | None:
@@ -668,12 +656,20 @@ class PrefixCache:
             )
         if self._batcher is not None:
             return self._batcher
-        batcher = Batcher(
-            self._runner, self._store, self._filler, self._capture, self._batcher_settings
-        )
+        batcher = self._make_batcher()
         batcher.check()
         self._batcher = batcher
         return batcher
+
+    def _make_batcher(self) -> Batcher:
+        return Batcher(
+            self._runner,
+            self._store,
+            self._filler,
+            self._capture,
+            chunk_tokens=self._chunk_tokens,
+            is_eager=self._why_eager(),
+        )
 
     @guarded(waits=True)
     def prefill(
@@ -1039,11 +1035,11 @@ def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> in
     return max(most // block_size_tokens, 1) * block_size_tokens
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check the settings of a prefix cache that do not depend on the model."""
+def check_settings(settings: Mapping[str, Any]) -> CacheConfig:
+    """Check the settings that do not depend on the model; return those that a context has too."""
     for name in ("mamba_cache_gb", "kv_cache_gb", "disk_cache_gb"):
         check_number(name, settings[name], maximum=2**33)
-    CacheConfig(
+    config = CacheConfig(
         num_kv_blocks=1,
         max_slots=1,
         ssm_chunk_size=1,
@@ -1063,6 +1059,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidArgumentError(
                 f"segment_tokens must be a multiple of block_size_tokens ({block}), got {segment}"
             )
+    return config
 
 
 def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -33,13 +32,13 @@ from mamba_cache.cache.sequence import (
     Request,
     TokenArray,
 )
-from mamba_cache.config import HashAlgorithm
+from mamba_cache.config import CacheConfig
 from mamba_cache.context import PrefixContent
 from mamba_cache.context.memory import CacheMemory, Pins
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.tiering import NoTiers
 from mamba_cache.context.verification import HitVerifier
-from mamba_cache.errors import BlockCapacityError, InvalidArgumentError, InvariantError
+from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
@@ -49,7 +48,6 @@ from mamba_cache.states import StatePool
 from mamba_cache.tiers.entry import EntryKind
 
 if TYPE_CHECKING:
-    from mamba_cache.context.requests import ActiveRequest, Admission
     from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
 __all__ = ["PrefixStore", "PromptEnds", "SequenceRecord"]
@@ -75,17 +73,17 @@ class PromptEnds:
 
 
 class PrefixStore:
-    """Blocks and slots, their books and their tensors; settings are those of ``PrefixCache``.
+    """Blocks and slots, their books and their tensors.
 
     Attributes:
         layout: What blocks and slots are made of.
+        config: How many there are, and the settings of ``PrefixCache`` that a context has too.
         hasher: Makes the digests of blocks.
-        hash_secret: Its key.
         kv_blocks: The books of KV blocks.
         slots: The books of slots.
         tensors: What is in them.
         pins: Prompts that stay cached.
-        placement: Where states of prompts are saved; a prompt's forward computes ``min_tokens``.
+        placement: Where states of prompts are saved.
         counters: What was done so far.
         live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
             not those of the layout: under autocast, for example.
@@ -94,33 +92,41 @@ class PrefixStore:
     def __init__(
         self,
         layout: PrefixLayout,
+        config: CacheConfig,
         *,
-        num_blocks: int,
-        num_slots: int,
         slot_policy: SlotEvictionPolicy,
         listeners: Listeners,
-        hash_algorithm: HashAlgorithm = "blake2b",
-        hash_secret: bytes | None = None,
-        max_pinned_share: float = 0.25,
-        clock: Callable[[], float] = time.monotonic,
         placement: CheckpointPlacement,
-        min_tokens: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        num_blocks, num_slots = config.num_kv_blocks, config.max_slots
+        assert num_blocks is not None
+        assert num_slots is not None
         self.layout = layout
-        self.hash_secret = secrets.token_bytes(32) if hash_secret is None else hash_secret
-        self.hasher = BlockHasher(hash_algorithm, self.hash_secret)
+        self.config = config
+        self.hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
         self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
         self.kv_blocks.listeners = listeners
         self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
         self.slots = self._make_slots(num_slots, slot_policy)
-        self.pins = Pins(self.kv_blocks, self.slots, max_share=max_pinned_share, clock=clock)
+        share = config.max_pinned_share
+        self.pins = Pins(self.kv_blocks, self.slots, max_share=share, clock=clock)
         self.counters = Counter[str]()
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self._tiers: PrefixTiers | None = None
-        self.placement = PromptEnds(placement, min_tokens)
+        self.placement = PromptEnds(placement, config.min_computed_tokens)
         self.index = self._make_index()
         self.verifier: HitVerifier | None = None
+        if config.verify_hits:
+            self.verifier = HitVerifier(
+                config.verify_hits,
+                self.kv_blocks,
+                self.slots,
+                block_size_tokens=layout.block_size_tokens,
+                read=weak_callback(self._read),
+                remove=weak_callback(self._remove),
+            )
 
     def _make_index(self) -> PrefixIndex:
         return PrefixIndex(
@@ -147,13 +153,8 @@ class PrefixStore:
 
     @outside_inference_mode
     def _make_slots(self, num_slots: int, slot_policy: SlotEvictionPolicy) -> SlotPool:
-        """Make the slots: those of a context, if one can be made for the model."""
         # A state is read by a copy that is enqueued at once, so a slot may be given up although its
         # block is held: the state that a prompt went on from makes room for the one at its end.
-        try:
-            self.layout.kv_spec()
-        except InvalidArgumentError:
-            return SlotPool(num_slots, self.kv_blocks, policy=slot_policy, evicts_held=True)
         spec = self.layout.state_spec
         fields = SimpleNamespace(
             kv_block_allocator=self.kv_blocks,
@@ -173,19 +174,15 @@ class PrefixStore:
     @outside_inference_mode
     def share(self) -> CacheMemory:
         """Return what a context of the model needs to have its prefixes here as well."""
-        assert isinstance(self.slots, MambaSlotAllocator)  # of each model that has such a layout
+        assert isinstance(self.slots, MambaSlotAllocator)  # until it is closed
         return CacheMemory(
             slots=self.slots,
             kv_cache=self.tensors.kv_cache(),
             counters=self.counters,
-            on_admitted=None if self.verifier is None else weak_callback(self._admitted),
+            on_admitted=None if self.verifier is None else self.verifier.admitted,
             pins=self.pins,
             refuses_states=self.index.refuses_states,
         )
-
-    def _admitted(self, active: ActiveRequest, admission: Admission) -> None:
-        if self.verifier is not None:  # it is off while something is tried out
-            self.verifier.admitted(active, admission)
 
     @property
     def is_empty(self) -> bool:
@@ -207,17 +204,6 @@ class PrefixStore:
         self.slots.cancel_reserved(list(self.slots.reserved))
         if self.tiers is not None:
             self.tiers.let_go()
-
-    def sample_hits(self, rate: float) -> None:
-        """Have a part of the hits verified."""
-        self.verifier = HitVerifier(
-            rate,
-            self.kv_blocks,
-            self.slots,
-            block_size_tokens=self.layout.block_size_tokens,
-            read=weak_callback(self._read),
-            remove=weak_callback(self._remove),
-        )
 
     def _read(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         return self.content(self.tensors.load(slot, blocks, num_tokens))

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,6 @@ from mamba_cache._extras import installed_version
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache import BlockHashes, ExtraKey
 from mamba_cache.cache.sequence import CachedSequence, Checkpoint, PrefixMatch
-from mamba_cache.config import CacheConfig
 from mamba_cache.context.prefetch import Prefetch, PromptEntries
 from mamba_cache.context.requests import PlannedLoad
 from mamba_cache.context.tier_memory import open_disk
@@ -62,34 +62,11 @@ class PrefixTiers(Tiering):
     brought before it is matched. Both wait for their copies: a prefix cache serves one call at a
     time. For the disk and the store a call waits only where they are not known to be slower than
     the model, and no longer than the model would take; what comes later stays in host memory.
-    Settings are those of ``PrefixCache``.
     """
 
-    def __init__(
-        self,
-        store: PrefixStore,
-        runner: ModelRunner,
-        *,
-        host_cache_gb: float,
-        disk_cache_path: Any,
-        disk_cache_gb: float,
-        shared: Any = None,
-    ) -> None:
+    def __init__(self, store: PrefixStore, runner: ModelRunner) -> None:
         self._store, self._runner = store, runner
-        self._config = CacheConfig(
-            num_kv_blocks=1,
-            max_slots=1,
-            block_size_tokens=store.layout.block_size_tokens,
-            ssm_chunk_size=1,
-            host_cache_gb=host_cache_gb,
-            host_state_share=0.5,
-            disk_cache_path=disk_cache_path,
-            disk_cache_gb=None if disk_cache_path is None else disk_cache_gb,
-            store=shared,
-            write_on_use=1,
-            hash_algorithm=store.hasher.algorithm,
-            hash_secret=store.hash_secret,
-        )
+        self._config = replace(store.config, host_state_share=0.5, write_on_use=1)
         self._keys: dict[ExtraKey, ExtraKey] = {}
         self._key: ExtraKey = None
         self._prefetch: Prefetch | None = None
@@ -102,7 +79,8 @@ class PrefixTiers(Tiering):
                 "host_cache_gb and disk_cache_path need weights_check='full' or 'sample': prefixes "
                 "outlive the weights that they were computed with, and must not be used with others"
             )
-        self._is_shared = shared is not None or disk_cache_path is not None
+        below = self._config.disk_cache_path, self._config.store
+        self._is_shared = any(each is not None for each in below)
         if self._is_shared:
             fingerprint.check_files()
         tensors = store.tensors

@@ -20,7 +20,6 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache.sequence import CachedSequence
-from mamba_cache.config import CacheConfig
 from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
 from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
@@ -45,7 +44,7 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import ints_to_device
 
-__all__ = ["BatchStats", "Batcher", "BatcherSettings"]
+__all__ = ["BatchStats", "Batcher"]
 
 _LONGEST = 2**17
 """Maximum tokens of a sequence if the model sets none; block tables have that width."""
@@ -68,19 +67,17 @@ _TOLERANCES = {True: 1e-3, False: 0.15}
 _MAX_TOLERANCE = 0.5
 """Of models that differ from themselves as much, by rounding alone."""
 
+_OF_STORE: dict[str, Any] = {
+    "host_cache_gb": None,
+    "disk_cache_path": None,
+    "disk_cache_gb": None,
+    "store": None,
+    "verify_hits": 0.0,
+}
+"""What the store of prefixes does itself."""
+
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatcherSettings:
-    """The limits of a batcher."""
-
-    max_requests: int  # requests that run at once
-    chunk_tokens: int  # tokens of prompts in one step
-    saves_answers: bool  # keep what is computed while decoding
-    min_tokens: int  # minimum of a chunk of a prompt
-    is_eager: str = ""  # the reason for using no CUDA graphs, if any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,29 +151,29 @@ class Batcher:
         store: PrefixStore,
         filler: CacheFiller,
         capture: StateCapture | None,
-        settings: BatcherSettings,
+        *,
+        chunk_tokens: int,
+        is_eager: str = "",
     ) -> None:
         self._runner = runner
         self._store = store
-        self._settings = settings
-        layout = store.layout
+        self.chunk_tokens = chunk_tokens  # of prompts in one step
+        self._why_eager = is_eager  # the reason for using no CUDA graphs, if any
+        layout, config = store.layout, store.config
+        # States of answers are kept if single tokens are computed as a prompt's are.
+        saves_answers = config.reuse_answers and config.min_computed_tokens == 1
         block_size, num_blocks = layout.block_size_tokens, store.kv_blocks.pool_size - 1
         self.context = DynamicInferenceContext(
-            CacheConfig(
-                block_size_tokens=block_size,
-                max_requests=settings.max_requests,
-                max_tokens=settings.chunk_tokens + settings.max_requests,
+            replace(
+                config,
+                max_tokens=chunk_tokens + config.max_requests,
                 max_sequence_length=_longest(runner, num_blocks * block_size),
-                num_kv_blocks=num_blocks,
-                max_slots=store.slots.max_slots,
                 ssm_chunk_size=math.gcd(block_size, runner.chunk_size),
                 vocab_size=runner.vocabulary,
-                min_computed_tokens=settings.min_tokens,
                 max_checkpoints_per_step=None if capture is not None else 0,
-                save_decode_states=settings.saves_answers,
-                reuse_answers=settings.saves_answers,
-                hash_algorithm=store.hasher.algorithm,
-                hash_secret=store.hash_secret,
+                save_decode_states=saves_answers,
+                reuse_answers=saves_answers,
+                **_OF_STORE,
             ),
             layout.state_spec,
             layout.kv_spec(),
@@ -193,9 +190,9 @@ class Batcher:
             filler,
             graphs=self._graphs,
             capture=capture,
-            min_tokens=settings.min_tokens,
+            min_tokens=config.min_computed_tokens,
         )
-        self._sizes = padded_sizes(settings.max_requests)
+        self._sizes = padded_sizes(config.max_requests)
         self._sampler = Sampler(self.context.device)
         self._scheduler: Scheduler[BatchRequest] = Scheduler(
             self.context, max_wait_steps=_MAX_WAIT_STEPS, find=weak_callback(self._find)
@@ -224,13 +221,13 @@ class Batcher:
             number = getattr(batching_config, name, None)
             return most if number is None else min(check_int(name, number, minimum=1), most)
 
-        own, scheduler = self._settings, self._scheduler
-        scheduler.max_chunk_tokens = limit("max_batch_tokens", own.chunk_tokens)
-        scheduler.max_requests = limit("max_requests_per_batch", own.max_requests)
+        scheduler = self._scheduler
+        scheduler.max_chunk_tokens = limit("max_batch_tokens", self.chunk_tokens)
+        scheduler.max_requests = limit("max_requests_per_batch", self.context.max_requests)
         uses_graphs = getattr(batching_config, "use_cuda_graph", None)
         if isinstance(uses_graphs, tuple):  # for prompts, and for decoding
             uses_graphs = uses_graphs[1]
-        self._is_eager = "use_cuda_graph is False" if uses_graphs is False else own.is_eager
+        self._is_eager = "use_cuda_graph is False" if uses_graphs is False else self._why_eager
         self._wants_logprobs = bool(getattr(batching_config, "return_logprobs", False))
         self._has_listeners = False
         scheduler.is_lockstep = False
@@ -262,7 +259,7 @@ class Batcher:
         request = self._store.request(prompt, key, self._num_requests, **fields)
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
-        size, least = self.context.block_size_tokens, self._settings.min_tokens
+        size, least = self.context.block_size_tokens, self.context.config.min_computed_tokens
         first = self._num_requests
         made = [
             BatchRequest(
@@ -308,17 +305,12 @@ class Batcher:
             )
         return min(longest, room)
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of prompts in one step."""
-        return self._settings.chunk_tokens
-
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Return whether sequences of these lengths can run at once, beside the pins."""
         blocks, size = self.context.kv_block_allocator, self.context.block_size_tokens
         num_free = blocks.pool_size - 1 - int(np.count_nonzero(self._store.pins.references))
         return (
-            len(lengths) <= self._settings.max_requests
+            len(lengths) <= self.context.max_requests
             and max(lengths) <= self.context.config.max_sequence_length
             and sum(-(-length // size) for length in lengths) <= num_free
         )
@@ -409,14 +401,14 @@ class Batcher:
     def prepare(self) -> None:
         """Capture all sizes; call it while no request runs. Nothing of it stays cached."""
         self.begin()
-        self.warm_up(self._settings.max_requests, shows_progress=True)
+        self.warm_up(self.context.max_requests, shows_progress=True)
         if not self._is_eager and not self._forwards.why_eager:
             self._capture_rectangles()  # pragma: no cover - tests/gpu run it
 
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
         """Compute rectangles of all sizes that are captured, and the largest one that is not."""
         began, counted = time.perf_counter(), self._graphs.warm_up_seconds
-        longest, most = self.context.config.max_sequence_length, self._settings.chunk_tokens
+        longest, most = self.context.config.max_sequence_length, self.chunk_tokens
         known: set[tuple[int, int]] = set()
         with progress_bar(desc="Capturing rectangles") as bar:
             # The first ones show how large a rectangle may be that a graph pays for.
@@ -425,7 +417,7 @@ class Batcher:
                 bar.reset(total=len(known))
                 bar.update(len(known) - len(sizes))
                 for rows, size in sizes:
-                    if rows <= self._settings.max_requests and size <= longest:
+                    if rows <= self.context.max_requests and size <= longest:
                         for saves_states in (False, True):
                             for _ in range(_USES):
                                 self._compute_drawn([size] * rows, saves_states)
@@ -433,7 +425,7 @@ class Batcher:
                 torch.cuda.synchronize(self.context.device)
         # Others compile and tune their kernels here, and not in the first answers.
         size = min(_TUNED_TOKENS, longest)
-        rows = min(self._settings.max_requests, most // size)
+        rows = min(self.context.max_requests, most // size)
         for lengths in ([size] * rows, [size - 1 - row % 2 for row in range(rows)]):
             self._compute_drawn(lengths, saves_states=True, is_eager="kernels are tuned")
         self._graphs.warm_up_seconds = counted + time.perf_counter() - began
@@ -450,7 +442,7 @@ class Batcher:
         ]
         with suppress(CapacityError), self._unseen(prompts, saves_states):
             step = self.context.begin_step()
-            self._forwards.prefill(step, self._settings.chunk_tokens, is_eager=is_eager)
+            self._forwards.prefill(step, self.chunk_tokens, is_eager=is_eager)
             self.context.commit_step([0] * len(lengths))
 
     def step(self) -> list[BatchRequest]:
@@ -513,7 +505,7 @@ class Batcher:
         prepared, tiers = request.prepared, self._store.tiers
         if tiers is not None:
             sequence = CachedSequence(prepared.request, prepared.tokens, prepared.chain)
-            tiers.bring(sequence, self._settings.min_tokens)
+            tiers.bring(sequence, self.context.config.min_computed_tokens)
         return self.context.match(prepared).skip_tokens
 
     def _close_ranks(self) -> None:
@@ -808,7 +800,6 @@ class Batcher:
         """Add requests for the length of the body, and remove what they cached."""
         blocks, before = self.context.kv_block_allocator, self._store.counters.copy()
         salt, self._store.placement.is_off = os.urandom(16), not saves_states
-        verifier, self._store.verifier = self._store.verifier, None
         counts = Counter(self.counts)
         prepared = [
             self.context.prepare(Request(request_id=n, prompt_tokens=tokens, cache_salt=salt))
@@ -819,7 +810,7 @@ class Batcher:
                 self.context.add_request(one)
             yield
         finally:
-            self._store.placement.is_off, self._store.verifier = False, verifier
+            self._store.placement.is_off = False
             self.context.reset(preserve_prefix_cache=True)
             for one in prepared:
                 blocks.deregister_blocks(blocks.match_prefix(one.hashes))
