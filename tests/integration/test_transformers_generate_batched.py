@@ -250,7 +250,7 @@ def test_sequences_that_the_blocks_do_not_hold_are_the_loops(model, cache, promp
 
 
 def test_memory_that_runs_out_leaves_the_prompt_to_the_loop(model, cache, prompt, monkeypatch):
-    def run_out(*_):
+    def run_out(*_, **__):
         raise torch.OutOfMemoryError("too much")
 
     with monkeypatch.context() as patches:

@@ -38,9 +38,8 @@ class _Row:
 
     prompt: Prompt
     record: SequenceRecord  # rows of the same prompt share it
-    boundary: int = 0  # the last block boundary since its prompt's end, 0 before the first
-    states: list[torch.Tensor] = field(default_factory=list)  # conv and recurrent, there
-    windows: list[torch.Tensor] = field(default_factory=list)  # likewise
+    # States and windows at the last block boundary since its prompt's end.
+    kept: SequenceMemory | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -71,6 +70,7 @@ class Generation:
     # None: no batch can compute what the options ask for.
     find_batcher: Callable[[], Batcher | None] | None = None
     max_length: int = 0  # columns of prompts and answers
+    has_streamer: bool = False
     cache: Any = None  # that ``generate`` is to use
     bypass: BypassReason | None = None  # why nothing was looked up or is kept
     _batcher: Batcher | None = None
@@ -80,7 +80,7 @@ class Generation:
     _ids: torch.Tensor | None = None
     _columns: list[torch.Tensor] = field(default_factory=list)
     _answers: list[list[int]] = field(default_factory=list)
-    _streamer: _EarlyStreamer | None = None
+    _are_published: bool = False  # the prompts
     _keeps_answers: bool = False
     _undo: ExitStack = field(default_factory=ExitStack)
 
@@ -121,45 +121,40 @@ class Generation:
         Of ``input_ids``, [rows, length] int64, the last token has not gone through the model.
         """
         is_first, self._ids = self._ids is None, input_ids
-        if is_first:
-            if self._streamer is not None:
-                self._streamer.tell_first(input_ids[:, -1])
-            if not self._is_batched and self._rows:  # none of a call that bypasses the cache
+        is_same = len(input_ids) == len(self._rows)  # else they are not these rows
+        self._keeps_answers &= is_same
+        if not self._is_batched:
+            # The first token is not kept waiting, where its rows go on with the same cache.
+            if not (is_first and is_same and self.follows_rows):
                 self._publish_prompts()
-        self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
-        if self._is_batched:
-            assert self._batcher is not None
-            self._batcher.take_rows(input_ids[:, -1].tolist())
-        elif self._keeps_answers:
-            self._keep_boundaries()
-            # A copy: processors and criteria are given these ids, and may write to them.
-            self._columns.append(input_ids[:, -1].clone())
+            if is_same and (is_first or self._keeps_answers):
+                self._keep_boundaries()
+            if self._keeps_answers:
+                # A copy: processors and criteria are given these ids, and may write to them.
+                self._columns.append(input_ids[:, -1].clone())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    def streamed(self, streamer: Any) -> Any:
-        """Return what hands tokens on to a caller's streamer, the first one before it is kept."""
-        self._streamer = _EarlyStreamer(streamer)
-        return self._streamer
 
     def publish(self, output: Any) -> None:
         """Make the answers findable, once ``generate`` has returned ``output``."""
         self._disarm()  # a model that is replaced in part would be read anew
         if self._is_batched:
             assert self._batcher is not None
+            self._take_rows()
             self._batcher.end_rows()
-            if self._streamer is not None and not self.runner.fingerprint.is_current():
+            if self.has_streamer and not self.runner.fingerprint.is_current():
                 raise ModelChangedError(
                     "the model was changed while generate ran, by a streamer: call reset(), for "
                     "what is cached may come from both models"
                 )
             return
+        self._publish_prompts()
         if self._ids is None or not self._keeps_answers:
             return
         # Where the host does not wait for each token, as on MPS, the last one may be taken back.
         kept = (output if torch.is_tensor(output) else output.sequences).shape[1]
         del self._columns[len(self._columns) - (self._ids.shape[1] - kept) :]
         self._ids = self._ids[:, :kept]
-        if len(self._columns) < 2 and not any(row.boundary for row in self._rows):
+        if len(self._columns) < 2 and not any(row.kept for row in self._rows):
             return  # the last token of an answer has not gone through the model
         fingerprint = self.runner.fingerprint
         if not fingerprint.is_current() or fingerprint.has_new_hooks():
@@ -178,6 +173,7 @@ class Generation:
         It is called as ``forward`` is, and returns what that does, of the last token at least.
         """
         if self._is_batched:
+            self._take_rows()
             with self.runner.within(forward):
                 return self._computed()
         self._disarm()  # from here on the model is as it was, and may be looked at
@@ -257,7 +253,6 @@ class Generation:
                 settings,
                 seed=0,
                 first_token=None if is_single else int(prompt.tokens[-1]),
-                is_assumed=True,
                 checkpoint_positions=[min(p, len(tokens)) for p in sorted(named[prompt.key])],
                 **self.fields,
             )
@@ -297,6 +292,12 @@ class Generation:
         logits = self._batcher.compute_rows()
         kind = transformers().modeling_outputs.CausalLMOutputWithPast
         return kind(logits=logits[:, None], past_key_values=self.cache)
+
+    def _take_rows(self) -> None:
+        """Hand the token of each row to the batch."""
+        assert self._batcher is not None
+        assert self._ids is not None
+        self._batcher.take_rows(self._ids[:, -1].tolist())
 
     def _compute_rest(
         self,
@@ -391,15 +392,20 @@ class Generation:
         return read_layers(self.cache, self.store.layout.layers, self._ids.shape[1] - 1)
 
     def _publish_prompts(self) -> None:
-        """Cache what the first forward completed, before any row goes its own way."""
+        """Cache what the first forward completed, if that is still to be done."""
+        # A call that bypasses the cache has no rows.
+        if self._are_published or self._ids is None or not self._rows:
+            return
+        self._are_published = True
         memory = self._memory()
         is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
         for index, row in enumerate(self._rows):
             # Of a batch the last token is computed for all rows together, as decoded tokens are.
             num_decoded = int(is_batch and not self.keeps_decoded)
-            row.record.publish(
-                memory.row(index, row.prompt.padding), len(row.prompt.tokens) - num_decoded
-            )
+            own = memory.row(index, row.prompt.padding)
+            if row.kept is not None:
+                own = replace(row.kept, tokens=own.tokens)
+            row.record.publish(own, len(row.prompt.tokens) - num_decoded)
 
     def _keep_boundaries(self) -> None:
         """Copy the states of rows that have just completed a block.
@@ -417,20 +423,16 @@ class Generation:
                 self._read_columns(len(self._columns))
                 is_open = len(self._answer(index)) == num_tokens - len(row.prompt.tokens)
             if is_open:
-                kept = self._memory().row(index, row.prompt.padding)
-                row.boundary = num_tokens
-                row.states = [state.clone() for state in kept.states]
-                row.windows = [window.clone() for window in kept.windows]
+                row.kept = self._memory().row(index, row.prompt.padding).copy_states()
 
     def _publish_answer(self, index: int, row: _Row, memory: SequenceMemory) -> None:
         answer = self._answer(index)
         self.store.counters["computed_tokens"] += len(answer)
         # A token that was taken back may have completed the block.
-        if not 0 < row.boundary <= len(row.prompt.tokens) + len(answer):
+        if row.kept is None or row.kept.num_tokens > len(row.prompt.tokens) + len(answer):
             return
-        record = row.record.fork(answer, row.boundary)
-        kept = replace(memory, num_tokens=row.boundary, states=row.states, windows=row.windows)
-        record.publish(kept, row.boundary)
+        record = row.record.fork(answer, row.kept.num_tokens)
+        record.publish(replace(row.kept, tokens=memory.tokens), row.kept.num_tokens)
         record.close()
 
     def _read_columns(self, end: int) -> None:
@@ -447,35 +449,6 @@ class Generation:
         tokens = self._answers[index]
         ends = [position for position, token in enumerate(tokens, 1) if token in self.eos_token_ids]
         return tokens[: ends[0]] if ends else tokens
-
-
-class _EarlyStreamer:
-    """Hands tokens on to a caller's streamer; the first one may come to it from somebody else.
-
-    ``generate`` asks its stopping criteria before it streams a token, in the versions that do, and
-    what the cache does there would keep the first token waiting.
-    """
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
-        self._num_puts = 0
-        self._is_first_told = False
-
-    def tell_first(self, tokens: torch.Tensor) -> None:
-        """Hand on the first token of each row, [rows], if that has not been done."""
-        if self._num_puts < 2:  # the prompt comes first
-            self._streamer.put(tokens.to("cpu", copy=True))  # who gets it may write to it
-            self._is_first_told = True
-
-    def put(self, value: Any) -> None:
-        """Take the prompt, and then each token."""
-        self._num_puts += 1
-        if self._num_puts == 2 and self._is_first_told:
-            return
-        self._streamer.put(value)
-
-    def end(self) -> None:
-        self._streamer.end()
 
 
 _armed: dict[int, Generation] = {}

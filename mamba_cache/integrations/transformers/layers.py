@@ -80,6 +80,11 @@ class SequenceMemory:
         """Return the dtype of each tensor, in the order of the attributes."""
         return [tensor.dtype for tensor in (*self.states, *self.windows, *self.tokens)]
 
+    def copy_states(self) -> SequenceMemory:
+        """Return copies of the states and windows, without the other tokens."""
+        states, windows = ([x.clone() for x in own] for own in (self.states, self.windows))
+        return SequenceMemory(self.num_tokens, states, windows)
+
     def to_dtypes(self, dtypes: Sequence[torch.dtype]) -> SequenceMemory:
         """Return copies with the dtypes that ``dtypes`` of another one returned."""
         wanted = iter(dtypes)

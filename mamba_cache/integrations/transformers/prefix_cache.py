@@ -377,6 +377,7 @@ class PrefixCache:
             max_length=served.max_length
             if served.max_new_tokens is None
             else ids.shape[1] + served.max_new_tokens,
+            has_streamer=options.get("streamer") is not None,
         ) as generation:
             own = options.get("stopping_criteria") or ()
             criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
@@ -386,8 +387,6 @@ class PrefixCache:
                 self._runner.cache_name: generation.cache,
                 "stopping_criteria": transformers().StoppingCriteriaList(criteria),
             }
-            if options.get("streamer") is not None:
-                arguments["streamer"] = generation.streamed(options["streamer"])
             output = self._runner.model.generate(ids, **arguments)
             self._runner.fingerprint.confirm()
             generation.publish(output)

@@ -201,7 +201,7 @@ class Batcher:
         self._num_requests = 0
         self._faulty: list[BatchRequest] = []  # requests whose last step failed
         self._rows: list[BatchRequest] = []  # of a call of ``generate``
-        self._untold: list[Callable[[], None]] = []  # announcements of its prompts
+        self._untold: list[PreparedRequest] = []  # prompts that listeners are still to be told of
         # The step that waits for their tokens, those that sample, and what it computed of prompts.
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
         self.configure()
@@ -241,7 +241,6 @@ class Batcher:
         seed: int,
         first_token: int | None = None,
         tell: Callable[[str, int], None] | None = None,
-        is_assumed: bool = False,
         **fields: Any,
     ) -> list[BatchRequest]:
         """Queue a prompt.
@@ -249,8 +248,8 @@ class Batcher:
         ``seed`` is that of the first answer's draws; the seeds of the others follow from it.
         ``first_token``, if given, is the first token of each answer.
         ``tell`` is called with the name of each answer and each token of it.
-        With ``is_assumed`` listeners hear of the prompt once the settings are confirmed.
-        ``fields`` are further ones of ``Request``.
+        ``fields`` are further ones of ``Request``. Listeners are told of the prompt at the end of
+        the next step: by then the model's settings are confirmed.
 
         Return a request for each of its answers. The first is called as asked, the others have
         "__child#0" and so on after it.
@@ -279,10 +278,7 @@ class Batcher:
             one.fork_of = made[0]
         self._num_requests += len(made)
         self._has_listeners |= tell is not None or settings.make_processors is not None
-        if is_assumed:
-            self._untold.append(partial(self._store.tell_admitted, request, prepared.hashes))
-        else:
-            self._store.tell_admitted(request, prepared.hashes)
+        self._untold.append(prepared)
         for one in made:
             one.tell = None if tell is None else partial(tell, one.request_id)
             one.max_tokens = min(settings.max_new_tokens, longest - len(prepared.tokens) + 1)
@@ -338,8 +334,6 @@ class Batcher:
             assert step is not None  # ``has_room`` was checked
             computed, logits = self._compute(step)
             self._runner.fingerprint.confirm()
-            while self._untold:
-                self._untold.pop(0)()
             requests = [self._scheduler.find(key) for key in step.sampling_ids]
             firsts = {one.key: one.first_token for one in self._rows if one.first_token is not None}
             if requests and (logits is not None or not firsts):
@@ -434,13 +428,7 @@ class Batcher:
         self, lengths: Sequence[int], saves_states: bool, is_eager: str = ""
     ) -> None:
         """Compute random prompts of these lengths in one step, and forget them."""
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        vocabulary = self._runner.vocabulary
-        prompts = [
-            torch.randint(vocabulary, (size,), generator=generator, device="cpu").tolist()
-            for size in lengths
-        ]
-        with suppress(CapacityError), self._unseen(prompts, saves_states):
+        with suppress(CapacityError), self._unseen(self._draw(lengths), saves_states):
             step = self.context.begin_step()
             self._forwards.prefill(step, self.chunk_tokens, is_eager=is_eager)
             self.context.commit_step([0] * len(lengths))
@@ -588,13 +576,11 @@ class Batcher:
         Return a token for each request that samples, in the step's order; and by name those of
         prompts that are computed now, and of the forks that these are to have.
         """
-        pieces: list[torch.Tensor] = []
-        probabilities: list[torch.Tensor] = []
+        parts: list[tuple[torch.Tensor, Sequence[BatchRequest | None]]] = []
         decoding, size = self._decoding, 0
         if logits is not None:
             size = decoding.size
-            rows = [None] * size if decoding.is_simple else decoding.by_row
-            self._add(pieces, probabilities, logits, rows)
+            parts.append((logits, [None] * size if decoding.is_simple else decoding.by_row))
         chosen: list[BatchRequest] = []
         for chunks in computed:
             numbers: list[int] = []
@@ -612,12 +598,16 @@ class Batcher:
                     sampling.append(one)
             if sampling:
                 chosen += sampling
-                self._add(pieces, probabilities, _rows_of(chunks.logits, numbers), sampling)
-        if not pieces:
+                parts.append((_rows_of(chunks.logits, numbers), sampling))
+        if not parts:
             return np.zeros(0, dtype=np.int64), {}
-        host = _fetch(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
-        if probabilities:
-            found = _fetch(torch.cat(probabilities))
+        pieces = [self._sampler.choose(*part) for part in parts]
+        host = _fetch(pieces)
+        if self._wants_logprobs:
+            shares = [each.float().log_softmax(-1) for each, _ in parts]
+            found = _fetch(
+                [s.gather(-1, own[:, None])[:, 0] for s, own in zip(shares, pieces, strict=True)]
+            )
             of_decoded = found[:size][step.decode_rows] if size else found[:0]
             requests = [*(decoding.requests if size else ()), *chosen]
             values = [*of_decoded.tolist(), *found[size:].tolist()]
@@ -628,19 +618,6 @@ class Batcher:
         decoded = host[:size][step.decode_rows] if size else host[:0]
         return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
 
-    def _add(
-        self,
-        pieces: list[torch.Tensor],
-        probabilities: list[torch.Tensor],
-        logits: torch.Tensor,
-        requests: Sequence[BatchRequest | None],
-    ) -> None:
-        tokens = self._sampler.choose(logits, requests)
-        pieces.append(tokens)
-        if self._wants_logprobs:
-            chosen = logits.float().log_softmax(-1).gather(-1, tokens[:, None])
-            probabilities.append(chosen[:, 0])
-
     def _commit(
         self,
         step: Step,
@@ -648,6 +625,9 @@ class Batcher:
         firsts: dict[Hashable, int],
         computed: Sequence[ComputedChunks],
     ) -> list[BatchRequest]:
+        while self._untold:
+            prepared = self._untold.pop(0)
+            self._store.tell_admitted(prepared.request, prepared.hashes)
         num_decodes = len(step.decode_rows)
         decoded = self._decoding.requests if num_decodes else []
         chunks = [(self._scheduler.find(part.request_id), part) for part in step.prefills]
@@ -734,11 +714,7 @@ class Batcher:
     def check(self) -> None:
         """Compare a batch of requests with each of them alone; no request may run meanwhile."""
         runner, name = self._runner, type(self._runner.model).__name__
-        generator = torch.Generator().manual_seed(2)
-        prompts = [
-            torch.randint(runner.vocabulary, (size,), generator=generator, device="cpu").tolist()
-            for size in self._lengths_to_check()
-        ]
+        prompts = self._draw(self._lengths_to_check())
         try:
             logits = self._compute_unseen(prompts)
         except (InvalidArgumentError, CapacityError, ModelChangedError):
@@ -766,6 +742,14 @@ class Batcher:
                 f"{name} computes something else for several requests at once than for each by "
                 f"itself: its logits are off by {typical:.1e} of their size; generate serves it"
             )
+
+    def _draw(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Draw random prompts, the same ones each time."""
+        generator, most = torch.Generator(device="cpu").manual_seed(2), self._runner.vocabulary
+        return [
+            torch.randint(most, (size,), generator=generator, device="cpu").tolist()
+            for size in lengths
+        ]
 
     def _lengths_to_check(self) -> list[int]:
         """Return the lengths of up to three sequences for which there is room."""
@@ -859,8 +843,9 @@ class Batcher:
         self._has_listeners = False
 
 
-def _fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    return np.asarray(tensor.cpu().numpy())
+def _fetch(pieces: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
+    whole = torch.cat([*pieces]) if len(pieces) > 1 else pieces[0]
+    return np.asarray(whole.cpu().numpy())
 
 
 def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -52,13 +52,16 @@ class BatchCall:
             reader.read(config, len(prompt))
             for config, prompt in zip(configs, self.prompts, strict=True)
         ]
-        self._salts = _one_each("cache_salt", cache_salt, count)
-        self._hints = _one_each("will_continue", will_continue, count)
-        self._source = source
         lengths = [len(prompt) for prompt in self.prompts]
-        self._checkpoints = (
-            [[] for _ in lengths] if checkpoints is None else read_checkpoints(checkpoints, lengths)
+        each = zip(
+            _one_each("cache_salt", cache_salt, count),
+            [()] * count if checkpoints is None else read_checkpoints(checkpoints, lengths),
+            _one_each("will_continue", will_continue, count),
+            [source] * count,
+            strict=True,
         )
+        names = "cache_salt", "checkpoint_positions", "will_continue", "source"
+        self._fields = [dict(zip(names, values, strict=True)) for values in each]
         own_seed = getattr(batching_config, "seed", None)
         self._seeds = _read_seeds(own_seed if seeds is None else seeds, count)
         self._streamer = streamer
@@ -119,11 +122,8 @@ class BatchCall:
             self.prompts[index],
             self._settings[index],
             seed=self._seeds[index],
-            cache_salt=self._salts[index],
-            checkpoint_positions=self._checkpoints[index],
-            will_continue=self._hints[index],
-            source=self._source,
             tell=self._teller(streamer),
+            **self._fields[index],
         )
         if streamer is not None:
             try:
