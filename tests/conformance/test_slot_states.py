@@ -22,7 +22,9 @@ from conformance_rig import (
 )
 from slot_rig import live_bits, slot_bits
 
-from mamba_cache.errors import MissingStateError
+from mamba_cache.cache import EveryNthBlock
+from mamba_cache.errors import InvalidArgumentError, MambaSlotCapacityError, MissingStateError
+from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.states import StateCopier
 
 FIRST_PREFILL = 2
@@ -218,6 +220,125 @@ def test_what_an_embedder_writes_into_the_tables_is_committed(allocator, context
     allocator.commit_intermediate_states()
     assert [allocator.has_state(block) for block in (7, 6, 0)] == [True] * 3
     assert allocator.hash_to_block_id == {1008: 7, 1001: 0}
+
+
+def whole(allocator, row, prompt):
+    """Record a prompt that is computed in one chunk, and of which nothing is cached."""
+    record(allocator, row, prompt, 0, prompt, 0, 0, -(-prompt // BLOCK))
+
+
+def test_checkpoints_that_the_scratch_has_no_row_for_are_counted(context, generator):
+    """Nor those beyond three of a request."""
+    for row in (-1, MAX_REQUESTS, "a", 10**30):
+        with pytest.raises(InvalidArgumentError, match=rf"current_id must be .*, got {row!r}"):
+            whole(make_allocator(context, generator), row, BLOCK)
+    table = context.request_to_kv_block_ids.tolist()
+    allocator = make_allocator(context, generator, placement=EveryNthBlock(1))
+    whole(allocator, 2, 5 * BLOCK - 1)
+    assert allocator._intermediate_block_ids_cpu[2].tolist() == table[2][1:4]
+    assert allocator.skipped_checkpoints_total == 1
+    context.max_mamba_intermediate_states_per_step = 3
+    allocator = make_allocator(context, generator, placement=EveryNthBlock(1))
+    whole(allocator, 2, 3 * BLOCK + 1)
+    whole(allocator, 3, 3 * BLOCK + 1)
+    blocks = allocator._intermediate_block_ids_cpu
+    assert blocks[2].tolist() == table[2][:3]
+    assert allocator._intermediate_counts_cpu.tolist() == [0, 0, 3, 0, 0]
+    assert allocator.skipped_checkpoints_total == 3
+    whole(allocator, 2, BLOCK + 1)  # the row's own states make room for its new ones
+    whole(allocator, 3, 3 * BLOCK + 1)
+    assert blocks[2:4].tolist() == [[table[2][0], -1, -1], [*table[3][1:3], -1]]
+    assert allocator._intermediate_offsets_cpu[3].tolist() == [2 * BLOCK, 3 * BLOCK, 0]
+    assert allocator.skipped_checkpoints_total == 4
+
+
+def test_states_that_the_scratch_has_no_row_for_are_not_committed(allocator, context):
+    inside, ends = three_prefills(allocator, context)
+    allocator.max_intermediate_count = 2  # as if an embedder had written the tables itself
+    allocator.commit_intermediate_states()
+    found = [allocator.has_state(block) for block in inside + ends]
+    assert found == [True, True, False, True, True]
+    assert allocator.skipped_checkpoints_total == 1
+
+
+def test_stale_counts_of_an_earlier_forward_are_not_read(allocator, context):
+    _, ends = three_prefills(allocator, context)
+    context.mamba_metadata.intermediate_count = 0
+    allocator.commit_intermediate_states()
+    assert [*allocator.hash_to_block_id.values()] == ends
+
+
+@pytest.mark.parametrize("row", [0, 4])
+def test_rows_of_other_requests_than_those_that_prefill_are_kept(allocator, context, row):
+    context.batch_dimensions.prefill_req_count = 1  # row 2
+    for each in (row, 2):
+        whole(allocator, each, 4 * BLOCK)
+    reported(context, [0])
+    allocator.commit_intermediate_states()
+    assert allocator._intermediate_counts_cpu.nonzero().flatten().tolist() == [row]
+    end = int(context.request_to_kv_block_ids[row, 3])
+    assert allocator._eos_cache_block_id_cpu[[row, 2]].tolist() == [end, -1]
+
+
+def test_a_commit_whose_copy_is_refused_leaves_nothing_findable(allocator, context):
+    inside, ends = three_prefills(allocator, context)
+    allocator.allocate_slots_batch(inside[2:])
+    context.mamba_ssm_states = context.mamba_ssm_states.double()
+    with pytest.raises(InvalidArgumentError, match="agree in dtype"):
+        allocator.commit_intermediate_states()
+    found = [allocator.has_state(block) for block in inside + ends]
+    assert found == [False, False, True, False, False]
+    assert allocator.hash_to_block_id == {}
+    allocator.check_invariants()
+
+
+def test_a_second_shortage_is_the_callers_to_see(allocator):
+    def shortage(blocks):
+        raise MambaSlotCapacityError(len(blocks), 1)
+
+    allocator._collect_commit_data = lambda: ([4, 5], [0, 1], [], [], [40, 50])
+    allocator.allocate_slots_batch = shortage
+    with pytest.raises(MambaSlotCapacityError) as caught:
+        allocator.commit_intermediate_states()
+    assert caught.value.required == 1
+
+
+def test_a_row_that_the_forward_leaves_out_holds_no_earlier_state(allocator, context):
+    """Nobody on the host sees it; another request's state was published as this one's."""
+    [first, *_], _ = three_prefills(allocator, context)
+    allocator.commit_intermediate_states()
+    for row in range(3):
+        assert allocator.intermediate_conv_out[:, row].isnan().all()
+        assert allocator.intermediate_ssm_out[:, row].isnan().all()
+    assert not allocator.intermediate_ssm_out[:, 3:].isnan().all()
+    saved = allocator.ssm_states[:, allocator.get_slot(first)].clone()
+    three_prefills(allocator, context)
+    allocator.intermediate_conv_out[:, 1:] = 1
+    allocator.intermediate_ssm_out[:, 1:] = 1
+    allocator.commit_intermediate_states()
+    again = allocator.ssm_states[:, allocator.get_slot(first)]
+    assert again.isnan().all()
+    assert not torch.equal(again, saved)
+
+
+def test_a_scratch_of_integers_is_cleared(context):
+    context.mamba_conv_states, context.mamba_ssm_states = (
+        torch.zeros(1, MAX_REQUESTS, *shape, dtype=torch.int32) for shape in ((2, 2), (1, 2, 2))
+    )
+    allocator = MambaSlotAllocator(context, 6, 1, (2, 2), (1, 2, 2), torch.int32, torch.int32)
+    three_prefills(allocator, context)
+    allocator.intermediate_ssm_out.fill_(5)
+    allocator.commit_intermediate_states()
+    rest = allocator.max_intermediate_count - 3
+    assert allocator.intermediate_ssm_out[0, :, 0, 0, 0].tolist() == [0] * 3 + [5] * rest
+
+
+def test_with_nothing_to_commit_the_tables_are_cleared(allocator, context):
+    whole(allocator, 2, 5 * BLOCK - 1)
+    reported(context, [0, 0, 0])
+    allocator.commit_intermediate_states()
+    assert allocator.num_cached_slots == 0
+    assert not allocator._intermediate_counts_cpu.any()
 
 
 @pytest.fixture

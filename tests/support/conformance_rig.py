@@ -84,9 +84,9 @@ def reported(context, counts):
     context.mamba_metadata.per_request_intermediate_counts = list(counts)
 
 
-def make_allocator(context, generator, max_slots=6):
+def make_allocator(context, generator, max_slots=6, **options):
     """Slots and scratch full of random bits."""
-    allocator = MambaSlotAllocator(context, max_slots, LAYERS, CONV, SSM, *DTYPES)
+    allocator = MambaSlotAllocator(context, max_slots, LAYERS, CONV, SSM, *DTYPES, **options)
     for name in ("conv_states", "ssm_states", "intermediate_conv_out", "intermediate_ssm_out"):
         randomize(getattr(allocator, name), generator)
     return allocator
