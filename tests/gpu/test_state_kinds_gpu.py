@@ -1,6 +1,6 @@
 """States of several kinds on a GPU: CUDA graphs, and a hit that equals a miss.
 
-Their copies run on the device in tests/property/test_state_copy.py.
+Their copies run on the device in tests/kernels/test_state_copy.py.
 """
 
 import pytest

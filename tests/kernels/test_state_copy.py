@@ -1,17 +1,20 @@
-"""Batched state copies, the kernel and its PyTorch twin alike, compared by bits.
+"""Batched state copies, the kernel and its PyTorch twin alike, compared by bits."""
 
-tests/property/test_state_copy.py draws tensors, strides and rows; here is what it does not draw.
-"""
+import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE, StateCopier
+from mamba_cache.states.kernels import copy
 
 # (layers, inner shape, dtype) of the tensors of one state.
 HYBRID = [(3, (10, 4), torch.bfloat16), (3, (2, 5, 8), torch.float32)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool]
 
 
 def as_bytes(tensor):
@@ -49,6 +52,63 @@ def check_copy(sources, destinations, source_rows, destination_rows, backend):
     if sources[0] is not destinations[0]:
         for tensor, want in zip(snapshot(sources), sources_before, strict=True):
             assert torch.equal(tensor, want)
+
+
+@st.composite
+def pairs_of_rows(draw, num_sources, num_destinations):
+    """Rows to copy: each destination once, some pairs padded, some sources "zero"."""
+    destinations = draw(st.lists(st.integers(0, num_destinations - 1), unique=True, max_size=6))
+    source = st.integers(ZERO_SOURCE, num_sources - 1)
+    pairs = [(draw(source), destination) for destination in destinations]
+    pairs += [(draw(source), PAD_SLOT_ID) for _ in range(draw(st.integers(0, 2)))]
+    return draw(st.permutations(pairs))
+
+
+@st.composite
+def tensors(draw, kinds, num_rows, seed, device):
+    """One tensor a kind: rows outermost, layers outermost, or with room after each row."""
+    made = []
+    for index, (layers, inner, dtype) in enumerate(kinds):
+        order = draw(st.sampled_from(["layers", "rows", "pitched"]))
+        outer = (num_rows, layers) if order == "rows" else (layers, num_rows)
+        pitch = math.prod(inner) + (draw(st.integers(1, 5)) if order == "pitched" else 0)
+        row = torch.empty(inner).stride()
+        strides = torch.empty((*outer, pitch), device="meta").stride()[:2]
+        size, shift = math.prod(outer) * pitch, draw(st.sampled_from([0, 1, 2, 4]))
+        room = (size + shift + 1) * dtype.itemsize
+        bits = np.random.default_rng([seed, index]).integers(0, 256, room, np.uint8)
+        storage = torch.from_numpy(bits).to(device).view(dtype)
+        view = storage.as_strided((*outer, *inner), (*strides, *row), shift)
+        made.append(view.transpose(0, 1) if order == "rows" else view)
+    return made
+
+
+KINDS = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        # The last are more than one tile, as wide words and as narrow ones.
+        st.lists(st.integers(1, 5), max_size=3).map(tuple) | st.sampled_from([(4097,), (9001,)]),
+        st.sampled_from(DTYPES),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "entries_per_program"), [("torch", 1), ("triton", 1), ("triton", 2)]
+)
+@given(st.data(), KINDS, st.integers(0, 5), st.integers(1, 7), st.integers(0, 2**32 - 1))
+def test_every_byte_is_as_the_rows_say(
+    backend, entries_per_program, device, data, kinds, num_sources, num_destinations, seed
+):
+    """Over drawn tensors, strides and rows."""
+    sources = data.draw(tensors(kinds, num_sources, seed, device))
+    destinations = data.draw(tensors(kinds, num_destinations, seed + 1, device))
+    pairs = data.draw(pairs_of_rows(num_sources, num_destinations))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy, "entries_per_program", lambda *_, **__: entries_per_program)
+        check_copy(sources, destinations, *([each[i] for each in pairs] for i in (0, 1)), backend)
 
 
 def test_offsets_past_int32(backend, device, generator):

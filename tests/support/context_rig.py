@@ -1,6 +1,10 @@
 """A tiny hybrid model over a real context, and what the same model says without a cache."""
 
+from contextlib import contextmanager
+
+import pytest
 import torch
+from fingerprints import fingerprint
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import DeviceTokens, DynamicInferenceContext, Request
@@ -109,6 +113,21 @@ def on_device(*requests, num_drafts=2):
     for row, new in zip(tokens, requests, strict=True):
         row[: len(new)] = torch.tensor(new)
     return DeviceTokens(tokens, torch.tensor([len(new) for new in requests], dtype=torch.int32))
+
+
+@contextmanager
+def refused(context, error, match=None):
+    """A call that raises, and changes nothing of a context."""
+    before = _seen(context)
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    context.check_invariants()
+    assert _seen(context) == before
+
+
+def _seen(context):
+    free_rows = list(context.request_table._free_rows)
+    return fingerprint(context), context.stats(), context.statuses(), free_rows
 
 
 def prepared(context, prompt):

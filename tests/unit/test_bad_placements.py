@@ -11,10 +11,10 @@ from context_rig import (
     make_config,
     make_context,
     prepared,
+    refused,
     run_step,
     saved_prefix_lengths,
 )
-from fingerprints import fingerprint
 
 from mamba_cache.cache import LruSlotPolicy, PlacementFacts
 from mamba_cache.cache.placement import placed_positions
@@ -62,25 +62,18 @@ RUBBISH = [None, 5, [None], ["x"], "abc", [math.nan], [1.5], [True], [[8]], obje
 
 @pytest.mark.parametrize("given", RAISING)
 def test_a_placement_that_raises_after_a_hit_holds_nothing(context, placement, given):
-    before = fingerprint(context)
     placement.given = given
-    with pytest.raises((OSError, KeyboardInterrupt)):
+    with refused(context, (OSError, KeyboardInterrupt)):
         add(context, "a", PROMPT)
-    assert fingerprint(context) == before
-    assert context.stats().used_blocks == 0
-    context.check_invariants()
     placement.given = [BLOCK]
     assert add(context, "a", PROMPT).skip_tokens == 2 * BLOCK
 
 
 @pytest.mark.parametrize("given", RUBBISH)
 def test_positions_that_are_none_are_refused(context, placement, given):
-    before = fingerprint(context)
     placement.given = given
-    with pytest.raises(InvalidArgumentError, match="the positions of Placement must be ints"):
+    with refused(context, InvalidArgumentError, "the positions of Placement must be ints"):
         add(context, "a", PROMPT)
-    assert fingerprint(context) == before
-    context.check_invariants()
 
 
 @pytest.mark.parametrize("given", [[-8, 10**30, 0], [], (p for p in (BLOCK, BLOCK))])
@@ -137,12 +130,9 @@ def test_a_chunk_that_could_not_be_planned_is_planned_later(placement):
     context = make_context(placement=placement)
     add(context, "x", [5] * 30, chunk_tokens=3, checkpoint_positions=[8])
     run_step(context)
-    before = fingerprint(context), context.stats()
     placement.given = OSError("broken")
-    with pytest.raises(OSError, match="broken"):
+    with refused(context, OSError, "broken"):
         context.schedule_prefill("x", checkpoint_positions=[16])
-    assert (fingerprint(context), context.stats()) == before
-    context.check_invariants()
     placement.given = [3 * BLOCK]
     context.schedule_prefill("x")
     run_step(context)

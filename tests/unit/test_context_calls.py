@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from context_rig import BLOCK, MODEL, MODEL_CONFIG, generate, make_config, make_context, run_step
+from context_rig import (
+    BLOCK,
+    MODEL,
+    MODEL_CONFIG,
+    generate,
+    make_config,
+    make_context,
+    refused,
+    run_step,
+)
 
 from mamba_cache import DynamicInferenceContext, errors
 from mamba_cache.cache.sequence import Checkpoint
@@ -97,21 +106,15 @@ BAD_ORDER = {
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_arguments_change_nothing(busy, name):
     call, words = BAD_CALLS[name]
-    before = busy.stats()
-    with pytest.raises(errors.InvalidArgumentError, match=words):
+    with refused(busy, errors.InvalidArgumentError, words):
         call(busy)
-    busy.check_invariants()
-    assert busy.stats() == before
 
 
 @pytest.mark.parametrize("name", BAD_ORDER)
 def test_bad_order_changes_nothing(busy, name):
     call, error = BAD_ORDER[name]
-    before = busy.stats()
-    with pytest.raises(error):
+    with refused(busy, error):
         call(busy)
-    busy.check_invariants()
-    assert busy.stats() == before
 
 
 @pytest.mark.parametrize(
@@ -127,9 +130,8 @@ def test_bad_order_changes_nothing(busy, name):
 )
 def test_no_change_of_requests_while_a_step_is_in_flight(busy, call):
     busy.begin_step()
-    with pytest.raises(errors.StepOrderError, match="in flight"):
+    with refused(busy, errors.StepOrderError, "in flight"):
         call(busy)
-    busy.check_invariants()
     busy.abort_step()
 
 

@@ -12,6 +12,7 @@ from context_rig import (
     make_config,
     make_context,
     prepared,
+    refused,
     run_step,
     saved_prefix_lengths,
     uncached,
@@ -114,12 +115,9 @@ def test_admission_failure_gives_everything_back():
     context = make_context(make_config(num_kv_blocks=6))
     generate(context, PROMPT, 1)
     add(context, "holder", [9] * (2 * BLOCK))
-    before = context.stats()
     for _ in range(3):
-        with pytest.raises(BlockCapacityError):
+        with refused(context, BlockCapacityError):
             add(context, "too-long", PROMPT + [0] * (3 * BLOCK))
-        context.check_invariants()
-        assert context.stats() == before
     assert not pinned_slots(context)
 
 

@@ -14,9 +14,9 @@ from context_rig import (
     make_config,
     make_context,
     on_device,
+    refused,
     saved_prefix_lengths,
 )
-from fingerprints import fingerprint
 
 from mamba_cache import DeviceTokens
 from mamba_cache.context.speculation import Speculation
@@ -74,11 +74,8 @@ REFUSED_DRAFTS = {
 def test_drafts_that_are_refused(context, case):
     drafts, message = REFUSED_DRAFTS[case]
     prefill(context, "a", "b")
-    before = fingerprint(context)
-    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+    with refused(context, InvalidArgumentError, re.escape(message)):
         context.begin_step(drafts=drafts)
-    context.check_invariants()
-    assert fingerprint(context) == before
     assert context.begin_step(drafts=np.zeros((2, 0), dtype=np.int64)).metadata.num_tokens == 2
 
 

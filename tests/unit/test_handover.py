@@ -16,10 +16,10 @@ from context_rig import (
     make_config,
     make_context,
     prepared,
+    refused,
     run_step,
     saved_prefix_lengths,
 )
-from fingerprints import fingerprint
 
 from mamba_cache import CapturedExtractions
 from mamba_cache.cache import EveryNthBlock
@@ -91,12 +91,9 @@ def test_as_an_error_it_leaves_the_step_in_flight(context):
     add(context, "a", PROMPT)
     step = context.begin_step()
     MODEL.forward(step.metadata, Caches(context, [1]))
-    before = fingerprint(context)
     for _ in range(2):
-        with pytest.raises(UnwrittenStateWarning, match=r"layers \[1\]"):
+        with refused(context, UnwrittenStateWarning, r"layers \[1\]"):
             context.commit_step({"a": 1})
-    assert fingerprint(context) == before
-    context.check_invariants()
     assert context.stats().unwritten_states == 0
     assert context.abort_step() == ("a",)
     context.resume_request("a")

@@ -14,7 +14,7 @@ from mamba_cache.errors import (
     InvariantError,
     UnknownBlockError,
 )
-from mamba_cache.events import Removed, Stored
+from mamba_cache.events import Removed
 
 
 @pytest.fixture
@@ -91,22 +91,6 @@ def test_listeners_see_finished_bookkeeping(pool):
     cache(pool, 1, 2)
     pool.allocate_memory_blocks(8)
     assert seen == [[None, None], [-1, -1]] * 2
-
-
-def test_listeners_hear_below_which_block_others_are(pool):
-    told, hashes = [], prefix(1, 2, 3)
-    pool.listeners.add(told.append, Stored)
-    blocks = pool.allocate_memory_blocks(3)
-    for count in (1, 3):  # below nothing, then below the first
-        pool.register_kv_block_hashes(blocks[:count], hashes[:count])
-    assert [event.parent_digest for event in told] == [None, hashes.digests[0]]
-    assert [event.digests for event in told] == [hashes.digests[:1], hashes.digests[1:]]
-
-
-def test_nothing_is_registered_below_a_block_that_is_not(pool):
-    hashes = prefix(1, 2, 3)
-    blocks, parent = pool.allocate_memory_blocks(2), hashes.digest(0)
-    assert pool.register_kv_block_hashes(blocks, hashes[1:], parent_digest=parent) == [None] * 2
 
 
 @pytest.mark.parametrize("forged", [by_id(1, 5, 6), by_id(1, 1, 6)])

@@ -13,6 +13,7 @@ from context_rig import (
     generate,
     make_config,
     make_context,
+    refused,
     run_step,
 )
 from fingerprints import fingerprint
@@ -106,11 +107,8 @@ def test_blocks_are_not_reset_under_requests():
     with pytest.raises(StepOrderError, match=r"\['a'\] have reserved slots.*reset the context"):
         context.slot_allocator.reset()
     for _ in ("scheduled", "decoding", "in a step"):
-        before = fingerprint(context)
-        with pytest.raises(StepOrderError, match=r"\['a'\] hold KV blocks.*reset the context"):
+        with refused(context, StepOrderError, r"\['a'\] hold KV blocks.*reset the context"):
             context.kv_block_allocator.reset()
-        assert fingerprint(context) == before
-        context.check_invariants()
         if context.batch_dimensions.decode_req_count:
             break
         run_step(context)

@@ -100,18 +100,6 @@ def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
     assert heard[1:] == [first, third]
 
 
-def test_slots_of_held_blocks_may_go_where_states_are_read_at_once():
-    pool = make_pool(2, 5, evicts_held=True)
-    save(pool, 3, 4)
-    pool.kv_blocks.block_ref_counts[:] = 1
-    assert evictable(pool) == [0, 1]
-
-
-def test_the_last_blocks_count_does_not_matter_to_slots_without_a_block(pool):
-    pool.kv_blocks.block_ref_counts[9] = 1  # what the index -1 of an empty slot reads
-    assert evictable(pool) == [3, 4]
-
-
 @pytest.mark.parametrize("block", [7, 1])
 def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
     """Embedders pop ``free_slots`` and write both tables themselves."""
@@ -161,15 +149,3 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
     pool.kv_blocks.block_hashes[0] = -1
     with pytest.raises(InvariantError, match=r"blocks \[0\] hold what they held when"):
         pool.check_uses([], [])
-
-
-def test_unread_states_are_freed_and_those_that_are_read_stay(pool):
-    named = pool.leases_of([3, 4])
-    assert pool.leases_of([0]) == [None]
-    pinned = pool.pin_slots([4])
-    assert named[1:] == pinned
-    pool.free_unread(named)
-    assert [pool.get_slot(block) for block in (7, 8)] == [4, -1]
-    pool.unpin_slots(pinned)
-    pool.free_unread(named)  # of which one is gone
-    assert pool.num_cached_slots == 0
