@@ -4,6 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ def chunk_ends(prefills, chunk):
     ]
 
 
-SIZES = st.tuples(st.sampled_from([2, 4]), st.integers(1, 2), st.sampled_from([1, 4]))
+SIZES = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 2), st.sampled_from([1, 4]))
 """Tokens of a chunk, chunks of a block, live rows of a request."""
 
 
@@ -148,6 +149,36 @@ def list_checkpoints(out, prefills, starts, chunk_ending, live_rows):
             out["checkpoint_slots"].append(slot)
 
 
+ROOM = {
+    MAX_TOKENS: ("token_ids", "positions", "kv_slot_mapping"),
+    MAX_REQUESTS + 1: ("query_start_loc",),
+    MAX_REQUESTS: (
+        "num_computed_tokens", "seq_lens", "request_rows", "state_rows", "decode_state_rows",
+        "last_chunk_indices", "restore_sources", "restore_rows", "block_tables",
+        "boundary_rows", "boundary_slots", "boundary_entries", "boundary_positions",
+    ),
+    MAX_CHECKPOINTS: (
+        "checkpoint_chunks", "checkpoint_conv_ends", "checkpoint_seq_starts", "checkpoint_rows",
+        "checkpoint_slots",
+    ),
+}  # fmt: skip
+ROOM_OF = {name: room for room, names in ROOM.items() for name in names}
+
+
+def assert_as_long_as_a_step_may_be(metadata, chunk):
+    """Kernels of a captured graph read all of each tensor, whatever the step has."""
+    # Each request may begin and end inside a chunk; there are no more chunks than tokens.
+    chunks = min(MAX_TOKENS // chunk + 2 * MAX_REQUESTS, MAX_TOKENS)
+    expected = ROOM_OF | {"cu_chunk_seqlens": chunks + 1, "chunk_seq_idx": chunks}
+    tensors = {name: getattr(metadata, name) for name in metadata.__slots__}
+    tensors = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    assert {name: len(tensor) for name, tensor in tensors.items()} == expected
+    wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.int64}
+    assert wide == set(ROOM[MAX_TOKENS])
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.int32, torch.int64}
+    assert metadata.chunk_size == chunk
+
+
 def buffers_for(table, drawn):
     chunk, block, live_rows, *_ = drawn
     return make_buffers(
@@ -170,8 +201,9 @@ def fill(buffers, table, drawn, group=None):
 
 def assert_equals_loops(metadata, drawn, tables):
     """Return what the loops give."""
-    *_, decodes, prefills, _ = drawn
+    chunk, *_, decodes, prefills, _ = drawn
     wanted = oracle(drawn, tables)
+    assert_as_long_as_a_step_may_be(metadata, chunk)
     padding = {
         "token_ids": 0, "positions": 0, "num_computed_tokens": 0, "seq_lens": 0,
         "query_start_loc": metadata.num_tokens,
@@ -211,6 +243,12 @@ def test_tensors_equal_loops(before, drawn, seed, changes):
     for _ in range(2):
         metadata = fill(buffers, table, drawn)
         wanted = assert_equals_loops(metadata, drawn, tables)
+        for entries, names in (
+            ("boundaries", ("boundary_rows", "boundary_slots")),
+            ("restores", ("restore_sources", "restore_rows")),
+        ):  # lists on the host
+            listed = [wanted[name] for name in names]
+            assert buffers.entries(entries) == (listed if any(listed) else [])
         now = [getattr(metadata, name).data_ptr() for name in wanted]
         assert addresses in (None, now)
         addresses = now
@@ -260,3 +298,28 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed,
         changed = rng.integers(MAX_REQUESTS)
         tables[changed] += 1
         table.table_stamps[changed] = table.table_stamps.max() + 1
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_where_a_key_goes_is_exact_in_64_bits(is_prefill):
+    """Neither int32 nor the 53 bits of a float hold the largest."""
+    block, block_size = 2**31 - 1, 2**23 + 1
+    pieces = [part(0, 6, [1])]
+    decodes, prefills = ([], pieces) if is_prefill else (pieces, [])
+    drawn = 2, block_size, 1, decodes, prefills, []
+    table = make_table(np.full((1, 1), block, dtype=np.int32))
+    metadata = fill(buffers_for(table, drawn), table, drawn)
+    assert metadata.kv_slot_mapping[0].item() == block * block_size + 6
+
+
+def test_a_table_that_a_prompt_has_taken_the_place_of_is_copied_again():
+    """Stamps say that a table is as it was, not that it is still where it was."""
+    decoding, prefilling = (
+        (2, 4, 1, [part(3, 5, [1])], [], []),
+        (2, 4, 1, [], [part(4, 3, [2])], []),
+    )
+    tables = np.arange(MAX_REQUESTS * MAX_BLOCKS, dtype=np.int32).reshape(MAX_REQUESTS, -1)
+    table = make_table(tables)
+    buffers = buffers_for(table, decoding)
+    for drawn in (decoding, prefilling, decoding):
+        assert_equals_loops(fill(buffers, table, drawn), drawn, tables)
