@@ -199,8 +199,8 @@ def test_an_engine_of_which_the_device_decides_copies_there_before_a_step_too(wo
     worker.preprocess(scheduled({"a": 1, "b": 1}), context)
     assert worker.accepted == [1, 1]
     assert torch.equal(worker.states.temporal(0)[0][12], wanted)
-    assert context.precopy_src_col_buf.gpu.tolist() == [-1, 0]
-    assert context.precopy_token_bias_buf.gpu.tolist() == [0, 2]
+    assert context.precopy_bufs[1].gpu.tolist() == [-1, 0]
+    assert context.precopy_bufs[2].gpu.tolist() == [0, 2]
     assert not worker.bufs.preprocess.memories
     table[1, 2] = 99
     worker.requests["b"].num_computed_tokens = 2 * B
@@ -216,12 +216,7 @@ def test_staging_checks_requests_and_room(worker):
     columns = {"a": 0, "b": 1, "c": 2}
     inputs = worker.requests, columns
     stage_postprocess_inputs_to_gpu(context, output, ["a", "b"], 2, *inputs)
-    buffers = (
-        context.mamba_state_idx_buf,
-        context.num_scheduled_tokens_buf,
-        context.num_computed_tokens_buf,
-        context.num_draft_tokens_buf,
-    )
+    buffers = context.postcopy_bufs
     staged = [[0, 1], [3, 1], [0, 5], [2, 0]]
     assert [buffer.gpu.tolist() for buffer in buffers] == staged
     with pytest.raises(UnknownRequestError, match=r"has none of \['d'\]"):
@@ -229,7 +224,7 @@ def test_staging_checks_requests_and_room(worker):
     with pytest.raises(UnknownRequestError, match=r"got \['c'\]"):
         stage_postprocess_inputs_to_gpu(context, output, ["b", "c"], 2, *inputs)
     with pytest.raises(InvalidArgumentError, match="holds 2 entries, got 3"):
-        stage_mamba_state_idx_to_gpu(columns, ["a", "b", "c"], 3, context.mamba_state_idx_buf)
+        stage_mamba_state_idx_to_gpu(columns, ["a", "b", "c"], 3, buffers[0])
     assert [buffer.gpu.tolist() for buffer in buffers] == staged
 
 

@@ -262,16 +262,6 @@ def _copy_kernel(facts, copies, entry_ints, WORD: tl.constexpr) -> None:  # type
                     _copy_tile(source, destination, size, tile, WORD, alignment, _NARROW_STEP_WORDS)
 
 
-def plan_precopy(table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
-    """List copies; the inputs are those of the twin in ``copies``."""
-    _plan(_precopy_kernel, table, num_reqs, inputs)
-
-
-def plan_postcopy(table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
-    """List copies; the inputs are those of the twin in ``copies``."""
-    _plan(_postcopy_kernel, table, num_reqs, inputs)
-
-
 def copy_listed(table: StateTable, max_copies: int) -> None:
     """Carry out the list of copies, which has at most ``max_copies``, in one launch."""
     num_states = len(table.facts)
@@ -289,9 +279,8 @@ def copy_listed(table: StateTable, max_copies: int) -> None:
         )
 
 
-def _plan(
-    kernel: Any, table: StateTable, num_reqs: int, inputs: tuple[torch.Tensor | None, ...]
-) -> None:
+def _plan(kernel: Any, table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
+    """List copies; the inputs are those of the twins in ``copies``."""
     with torch.cuda.device(table.copies.get_device()):
         kernel[(1,)](
             table.copies,
@@ -305,6 +294,10 @@ def _plan(
             ROWS=max(_MIN_ROWS, triton.next_power_of_2(num_reqs)),
             num_warps=_NUM_WARPS,
         )
+
+
+plan_precopy = functools.partial(_plan, _precopy_kernel)
+plan_postcopy = functools.partial(_plan, _postcopy_kernel)
 
 
 @functools.cache

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,9 +132,9 @@ class MambaHybridModelState:
             InvalidArgumentError: States or block tables do not fit.
         """
         if self._is_aligned:
-            self._table = self._make_table(
-                kv_cache_config, lambda group_id: block_tables.block_tables[group_id].gpu
-            )
+            table, by_slot = self._make_table(kv_cache_config), block_tables.block_tables
+            table.bind_block_tables([by_slot[group_id].gpu for group_id in table.group_ids])
+            self._table = table
 
     def add_request(self, req_index: int, new_req_data: RequestState) -> None:
         """Give a request the slot ``req_index``; its computed tokens have a state.
@@ -181,9 +181,9 @@ class MambaHybridModelState:
         if not self._is_aligned or not input_batch.num_reqs:
             return
         if self._table is None:
-            self._table = self._make_table(kv_cache_config, block_tables.__getitem__)
+            self._table = self._make_table(kv_cache_config)
             self._table.is_by_slot = False
-        elif not self._table.is_by_slot:
+        if not self._table.is_by_slot:
             group_ids = self._table.group_ids
             self._table.bind_block_tables([block_tables[group_id] for group_id in group_ids])
         columns = self._mamba_state_idx_gpu, self._mamba_src_col_gpu, self._mamba_src_off_gpu
@@ -269,10 +269,8 @@ class MambaHybridModelState:
     def _filled(self, count: int, value: int) -> torch.Tensor:
         return torch.full((count,), value, dtype=torch.int32, device=self.device)
 
-    def _make_table(
-        self, kv_cache_config: KVCacheConfig, table_of: Callable[[int], torch.Tensor]
-    ) -> StateTable:
-        """Bind the states, and the block table of each KV cache group."""
+    def _make_table(self, kv_cache_config: KVCacheConfig) -> StateTable:
+        """Bind the states."""
         make_buffer = partial(CpuGpuBuffer, device=self.device)
         table = StateTable(kv_cache_config, self.max_num_reqs, make_buffer, self._backend)
         if table.block_size != self._block_size:
@@ -287,7 +285,6 @@ class MambaHybridModelState:
             copy_funcs = by_kind({spec.mamba_type for spec in get_mamba_groups(kv_cache_config)})
         layers = self._config.compilation_config.static_forward_context
         table.bind_states(layers, copy_funcs)
-        table.bind_block_tables([table_of(group_id) for group_id in table.group_ids])
         return table
 
     def _drafts_by_row(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
 from mamba_cache._torch import to_device
+from mamba_cache.integrations.vllm.copies import IntArray
 from mamba_cache.metadata import compute_chunk_metadata
 
 __all__ = [
@@ -19,9 +20,6 @@ __all__ = [
     "Mamba2AttentionMetadata",
     "Mamba2AttentionMetadataBuilder",
 ]
-
-
-_IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class CommonAttentionMetadata(Protocol):
@@ -219,8 +217,8 @@ class Mamba2AttentionMetadataBuilder:
     def _num_decodes(
         self,
         batch: CommonAttentionMetadata,
-        computed: _IntArray,
-        lengths: _IntArray,
+        computed: IntArray,
+        lengths: IntArray,
     ) -> int:
         """Return how many requests come before the first that is no decode."""
         # A decode reads its state, so a first token would go on from what another request left.
@@ -233,7 +231,7 @@ class Mamba2AttentionMetadataBuilder:
         prefills = np.flatnonzero(is_long | (are_prompts & (lengths > 0)))
         return int(prefills[0]) if len(prefills) else len(lengths)
 
-    def _to_device(self, array: _IntArray) -> torch.Tensor:
+    def _to_device(self, array: IntArray) -> torch.Tensor:
         return to_device(torch.from_numpy(array.astype(np.int32)), self.device)
 
 
@@ -246,12 +244,12 @@ class Mamba2AttentionBackend:
         return Mamba2AttentionMetadataBuilder
 
 
-def _computed_on_host(batch: CommonAttentionMetadata) -> _IntArray:
+def _computed_on_host(batch: CommonAttentionMetadata) -> IntArray:
     computed = getattr(batch, "num_computed_tokens_cpu", None)
     if computed is None:
         # Engines without the one have the other; only one with neither is waited for.
         seq_lens = getattr(batch, "seq_lens_cpu", None)
         seq_lens = batch.seq_lens.cpu() if seq_lens is None else seq_lens
         computed = seq_lens[: batch.num_reqs] - batch.query_start_loc_cpu.diff()
-    on_host: _IntArray = computed[: batch.num_reqs].numpy()
+    on_host: IntArray = computed[: batch.num_reqs].numpy()
     return on_host

@@ -151,12 +151,10 @@ class MambaSpecDecodeGPUContext(StateTable):
         index_tables: The block tables that ``compute_aligned_state_indices`` reads, in batch order.
         aligned_state_indices: [groups, max_num_reqs, 1 + drafts] int32 on the device: what it found
             last. Its place does not change, so that CUDA graphs may read it.
-        mamba_state_idx_buf: Staged running columns, [max_num_reqs] int32, as all below.
-        num_scheduled_tokens_buf: Staged scheduled tokens.
-        num_computed_tokens_buf: Staged computed tokens.
-        num_draft_tokens_buf: Staged drafts.
-        precopy_src_col_buf: Staged columns to copy from.
-        precopy_token_bias_buf: Staged drafts accepted in the last step.
+        postcopy_bufs: What ``run_fused_postprocess`` reads, staged, [max_num_reqs] int32 each:
+            running columns, scheduled and computed tokens, and drafts.
+        precopy_bufs: What ``run_fused_precopy`` reads: running columns, columns to copy from, and
+            drafts accepted in the last step.
         is_initialized: Whether the states and block tables are known.
     """
 
@@ -174,9 +172,8 @@ class MambaSpecDecodeGPUContext(StateTable):
         self.index_tables: Sequence[torch.Tensor] = ()
         self.aligned_state_indices = self.copies.new_zeros(shape)
         buffers = [make_buffer(max_num_reqs, dtype=torch.int32) for _ in range(6)]
-        self.mamba_state_idx_buf, self.num_scheduled_tokens_buf, *buffers = buffers
-        self.num_computed_tokens_buf, self.num_draft_tokens_buf, *buffers = buffers
-        self.precopy_src_col_buf, self.precopy_token_bias_buf = buffers
+        self.postcopy_bufs: list[HostDeviceBuffer] = buffers[:4]
+        self.precopy_bufs: list[HostDeviceBuffer] = [buffers[0], *buffers[4:]]
         self.is_initialized = False
 
     @classmethod
@@ -369,15 +366,7 @@ def stage_postprocess_inputs_to_gpu(
     """
     columns = _columns_of(req_ids[:num_reqs], mamba_state_idx)
     tokens = _tokens_of(req_ids[:num_reqs], scheduler_output, requests)
-    stage(
-        [
-            ctx.mamba_state_idx_buf,
-            ctx.num_computed_tokens_buf,
-            ctx.num_scheduled_tokens_buf,
-            ctx.num_draft_tokens_buf,
-        ],
-        [columns, *tokens],
-    )
+    stage(ctx.postcopy_bufs, [columns, *tokens])
 
 
 def stage_mamba_state_idx_to_gpu(
@@ -410,14 +399,14 @@ def stage_postprocess_metadata_to_gpu(
         UnknownRequestError: A request is not scheduled or not known. Nothing was written.
         InvalidArgumentError: A buffer is too small. Nothing was written.
     """
-    buffers = num_computed_tokens_buf, num_scheduled_tokens_buf, num_draft_tokens_buf
+    buffers = num_scheduled_tokens_buf, num_computed_tokens_buf, num_draft_tokens_buf
     stage(buffers, [*_tokens_of(req_ids[:num_reqs], scheduler_output, requests)])
 
 
 def _tokens_of(
     req_ids: Sequence[str], scheduler_output: SchedulerOutput, requests: Mapping[str, RequestState]
 ) -> IntArray:
-    """Return computed, scheduled and draft tokens of requests, [3, requests]."""
+    """Return scheduled, computed and draft tokens of requests, [3, requests]."""
     scheduled = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens
     unknown = [i for i in req_ids if i not in scheduled or i not in requests]
@@ -425,7 +414,7 @@ def _tokens_of(
         raise UnknownRequestError(f"every request must be scheduled and known, got {unknown}")
     computed = [requests[req_id].num_computed_tokens for req_id in req_ids]
     num_drafts = [len(drafts.get(req_id, ())) for req_id in req_ids]
-    return np.array([computed, [scheduled[i] for i in req_ids], num_drafts], dtype=np.int64)
+    return np.array([[scheduled[i] for i in req_ids], computed, num_drafts], dtype=np.int64)
 
 
 def _columns_of(req_ids: Sequence[str], mamba_state_idx: Mapping[str, int]) -> list[int]:
@@ -485,7 +474,7 @@ def preprocess_mamba(
     block_size, states = copy_bufs.block_size, (forward_context, mamba_state_copy_funcs)
     columns = dict(mamba_state_idx)
     cleanup_mamba_state_idx(scheduler_output, columns)
-    num_computed, num_scheduled, _ = _tokens_of(ids, scheduler_output, requests)
+    num_scheduled, num_computed, _ = _tokens_of(ids, scheduler_output, requests)
     started = running_columns(num_computed, block_size).tolist()
     current = running_columns(num_computed + num_scheduled, block_size)
     previous = _int_array([*map(columns.get, ids, started)])
@@ -497,13 +486,8 @@ def preprocess_mamba(
         _bind(align_ctx, input_batch, len(ids), kv_cache_config, *states)
         sources, biases = np.full_like(current, PAD_SLOT_ID), np.zeros_like(current)
         sources[moves.rows], biases[moves.rows] = moves.sources, moves.biases
-        staged = (
-            align_ctx.mamba_state_idx_buf,
-            align_ctx.precopy_src_col_buf,
-            align_ctx.precopy_token_bias_buf,
-        )
-        stage(staged, [current, sources, biases])
-        align_ctx.run_fused_precopy(len(ids), *(buffer.gpu for buffer in staged))
+        stage(align_ctx.precopy_bufs, [current, sources, biases])
+        align_ctx.run_fused_precopy(len(ids), *(buffer.gpu for buffer in align_ctx.precopy_bufs))
     columns.update(zip(ids, current.tolist(), strict=True))
     mamba_state_idx.clear()
     mamba_state_idx.update(columns)
@@ -555,7 +539,7 @@ def postprocess_mamba(
         )
     ids, counts = input_batch.req_ids, input_batch.num_accepted_tokens_cpu
     columns = _int_array(_columns_of(ids, mamba_state_idx))
-    num_computed, num_scheduled, num_drafts = _tokens_of(ids, scheduler_output, requests)
+    num_scheduled, num_computed, num_drafts = _tokens_of(ids, scheduler_output, requests)
     num_running = num_computed + num_scheduled - num_drafts
     accepted = _int_array(counts[: len(ids)])
     moves = plan_alignment(num_running, accepted, columns, copy_bufs.block_size)
@@ -630,13 +614,7 @@ def postprocess_mamba_align_gpu(
         return
     states = kv_cache_config, forward_context, mamba_state_copy_funcs
     _bind(context, input_batch, num_reqs, *states)
-    staged = (
-        context.mamba_state_idx_buf,
-        context.num_scheduled_tokens_buf,
-        context.num_computed_tokens_buf,
-        context.num_draft_tokens_buf,
-    )
-    inputs = [buffer.gpu for buffer in staged]
+    inputs = [buffer.gpu for buffer in context.postcopy_bufs]
     context.run_fused_postprocess(num_reqs, num_accepted_tokens_gpu, *inputs)
     num_accepted_tokens_cpu_tensor[:num_reqs].copy_(
         context.num_accepted_tokens_out[:num_reqs], non_blocking=True
