@@ -44,6 +44,8 @@ def times(ways: tuple[str, ...]) -> str:
             faster = found[f"hit, faster than plain, {tokens}"]["value"]
             cells = [_time(found, f"{way}, {tokens}") for way in ways]
             gpu = run["machine"].rpartition("NVIDIA ")[2].split()[0]
+            if "causal_conv1d" in run["kernels"]["convolution"]:
+                gpu += ", causal_conv1d"
             of_run = [f"{faster:.1f}x", f"{gpu}, {_date(run)}"]
             rows.append([run["family"], _bare_number(tokens), *cells, *of_run])
     return table(["model", "cached + new tokens", *ways, "plain over hit", "GPU, date"], rows)
