@@ -220,7 +220,8 @@ class BatchForwards:
         return self._inputs[shape]
 
     def _forward(self, shape: RectangleShape, inputs: torch.Tensor) -> torch.Tensor:
-        with self.costs.launching(shape.num_rows * shape.num_tokens, is_ragged=shape.is_ragged):
+        is_usual = shape.is_ragged and shape.num_checkpoints > 0
+        with self.costs.launching(shape.num_rows * shape.num_tokens, is_usual=is_usual):
             logits, self._has_all = self.forward(shape, inputs)
         return logits
 

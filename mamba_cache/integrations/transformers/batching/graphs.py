@@ -257,7 +257,7 @@ class RectangleCosts:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._least, self._extra = _FORWARD_TOKENS.get(device.type, (0, 0))
-        self._launch_seconds = math.inf  # minimum of short forwards over ragged rows
+        self._launch_seconds = math.inf  # minimum of short, usual forwards
         self._token_seconds = math.inf  # minimum of long forwards, on the GPU
         self._timed: list[tuple[int, Any, Any]] = []  # tokens and events of long forwards
 
@@ -301,14 +301,14 @@ class RectangleCosts:
             self._least = int(self._launch_seconds / self._token_seconds)
 
     @contextmanager
-    def launching(self, num_tokens: int, *, is_ragged: bool) -> Iterator[None]:
-        """Time the launches of a forward, the body, if it is short, ragged and not captured.
+    def launching(self, num_tokens: int, *, is_usual: bool) -> Iterator[None]:
+        """Time the launches of a forward, the body, if it is short, usual and not captured.
 
-        Rows that are alike need fewer: 50 ms, where ragged ones need 70 (Nemotron-H-8B's shape).
+        Usual rows differ in length and save states; others are launched in less time.
         """
         began = time.perf_counter()
         yield
-        is_short = self._is_cuda and is_ragged and num_tokens <= _SHORT_TOKENS
+        is_short = self._is_cuda and is_usual and num_tokens <= _SHORT_TOKENS
         if is_short and not torch.cuda.is_current_stream_capturing():  # pragma: no cover
             self._launch_seconds = min(self._launch_seconds, time.perf_counter() - began)
 
