@@ -19,32 +19,6 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.reference import SamplingParams
 
 
-def with_common_root(rng, count, *, root_blocks, tail=7):
-    root = draw_prompt(rng, root_blocks * BLOCK)
-    return [[*root, *draw_prompt(rng, tail)] for _ in range(count)]
-
-
-def test_prompts_submitted_together_hit_from_the_second_on(rng):
-    prompts = with_common_root(rng, 4, root_blocks=6)
-    first, *others = run_together(make_engine(max_tokens=200), prompts, greedy(5))
-    assert first.skipped_tokens == 0
-    assert [other.skipped_tokens for other in others] == [6 * BLOCK] * 3
-
-
-def test_prompts_that_branch_at_different_blocks_hit_where_they_branch(rng):
-    root = draw_prompt(rng, 9 * BLOCK)
-    prompts = [root, *([*root[: n * BLOCK], *draw_prompt(rng, 5)] for n in (2, 5, 7))]
-    _, *others = run_together(make_engine(max_tokens=3 * BLOCK), prompts, greedy(3))
-    assert [other.admission.state_matched_blocks for other in others] == [2, 5, 7]
-
-
-def test_prompts_that_go_on_where_another_ends_hit_at_its_end(rng):
-    root = draw_prompt(rng, 4 * BLOCK)
-    longer = [*root, *draw_prompt(rng, BLOCK)]
-    completions = run_together(make_engine(), [root, longer, root], greedy(3))
-    assert [c.admission.state_matched_blocks for c in completions] == [0, 4, 3]
-
-
 def test_a_prompt_that_arrives_late_hits_what_is_being_computed(rng):
     early = draw_prompt(rng, 9 * BLOCK)
     late = [*early[: 6 * BLOCK], *draw_prompt(rng, 5)]
@@ -55,19 +29,6 @@ def test_a_prompt_that_arrives_late_hits_what_is_being_computed(rng):
     completion = run_checked(engine)[late_id]
     assert completion.tokens == alone(late, greedy(3))
     assert completion.skipped_tokens == 6 * BLOCK
-
-
-def test_a_conversation_reuses_prompts_and_answers(rng):
-    engine = make_engine()
-    history = draw_prompt(rng, 3 * BLOCK)
-    reusable = 0
-    for _ in range(3):
-        completion = engine.generate([history], greedy(2 * BLOCK))[0]
-        assert completion.tokens == alone(history, greedy(2 * BLOCK))
-        assert completion.skipped_tokens == reusable
-        history = [*history, *completion.tokens]
-        reusable = (len(history) - 1) // BLOCK * BLOCK  # the last token is sampled, not computed
-        history += draw_prompt(rng, 3)
 
 
 def test_chunks_end_with_blocks_where_they_can(rng):

@@ -107,6 +107,15 @@ def test_a_request_that_does_not_fit_says_so_and_the_others_go_on(nemotron, gene
     cache.check_invariants()
 
 
+def test_prompts_of_different_salts_share_nothing(cache, generator):
+    prompt = tokens(generator, 4 * BLOCK)
+    batch(cache, [prompt], cache_salt="a")
+    batch(cache, [prompt, prompt], cache_salt=["b", "c"])
+    assert cache.stats().skipped_tokens == 0
+    batch(cache, [prompt], cache_salt="b")
+    assert cache.stats().skipped_tokens > 0
+
+
 def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     """Requests in high rows move down when the others have ended."""
     cache = nemotron.cache(max_requests=8)

@@ -123,16 +123,10 @@ def test_no_model_that_forgets_is_accepted(name, way):
 
 
 @WIDE
-def test_no_good_model_of_large_weights_is_refused_in_float64(name, generator):
+def test_no_good_model_of_large_weights_is_refused_in_float64(name):
     """The bound counted a float32 rounding once, and the layers after it make it larger."""
     for seed in range(3):
         assert refusal(in_float64(name, seed)) is None
-    model, prompt = in_float64(name), text(generator, 3 * BLOCK + 3)
-    cache, expected = make_cache(model), plain(model, prompt)
-    for _ in range(2):
-        own = roundings(model, prompt, expected)
-        assert_same_but_rounding(expected, cached(cache, prompt), bound=max(1e-5, 4 * own))
-    assert cache.stats().hits == 1
 
 
 @WIDE
@@ -154,25 +148,12 @@ def test_large_states_that_round_much_are_no_fault():
     assert refusal(model) is None
 
 
-def assert_same_but_rounding(expected, actual, bound=1e-5):
+def assert_same_but_rounding(expected, actual):
     """With large weights logits are large too, so rounding is measured by their size."""
     assert torch.equal(actual.sequences, expected.sequences)
     wanted = torch.stack(expected.logits)
     difference = (torch.stack(actual.logits) - wanted).abs().max() / wanted.abs().max()
-    assert difference < bound
-
-
-@torch.no_grad()
-def roundings(model, prompt, expected):
-    """What a model differs from itself by that computes its prompt in two forwards, at most."""
-    wanted, found = torch.stack(expected.logits)[:, 0], []
-    answer = expected.sequences[:, prompt.shape[1] : -1].split(1, dim=1)
-    for first in (BLOCK, 2 * BLOCK, 3 * BLOCK):
-        past = model(prompt[:, :first], use_cache=True).past_key_values
-        inputs = [prompt[:, first:], *answer]
-        logits = torch.stack([model(ids, past_key_values=past).logits[0, -1] for ids in inputs])
-        found.append(float((logits - wanted).abs().max() / wanted.abs().max()))
-    return max(found)
+    assert difference < 1e-5
 
 
 # Models that clamp their time steps in the prefill and not in decoding.

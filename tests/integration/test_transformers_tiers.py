@@ -17,7 +17,6 @@ from disk_rig import entry_files, turn_bits
 from faulty_store import FaultyStore, Trouble
 from memory_store import MemoryStore
 from notebook_rig import REUSABLE, ask, open_cache, prompts
-from remote_rig import PATIENCE
 from transformers_rig import BLOCK, GREEDY, budgets, make_cache, make_model, plain
 
 from mamba_cache.context import prefetch
@@ -226,30 +225,6 @@ def test_a_disk_belongs_to_one_cache(tmp_path, model) -> None:
 
 def open_over(store, model):
     return make_cache(model, store=store, host_cache_gb=0.01, hash_secret=b"of this test")
-
-
-def test_a_store_that_fails_or_is_silent_is_not_waited_for(model, clock) -> None:
-    """A question is overdue by the clock, which it turns; later calls do not ask."""
-    store = FaultyStore(MemoryStore())
-    with open_over(store, model) as first:
-        answers, _ = ask(first, prompts()[:2])
-    store.inject("exists_many", Trouble.HANG)
-    hangs = store._meet_call
-
-    def turn(call):
-        clock.now += 3.0  # more than a call may take
-        hangs(call)
-
-    store._meet_call = turn
-    with open_over(store, model) as second:
-        found, skipped = ask(second, prompts()[:2])
-        assert (found, skipped) == (answers, 0)
-        store._meet_call = hangs
-        store.heal()
-        assert second._store.tiers._remote.flush(PATIENCE)
-    store.inject("exists_many", Trouble.FAIL)
-    with open_over(store, model) as third:
-        assert ask(third, prompts()[:2]) == (answers, 0)
 
 
 def test_a_store_that_fails_for_one_boundary_is_not_tried_at_the_next(model, clock) -> None:

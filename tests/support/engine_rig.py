@@ -1,7 +1,6 @@
 """A model small enough for many runs of the engine, and ways to run it."""
 
 import torch
-from hypothesis import strategies as st
 
 from mamba_cache.config import CacheConfig
 from mamba_cache.reference import (
@@ -110,18 +109,6 @@ def run_together(engine, prompts, sampling):
     for name, prompt in enumerate(prompts):
         assert done[name].tokens == alone(prompt, sampling), name
     return [done[name] for name in range(len(prompts))]
-
-
-@st.composite
-def prompts_with_shared_prefixes(draw, num_different_tokens=256):
-    prompts = []
-    for _ in range(draw(st.integers(1, 5))):
-        root = draw(st.sampled_from(prompts)) if prompts else []
-        length = draw(st.integers(0, len(root)))
-        tokens = st.integers(0, num_different_tokens - 1)
-        tail = draw(st.lists(tokens, min_size=1, max_size=4 * BLOCK))
-        prompts.append([*root[:length], *tail][:80])
-    return prompts
 
 
 def draw_prompt(rng, length):
