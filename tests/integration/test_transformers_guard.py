@@ -2,6 +2,7 @@
 
 import pytest
 from batch_rig import answer, tokens
+from injectors import strike
 from transformers_rig import BLOCK
 
 from mamba_cache.errors import ConcurrentUseError, PoisonedError
@@ -9,20 +10,6 @@ from mamba_cache.events import Stored
 
 FOREIGN = [OSError, KeyboardInterrupt]
 both_ways = pytest.mark.parametrize("is_batch", [False, True], ids=["generate", "batch"])
-
-
-def strike(patch, owner, name, error):
-    """The first call of ``owner.name`` raises once its work is done."""
-    work, calls = getattr(owner, name), []
-
-    def struck(*args, **kwargs):
-        result = work(*args, **kwargs)
-        if not calls:
-            calls.append(1)
-            raise error("struck")
-        return result
-
-    patch.setattr(owner, name, struck)
 
 
 @pytest.fixture

@@ -6,6 +6,20 @@ import torch
 from mamba_cache.errors import InvalidArgumentError
 
 
+def strike(monkeypatch, owner, name, error, call=1):
+    """The ``call``-th call of ``owner.name`` raises once its work is done."""
+    work, calls = getattr(owner, name), []
+
+    def struck(*args, **kwargs):
+        result = work(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == call:
+            raise error("struck")
+        return result
+
+    monkeypatch.setattr(owner, name, struck)
+
+
 class Injector:
     """Raises its error at one moment of a call, and counts the moments: calls of some functions."""
 

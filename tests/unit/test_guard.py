@@ -14,6 +14,7 @@ from context_rig import (
     uncached,
 )
 from engine_rig import SamplingParams, make_engine
+from injectors import strike
 from kv_rig import cache, prefix
 from slot_rig import LastUsedPolicy, save
 
@@ -212,20 +213,6 @@ def test_a_call_of_another_thread_is_refused_or_waits():
 
 
 # The objects that have a guard.
-
-
-def strike(monkeypatch, owner, name, error, call=1):
-    """The ``call``-th call of ``owner.name`` raises once its work is done."""
-    work, calls = getattr(owner, name), []
-
-    def struck(*args, **kwargs):
-        result = work(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == call:
-            raise error("struck")
-        return result
-
-    monkeypatch.setattr(owner, name, struck)
 
 
 def change(slots):
