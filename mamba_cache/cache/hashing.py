@@ -223,23 +223,22 @@ def _digest_function(algorithm: HashAlgorithm, key: bytes) -> Callable[[bytes], 
 
 def encode_keys(*values: ExtraKey) -> bytes:
     """Encode values so that no other list of values gives the same bytes: type, length, content."""
-    return b"".join(_encode_one(value) for value in values)
-
-
-def _encode_one(value: ExtraKey) -> bytes:
-    if value is None:
-        kind, content = b"n", b""
-    elif isinstance(value, bytes):
-        kind, content = b"b", value
-    elif isinstance(value, str):
-        kind, content = b"s", value.encode("utf-8", "surrogatepass")
-    elif isinstance(value, int) and not isinstance(value, bool):
-        kind, content = b"i", str(value).encode()
-    else:
-        raise InvalidArgumentError(
-            f"a cache salt or key must be a str, bytes, int or None, got {value!r}"
-        )
-    return kind + len(content).to_bytes(8, "little") + content
+    encoded = b""
+    for value in values:
+        if value is None:
+            kind, content = b"n", b""
+        elif isinstance(value, bytes):
+            kind, content = b"b", value
+        elif isinstance(value, str):
+            kind, content = b"s", value.encode("utf-8", "surrogatepass")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            kind, content = b"i", str(value).encode()
+        else:
+            raise InvalidArgumentError(
+                f"a cache salt or key must be a str, bytes, int or None, got {value!r}"
+            )
+        encoded += kind + len(content).to_bytes(8, "little") + content
+    return encoded
 
 
 class BlockHashChain:
@@ -354,14 +353,10 @@ class BlockHashChain:
                 return
             data, self._tail = memoryview(self._tail), bytearray()
         complete = len(data) - len(data) % self._block_bytes
-        self._hash_blocks(data[:complete])
-        self._tail += data[complete:]
-
-    def _hash_blocks(self, data: memoryview) -> None:
-        """Hash whole blocks: one by one where they have keys, and in runs between."""
         digest, digests = self._hasher.digest, self._digests
-        parent, blocks = digests[-1] if digests else self._root, self._split(data)
-        end = len(digests) + len(data) // self._block_bytes
+        parent, blocks = digests[-1] if digests else self._root, self._split(data[:complete])
+        end = len(digests) + complete // self._block_bytes
+        # Blocks with keys are hashed one by one, and those between in runs.
         while self._keys and self._keys[-1][0] < end:
             with_keys, keys = self._keys.pop()
             run = islice(blocks, with_keys - len(digests))
@@ -372,6 +367,7 @@ class BlockHashChain:
         digests += [parent := digest(parent + block) for (block,) in blocks]
         self._ids += _hash_ids_of(digests[len(self._ids) :])
         self.hashes = BlockHashes._snapshot(digests, self._ids)
+        self._tail += data[complete:]
 
 
 def compute_block_hashes(
@@ -445,8 +441,15 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
             negative or above ``MAX_TOKEN_ID``; the message names the first such id.
     """
     if not isinstance(tokens, (np.ndarray, list)):
-        if hasattr(tokens, "detach"):
-            tokens = _from_tensor(tokens)
+        if hasattr(tokens, "detach"):  # a tensor: this package does not import torch
+            try:
+                tokens = tokens.detach().cpu().numpy()
+            except (TypeError, NotImplementedError) as error:
+                # A dtype that numpy lacks, such as bfloat16; or it is sparse, or without data.
+                raise InvalidArgumentError(
+                    "tokens must be a dense tensor of an integer dtype, "
+                    f"got {tokens.dtype}, {tokens.layout} on {tokens.device}"
+                ) from error
         elif isinstance(tokens, memoryview):  # a sequence too, but only if it has one dimension
             tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
@@ -457,18 +460,6 @@ def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
         "tokens must be a sequence of ints, a numpy array or a torch tensor, "
         f"got {type(tokens).__name__}"
     )
-
-
-def _from_tensor(tokens: Any) -> Any:
-    # Recognised by its methods: this package does not import torch.
-    try:
-        return tokens.detach().cpu().numpy()
-    except (TypeError, NotImplementedError) as error:
-        # A dtype that numpy lacks, such as bfloat16; a tensor that is sparse, or without data.
-        raise InvalidArgumentError(
-            "tokens must be a dense tensor of an integer dtype, "
-            f"got {tokens.dtype}, {tokens.layout} on {tokens.device}"
-        ) from error
 
 
 def _from_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

@@ -208,7 +208,9 @@ class EvictionQueue:
         heapq.heappush(self._heap, (priority, item))
         self._priorities[item] = priority
         if len(self._heap) > 2 * len(self._priorities) + 16:
-            self._rebuild()
+            heap = [(priority, item) for item, priority in self._priorities.items()]
+            heapq.heapify(heap)
+            self._heap = heap
 
     def discard(self, items: Collection[int]) -> None:
         """Remove each of ``items`` that is there."""
@@ -237,8 +239,3 @@ class EvictionQueue:
         """Remove every item."""
         self._heap.clear()
         self._priorities.clear()
-
-    def _rebuild(self) -> None:
-        heap = [(priority, item) for item, priority in self._priorities.items()]
-        heapq.heapify(heap)
-        self._heap = heap

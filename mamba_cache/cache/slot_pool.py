@@ -112,7 +112,9 @@ class SlotPool:
         as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
         self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
-        self.num_blocks = _num_kv_blocks(kv_blocks)
+        # Megatron Core called it ``total_count`` before.
+        size = getattr(kv_blocks, "pool_size", getattr(kv_blocks, "total_count", None))
+        self.num_blocks = check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
         self.kv_blocks = kv_blocks
         self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
         self._prefix_policy = self.policy if isinstance(self.policy, PrefixSlotPolicy) else None
@@ -376,7 +378,9 @@ class SlotPool:
         """Tell the policy and the listeners of states: the tokens before each, by slot."""
         slots, prefix_tokens = list(stored), list(stored.values())
         if self._prefix_policy is not None:
-            self._prefix_policy.on_published(slots, self._hash_ids_of(slots), prefix_tokens)
+            hashes = as_host_array(self.kv_blocks.block_hashes)
+            hash_ids = [hashes.item(self._block_at[slot]) for slot in slots]
+            self._prefix_policy.on_published(slots, hash_ids, prefix_tokens)
         else:
             self.policy.on_stored(slots)
         self._put(Stored, slots)
@@ -628,8 +632,7 @@ class SlotPool:
     def _take(self, num_slots: int, victims: Sequence[int], num_references: int = 1) -> list[int]:
         """Take slots off the free stack and, if it is empty then, from the victims' blocks."""
         short = max(num_slots - self._rows.num_free, 0)
-        has_victims = victims or short
-        if has_victims:
+        if victims or short:
             # If a listener raises, the victims are free and nothing was taken: no slot leaks.
             self._rows.push(self._evict(victims, short))
             self.listeners.tell()
@@ -666,11 +669,6 @@ class SlotPool:
         if self._index is not None:
             self._index.offer_for_eviction(blocks)
 
-    def _hash_ids_of(self, slots: Sequence[int]) -> list[int]:
-        """Return the hash id under which the block of each cached slot is registered, or -1."""
-        hashes = as_host_array(self.kv_blocks.block_hashes)
-        return [hashes.item(self._block_at[slot]) for slot in slots]
-
     def _put(self, kind: type[Stored | Removed], slots: Sequence[int], **options: Any) -> None:
         """Queue an event of the states of registered blocks."""
         if self._index is None or not self.listeners.wants(kind):
@@ -688,10 +686,3 @@ def check_same_length(**lists: list[int]) -> None:
     if len({*map(len, lists.values())}) > 1:
         lengths = {name: len(values) for name, values in lists.items()}
         raise InvalidArgumentError(f"these must be equally long: {lengths}")
-
-
-def _num_kv_blocks(kv_blocks: Any) -> int:
-    """Read the size of the KV pool: ``pool_size``, or ``total_count`` as it was called before."""
-    size = getattr(kv_blocks, "pool_size", None)
-    size = getattr(kv_blocks, "total_count", None) if size is None else size
-    return check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
