@@ -116,7 +116,7 @@ class Arrival:
     is_streaming: bool = False  # an output is delivered for every token
     request: BatchRequest | None = None  # its request in the batch
     is_cancelled: bool = False  # the client has gone away
-    deliver: Callable[[Any], None] | None = None  # result callback; None until registered
+    deliver: Callable[[Any], None] = field(init=False)  # result callback, once it is registered
     num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
     was_restarted: bool = False  # it was submitted again after a call that broke off
 
@@ -149,7 +149,7 @@ class BatchManager:
         self._lock = threading.Lock()
         self._arrivals: dict[str, Arrival] = {}
         self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests not yet added
-        self._untold: dict[str, list[Any]] = {}  # outputs without a listener yet
+        self._silent: dict[str, Arrival] = {}  # without a listener yet
         self._wake = threading.Event()
         self._is_stopped = False
         self._is_over = False  # the thread has ended
@@ -193,18 +193,16 @@ class BatchManager:
             raise
         arrival.request_id, arrival.tokens, arrival.is_streaming = request_id, tokens, streaming
         with self._lock:
-            arrival.deliver = self._listeners.pop(request_id, None)
-            while arrival.request_id in self._arrivals or arrival.request_id in self._untold:
+            deliver = self._listeners.pop(request_id, None)
+            while arrival.request_id in self._arrivals or arrival.request_id in self._silent:
                 arrival.request_id += "'"
-            self._arrivals[arrival.request_id] = arrival
-            is_over = self._is_over
-        self._wake.set()
-        if is_over:
-            self._fail_all(StepOrderError("the thread that runs requests has ended"))
+            self._silent[arrival.request_id] = arrival
+        if deliver is not None:
+            self._admit(arrival.request_id, deliver)
         return arrival.request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Say who hears of a request, before it is added or after.
+        """Say who hears of a request, before it is added or after; it runs once both are done.
 
         ``callback`` is called in the running event loop with each ``GenerationOutput``.
         """
@@ -214,14 +212,20 @@ class BatchManager:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(callback, output)
 
+        self._admit(request_id, deliver)
+
+    def _admit(self, request_id: str, deliver: Callable[[Any], None]) -> None:
         with self._lock:
-            arrival, untold = self._arrivals.get(request_id), self._untold.pop(request_id, [])
-            if arrival is not None and arrival.deliver is None:
-                arrival.deliver = deliver
-            elif not untold:
+            arrival = self._silent.pop(request_id, None)
+            if arrival is None:
                 self._listeners[request_id] = deliver
-            for output in untold:  # before the thread delivers the next one
-                deliver(output)
+                return
+            arrival.deliver = deliver
+            self._arrivals[request_id] = arrival
+            is_over = self._is_over
+        self._wake.set()
+        if is_over:
+            self._fail_all(StepOrderError("the thread that runs requests has ended"))
 
     def cancel_request(self, request_id: str) -> None:
         """Have nobody wait for a request; it ends with the step that runs."""
@@ -322,8 +326,7 @@ class BatchManager:
         if arrival.request is not None and not arrival.request.is_over:
             batcher.end(arrival.request)
         with self._lock:
-            for kept in (self._arrivals, self._listeners, self._untold):
-                kept.pop(arrival.request_id, None)
+            self._arrivals.pop(arrival.request_id, None)
 
     def _tell(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
@@ -338,19 +341,12 @@ class BatchManager:
                 arrival.served.error = request.error
                 self._end(arrival, answer_output(request))
             elif is_new and arrival.is_streaming:
-                self._deliver(arrival, answer_output(request))
+                arrival.deliver(answer_output(request))
 
     def _end(self, arrival: Arrival, output: Any) -> None:
-        self._deliver(arrival, output)
+        arrival.deliver(output)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
-
-    def _deliver(self, arrival: Arrival, output: Any) -> None:
-        with self._lock:
-            if arrival.deliver is None:
-                self._untold.setdefault(arrival.request_id, []).append(output)
-                return
-        arrival.deliver(output)
 
     def _fail(self, arrival: Arrival, error: BaseException) -> None:
         arrival.served.error = error
