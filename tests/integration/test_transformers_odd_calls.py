@@ -32,7 +32,11 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.capture import _functions_of, _is_scan
 from mamba_cache.integrations.transformers.replacement import replaced
 from mamba_cache.integrations.transformers.serve.models import ServedModel
-from mamba_cache.integrations.transformers.serve.requests import Arrival, BatchManager
+from mamba_cache.integrations.transformers.serve.requests import (
+    BatchManager,
+    ServedRequest,
+    current_request,
+)
 
 NEW = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
@@ -197,7 +201,8 @@ class Clients:
     def __init__(self, one):
         config, reader = one.config(max_new_tokens=5), AnswerSettingsReader(one.model, None, {})
         self.runner = Runner(one.cache())
-        self.manager = BatchManager(self.runner, lambda ids: Arrival(reader.read(config, len(ids))))
+        self.manager = BatchManager(self.runner)
+        current_request.set(ServedRequest(settings=reader.read(config, 9)))
 
     def ask(self, *requests):
         """Returns what each client hears; a request is its name, prompt and whether it streams."""

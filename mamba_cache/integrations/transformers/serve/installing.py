@@ -7,7 +7,6 @@ import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from mamba_cache._extras import install_hint
 from mamba_cache.errors import (
     InvalidArgumentError,
     MissingExtraError,
+    SequenceLengthError,
     StepOrderError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
@@ -26,7 +26,6 @@ from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, chec
 from mamba_cache.integrations.transformers.serve.models import ServedModels
 from mamba_cache.integrations.transformers.serve.requests import (
     SALT_HEADER,
-    Arrival,
     BatchManager,
     ServedRequest,
     current_request,
@@ -259,36 +258,29 @@ def _init_batches(
     if one is None or cache is None:
         original(manager, model, gen_config)
     elif manager._cb is None or manager._cb is not one.manager:  # it was of a model since unloaded
-        manager._cb = one.manager = BatchManager(
-            cache,
-            _describe_arrival,
-            getattr(manager, "_cb_config", None),
-            max_sequence_length=one.max_sequence_length,
-        )
+        manager._cb = one.manager = BatchManager(cache, getattr(manager, "_cb_config", None))
         manager._cb.start()
 
 
-_arriving: ContextVar[tuple[Any, Any, Any]] = ContextVar("_arriving")
-"""Model, configuration and tokenizer of the request that is handed to a manager of batches."""
-
-
-def _describe_arrival(tokens: list[int]) -> Arrival:
-    """Return what is known of the request that is being answered."""
-    model, config, processor = _arriving.get()
-    config = copy.copy(config)
-    config.use_cache = True  # for the library's own batches the server says that there is none
-    served = current_request.get() or ServedRequest()
-    settings = _reader(model, processor).read(config, len(tokens))
-    settings.num_answers = 1
-    return Arrival(settings, served, served.checkpoints(processor, tokens))
-
-
 def _batched(
-    _: ServedModels, original: Callable[..., Any], manager: Any, *asked: Any, **kw: Any
+    served: ServedModels, original: Callable[..., Any], manager: Any, *asked: Any, **kw: Any
 ) -> Any:
-    """Note what a manager of batches does not hand on: of a configuration it takes two lengths."""
-    model, processor, _inputs, gen_config = asked
-    _arriving.set((model, gen_config, processor))
+    """Read what a manager of batches does not hand on: of a configuration it takes two lengths."""
+    model, processor, inputs, gen_config = asked
+    one, request = served.find(model), current_request.get()
+    if one is not None and one.manager is not None and request is not None:
+        tokens, longest = list(inputs["input_ids"]), one.max_sequence_length
+        if not tokens:
+            raise InvalidArgumentError("the prompt must have at least one token, got none")
+        if longest is not None and len(tokens) > longest:
+            raise SequenceLengthError(
+                f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
+            )
+        config = copy.copy(gen_config)
+        config.use_cache = True  # for the library's own batches the server says that there is none
+        request.settings = _reader(model, processor).read(config, len(tokens))
+        request.settings.num_answers = 1
+        request.checkpoints = request.find_checkpoints(processor, tokens)
     return original(manager, *asked, **kw)
 
 

@@ -163,7 +163,7 @@ class ServedModel:
             try:
                 output = cache.generate(
                     cache_salt=request.cache_salt,
-                    checkpoints=request.checkpoints(options["tokenizer"], ids),
+                    checkpoints=request.find_checkpoints(options["tokenizer"], ids),
                     will_continue=request.will_continue,
                     source=SERVER,
                     **{**options, "streamer": listener},

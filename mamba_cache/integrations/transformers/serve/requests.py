@@ -15,13 +15,8 @@ from typing import Any
 
 import torch
 
-from mamba_cache.errors import (
-    InvalidArgumentError,
-    ModelChangedError,
-    SequenceLengthError,
-    StepOrderError,
-)
-from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
+from mamba_cache.errors import ModelChangedError, StepOrderError
+from mamba_cache.integrations.transformers.batching.answers import BatchRequest
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
 from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
@@ -30,7 +25,6 @@ from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 __all__ = [
     "SALT_HEADER",
     "SERVER",
-    "Arrival",
     "BatchManager",
     "ServedRequest",
     "current_request",
@@ -58,7 +52,11 @@ class ServedRequest:
     messages: Sequence[Any] | None = None  # the chat as the template is given it, if it is one
     # Tokens of the prompt that were not computed; None: not known yet, or there is no cache.
     cached_tokens: int | None = None
-    error: BaseException | None = None  # why it failed in a batch
+    # Of a request that is batched: how its answer is made, positions at which other prompts will
+    # branch off, and why it failed.
+    settings: Any = None  # ``AnswerSettings``
+    checkpoints: Sequence[int] = ()
+    error: BaseException | None = None
 
     @property
     def will_continue(self) -> bool | None:
@@ -72,7 +70,7 @@ class ServedRequest:
         roles = {message.get("role") for message in self.messages if isinstance(message, dict)}
         return bool(self.body.get("tools")) or not roles.isdisjoint(("assistant", "tool"))
 
-    def checkpoints(self, processor: Any, token_ids: Sequence[int]) -> list[int]:
+    def find_checkpoints(self, processor: Any, token_ids: Sequence[int]) -> list[int]:
         """Return where other prompts will part from this one.
 
         ``processor`` is a tokenizer, or what has one beside processors of images.
@@ -105,15 +103,13 @@ SERVER = "transformers server"
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class _Arrival:
     """A request of a client, and how far it is."""
 
-    settings: AnswerSettings  # how its answer is made
-    served: ServedRequest = field(default_factory=ServedRequest)  # is told what comes of it
-    checkpoints: Sequence[int] = ()  # positions at which others will branch off
-    request_id: str = ""
-    tokens: list[int] = field(default_factory=list)
-    is_streaming: bool = False  # an output is delivered for every token
+    served: ServedRequest  # is told what comes of it
+    request_id: str
+    tokens: list[int]
+    is_streaming: bool  # an output is delivered for every token
     request: BatchRequest | None = None  # its request in the batch
     is_cancelled: bool = False  # the client has gone away
     deliver: Callable[[Any], None] = field(init=False)  # result callback, once it is registered
@@ -129,27 +125,15 @@ class BatchManager:
     A request whose settings, processors or prompt are at fault fails alone. When the cache's call
     breaks off, the cache is reset if it must be. Requests of which no token was delivered are then
     run again from their beginning, once each; the others fail with the reason.
-
-    ``describe`` returns what is known of a request that is being added, given its tokens. What it
-    raises goes to the caller of ``add_request``.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        describe: Callable[[list[int]], Arrival],
-        batching_config: Any = None,
-        *,
-        max_sequence_length: int | None = None,
-    ) -> None:
+    def __init__(self, cache: PrefixCache, batching_config: Any = None) -> None:
         self.batching_config = batching_config
         self._cache = cache
-        self._describe = describe
-        self._max_sequence_length = max_sequence_length
         self._lock = threading.Lock()
-        self._arrivals: dict[str, Arrival] = {}
+        self._arrivals: dict[str, _Arrival] = {}
         self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests not yet added
-        self._silent: dict[str, Arrival] = {}  # without a listener yet
+        self._silent: dict[str, _Arrival] = {}  # without a listener yet
         self._wake = threading.Event()
         self._is_stopped = False
         self._is_over = False  # the thread has ended
@@ -173,25 +157,13 @@ class BatchManager:
     def add_request(
         self, input_ids: Sequence[int], request_id: str, *, streaming: bool = False, **_: Any
     ) -> str:
-        """Have a prompt answered; with ``streaming`` there is an output with each token.
+        """Have the prompt of the current request answered, as its ``settings`` say.
 
-        Return its name: another one if a request of this name runs, for clients may choose it.
+        With ``streaming`` there is an output with each token. Return the request's name: another
+        one if a request of this name runs, for clients may choose it.
         """
-        tokens = list(input_ids)
-        try:
-            longest = self._max_sequence_length
-            if not tokens:
-                raise InvalidArgumentError("the prompt must have at least one token, got none")
-            if longest is not None and len(tokens) > longest:
-                raise SequenceLengthError(
-                    f"the prompt has {len(tokens)} tokens, max_sequence_length is {longest}"
-                )
-            arrival = self._describe(tokens)
-        except BaseException:
-            with self._lock:
-                self._listeners.pop(request_id, None)
-            raise
-        arrival.request_id, arrival.tokens, arrival.is_streaming = request_id, tokens, streaming
+        served = current_request.get() or ServedRequest()
+        arrival = _Arrival(served, request_id, list(input_ids), streaming)
         with self._lock:
             deliver = self._listeners.pop(request_id, None)
             while arrival.request_id in self._arrivals or arrival.request_id in self._silent:
@@ -305,30 +277,28 @@ class BatchManager:
             batcher.step()
             self._tell(known)
 
-    def _submit(self, batcher: Batcher, arrival: Arrival) -> None:
+    def _submit(self, batcher: Batcher, arrival: _Arrival) -> None:
         try:
             [arrival.request] = batcher.submit(
                 arrival.request_id,
                 arrival.tokens,
-                arrival.settings,
+                arrival.served.settings,
                 seed=int(torch.randint(2**62, (), device="cpu")),
                 cache_salt=arrival.served.cache_salt,
-                checkpoint_positions=[
-                    p for p in arrival.checkpoints if 0 < p <= len(arrival.tokens)
-                ],
+                checkpoint_positions=arrival.served.checkpoints,
                 will_continue=arrival.served.will_continue,
                 source=SERVER,
             )
         except Exception as error:  # of this request alone: nothing was submitted
             self._fail(arrival, error)
 
-    def _cancel(self, batcher: Batcher, arrival: Arrival) -> None:
+    def _cancel(self, batcher: Batcher, arrival: _Arrival) -> None:
         if arrival.request is not None and not arrival.request.is_over:
             batcher.end(arrival.request)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
 
-    def _tell(self, arrivals: Sequence[Arrival]) -> None:
+    def _tell(self, arrivals: Sequence[_Arrival]) -> None:
         for arrival in arrivals:
             request = arrival.request
             if request is None or arrival.is_cancelled:
@@ -343,12 +313,12 @@ class BatchManager:
             elif is_new and arrival.is_streaming:
                 arrival.deliver(answer_output(request))
 
-    def _end(self, arrival: Arrival, output: Any) -> None:
+    def _end(self, arrival: _Arrival, output: Any) -> None:
         arrival.deliver(output)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
 
-    def _fail(self, arrival: Arrival, error: BaseException) -> None:
+    def _fail(self, arrival: _Arrival, error: BaseException) -> None:
         arrival.served.error = error
         self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
 
