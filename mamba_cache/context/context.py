@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from weakref import finalize
@@ -15,7 +16,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from mamba_cache._checks import as_items, check_int, check_kind, check_number
+from mamba_cache._checks import INT32_MAX, as_items, check_int, check_kind, check_number
 from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import (
@@ -35,7 +36,6 @@ from mamba_cache.cache.sequence import (
     check_positions,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.extractions import CapturedExtractions, StepExtractions
 from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, Pin, make_memory
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import Int64Array, RequestTable
@@ -60,7 +60,7 @@ from mamba_cache.context.speculation import (
     read_sampled,
 )
 from mamba_cache.context.stats import CacheStats, collect_stats, count_admission
-from mamba_cache.context.step import NOBODY_DECODES, DecodeWork, Forks, Step
+from mamba_cache.context.step import NOBODY_DECODES, CapturedExtractions, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.tier_memory import identity_of, with_secret
 from mamba_cache.context.tiering import Tiering, make_tiering
@@ -86,6 +86,7 @@ from mamba_cache.states import (
     StatePool,
     StateSpec,
     as_device,
+    plan_extraction,
 )
 from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, TierStats
 from mamba_cache.tiers.entry import EntryKind
@@ -93,6 +94,9 @@ from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.lower import LowerTier
 
 __all__ = ["DynamicInferenceContext"]
+
+
+_NO_STEP = "no step is in flight: states are handed over between begin_step and commit_step"
 
 
 class _Uncollected(NamedTuple):
@@ -215,9 +219,6 @@ class DynamicInferenceContext:
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(self.kv_block_allocator, config)
         self.step_buffers = StepBuffers(self.request_table, config, self.device)
-        self._extractions = StepExtractions(
-            self.step_buffers, self.slot_allocator, self.live_states
-        )
         self._set_slot_fields()
         self._guard = CallGuard(self)
         if shared is None:
@@ -299,6 +300,16 @@ class DynamicInferenceContext:
         self._speculation: Speculation | None = None
         if config.num_speculative_tokens:
             self._speculation = Speculation(config, self.device)
+        # The layers of all kinds are numbered through; a tensor has a name in its layer, and one in
+        # the pools.
+        self._layers: dict[str, tuple[range, dict[str, str]]] = {}
+        self._layer_labels: list[int | str] = []  # what messages call each layer
+        for kind in self.live_states.spec.kinds:
+            first, layers = len(self._layer_labels), range(kind.num_layers)
+            self._layer_labels += [f"{kind.name} {n}" if kind.name else n for n in layers]
+            names = {name: kind.name_in_pool(name) for name in kind.names}
+            self._layers[kind.name] = range(first, len(self._layer_labels)), names
+        self._captured: CapturedExtractions | None = None
         self._has_warned = False
         # The step in flight, and the one before if its tokens are not collected.
         self._step: Step | None = None
@@ -722,7 +733,6 @@ class DynamicInferenceContext:
             chunks = [active.current_chunk for active in prefills]
             with outside:
                 metadata = self.step_buffers.fill(work, chunks, [*planned.items()])
-                self._extractions.begin(metadata)
                 if self._speculation is not None:
                     on_device = drafts if isinstance(drafts, torch.Tensor) else None
                     is_exact = on_device is None and self._uncollected is None
@@ -734,7 +744,8 @@ class DynamicInferenceContext:
         except BaseException:
             self._release_all((*group.requests, *prefills))
             raise
-        self._step = Step(work, prefills, chunks, planned, metadata)
+        num_layers = len(self._layer_labels) if metadata.num_checkpoints else 0
+        self._step = Step(work, prefills, chunks, planned, metadata, layers=range(num_layers))
         return self._step
 
     def _plan_decodes(
@@ -795,8 +806,8 @@ class DynamicInferenceContext:
         step = self._require_step()
         work, prefills, table = step._work, step._actives, self.request_table
         sampled = self._read_sampled(step, new_tokens, counts)
-        if self._extractions.missing:
-            self._drop_unwritten(prefills)
+        if step._missing:
+            self._drop_unwritten(step)
         damaged = self._tiering.verify(prefills) if prefills else []
         if self._speculation is not None:
             if step._is_advanced:
@@ -811,7 +822,7 @@ class DynamicInferenceContext:
             self.slot_allocator.live_to_slots(*boundaries)
         sent = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
-            self._end_step()
+            self._step = None
             requests, rows, count = work.group.requests, work.group.rows, len(work.group.ids)
             if prefills:
                 requests = (*requests, *prefills)
@@ -867,26 +878,27 @@ class DynamicInferenceContext:
         all_tokens[places], all_taken[places] = tokens, 1 if taken is None else taken
         return all_tokens, all_taken
 
-    def _drop_unwritten(self, prefills: Sequence[ActiveRequest]) -> None:
+    def _drop_unwritten(self, step: Step) -> None:
         """Give up the states inside chunks, for not every layer has handed over its part.
 
+        A slot keeps its last state, perhaps another salt's, until it is written.
         A warning comes before anything is changed: made an error by a filter, it leaves the step
         in flight.
         """
-        lacking = [active for active in prefills if active.current_chunk.inside]
+        lacking = [active for active in step._actives if active.current_chunk.inside]
         if not self._has_warned:
             where = ", ".join(
                 f"{active.request_id!r} at {[c.position for c in active.current_chunk.inside]}"
                 for active in lacking[:8]
             )
+            layers = [self._layer_labels[layer] for layer in sorted(step._missing)]
             warning = UnwrittenStateWarning(
-                f"The layers {self._extractions.missing_layers} have not handed over their states "
-                f"in this step, so those of requests {where} tokens are not published, and what "
-                "could be skipped is computed again. Every Mamba layer must call "
-                "context.extract_checkpoint_states in every step with prefill chunks, those of "
-                "other kinds context.extract_states, and where a CUDA graph is replayed, the "
-                "engine context.count_extractions. Further ones are only counted, in "
-                "stats().unwritten_states"
+                f"The layers {layers} have not handed over their states in this step, so those of "
+                f"requests {where} tokens are not published, and what could be skipped is computed "
+                "again. Every Mamba layer must call context.extract_checkpoint_states in every "
+                "step with prefill chunks, those of other kinds context.extract_states, and where "
+                "a CUDA graph is replayed, the engine context.count_extractions. Further ones are "
+                "only counted, in stats().unwritten_states"
             )
             warnings.warn(warning, stacklevel=4)
             self._has_warned = True
@@ -1070,11 +1082,6 @@ class DynamicInferenceContext:
         """Preempt all requests of a step, which is in flight no longer."""
         for active in requests:
             self._release(active)
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """Have no step in flight."""
-        self._extractions.begin(None)
         self._step = None
 
     def _require_step(self) -> Step:
@@ -1394,9 +1401,86 @@ class DynamicInferenceContext:
             InvalidArgumentError: There is no such kind or layer, the names are not those of its
                 tensors, each once, or as in ``extract_checkpoint_states``.
         """
-        self._extractions.extract(kind, layer, chunk_states, window_inputs, metadata)
+        captured, step = self._captured, self._step
+        if captured is None:
+            step = self._check_in_flight(metadata)
+            if not metadata.num_checkpoints:
+                return
+        if not isinstance(kind, str) or kind not in self._layers:
+            raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
+        numbers, names = self._layers[kind]
+        layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
+        _check_names(names, chunk_states, window_inputs)
+        num_chunks = [*map(len, chunk_states.values())]
+        num_tokens = [*map(len, window_inputs.values())]
+        if captured is None:
+            needed = metadata.num_chunks, metadata.num_prefill_tokens
+            if {*num_chunks} - {needed[0]} or {*num_tokens} - {needed[1]}:
+                raise InvalidArgumentError(
+                    f"layer {self._layer_labels[numbers[layer]]} handed over {num_chunks} "
+                    f"chunk_states and {num_tokens} tokens of conv_input, but the step has "
+                    f"{needed[0]} chunks and {needed[1]} prefill tokens: hand over just these, "
+                    "without those of decoding requests and without padding"
+                )
+            if self.device.type == "cuda":  # pragma: no cover - tests/gpu run it
+                _check_not_capturing()
+        launches = self._plan_extraction(layer, names, chunk_states, window_inputs)
+        for launch in launches:  # all are checked before the first is written
+            launch()
+        if captured is not None:  # of several tensors the shortest limit what can be replayed
+            shortest = min(num_chunks, default=INT32_MAX), min(num_tokens, default=INT32_MAX)
+            captured.lengths[numbers[layer]] = shortest
+        elif step is not None:
+            step._missing.discard(numbers[layer])
 
-    def capture_extractions(self) -> AbstractContextManager[CapturedExtractions]:
+    def _check_in_flight(self, metadata: object) -> Step:
+        """Return the step in flight, whose metadata these are."""
+        step = self._step
+        if step is None:
+            raise StepOrderError(_NO_STEP)
+        if metadata is not step.metadata:
+            another = " of another step" if isinstance(metadata, StepMetadata) else ""
+            raise InvalidArgumentError(
+                "metadata must be Step.metadata of the step in flight, "
+                f"got {type(metadata).__name__}{another}"
+            )
+        return step
+
+    def _plan_extraction(
+        self,
+        layer: int,
+        names: Mapping[str, str],
+        chunk_states: Mapping[str, torch.Tensor],
+        window_inputs: Mapping[str, torch.Tensor],
+    ) -> list[Callable[[], None]]:
+        """Return what extracts one layer's tensors, a state and a window in one launch."""
+        buffers, step = self.step_buffers, self._step
+        if self._captured is not None or step is None:
+            fields = buffers.checkpoint_fields(None)
+        else:
+            # Once a step: in each layer the slices would cost more than all checks together.
+            step._fields = step._fields or buffers.checkpoint_fields(step.metadata.num_checkpoints)
+            fields = step._fields
+        saved, live = self.slot_allocator.states.tensors, self.live_states.tensors
+        quantization = self.slot_allocator.quantization
+        launches = []
+        for state, window in zip_longest(chunk_states, window_inputs):
+            scales = quantization.scales_of(names[state]) if quantization and state else None
+            launches.append(
+                plan_extraction(
+                    None if window is None else saved[names[window]][layer],
+                    None if state is None else saved[names[state]][layer],
+                    None if window is None else live[names[window]][layer],
+                    None if state is None else chunk_states[state],
+                    None if window is None else window_inputs[window],
+                    fields=fields,
+                    slot_scales=None if scales is None else saved[scales][layer],
+                )
+            )
+        return launches
+
+    @contextmanager
+    def capture_extractions(self) -> Iterator[CapturedExtractions]:
         """Have the calls of ``extract_checkpoint_states`` within counted at each replay.
 
         At a replay no line of Python runs, so what a captured graph hands over must be said::
@@ -1413,7 +1497,13 @@ class DynamicInferenceContext:
         Raises:
             StepOrderError: On entry: another capture is not over.
         """
-        return self._extractions.capture()
+        if self._captured is not None:
+            raise StepOrderError("capture_extractions was called within capture_extractions")
+        self._captured = CapturedExtractions()
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
 
     def count_extractions(self, captured: CapturedExtractions) -> None:
         """Count what a replayed CUDA graph has handed over in the step in flight.
@@ -1428,7 +1518,24 @@ class DynamicInferenceContext:
             InvalidArgumentError: It is something else, names a layer that there is not, or was
                 captured with shorter tensors than the step needs. Nothing was counted.
         """
-        self._extractions.count(captured)
+        step = self._step
+        if step is None:
+            raise StepOrderError(_NO_STEP)
+        if not isinstance(captured, CapturedExtractions):
+            raise InvalidArgumentError(
+                f"give what capture_extractions gave, got {type(captured).__name__}"
+            )
+        needed = step.metadata.num_chunks, step.metadata.num_prefill_tokens
+        for layer, (num_chunks, num_tokens) in captured.lengths.items():
+            check_int("layer", layer, minimum=0, maximum=len(self._layer_labels) - 1)
+            if step._missing and (num_chunks < needed[0] or num_tokens < needed[1]):
+                raise InvalidArgumentError(
+                    f"layer {self._layer_labels[layer]} was captured with {num_chunks} "
+                    f"chunk_states and {num_tokens} tokens of conv_input, but the step has "
+                    f"{needed[0]} chunks and {needed[1]} prefill tokens: capture with tensors for "
+                    "the longest step"
+                )
+        step._missing.difference_update(captured.lengths)
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """End all requests, and a step in flight with them.
@@ -1461,7 +1568,7 @@ class DynamicInferenceContext:
     @guarded(renews=True)
     def _reset_everything(self) -> None:
         with self._guard.ending(self.listeners, renews=True):
-            self._end_step()
+            self._step = None
             self._uncollected = None
             self.request_table.reset()
             # Before the KV blocks, which tell the slots: these may contradict each other by now.
@@ -1614,3 +1721,37 @@ class DynamicInferenceContext:
     def _end(self, active: ActiveRequest) -> None:
         self._release(active)
         self.request_table.remove(active)
+
+
+def _check_names(
+    names: Mapping[str, str],
+    chunk_states: Mapping[str, torch.Tensor],
+    window_inputs: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that a layer hands over each of its tensors once."""
+    if not isinstance(chunk_states, Mapping) or not isinstance(window_inputs, Mapping):
+        raise InvalidArgumentError(
+            "chunk_states and window_inputs must map names to tensors, "
+            f"got {type(chunk_states).__name__} and {type(window_inputs).__name__}"
+        )
+    given = [*chunk_states, *window_inputs]
+    if len(given) != len(names) or set(given) != names.keys():
+        raise InvalidArgumentError(
+            f"a layer of this kind must hand over each of {[*names]} once, as chunk_states "
+            f"or as window_inputs, got {[*chunk_states]} and {[*window_inputs]}"
+        )
+    tensors = [*chunk_states.values(), *window_inputs.values()]
+    if not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in tensors):
+        raise InvalidArgumentError(
+            "chunk_states and window_inputs must be tensors, one row for each chunk and each "
+            f"prefill token, got {tensors!r}"
+        )
+
+
+def _check_not_capturing() -> None:  # pragma: no cover - tests/gpu run it
+    if torch.cuda.is_current_stream_capturing():
+        raise StepOrderError(
+            "states were handed over while a CUDA graph was captured: capture it within "
+            "context.capture_extractions(), and call context.count_extractions() with what "
+            "that gave wherever the graph is replayed"
+        )

@@ -1,20 +1,29 @@
-"""Steps and forks: what an embedder sees of them, and what decoding requests compute."""
+"""Steps, forks and captured graphs: what an embedder sees of them, and what requests compute."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64Array
 from mamba_cache.context.requests import ActiveRequest, Chunk
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.metadata import StepMetadata
 
-__all__ = ["NOBODY_DECODES", "DecodeWork", "Forks", "ScheduledRequest", "Step"]
+__all__ = [
+    "NOBODY_DECODES",
+    "CapturedExtractions",
+    "DecodeWork",
+    "Forks",
+    "ScheduledRequest",
+    "Step",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +116,16 @@ class Step:
         chunks: Sequence[Chunk],
         planned: dict[int, Checkpoint],
         metadata: StepMetadata,
+        *,
+        layers: Iterable[int],
     ) -> None:
         self._work = work  # what is computed of the requests that decode
         self._actives = actives  # the requests of prompts
         self._chunks = chunks  # what is computed of them
         self._planned = planned  # states that decoding requests save, by their places in the batch
         self._is_advanced = False  # whether the device knows the sampled tokens
+        self._missing = set(layers)  # those that have to hand over states, and have not
+        self._fields: tuple[torch.Tensor, ...] = ()  # of its checkpoints inside chunks, once read
         self.metadata = metadata
 
     def __repr__(self) -> str:
@@ -182,3 +195,35 @@ class Forks:
     rows: tuple[int, ...]
     source_block: int | None
     blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedExtractions:
+    """What a CUDA graph extracts at each of its replays.
+
+    Made by ``DynamicInferenceContext.capture_extractions``. An embedder whose own kernels write
+    checkpoint states into their slots makes it itself.
+
+    Attributes:
+        lengths: For each layer with a state, how many chunks and how many prefill tokens the
+            captured tensors hold: no step with more can be replayed. With several kinds of layers
+            they are numbered through, kind after kind in the spec's order.
+
+    Raises:
+        InvalidArgumentError: ``lengths`` does not map layers to two ints >= 0.
+    """
+
+    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        is_mapping = isinstance(self.lengths, dict)
+        if not is_mapping or not all(map(_is_pair_of_counts, self.lengths.values())):
+            raise InvalidArgumentError(
+                "lengths must map each layer to a pair of ints >= 0, its chunks and its tokens, "
+                f"got {self.lengths!r}"
+            )
+
+
+def _is_pair_of_counts(pair: Any) -> bool:
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    return is_pair and all(type(number) is int and number >= 0 for number in pair)

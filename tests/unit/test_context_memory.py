@@ -67,7 +67,7 @@ def test_only_the_steps_checkpoints_are_extracted(monkeypatch, num_tokens, num_c
         calls.append(options["fields"])
         return lambda: None
 
-    monkeypatch.setattr("mamba_cache.context.extractions.plan_extraction", plan)
+    monkeypatch.setattr("mamba_cache.context.context.plan_extraction", plan)
     states, inputs = torch.empty(metadata.num_chunks, 0), torch.empty(num_tokens, 0)
     context.extract_checkpoint_states(0, states, inputs, metadata)
     assert len(metadata.checkpoint_slots) > num_checkpoints == metadata.num_checkpoints

@@ -108,7 +108,7 @@ def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):
     add(context, "a", PROMPT)
     step = context.begin_step()
     with monkeypatch.context() as patch:
-        patch.setattr("mamba_cache.context.extractions.plan_extraction", fail)
+        patch.setattr("mamba_cache.context.context.plan_extraction", fail)
         with pytest.raises(OSError, match="launch failed"):
             MODEL.forward(step.metadata, context)
     with pytest.raises(UnwrittenStateWarning, match=r"layers \[0, 1\]"):
