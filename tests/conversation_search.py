@@ -23,7 +23,6 @@ def main():
     parser.add_argument("--conversations", type=int, default=2000, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the first one")
     parser.add_argument("--every", type=int, default=1, help="this share only: every N-th of them")
-    parser.add_argument("--verbose", action="store_true", help="print what was asked")
     options = parser.parse_args()
     torch.set_num_threads(1)
     return search(range(options.seed, options.seed + options.conversations, options.every), options)
@@ -41,8 +40,6 @@ def search(seeds, options):
             except WrongAnswerError as error:
                 wrong.append(seed)
                 print(error, file=sys.stderr, flush=True)
-            if options.verbose:
-                print(conversation.subject, *conversation.log, sep="\n  ", file=sys.stderr)
             counts += conversation.counts
             if number % 100 == 0 or number == len(seeds):
                 print(

@@ -249,11 +249,6 @@ class Server:
         self.running.append(one)
         return skipped
 
-    def forward(self) -> None:
-        """Does a step up to the commit of its states."""
-        self.forward_begins()
-        self.forward_goes_on()
-
     def forward_begins(self) -> None:
         """Has the context get ready for the model: live states are restored."""
         self.context.prefix_cache_lru_clock += 1
@@ -268,15 +263,12 @@ class Server:
         if context.batch_dimensions.prefill_req_count:
             self._prefill(tokens[num_decodes:])
 
-    def commit(self) -> None:
-        """Commits the states of the step, as Megatron's text generation controller does."""
-        self.slots.commit_intermediate_states()
-
     def step(self) -> None:
         """Does a whole step, and checks the live and the saved states after it."""
-        self.forward()
+        self.forward_begins()
+        self.forward_goes_on()
         self.check_live_states()
-        self.commit()
+        self.slots.commit_intermediate_states()  # as the text generation controller does
         self.check_saved_states()
 
     def serve(self, tokens: Sequence[int]) -> None:
@@ -414,20 +406,19 @@ def make_context(
     *,
     max_requests: int = 4,
     chunked: bool = False,
-    max_tokens: int = 16 * BLOCK,
 ) -> Any:
     """Makes a real context with room for so many KV blocks and slots."""
     model = parts.transformer.TransformerConfig(
         num_layers=len(LAYERS), hidden_size=16, num_attention_heads=2, params_dtype=torch.float32
     )
     kv_block_bytes = 2 * LAYERS.count("*") * BLOCK * model.hidden_size * 4
-    scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)  # the budget covers it too
+    scratch = min(16, 3 * max_requests)  # the budget covers it too
     gib = 2**30
     config = parts.config.InferenceConfig(
         block_size_tokens=BLOCK,
         buffer_size_gb=(num_blocks * (kv_block_bytes + STATE_BYTES) + 1) / gib,
         max_requests=max_requests,
-        max_tokens=max_tokens,
+        max_tokens=16 * BLOCK,
         max_sequence_length=16 * BLOCK,
         mamba_inference_state_config=parts.config.MambaInferenceStateConfig(
             LAYERS, CONV, SSM, *DTYPES, mamba_chunk_size=BLOCK
