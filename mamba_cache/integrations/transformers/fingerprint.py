@@ -302,8 +302,7 @@ class ModelFingerprint:
 
     def _contents(self, reading: _Reading) -> dict[str, object]:
         """Return by path all that a reading has found, and what its tensors hold."""
-        kind: WeightsCheck = "off" if self._weights.kind == "off" else "full"
-        weights = _Weights(kind).measure(reading.tensors)
+        weights = _Weights(self._weights.kind).measure(reading.tensors)
         return {
             path: (value, reading.unknown.get(path), weights.get(path))
             for path, value in reading.values.items()
@@ -822,9 +821,9 @@ class _Weights:
     def _start(self) -> None:
         assert self._checksums is not None
         self._num_calls += 1
-        sample = {"stride": _SAMPLE_STRIDE, "phase": self._num_calls % _SAMPLE_STRIDE}
+        stride = _SAMPLE_STRIDE if self.kind == "sample" else 1
         for checksums in self._checksums:
-            checksums.start(**(sample if self.kind == "sample" else {}))
+            checksums.start(stride=stride, phase=self._num_calls % stride)
 
     def confirm(self) -> None:
         """Wait for what ``begin`` began."""

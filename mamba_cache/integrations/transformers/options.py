@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import chain
@@ -120,8 +120,7 @@ _TOKEN_TYPES = "mm_token_type_ids"
 class ServedOptions:
     """What one call of ``generate`` will do."""
 
-    # For ``generate``, beside the prompts, the cache and the stopping criteria.
-    arguments: dict[str, Any]
+    overrides: dict[str, Any]  # what ``generate`` is given in the place of an option
     follows_rows: bool  # a row goes on with its own tokens: states of its answer can be kept
     is_plain: bool  # a batch can compute it: nothing is returned of the model's cache
     max_new_tokens: int | None  # of an answer; None: ``max_length`` counts the prompt too
@@ -158,7 +157,7 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     pad = _as_ids(config.pad_token_id) or eos
     return ServedOptions(
         # "dynamic" is what the cache hands over, and generate refuses to be told so then.
-        _arguments(options, has_implementation=config.cache_implementation is not None),
+        {} if config.cache_implementation is None else {"cache_implementation": None},
         follows_rows,
         follows_rows and is_plain,
         max_new_tokens(model, config),
@@ -243,10 +242,7 @@ class OptionsReader:
         asked = self._what_is_read(options)
         if self._served is not None and is_same(asked, self._asked):
             _check_ranks(self._model)
-            has_implementation = "cache_implementation" in self._served.arguments
-            arguments = _arguments(options, has_implementation=has_implementation)
-            return replace(self._served, arguments=arguments)
-        self._served = None
+            return self._served
         served = read_options(self._model, options)
         with suppress(Exception):  # what cannot be copied is read anew each time
             self._asked, self._served = copy.deepcopy(asked), served
@@ -275,13 +271,6 @@ _READ_BY = ("generate", "_sample", "_prepare_generation_config")
 
 def _own_config(model: Any) -> Any:
     return getattr(model, "generation_config", None)
-
-
-def _arguments(options: Mapping[str, Any], *, has_implementation: bool) -> dict[str, Any]:
-    arguments = {name: value for name, value in options.items() if name != "stopping_criteria"}
-    if has_implementation:
-        arguments["cache_implementation"] = None
-    return arguments
 
 
 def _refuse(values: Mapping[str, Any]) -> None:

@@ -382,7 +382,8 @@ class PrefixCache:
             own = options.get("stopping_criteria") or ()
             criteria = [*as_items("stopping_criteria", own, "criteria"), generation.watch]
             arguments = {
-                **served.arguments,
+                **options,
+                **served.overrides,
                 "attention_mask": mask,
                 self._runner.cache_name: generation.cache,
                 "stopping_criteria": transformers().StoppingCriteriaList(criteria),

@@ -119,11 +119,8 @@ def _noise(
     most = [0.0] * len(whole)
     for seed in range(_NOISY_RUNS):
         generator = torch.Generator().manual_seed(seed)
-        hook = embedding.register_forward_hook(partial(_round, generator))
-        try:
+        with embedding.register_forward_hook(partial(_round, generator)):
             noisy = _differences(whole, _run(runner, layout, None, [tokens]))
-        finally:
-            hook.remove()
         most = list(map(max, most, noisy))
     return most
 
@@ -158,8 +155,7 @@ def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | N
     tokens = _random_tokens(runner, block + _SUFFIX_TOKENS, generator)
     split = runner.new_cache()
     runner.forward(tokens[:block], split, 0)
-    middle = _kept(layout, split, block)
-    expected = [tensor.clone() for tensor in middle]
+    expected = [tensor.clone() for tensor in _kept(layout, split, block)]
     runner.forward(tokens[block:], split, block)
 
     row = torch.full((layout.bytes_per_slot,), 0xFF, dtype=torch.uint8, device=layout.device)
