@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -74,7 +74,8 @@ class Generation:
     cache: Any = None  # that ``generate`` is to use
     bypass: BypassReason | None = None  # why nothing was looked up or is kept
     _batcher: Batcher | None = None
-    _is_batched: bool = False
+    _is_batched: bool = False  # the forwards are steps of a batch
+    _is_stacked: bool = False  # rows are stacked in one cache: several, or one that is padded
     _rows: list[_Row] = field(default_factory=list)
     _records: dict[bytes, SequenceRecord] = field(default_factory=dict)
     _ids: torch.Tensor | None = None
@@ -197,9 +198,10 @@ class Generation:
             return forward(**kwargs)
         if (output := self._compute_batch(forward, prompts)) is not None:
             return output
+        self._is_stacked = len(prompts) > 1 or prompts[0].padding > 0
         with self.runner.within(forward):
-            compute = self._compute_padded if _is_batch(prompts) else self._compute_one
-            return compute(partial(self._compute_rest, forward, kwargs, prompts), prompts)
+            rest = partial(self._compute_rest, forward, kwargs, prompts)
+            return self._compute_prompts(rest, prompts)
 
     def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
         """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""
@@ -316,55 +318,46 @@ class Generation:
             kwargs.pop("attention_mask", None)
         return forward(**kwargs)
 
-    def _compute_one(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
-        """Compute a prompt; ``generate``'s own forward computes its last segment."""
-        [prompt] = prompts
-        named = self._checkpoints_of(prompts)[prompt.key]
-        output = self._prefill(prompt, 0, named, self.cache, compute_rest)
-        self._rows = [_Row(prompt, self._records[prompt.key])]
-        return output
+    def _compute_prompts(
+        self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]
+    ) -> Any:
+        """Compute the prompts; ``generate``'s own forward, ``compute_rest``, computes the end.
 
-    def _compute_padded(self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]) -> Any:
-        """Compute all prompts but their last tokens, which ``generate``'s own forward computes."""
-        layout, left = self.store.layout, self._tokens_left(prompts)
-        named = self._checkpoints_of(prompts)
+        Of one prompt that is its last segment, of a batch the last tokens of all rows.
+        """
+        layout, named = self.store.layout, self._checkpoints_of(prompts)
+        left = self._tokens_left(prompts) if self._is_stacked else 0
         memories: dict[bytes, SequenceMemory] = {}
         for prompt in prompts:
-            if prompt.key not in memories:
-                cache, end = self.runner.new_cache(), len(prompt.tokens) - left
-                self._prefill(prompt, left, named[prompt.key], cache)
+            if prompt.key in self._records:
+                continue
+            cache = self.runner.new_cache() if self._is_stacked else self.cache
+            self._records[prompt.key], output = self.prefiller.compute(
+                prompt.tokens,
+                cache,
+                left=left,
+                min_computed=max(left, 1),
+                last_forward=None if self._is_stacked else compute_rest,
+                checkpoint_positions=named[prompt.key],
+                **self.fields,
+            )
+            if self._is_stacked:
+                end = len(prompt.tokens) - left
                 memories[prompt.key] = (
                     read_layers(cache, layout.layers, end) if end else layout.initial
                 )
+        self._rows = [_Row(each, self._records[each.key]) for each in prompts]
+        if not self._is_stacked:
+            return output
         num_columns = prompts[0].padding + len(prompts[0].tokens)
         batch = stack_memories([memories[each.key] for each in prompts], num_columns - left)
         if batch.num_tokens:
             self.prefiller.filler.fill(self.cache, batch)
         memories.clear()
-        self._rows = [_Row(each, self._records[each.key]) for each in prompts]
+        del cache
         output = compute_rest(batch.num_tokens)
         self.runner.fingerprint.confirm()
         self.store.counters["computed_tokens"] += left * len(prompts)
-        return output
-
-    def _prefill(
-        self,
-        prompt: Prompt,
-        left: int,
-        checkpoints: Collection[int],
-        cache: Any,
-        last_forward: Callable[[int], Any] | None = None,
-    ) -> Any:
-        """Compute all but the ``left`` last tokens of a prompt; return what its forward did."""
-        self._records[prompt.key], output = self.prefiller.compute(
-            prompt.tokens,
-            cache,
-            left=left,
-            min_computed=max(left, 1),
-            last_forward=last_forward,
-            checkpoint_positions=checkpoints,
-            **self.fields,
-        )
         return output
 
     def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
@@ -398,10 +391,9 @@ class Generation:
             return
         self._are_published = True
         memory = self._memory()
-        is_batch = len(self._rows) > 1 or any(row.prompt.padding for row in self._rows)
         for index, row in enumerate(self._rows):
             # Of a batch the last token is computed for all rows together, as decoded tokens are.
-            num_decoded = int(is_batch and not self.keeps_decoded)
+            num_decoded = int(self._is_stacked and not self.keeps_decoded)
             own = memory.row(index, row.prompt.padding)
             if row.kept is not None:
                 own = replace(row.kept, tokens=own.tokens)
@@ -466,10 +458,6 @@ def _stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[...,
         return generation.forward(forward, kwargs)
 
     return stand_in
-
-
-def _is_batch(prompts: Sequence[Prompt]) -> bool:
-    return len(prompts) > 1 or prompts[0].padding > 0
 
 
 def _nothing(_: Any) -> None:

@@ -190,7 +190,6 @@ class Batcher:
             filler,
             graphs=self._graphs,
             capture=capture,
-            min_tokens=config.min_computed_tokens,
         )
         self._sizes = padded_sizes(config.max_requests)
         self._sampler = Sampler(self.context.device)

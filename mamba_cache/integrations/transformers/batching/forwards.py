@@ -111,7 +111,6 @@ class BatchForwards:
         *,
         graphs: StepGraphs,
         capture: StateCapture | None,
-        min_tokens: int,
     ) -> None:
         assert context.kv_cache is not None
         self._runner = runner
@@ -130,7 +129,7 @@ class BatchForwards:
         self._kernels = kernels_for(
             "auto", context.device, kernels=_KERNELS, twins=decode_inputs_torch
         )
-        self._min_tokens = min_tokens
+        self._min_tokens = context.config.min_computed_tokens
         self._live = context.live_states.tensors
         self._metadata = context.step_buffers.tensors
         self._head = runner.model.get_output_embeddings()
