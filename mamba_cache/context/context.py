@@ -823,9 +823,8 @@ class DynamicInferenceContext:
         sent = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
             self._step = None
-            requests, rows, count = work.group.requests, work.group.rows, len(work.group.ids)
+            requests, rows, count = step._requests, work.group.rows, len(work.group.ids)
             if prefills:
-                requests = (*requests, *prefills)
                 rows = np.concatenate((rows, [active.row for active in prefills]))
             if sent is not None:
                 lengths: Int64Array = np.ones(len(rows), dtype=np.int64)
@@ -1075,7 +1074,7 @@ class DynamicInferenceContext:
         return step.request_ids
 
     def _abort(self, step: Step) -> None:
-        self._release_all((*step._work.group.requests, *step._actives))
+        self._release_all(step._requests)
         self._counters["aborted_steps"] += 1
 
     def _release_all(self, requests: Iterable[ActiveRequest]) -> None:
@@ -1681,9 +1680,8 @@ class DynamicInferenceContext:
         self._guard.tidy()  # a pin that ends between two reads would look like a contradiction
         self.kv_block_allocator.check_invariants()
         self.slot_allocator.check_invariants()
-        requests, in_step = list(self.request_table), set()
-        if self._step is not None:  # one that is only half begun is none
-            in_step = {*self._step._work.group.requests, *self._step._actives}
+        requests = list(self.request_table)
+        in_step = set(() if self._step is None else self._step._requests)
         chunks = [a.chunk for a in requests if a.chunk is not None]
         for active in requests:
             self.request_table.check_request(active, is_in_step=active in in_step)

@@ -61,7 +61,6 @@ class RequestTable:
         self._kv_blocks = kv_blocks
         self._max_tokens = config.max_tokens
         self._max_decode_tokens = config.max_decode_tokens
-        self._max_sequence_length = config.max_sequence_length
         self.block_size_tokens = config.block_size_tokens
         self._is_cached = config.enable_prefix_caching
         max_requests = config.max_requests
@@ -174,7 +173,7 @@ class RequestTable:
         if not self._free_rows:
             raise RequestCapacityError(1, 0, "finish or preempt a request first")
         shared = list(shared_blocks)
-        missing = max(0, self._blocks_for(num_tokens) - len(shared))
+        missing = max(0, -(-num_tokens // self.block_size_tokens) - len(shared))
         held = len(shared) + missing
         assert held <= self.block_tables.shape[1], "longer than any request"
         if shared:
@@ -238,7 +237,7 @@ class RequestTable:
     def grow(self, row: int, num_tokens: int, name: object) -> None:
         """Give one row the blocks that it lacks."""
         held = self.num_blocks.item(row)
-        missing = self._blocks_for(num_tokens) - held
+        missing = -(-num_tokens // self.block_size_tokens) - held
         if missing > 0:
             self._append(row, held, self._allocate(missing, [name], num_tokens))
 
@@ -303,7 +302,7 @@ class RequestTable:
 
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
         """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""
-        held = max(self._blocks_for(num_tokens), least)
+        held = max(-(-num_tokens // self.block_size_tokens), least)
         surplus = self.blocks_of(row)[held:].tolist()
         self.block_tables[row, held:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(row)
@@ -505,9 +504,6 @@ class RequestTable:
                 "request, give this one a shorter chunk if its prompt is still to be computed, or "
                 "make the context with more blocks (num_kv_blocks or kv_cache_gb)",
             ) from None
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size_tokens)
 
     def _with_status(self, status: RequestStatus) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.status is status]

@@ -122,6 +122,8 @@ class Step:
         self._work = work  # what is computed of the requests that decode
         self._actives = actives  # the requests of prompts
         self._chunks = chunks  # what is computed of them
+        decoding = work.group.requests
+        self._requests = (*decoding, *actives) if actives else decoding  # in the batch's order
         self._planned = planned  # states that decoding requests save, by their places in the batch
         self._is_advanced = False  # whether the device knows the sampled tokens
         self._missing = set(layers)  # those that have to hand over states, and have not
@@ -164,7 +166,7 @@ class Step:
     @property
     def request_ids(self) -> tuple[Hashable, ...]:
         """The requests' ids in the same order."""
-        return (*self._work.group.ids, *(active.request_id for active in self._actives))
+        return tuple([active.request_id for active in self._requests])
 
     @property
     def sampling_ids(self) -> tuple[Hashable, ...]:
