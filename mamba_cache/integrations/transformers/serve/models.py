@@ -126,8 +126,7 @@ class ServedModel:
             try:
                 self.cache = PrefixCache(self.model, **self.settings)
             except Exception as error:  # whatever a model raises that was not made for it
-                reason = str(error) or repr(error)
-                _log.warning("%s is served without a prefix cache: %s", self._name, reason)
+                self._warn(f"is served without a prefix cache: {str(error) or repr(error)}")
             else:
                 self.tell(self.model, self.cache)
         return self.cache
@@ -141,7 +140,7 @@ class ServedModel:
                 self._serves_batches = True
             except (MambaCacheError, torch.OutOfMemoryError) as error:
                 self._serves_batches = False
-                _log.warning("%s is served request by request: %s", self._name, error)
+                self._warn(f"is served request by request: {error}")
         return cache if self._serves_batches else None
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
@@ -158,7 +157,7 @@ class ServedModel:
             # Nobody else uses the cache meanwhile: all calls of a model come from one thread.
             request.cached_tokens = cache.last_skipped_tokens
 
-        for is_first in (True, False):
+        for _ in range(2):  # again after a reset
             listener = _Listener(options["streamer"], count) if options.get("streamer") else None
             try:
                 output = cache.generate(
@@ -174,8 +173,6 @@ class ServedModel:
                 if isinstance(error, InvalidArgumentError):
                     self._warn(f"answers such requests without its prefix cache: {error}")
                     break
-                if not is_first:
-                    raise
                 self._warn(f"begins its prefix cache anew: {error}")
                 try:
                     cache.reset()
@@ -194,11 +191,7 @@ class ServedModel:
         """Say once what becomes of a request."""
         if what not in self._said and len(self._said) < _MAX_REASONS:
             self._said.add(what)
-            _log.warning("%s %s", self._name, what)
-
-    @property
-    def _name(self) -> str:
-        return _name_of(self.model)
+            _log.warning("%s %s", _name_of(self.model), what)
 
 
 def _name_of(model: Any) -> str:
