@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -265,7 +265,8 @@ class ModelFingerprint:
 
     def addresses(self) -> tuple[int, ...]:
         """Return where all parameters and buffers lie: what a CUDA graph depends on."""
-        owners = self._reading.owners_of_tensors or _owners_of_tensors(self._model.modules())
+        modules = self._reading.modules.values() or self._model.modules()
+        owners = chain.from_iterable(map(attrgetter("_parameters", "_buffers"), modules))
         tensors = chain.from_iterable(map(dict.values, owners))
         return tuple(map(torch.Tensor.data_ptr, filter(torch.is_tensor, tensors)))
 
@@ -370,7 +371,6 @@ class _Reading:
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
-        self.owners_of_tensors: list[dict[str, Any]] = []
         self.modules_of_code: set[str] = set()  # Python modules, libraries not counted
         self.foreign: dict[_ForeignKind, str] = {}  # where the first of each kind is
         self.unknown: dict[str, int] = {}  # identities of all foreign code, by path
@@ -414,7 +414,6 @@ class _Reading:
         self._read_selected(files)
         self.digest = _digest(*(f"{path}={value}" for path, value in self.values.items()))
         self._found = self._look()
-        self.owners_of_tensors = _owners_of_tensors(self.modules.values())
         self._paths, self._names = {}, {}
 
     def is_current(self) -> bool:
@@ -710,11 +709,6 @@ def _is_named(function: Any, called: str, module_name: str | None, own: Collecti
     if str(module_name).partition(".")[0] in _KERNEL_PACKAGES:
         return True
     return module_name in own and "<" not in called and not getattr(function, "__closure__", None)
-
-
-def _owners_of_tensors(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
-    kinds = attrgetter("_parameters", "_buffers")
-    return [owner for owner in chain.from_iterable(map(kinds, modules)) if owner]
 
 
 def _is_plain(value: Any) -> bool:
