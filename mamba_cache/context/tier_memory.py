@@ -9,10 +9,7 @@ from typing import Final, TypeAlias
 import torch
 
 from mamba_cache._checks import check_kind
-from mamba_cache.cache import (
-    AdaptiveSlotPolicy,
-    hash_id_of,
-)
+from mamba_cache.cache import AdaptiveSlotPolicy
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 from mamba_cache.protocols import RankAgreement
@@ -101,7 +98,6 @@ def make_host_tier(
         *_formats(config, layouts),
         state_policy=policy,
         pinner=pinner_for(device) if on_gpu else None,
-        hash_id_of=hash_id_of,
     )
     if on_gpu:  # pragma: no cover - tests/gpu run it
         return host, CudaTransfers(layouts, host.memory, device)

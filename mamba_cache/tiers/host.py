@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +105,6 @@ class HostTier:
         *,
         state_policy: Any = None,
         pinner: Pinner | None = None,
-        hash_id_of: Callable[[bytes], int] | None = None,
     ) -> None:
         self._guard = CallGuard(self)
         self._pinner = pinner
@@ -114,9 +113,7 @@ class HostTier:
         self.stored_total = self.restored_total = 0
         self._entries = {
             EntryKind.KV: HostRows(kv, self.dropped),
-            EntryKind.STATE: HostRows(
-                states, self.dropped, policy=state_policy, hash_id_of=hash_id_of
-            ),
+            EntryKind.STATE: HostRows(states, self.dropped, policy=state_policy),
         }
         self._slabs_to_come: dict[EntryKind, deque[Future[torch.Tensor]]] = {
             kind: deque() for kind in self._entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import require_all
+from mamba_cache.cache import hash_id_of
 from mamba_cache.cache.rows import NONE, EvictionQueue, Rows
 from mamba_cache.errors import DoubleFreeError
 from mamba_cache.tiers.entry import (
@@ -55,19 +56,11 @@ class HostRows:
     the least recently used goes first, and of those used in one call the last one named.
     """
 
-    def __init__(
-        self,
-        rows: RowFormat,
-        dropped: Counter[str],
-        *,
-        policy: Any = None,
-        hash_id_of: Callable[[bytes], int] | None = None,
-    ) -> None:
+    def __init__(self, rows: RowFormat, dropped: Counter[str], *, policy: Any = None) -> None:
         self.format = rows
         self.memory = RowMemory(rows.row_bytes, rows.num_rows)
         self.headers: npt.NDArray[np.uint8] = np.zeros((rows.num_rows, HEADER_BYTES), np.uint8)
         self.policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
-        self._hash_id_of = hash_id_of
         self._dropped = dropped  # why entries got no row
         self.generations: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
         self._used_at: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
@@ -151,8 +144,7 @@ class HostRows:
         if is_kept:
             self._use([row])
             if self.policy is not None:
-                hash_id = 0 if self._hash_id_of is None else self._hash_id_of(digest)
-                self.policy.on_published([row], [hash_id], [lease.facts.prefix_tokens])
+                self.policy.on_published([row], [hash_id_of(digest)], [lease.facts.prefix_tokens])
         return is_kept
 
     def read(self, facts: EntryFacts, *, is_lower: bool = False) -> RowLease | Refusal:

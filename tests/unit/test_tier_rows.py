@@ -21,6 +21,7 @@ from mamba_cache.cache import (
     AdaptiveSlotPolicy,
     PromptFacts,
     StateProposal,
+    hash_id_of,
 )
 from mamba_cache.errors import ConcurrentUseError, DoubleFreeError, InvariantError
 from mamba_cache.tiers import Refusal
@@ -43,7 +44,7 @@ def facts(number, kind=KV, num_bytes=4096):
 
 def make_rows(num_rows, **options):
     rows = RowFormat(4096, slice(4000, 4016), num_rows)
-    return HostRows(rows, Counter(), hash_id_of=lambda digest: digest[0] + 1, **options)
+    return HostRows(rows, Counter(), **options)
 
 
 def grow(rows, count):
@@ -107,7 +108,7 @@ class RowMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 7), is_asked=st.booleans(), depth=st.integers(1, 3))
     def propose(self, number, is_asked, depth):
         """A state of a prompt that is as long as its number says, or less."""
-        path = [*range(100, 100 + depth - 1), number + 1]
+        path = [*range(100, 100 + depth - 1), hash_id_of(digest(number))]
         prompt = self.pool.policy.on_request(PromptFacts(path, 8, 0, len(path)))
         proposal = StateProposal(prompt, len(path), "end", is_asked)
         before, refused = dict(self.stored), self.pool._dropped["refused"]
@@ -242,10 +243,10 @@ def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
         def on_published(self, slots, hash_ids, prefix_tokens):
             told.append((list(slots), list(hash_ids), list(prefix_tokens)))
 
-    tier = make_tier(state_policy=Telling(), hash_id_of=lambda digest: 100 + digest[0])
+    tier = make_tier(state_policy=Telling())
     lease = tier.reserve(facts(7, STATE))
     assert tier.complete(lease)
-    assert told == [([lease.row], [107], [8])]
+    assert told == [([lease.row], [hash_id_of(digest(7))], [8])]
 
 
 def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
@@ -253,14 +254,12 @@ def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
     pool = ready(2, policy=AdaptiveSlotPolicy())
 
     def propose(number, num_blocks, **options):
-        path = list(range(1000 * number, 1000 * number + num_blocks))
+        path = [*range(1000 * number, 1000 * number + num_blocks - 1), hash_id_of(digest(number))]
         prompt = pool.policy.on_request(PromptFacts(path, 8, 0, num_blocks))
         return StateProposal(prompt, num_blocks, **options)
 
     for number in (1, 2):
-        lease = pool.reserve(facts(number), propose(number, 50))
-        pool._hash_id_of = lambda _, number=number: 1000 * number + 49
-        pool.complete(lease)
+        pool.complete(pool.reserve(facts(number), propose(number, 50)))
     small = propose(3, 1)
     assert pool.would_admit([small]) == [False]
     for times in (1, 2):
@@ -441,13 +440,13 @@ def test_a_tier_belongs_to_a_guard():
 def test_a_tier_that_belongs_to_nobody_is_used_by_one_thread_at_a_time():
     refused = []
 
-    def meet(digest):
-        """Comes in the middle of a call."""
-        with ThreadPoolExecutor(1) as other:
-            refused.append(other.submit(tier.poll).exception())
-        return 1
+    class Meeting(AdaptiveSlotPolicy):
+        def on_published(self, *given):
+            """Another thread comes in the middle of a call."""
+            with ThreadPoolExecutor(1) as other:
+                refused.append(other.submit(tier.poll).exception())
 
-    tier = make_tier(state_policy=AdaptiveSlotPolicy(), hash_id_of=meet)
+    tier = make_tier(state_policy=Meeting())
     assert tier.complete(tier.reserve(facts(1, STATE)))
     assert [type(each) for each in refused] == [ConcurrentUseError]
 
