@@ -276,14 +276,17 @@ class Prefetch:
         return self._ended - self._began
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Asked:
-    """A request of whose prefix lower tiers may have more."""
+    """A request of whose prefix lower tiers may have more, and what is being brought of it."""
 
     match: PrefixMatch  # what the GPU and the host tier had of it
     entries: PromptEntries
     prefetch: Prefetch  # what it waits for
     is_trial: bool  # whether it loads even if computing is faster
+    boundary: bytes = b""  # the digest of the prefix that is brought
+    planner: LoadPlanner | None = None  # what learns from the load
+    is_agreed: bool = False  # on what it came to, by all ranks
 
 
 class Flight:

@@ -146,10 +146,7 @@ class Tiering:
         self._keeps_kv = self._has_kv and bool(self.host.num_rows(EntryKind.KV))
         self._most_pins = slots.max_slots // 2
         self._is_waited_for, self._num_prefetches = is_waited_for, 0
-        # What is not done, or not agreed on yet by ranks, which have all begun it in this order.
-        self._open: list[Asked] = []
-        # With the digest of the boundary that each brings, and who learns from it.
-        self._under_way: list[tuple[bytes, Prefetch, LoadPlanner | None]] = []
+        self._asked: list[Asked] = []  # in the order in which all ranks have begun them
         self._flights: dict[EntryKey, Flight] = {}
         self._has_broken_off = False
         # What a disk takes at once passes the host tier's rows, worth one or not, as it does slots.
@@ -234,49 +231,41 @@ class Tiering:
         )
 
     def resume(
-        self, active: ActiveRequest, match: PrefixMatch
+        self, sequence: CachedSequence, match: PrefixMatch
     ) -> tuple[PrefixMatch, PlannedLoad | None]:
-        """Find where a request resumes, and keep the rows if it is by loading."""
+        """Find where a sequence resumes, and keep the rows if it is by loading."""
         self.poll()
         refused: PrefixMatch | None = None
-        while (extended := self.extend(match, active.hashes)).loads_state:
+        while (extended := self.extend(match, sequence.hashes)).loads_state:
             assert extended != refused, "what was refused is not found again"
             # Before anything is evicted for it: what raises later must have changed nothing.
             index, blocks = extended.state_matched_blocks - 1, match.block_ids
             block = blocks[index] if index < len(blocks) else None
             if not self._slots.can_reserve(block, blocks):
                 break
-            load = self._read(active, extended)
+            load = self._read(sequence, extended)
             if load is not None:
                 return extended, load
             refused = extended  # an entry was damaged, and is not found again
         return match, None
 
-    def _read(self, active: ActiveRequest, match: PrefixMatch) -> PlannedLoad | None:
-        """Keep the rows that a match resumes from."""
-        load = self.read_rows(match, self._entries(active))
-        is_refused = True
-        try:
-            [is_refused] = self._on_any_rank([load is None])
-        finally:
-            if load is not None and is_refused:
-                self.cancel(load)
-        return None if is_refused else load
-
-    def read_rows(self, match: PrefixMatch, entries: PromptEntries) -> PlannedLoad | None:
-        """Keep the rows that a match resumes from on this rank; None if one is not there."""
-        blocks = match.state_matched_blocks
-        leases: list[RowLease] = []
+    def _read(self, sequence: CachedSequence, match: PrefixMatch) -> PlannedLoad | None:
+        """Keep the rows that a match resumes from; None if one of them is not there."""
+        blocks, entries = match.state_matched_blocks, self._entries(sequence)
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
         wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
-        for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
-            lease = self.host.read(entries.facts(kind, index))
-            if isinstance(lease, Refusal):
-                for other in leases:
-                    self.host.release(other)
-                return None
-            leases.append(lease)
-        return PlannedLoad(leases, first)
+        load, is_refused = PlannedLoad([], first), True
+        try:
+            for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
+                lease = self.host.read(entries.facts(kind, index))
+                if isinstance(lease, Refusal):
+                    break
+                load.leases.append(lease)
+            [is_refused] = self._on_any_rank([len(load.leases) <= len(wanted)])
+        finally:
+            if is_refused:
+                self.cancel(load)
+        return None if is_refused else load
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Say of each of some facts whether it holds on this rank or another one."""
@@ -715,7 +704,7 @@ class Tiering:
             else:
                 prefetch.is_asking = True
                 prefetch.answer()
-        self._open.append(asked)
+        self._asked.append(asked)
         self.agree()
         return prefetch
 
@@ -725,15 +714,15 @@ class Tiering:
         A prefetch begins when the stores of all ranks have answered, so that all bring the same
         boundary, and is done when it is on all.
         """
-        if not self._open:
+        waiting = [asked for asked in self._asked if not asked.is_agreed]
+        if not waiting:
             return
         pending = STATES.index(PrefetchState.PENDING)
         own = [
             (0 if each.is_answered else pending) if each.is_asking else STATES.index(each.own_state)
-            for each in (asked.prefetch for asked in self._open)
+            for each in (asked.prefetch for asked in waiting)
         ]
-        states = largest(own, self._agreement)
-        for asked, state in zip(list(self._open), states, strict=True):
+        for asked, state in zip(waiting, largest(own, self._agreement), strict=True):
             if state == pending:
                 continue
             outcome = STATES[int(state)]
@@ -742,7 +731,7 @@ class Tiering:
                     if self._begin(asked):
                         continue
                 outcome = PrefetchState.NOTHING
-            self._open.remove(asked)
+            asked.is_agreed = True
             asked.prefetch.agree(outcome)
 
     def _remove_below(self, key: EntryKey) -> None:
@@ -752,13 +741,14 @@ class Tiering:
     def _arriving_tokens(self, hashes: BlockHashes) -> int:
         """Say how many tokens of a prompt can be skipped once what is under way has arrived."""
         reached = 0
-        for boundary, prefetch, _ in self._under_way:
+        for asked in self._asked:
+            prefetch = asked.prefetch
             # What has failed on one of several ranks is over when all of them know.
             is_alone = self._agreement is None
             if prefetch.has_failed if is_alone else prefetch.is_done:
                 continue
             blocks = prefetch.skip_tokens // self._block_size
-            if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == boundary:
+            if 0 < blocks <= len(hashes) and hashes.digest(blocks - 1) == asked.boundary:
                 reached = max(reached, prefetch.skip_tokens)
         return reached
 
@@ -766,25 +756,22 @@ class Tiering:
         """Forget what is over, learn from it, and go on where a store has answered."""
         if self._agreement is None:
             self.agree()
-        for under_way in list(self._under_way):
-            _, prefetch, planner = under_way
-            if prefetch.is_over and prefetch.is_done:
-                self._under_way.remove(under_way)
-                if not prefetch.refusals and planner is not None:
-                    planner.record_load(prefetch.num_bytes, prefetch.seconds)
+        for asked in [each for each in self._asked if each.is_agreed and each.prefetch.is_over]:
+            self._asked.remove(asked)
+            prefetch = asked.prefetch
+            if not prefetch.refusals and asked.planner is not None:
+                asked.planner.record_load(prefetch.num_bytes, prefetch.seconds)
         for key in [key for key, flight in self._flights.items() if flight.is_over]:
             del self._flights[key]
 
     def _cancel_prefetches(self) -> None:
         if self._has_broken_off:
             self._take_back()
-        for _, prefetch, _ in self._under_way:
-            prefetch.cancel()
-        for asked in self._open:
+        for asked in self._asked:
             asked.prefetch.cancel()
-            asked.prefetch.agree(PrefetchState.CANCELLED)
-        self._open.clear()
-        self._under_way.clear()
+            if not asked.is_agreed:
+                asked.prefetch.agree(PrefetchState.CANCELLED)
+        self._asked.clear()
         self._flights.clear()
 
     def _ask(self, asked: Asked) -> bool:
@@ -830,11 +817,9 @@ class Tiering:
         self.host.use(held)
         for lease in held:
             self.host.release(lease)
-        planner = None
         if is_alone and len(places) == 1:
-            planner = self.planners.store if self.store in places else self.planners.disk
-        boundary = asked.entries.hashes.digest(blocks - 1)
-        self._under_way.append((boundary, prefetch, planner))
+            asked.planner = self.planners.store if self.store in places else self.planners.disk
+        asked.boundary = asked.entries.hashes.digest(blocks - 1)
         return True
 
     def _plan(self, asked: Asked) -> tuple[int, list[tuple[EntryFacts, _Place]]]:
@@ -942,7 +927,7 @@ class NoTiers:
         """Return a match as it is."""
         return match
 
-    def resume(self, active: ActiveRequest, match: PrefixMatch) -> tuple[PrefixMatch, None]:
+    def resume(self, sequence: CachedSequence, match: PrefixMatch) -> tuple[PrefixMatch, None]:
         """Resume where the GPU has the state."""
         return match, None
 

@@ -172,8 +172,9 @@ class PrefixTiers(Tiering):
         # What is damaged is not found again: another boundary may be.
         if self.lower_tiers and self._may_fetch() and self._fetch(sequence, usable):
             self._fetch(sequence, usable)
-        while (match := self._extended(sequence, usable)).loads_state:
-            if self._load(sequence, match):
+        while True:
+            match, load = self.resume(sequence, self._matched(sequence, usable))
+            if load is None or self._load(sequence, match, load):
                 return
             usable = match.skip_tokens - 1
 
@@ -182,15 +183,14 @@ class PrefixTiers(Tiering):
         is_idle = self._prefetch is None or self._prefetch.is_over
         return is_idle or time.monotonic() - self._fetched_at >= _RETRY_SECONDS
 
-    def _extended(self, sequence: CachedSequence, usable: int) -> PrefixMatch:
-        """Match a sequence of which ``usable`` tokens may be skipped, here and in host memory."""
+    def _matched(self, sequence: CachedSequence, usable: int) -> PrefixMatch:
+        """Match a sequence of which ``usable`` tokens may be skipped."""
         least = self._config.min_computed_tokens
-        match = self._store.index.match(sequence.hashes, usable + least, least)
-        return self.extend(match, sequence.hashes)
+        return self._store.index.match(sequence.hashes, usable + least, least)
 
     def _fetch(self, sequence: CachedSequence, usable: int) -> bool:
         """Bring what disk and store have to host memory; say whether it was damaged."""
-        match = self._extended(sequence, usable)
+        match = self.extend(self._matched(sequence, usable), sequence.hashes)
         self._fetched_at = time.monotonic()
         self._prefetch = self.prefetch(None, match, self._entries(sequence), _DEADLINE_SECONDS)
         self._prefetch.go_on = weak_callback(self.poll)
@@ -198,13 +198,10 @@ class PrefixTiers(Tiering):
         self.poll()
         return self._prefetch.is_over and not _UNDAMAGED.issuperset(self._prefetch.refusals)
 
-    def _load(self, sequence: CachedSequence, match: PrefixMatch) -> bool:
+    def _load(self, sequence: CachedSequence, match: PrefixMatch, load: PlannedLoad) -> bool:
         """Bring what a match loads to blocks and a slot; say whether it is findable there."""
         store, depth = self._store, match.state_matched_blocks
         kv_blocks, index = store.kv_blocks, store.index
-        load = self.read_rows(match, self._entries(sequence))
-        if load is None:
-            return False
         held, kept = list(match.block_ids[:depth]), list[Checkpoint]()
         sequence.num_published = len(held)
         kv_blocks.retain_memory_blocks(held)
