@@ -293,24 +293,20 @@ class Tiering:
     def begin(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
         """Enqueue the loads of a step."""
         loading = [active for active in requests if active.current_chunk.load is not None]
-        loads = []
-        for active in loading:
-            load = active.current_load
-            loads.append((load, load.blocks, load.current_checkpoint.slot))
-        return [] if not loads or self.load(loads) else loading
+        is_begun = not loading or self.load([active.current_load for active in loading])
+        return [] if is_begun else loading
 
-    def load(self, loads: Sequence[tuple[PlannedLoad, Sequence[int], int]]) -> bool:
+    def load(self, loads: Sequence[PlannedLoad]) -> bool:
         """Enqueue copies of rows to the blocks and the slot of each load; say whether they are.
 
         If they are not, on this rank or another one, the rows are given back.
         """
         jobs: list[CopyJob] = []
-        for load, blocks, slot in loads:
+        for load in loads:
             load.first_job = len(jobs)
-            rows = [lease.row for lease in load.leases]
-            pairs = zip(blocks, rows[:-1], strict=True)
-            jobs += [CopyJob(EntryKind.KV, *pair) for pair in pairs]
-            jobs.append(CopyJob(EntryKind.STATE, slot, rows[-1]))
+            places = [*load.blocks, load.current_checkpoint.slot]
+            pairs = zip(places, load.leases, strict=True)
+            jobs += [CopyJob(lease.facts.key.kind, place, lease.row) for place, lease in pairs]
         ticket: Ticket | None = None
         try:
             ticket = self.transfers.load(jobs)
@@ -318,12 +314,12 @@ class Tiering:
             # Some may be under way: nothing that they write or read may change hands.
             self.transfers.wait()
             self.host.refused["copy_failed"] += len(jobs)
-        for load, _, _ in loads:
+        for load in loads:
             load.ticket = ticket
         [is_given_up] = self._on_any_rank([ticket is None])
         if is_given_up:
             self.transfers.wait()
-            for load, _, _ in loads:
+            for load in loads:
                 self.cancel(load)
         return not is_given_up
 
@@ -457,22 +453,19 @@ class Tiering:
         if not self._offers:
             return
         room = self._max_copies - self.num_copies
-        jobs, taken = [], []
+        jobs: list[CopyJob] = []
+        taken: list[_Offer] = []
         for offer in self._offers:
-            kind = offer.facts.key.kind
-            lease = None
-            if room <= 0:
+            if len(jobs) >= room:
                 self.host.dropped["queue_full"] += 1
-            else:
-                lease = self.host.reserve(offer.facts, proposal=offer.proposal)
-            if lease is None:
                 continue
-            offer.lease = lease
+            offer.lease = self.host.reserve(offer.facts, proposal=offer.proposal)
+            if offer.lease is None:
+                continue
             if offer.proposal is not None and self._is_there(offer):
                 self._pin(offer)
             taken.append(offer)
-            jobs.append(CopyJob(kind, offer.place, lease.row))
-            room -= 1
+            jobs.append(CopyJob(offer.facts.key.kind, offer.place, offer.lease.row))
         self._offers = []
         if not jobs:
             return
@@ -563,8 +556,10 @@ class Tiering:
         self._cancel_prefetches()
 
     def check_invariants(self, loads: Iterable[PlannedLoad] = ()) -> None:
-        """Prove that rows of the host tier are held for what is planned and under way alone."""
+        """Prove that rows are held for what is planned and under way alone, and tiers agree."""
         self.host.check_invariants()
+        for tier in self.lower_tiers:
+            tier.check_invariants()
         held = [lease for load in loads for lease in load.leases]
         held += [lease for _, leases in self._retiring for lease in leases]
         held += [o.lease for _, offers in self._spills for o in offers if o.lease is not None]

@@ -6,8 +6,7 @@ import hashlib
 import hmac
 import json
 import platform
-import secrets
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -162,11 +161,6 @@ class ModelIdentity:
         check_kind("rank", self.rank, ParallelRank)
         check_kind("numerics", self.numerics, Numerics)
 
-    @classmethod
-    def of_this_process(cls) -> ModelIdentity:
-        """Make one that no other process has: for a host tier alone, which nobody shares."""
-        return cls(name="this process", weights=f"of this process {secrets.token_hex(16)}")
-
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
@@ -245,8 +239,8 @@ class CacheIdentity:
             "weights": model.weights,
             "adapter": model.adapter,
             "settings": model.settings,
-            "rank": _fields_of(model.rank),
-            "numerics": _fields_of(model.numerics),
+            "rank": asdict(model.rank),
+            "numerics": asdict(model.numerics),
             "state": [
                 [tensor.name, tensor.num_layers, list(tensor.shape), str(tensor.dtype)]
                 for tensor in state_spec.tensors
@@ -330,10 +324,6 @@ def _secret_digest(secret: bytes, algorithm: HashAlgorithm) -> str:
 def _canonical(facts: dict[str, Any]) -> bytes:
     """Spell the facts so that equal ones give equal bytes, and others others."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _fields_of(value: ParallelRank | Numerics) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -498,7 +498,7 @@ class _FirstTokens:
             device=model.device,
             # Whatever lies below is loaded: what that takes is measured here.
             load_planner=LoadPlanner(Rates(1e15, 0.0, 1.0), learns=False),
-            identity=ModelIdentity.of_this_process(),
+            identity=ModelIdentity(name="bench", weights="of this process"),
         )
         self.context.wait_for_tiers()
         rng = np.random.default_rng(1)

@@ -244,10 +244,6 @@ def _not_found(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_an_identity_of_one_process_is_nobody_elses() -> None:
-    assert ModelIdentity.of_this_process() != ModelIdentity.of_this_process()
-
-
 def test_salts_are_told_apart_and_not_told() -> None:
     salts = [None, "1", b"1", 1, 2, "2", b"2", "", b"", "alice", b"alice"]
     digests = {tenant_digest(b"secret", salt) for salt in salts}
