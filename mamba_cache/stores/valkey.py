@@ -121,7 +121,7 @@ class ValkeyStore(BlobStore):
         """SET each key that is not there."""
         check_blobs(keys, buffers, writable=False)
         sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
-        commands = [("SET", keys[i], buffers[i], *self._options) for i in sent]
+        commands = [("SET", keys[i], buffers[i].cast("B"), *self._options) for i in sent]
         by_index = dict(zip(sent, self._call(commands, _nothing), strict=True))
         return [by_index.get(i, StoreFault.TOO_LARGE) for i in range(len(keys))]
 

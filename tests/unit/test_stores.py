@@ -228,6 +228,19 @@ def test_a_store_closed_while_a_call_runs_keeps_no_connection(monkeypatch):
         assert store.exists_many(["k"]) == [StoreFault.CLOSED]
 
 
+def test_a_buffer_of_other_items_than_bytes_is_sent_and_filled_whole():
+    numbers = np.arange(4, dtype=np.float32).reshape(2, 2)
+    blob = b"$16\r\n" + numbers.tobytes() + b"\r\n"
+    with Speaker([*GREETING, OK, b":16\r\n", blob]) as server:
+        store = valkey(server)
+        assert store.put_many(["k"], [numbers.data]) == [None]
+        assert blob in server.heard[2]
+        read = np.zeros_like(numbers)
+        assert store.get_many_into(["k"], [read.data]) == [16]
+        assert np.array_equal(read, numbers)
+        store.close()
+
+
 def test_a_blob_that_is_too_large_is_not_sent():
     with Speaker([*GREETING, OK]) as server:
         store = valkey(server)
