@@ -265,8 +265,11 @@ class ModelFingerprint:
 
     def addresses(self) -> tuple[int, ...]:
         """Return where all parameters and buffers lie: what a CUDA graph depends on."""
-        modules = self._reading.modules.values() or self._model.modules()
-        owners = chain.from_iterable(map(attrgetter("_parameters", "_buffers"), modules))
+        owners = self._reading.owners_of_tensors or [
+            owner
+            for module in self._model.modules()
+            for owner in (module._parameters, module._buffers)
+        ]
         tensors = chain.from_iterable(map(dict.values, owners))
         return tuple(map(torch.Tensor.data_ptr, filter(torch.is_tensor, tensors)))
 
@@ -371,6 +374,7 @@ class _Reading:
         self.values: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.modules: dict[str, torch.nn.Module] = {}
+        self.owners_of_tensors: list[dict[str, Any]] = []  # without empty ones: each batch looks
         self.modules_of_code: set[str] = set()  # Python modules, libraries not counted
         self.foreign: dict[_ForeignKind, str] = {}  # where the first of each kind is
         self.unknown: dict[str, int] = {}  # identities of all foreign code, by path
@@ -487,6 +491,8 @@ class _Reading:
         for kind in _TENSORS_AND_CHILDREN:
             members = vars(module)[kind]
             self._watch(path, members)
+            if members and kind != "_modules":
+                self.owners_of_tensors.append(members)
             for name in members:
                 self._read(f"{path}.{name}", members[name])
 
