@@ -174,7 +174,7 @@ def plan_decodes(
     if isinstance(drafts, torch.Tensor):
         shape, each = (config.max_requests, width), 1 + width
         _check_on_device("drafts", drafts, shape, (torch.int32, torch.int64), device)
-        if longest + each > room:
+        if count and longest + each > room:
             lengths = np.minimum(each, room - most)
     elif drafts is not None:
         if isinstance(drafts, Mapping):

@@ -129,7 +129,8 @@ class StepBuffers:
         max_decode_len = work.width if num_decodes else 0
         if work.lengths is not None:
             max_decode_len = int(np.maximum.reduce(work.lengths))
-        num_requests, max_seq_len, bounds = num_decodes + num_prefills, work.longest, [0]
+        num_requests, bounds = num_decodes + num_prefills, [0]
+        max_seq_len = work.longest if num_decodes else 0
         host.arrays["query_start_loc"][0] = 0
         if num_decodes:
             self._fill_decodes(host, work)

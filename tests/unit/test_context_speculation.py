@@ -327,3 +327,12 @@ def test_tokens_of_a_mixed_step_stay_ints(context, monkeypatch):
     [(_, (tokens, counts))] = given
     assert (tokens.dtype, counts.dtype) == (np.int64, np.int64)
     assert (tokens[:, 0].tolist(), counts.tolist()) == ([7, 0], [1, 0])
+
+
+def test_drafts_on_the_device_do_not_matter_where_nobody_decodes():
+    """With sequences shorter than the drafts the longest length of none was asked for."""
+    context = make_context(make_config(num_speculative_tokens=2, max_sequence_length=2))
+    add(context, "a", PROMPT[:2])
+    metadata = context.begin_step(drafts=torch.zeros(4, 2, dtype=torch.int32)).metadata
+    assert (metadata.num_decodes, metadata.num_tokens, metadata.max_seq_len) == (0, 2, 2)
+    context.abort_step()
