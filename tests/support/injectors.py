@@ -90,7 +90,7 @@ class Broken(Injector):
         yield self.context, "_copy_to_forks"
         for name in ("choose", "on_stored", "on_consumed"):
             yield slots.policy, name
-        yield self.context._planner._index._placement, "positions"
+        yield self.context._index._placement, "positions"
 
 
 class Refused(Injector):
