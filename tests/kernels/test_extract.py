@@ -1,10 +1,109 @@
-"""Extractions that are refused; tests/property/test_extraction.py holds the others to a loop."""
+"""Extractions of checkpoint states, the kernel and its twin: what a loop leaves, or refused."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mamba_cache.errors import InvalidArgumentError
-from mamba_cache.states import CHECKPOINT_FIELDS, plan_extraction
+from mamba_cache.states import CHECKPOINT_FIELDS, PAD_SLOT_ID, plan_extraction
+from mamba_cache.states.kernels import extract
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+PADDING = (-1, -1, -1, -1, PAD_SLOT_ID)
+NUM_TOKENS = 30
+WINDOW, STATE = ("slot_conv", "live_conv", "conv_input"), ("slot_ssm", "chunk_states")
+
+
+def as_bytes(tensor):
+    if tensor is None:
+        return torch.empty(0)
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+@st.composite
+def layers(draw):
+    """The tensors of one layer: random bits, some in memory that is wider than they are."""
+    conv_dim = draw(st.sampled_from([1, 6, 16, 300]))
+    width = draw(st.integers(1, 5))
+    state = draw(st.sampled_from([(), (1,), (7, 3), (2, 3, 5), (4, 16, 33), (2, 1, 3, 2)]))
+    conv_dtype, ssm_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    num_slots, num_rows, num_chunks = (draw(st.integers(0, 6)) for _ in range(3))
+    num_tokens = draw(st.sampled_from([0, NUM_TOKENS, NUM_TOKENS]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def random(shape, dtype):
+        size = math.prod(shape)
+        bits = torch.from_numpy(rng.integers(0, 256, (size + 1) * dtype.itemsize, np.uint8))
+        return bits.view(dtype)[:size].view(shape).to(DEVICE)
+
+    def pitched(shape, dtype):
+        step = draw(st.integers(1, 2))
+        return random((shape[0] * step, *shape[1:]), dtype)[::step]
+
+    # A token shift keeps one input, and may do so without an axis for it.
+    window = draw(st.sampled_from([(conv_dim, width), (conv_dim, width), (conv_dim,)]))
+    inputs = random((num_tokens, conv_dim + draw(st.integers(0, 3))), conv_dtype)[:, -conv_dim:]
+    layer = {
+        "slot_conv": pitched((num_slots, *window), conv_dtype),
+        "slot_ssm": pitched((num_slots, *state), ssm_dtype),
+        "live_conv": pitched((num_rows, *window), conv_dtype),
+        "chunk_states": pitched((num_chunks, *state), ssm_dtype),
+        "conv_input": draw(st.sampled_from([inputs, inputs.T.contiguous().T])),
+    }
+    # A short convolution keeps nothing else, and some recurrences have no convolution.
+    absent = draw(st.sampled_from([(), (), WINDOW, STATE]))
+    return {name: None if name in absent else tensor for name, tensor in layer.items()}
+
+
+@st.composite
+def checkpoints(draw, layer):
+    """(chunk, conv end, sequence start, row, slot) of each entry, padding among them."""
+    sizes = {name: 1 if tensor is None else len(tensor) for name, tensor in layer.items()}
+    num_slots = max(sizes["slot_conv"], sizes["slot_ssm"])
+    # Where there is nothing to read or to write, all entries are padding.
+    slots = []
+    if all(sizes.values()):
+        slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=6))
+    entries = []
+    for slot in slots:
+        start = draw(st.integers(0, NUM_TOKENS - 1))
+        end = draw(st.integers(start + 1, NUM_TOKENS))
+        chunk = draw(st.integers(0, sizes["chunk_states"] - 1))
+        entries.append((chunk, end, start, draw(st.integers(0, sizes["live_conv"] - 1)), slot))
+    entries += [PADDING] * draw(st.integers(0, 3))
+    return draw(st.permutations(entries))
+
+
+@pytest.mark.parametrize(
+    ("backend", "entries_per_program"), [("torch", 1), ("triton", 1), ("triton", 2)]
+)
+@given(st.data(), layers(), st.sampled_from([torch.int32, torch.int64]))
+def test_every_bit_of_every_slot(backend, entries_per_program, data, layer, index_dtype):
+    entries = data.draw(checkpoints(layer))
+    expected = {name: as_bytes(tensor).clone() for name, tensor in layer.items()}
+    for chunk, end, start, row, slot in entries:
+        if slot != PAD_SLOT_ID and layer["slot_conv"] is not None:
+            old = layer["live_conv"][row]
+            inputs = torch.cat([old.view(len(old), -1).T, layer["conv_input"][start:end]])
+            window = inputs[-old.view(len(old), -1).shape[1] :].T
+            expected["slot_conv"][slot] = as_bytes(window.reshape(old.shape))
+        if slot != PAD_SLOT_ID and layer["slot_ssm"] is not None:
+            expected["slot_ssm"][slot] = as_bytes(layer["chunk_states"][chunk])
+    table = torch.tensor(entries, dtype=index_dtype, device=DEVICE).reshape(
+        -1, len(CHECKPOINT_FIELDS)
+    )
+    fields = tuple(table.T.contiguous())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extract, "entries_per_program", lambda *_, **__: entries_per_program)
+        plan_extraction(**layer, fields=fields, backend=backend)()
+    for name, tensor in layer.items():
+        assert torch.equal(as_bytes(tensor), expected[name]), name
+
 
 SSM = (2, 3, 5)
 SHAPES = {

@@ -15,7 +15,6 @@ from context_rig import (
     add,
     make_config,
     make_context,
-    on_device,
     refused,
     run_step,
     saved_prefix_lengths,
@@ -208,22 +207,6 @@ def test_forks_in_and_out_of_inference_mode_lie_where_the_context_does(modes, dr
         with mode():
             run_step(context)
     check_continuation(context, ["parent", 0, 1, 2], steps=3)
-
-
-def test_tokens_that_only_the_device_knows_are_collected_first():
-    context = make_context(make_config(num_speculative_tokens=DRAFTS))
-    parent_of(context, name="other")
-    add(context, "parent", [3, 1, 4])
-    step = context.begin_step([])
-    MODEL.forward(step.metadata, context)
-    context.commit_step(on_device([9]))
-    message = "knows the last tokens of request 'parent': collect_step brings them"
-    with refused(context, StepOrderError, message):
-        context.fork("parent", ["a"])
-    context.fork("other", ["b"], last_tokens=[7])  # of which all is known
-    assert context.collect_step() == {"parent": [9]}
-    context.fork("parent", ["a"], last_tokens=[8])
-    check_continuation(context, ["other", "b", "parent", "a"])
 
 
 # Refusals: nothing is changed.
