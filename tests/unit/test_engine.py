@@ -7,8 +7,6 @@ import torch
 from engine_rig import (
     BLOCK,
     MODEL,
-    FailingModel,
-    ModelFailure,
     alone,
     draw_prompt,
     greedy,
@@ -18,7 +16,6 @@ from engine_rig import (
 )
 
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import MissReason
 from mamba_cache.errors import (
     InvalidArgumentError,
     SequenceLengthError,
@@ -52,16 +49,6 @@ def test_what_a_stream_that_is_broken_off_has_not_told_the_next_step_tells(rng):
     first = next(engine.stream())
     assert engine.num_requests == 1
     assert {first.request_id, *(event.request_id for event in engine.step())} == {"a", "b"}
-
-
-def test_completion_repeats_what_admission_found(rng):
-    prompt = draw_prompt(rng, 5 * BLOCK + 3)
-    engine = make_engine()
-    miss, hit = (engine.generate([prompt], greedy(2))[0] for _ in range(2))
-    assert miss.admission.miss_reason is MissReason.NO_KV_MATCH
-    assert (miss.skipped_tokens, miss.computed_tokens) == (0, 43)
-    assert (hit.admission.kv_matched_blocks, hit.admission.state_matched_blocks) == (5, 5)
-    assert (hit.skipped_tokens, hit.computed_tokens, hit.admission.prompt_tokens) == (40, 3, 43)
 
 
 BAD_CALLS = {
@@ -185,14 +172,3 @@ def test_a_request_that_fits_alone_does_not_fail(rng):
     engine.submit([*prompt, 7], greedy(BLOCK + 1), request_id="long")
     done = run_checked(engine)
     assert done["long"].tokens == alone([*prompt, 7], greedy(BLOCK + 1))
-
-
-def test_generate_that_fails_leaves_an_engine_that_works(rng):
-    prompts = [draw_prompt(rng, length) for length in (30, 3, 20)]
-    engine = make_engine(FailingModel(2))
-    with pytest.raises(ModelFailure):
-        engine.generate(prompts, greedy(4))
-    engine.context.check_invariants()
-    assert (engine.num_requests, engine.context.stats().used_blocks) == (0, 0)
-    tokens = [completion.tokens for completion in engine.generate(prompts, greedy(4))]
-    assert tokens == [alone(prompt, greedy(4)) for prompt in prompts]
