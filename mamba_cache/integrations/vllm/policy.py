@@ -252,8 +252,7 @@ class ValuePolicy:
         chunk = min(key_at)
         for tokens in sorted(key_at):
             if not tokens % chunk:  # vLLM also asks for places inside chunks
-                known = self._prefixes.get(name := key_at[tokens][:-_GROUP_BYTES])
-                above = known if known and known.parent else self._prefix(name, above)
+                above = self._prefix(key_at[tokens][:-_GROUP_BYTES], above)
                 path.append(above)
         self._need(path[-1])
         if old_path:
@@ -376,7 +375,8 @@ class ValuePolicy:
     def _lowest(self, limit: float) -> _Prefix | None:
         """Return the state of the lowest value, if that is below a limit."""
         if self._until_sweep <= 0:  # all states are looked at, at their present ages
-            self._until_sweep = max(_MIN_REQUESTS_PER_SWEEP, len(self._kept) // _SWEPT_PER_REQUEST)
+            between = len(self._kept) // _SWEPT_PER_REQUEST
+            self._until_sweep = max(_MIN_REQUESTS_PER_SWEEP, between)
             nodes = np.fromiter(map(attrgetter("candidate"), self._kept), np.int64, len(self._kept))
             rooms = np.fromiter(map(attrgetter("room"), self._kept), np.int64, len(self._kept))
             self._tree.look_at(nodes)
