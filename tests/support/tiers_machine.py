@@ -85,6 +85,12 @@ class TieredMachine(ContextMachine):
         super().start(ample=False, chunk=4, enable_prefix_caching=True, **drawn)
         self.traffic(prompts, 9, None)
 
+    @contextmanager
+    def unchanged_by_an_error(self):
+        self.context.poll_tiers()  # a call that is refused takes over what has ended, too
+        with super().unchanged_by_an_error():
+            yield
+
     def more_settings(self):
         return {"num_host_blocks": 24, "num_host_states": 5}
 
