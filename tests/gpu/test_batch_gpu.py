@@ -185,7 +185,7 @@ def test_all_shapes_are_captured_before_the_first_answer(generator):
     cache.prepare_batches()
     before = cache.batch_stats()
     assert before.graph_sizes == (1, 2, 4, 8)
-    most = cache._batcher_settings.chunk_tokens
+    most = cache._batcher.chunk_tokens
     sizes = [rows for rows, _ in cache._batcher._forwards.costs.sizes(most)]
     assert before.graph_shapes >= sum(rows <= 8 for rows in sizes) > 5
     assert before.prefill_tokens == before.steps == 0
