@@ -54,8 +54,8 @@ def test_what_batches_compute_and_tiers_bring_is_told(generator, monkeypatch):
     cache = make_cache(make_model("granite 4"), **room)
     order, brought, load = random.Random(generator.initial_seed()), [], PrefixTiers._load
 
-    def noted(self, sequence, match):
-        is_found = load(self, sequence, match)
+    def noted(self, sequence, match, *given):
+        is_found = load(self, sequence, match, *given)
         brought.extend([match.loaded_blocks] * is_found)
         return is_found
 
