@@ -1429,7 +1429,8 @@ class DynamicInferenceContext:
         if captured is not None:  # of several tensors the shortest limit what can be replayed
             shortest = min(num_chunks, default=INT32_MAX), min(num_tokens, default=INT32_MAX)
             captured.lengths[numbers[layer]] = shortest
-        elif step is not None:
+        else:
+            assert step is not None, "it was checked above"
             step._missing.discard(numbers[layer])
 
     def _check_in_flight(self, metadata: object) -> Step:
