@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -407,6 +408,41 @@ def test_the_slower_launches_are_the_larger_are_the_rectangles_that_are_captured
     assert [*costs.split([384] * 2 + [128] * 10, 8192, 0)] == [(0, 12)]
     costs._launch_seconds = 0.001
     assert [*costs.split([384] * 2 + [128] * 10, 8192, 0)] == [(0, 2), (2, 12)]
+
+
+def test_what_launches_cost_is_taken_from_forwards_as_most_are(generator, monkeypatch):
+    """Rows that are alike launch sooner: ragged ones were divided into too many forwards."""
+    costs, now = graphs.RectangleCosts(torch.device("cuda")), [0.0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(graphs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for num_tokens, is_usual, took in ((256, False, 0.05), (256, True, 0.07), (4096, True, 0.01)):
+        with costs.launching(num_tokens, is_usual=is_usual):
+            now[0] += took
+    assert costs._launch_seconds == pytest.approx(0.07)
+    monkeypatch.undo()
+    # All rows of a step in one rectangle.
+    monkeypatch.setitem(graphs._FORWARD_TOKENS, "cpu", (10**6, 10**6))
+    launching, forward, seen = graphs.RectangleCosts.launching, BatchForwards.forward, []
+    monkeypatch.setattr(
+        graphs.RectangleCosts,
+        "launching",
+        lambda *args, is_usual: seen.append(is_usual) or launching(*args, is_usual=is_usual),
+    )
+    monkeypatch.setattr(
+        BatchForwards,
+        "forward",
+        lambda self, shape, *rest: seen.append(shape) or forward(self, shape, *rest),
+    )
+    cache = subject("nemotron_h").cache(segment_tokens=32 * BLOCK)
+    for lengths in ([2 * BLOCK + 3], [2 * BLOCK + 3, BLOCK + 5], [3, 2]):
+        batch(cache, prompts_of(generator, *lengths), max_new_tokens=1)
+    kinds = {
+        (s.is_ragged, bool(s.num_checkpoints)): said
+        for said, s in zip(seen[::2], seen[1::2], strict=True)
+    }
+    assert kinds[True, True]
+    assert not kinds[False, True]
+    assert not kinds[True, False]
 
 
 def test_no_forward_has_more_tokens_than_a_batch_may(generator, monkeypatch):
