@@ -173,13 +173,13 @@ class Pins:
 
     @guarded(nests=True)
     def expire(self) -> None:
-        """End the pins whose time is up, and those whose states somebody has taken away."""
+        """End the pins whose time is up, and those whose states were removed."""
         now = self._clock()
         for pin in [pin for pin in self._pins if self._is_over(pin, now)]:
             self._end(pin)
 
     def forget(self) -> None:
-        """Forget all pins: who owns the blocks and slots has taken all of them back."""
+        """Forget all pins: the owner of the blocks and slots has taken all of them back."""
         self._pins.clear()
         self._look_ahead()
         self.references.fill(0)

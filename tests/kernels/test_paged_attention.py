@@ -19,7 +19,7 @@ SHAPES = {
 CHUNKS = [(2, 0, 20), (0, 13, 7), (1, 40, 33), (3, 2, 1)]
 TOKENS = [(2, 32, 1), (-1, 0, 0), (0, 0, 1), (3, 69, 1), (1, 15, 1), (-1, 0, 0)]
 BATCHES = {"chunks": (CHUNKS, 35), "a token of each": (TOKENS, 1)}
-"""Rows, and the tokens that each has with padding. Of single tokens some rows are of nobody."""
+"""Rows, and the tokens of each with padding. With single tokens some rows have no request."""
 
 every_batch = pytest.mark.parametrize(("rows", "num_tokens"), BATCHES.values(), ids=BATCHES)
 

@@ -92,7 +92,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         if type(self.allocator.policy) is LruSlotPolicy:
             evictable.sort(key=lambda slot: int(self.kv_blocks.block_timestamps[self.cached[slot]]))
         elif isinstance(self.allocator.policy, AdaptiveSlotPolicy):
-            # What it knows has tests of its own; here, that the pool does as it says.
+            # Its knowledge has tests of its own; here, that the pool follows it.
             slots = np.array(evictable, np.int64)
             of_slots = self.allocator.slot_to_block.numpy()[slots]
             evictable = self.allocator.policy.choose(len(slots), slots, of_slots, self.kv_blocks)

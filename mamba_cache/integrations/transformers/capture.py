@@ -366,7 +366,7 @@ def _is_kernel(function: Callable[..., Any]) -> bool:
 
 
 def _is_scan(function: Callable[..., Any]) -> bool:
-    """Tell what computes a sequence from a state to a state by what it can be asked for.
+    """Return whether a function computes a sequence from one state to the next.
 
     transformers names these functions differently from version to version and from kernel package
     to kernel package, and keeps them in the module of the model's code or in its layers.

@@ -74,7 +74,7 @@ _OF_STORE: dict[str, Any] = {
     "store": None,
     "verify_hits": 0.0,
 }
-"""What the store of prefixes does itself."""
+"""Settings that the store of prefixes serves itself."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1

@@ -174,7 +174,7 @@ class BatchManager:
         return arrival.request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Say who hears of a request, before it is added or after; it runs once both are done.
+        """Register a request's callback, before or after ``add_request``; it runs after both.
 
         ``callback`` is called in the running event loop with each ``GenerationOutput``.
         """
