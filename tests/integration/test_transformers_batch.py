@@ -389,7 +389,7 @@ def test_it_may_be_made_and_used_in_and_out_of_inference_mode(nemotron, generato
 
 def test_what_batches_computed_lies_in_host_memory_too(nemotron, generator):
     room = budgets(nemotron.cache(), slots=8, blocks=28)
-    with nemotron.cache(**room, host_cache_gb=0.01) as cache:
+    with nemotron.cache(**room, host_cache_gb=0.01, slot_policy="lru") as cache:
         prompts = [tokens(generator, 4 * BLOCK + 3) for _ in range(8)]
         answered = answers(batch(cache, prompts[:4], max_new_tokens=BLOCK))
         answered += answers(batch(cache, prompts[4:], max_new_tokens=BLOCK))

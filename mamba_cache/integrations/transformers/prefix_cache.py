@@ -94,8 +94,8 @@ _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
 _MAX_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch
-_MIN_SLOTS = 16
-"""From which on the default policy learns: with fewer a chat must go on from its last state."""
+_MIN_SLOTS = 4
+"""From which on the default policy learns; with fewer, one chat would not go on where it ended."""
 
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
@@ -133,7 +133,7 @@ class PrefixCache:
             from then on once a forward has run out of memory, after which it is tried again.
         slot_policy: Which saved states are given up first: a policy, or the name of one as
             ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
-            and may refuse a state before it is saved; "lru" where there is no room for 16.
+            and may refuse a state before it is saved; "lru" where there is no room for 4.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
