@@ -57,25 +57,19 @@ class CallGuard:
         """Return whether the guard was made for ``thing``."""
         return self._owner() is thing
 
-    def enter(self, name: str, *, renews: bool = False, waits: bool = False) -> None:
-        """Begin a call; the arguments are those of ``guarded``."""
-        if not self._lock.acquire(blocking=waits):
-            raise self._concurrent_use(name, "by another thread")
-        if self._call:
-            self._lock.release()
+    def enter(self, name: str, *, waits: bool) -> None:
+        """Begin a call; ``waits`` is that of ``guarded``."""
+        if self._thread == get_ident():
             raise self._concurrent_use(name, "from within it")
-        self._call, self._thread, self.is_changing = name, get_ident(), False
         try:
-            if self.poison and not renews:
-                (self._heal or self.check)()
+            if not self._lock.acquire(blocking=waits):
+                raise self._concurrent_use(name, "by another thread")
+            self._call, self._thread = name, get_ident()
         except BaseException:
-            self.leave()
+            if not self._call:
+                with suppress(RuntimeError):  # it is another thread's
+                    self._lock.release()  # an interrupt came just when it was acquired
             raise
-
-    def leave(self) -> None:
-        """End the running call."""
-        self._call, self._thread, self._last_thread = "", 0, self._thread
-        self._lock.release()
 
     def check(self) -> None:
         """Refuse what is called after a change broke off."""
@@ -140,9 +134,11 @@ def guarded(
             is_nested = nests and guard._thread == get_ident()
             was_changing = is_nested and guard.is_changing
             if not is_nested:
-                guard.enter(name, renews=renews and guard.belongs_to(self), waits=waits)
-            guard.is_changing = was_changing or changes
+                guard.enter(name, waits=waits)
             try:
+                if guard.poison and not is_nested and not (renews and guard.belongs_to(self)):
+                    (guard._heal or guard.check)()
+                guard.is_changing = was_changing or changes
                 if guard.first is not None and not is_nested and not renews:
                     guard.first()
                 return method(self, *args, **kwargs)
@@ -152,7 +148,9 @@ def guarded(
             finally:
                 guard.is_changing = was_changing
                 if not is_nested:
-                    guard.leave()
+                    # Not in a function: an interrupt may come where one begins.
+                    guard._call, guard._thread, guard._last_thread = "", 0, guard._thread
+                    guard._lock.release()
 
         return cast(_Method, run)
 

@@ -1,5 +1,6 @@
 """Contract 17: an exception in the middle of a change makes an object unusable until its reset."""
 
+import signal
 import threading
 
 import pytest
@@ -401,3 +402,37 @@ def test_an_engine_goes_on_after_its_sampling_raised(monkeypatch, error):
     engine.reset()
     [one] = engine.generate([PROMPT], SamplingParams(max_new_tokens=3))
     assert one.tokens == wanted[0]
+
+
+def test_an_interrupt_between_two_lines_leaves_nothing_locked():
+    """A signal comes at any moment, also while a call begins and ends."""
+
+    def strike_now(*_):
+        raise KeyboardInterrupt
+
+    def take_for_ever(blocks, seconds):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        while True:
+            blocks.release_memory_blocks(blocks.allocate_memory_blocks(1))
+
+    def ask(blocks, answers):
+        try:
+            answers.append(blocks.allocate_memory_blocks(0))
+        except PoisonedError:
+            blocks.reset()
+            answers.append(blocks.allocate_memory_blocks(0))
+
+    before = signal.signal(signal.SIGALRM, strike_now)
+    try:
+        for number in range(400):
+            blocks = KVBlockAllocator(16)
+            with pytest.raises(KeyboardInterrupt):
+                take_for_ever(blocks, 1e-4 + number * 1e-6)
+            answers = []
+            thread = threading.Thread(target=ask, args=(blocks, answers))
+            thread.start()
+            thread.join()
+            ask(blocks, answers)
+            assert answers == [[], []]
+    finally:
+        signal.signal(signal.SIGALRM, before)
