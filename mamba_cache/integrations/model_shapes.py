@@ -24,7 +24,7 @@ from mamba_cache.integrations.transformers.layers import (
 )
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
-from mamba_cache.states import KVCacheSpec, StateSpec, StateTensorSpec
+from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]
 
@@ -147,17 +147,10 @@ def shape_of(config: Any, *, name: str) -> ModelShape:
     memory = read_layers(cache, layers, _TOKENS)
     kept = [dtype if each == torch.bfloat16 else each for each in memory.dtypes()]
     layout = PrefixLayout(layers, memory.to_dtypes(kept), block_size_tokens=1)
-    slot = layout.slot_views(
-        torch.empty(layout.bytes_per_slot, dtype=torch.uint8, device="meta"), 1
-    )
-    state = [
-        StateTensorSpec(f"tensor{i}", 1, tuple(tensor.shape[1:]), tensor.dtype)
-        for i, tensor in enumerate((*slot.states, *slot.windows))
-    ]
     num_weights = sum(weight.numel() for weight in model.parameters())
     return ModelShape(
         name,
-        StateSpec(tuple(state)),
+        layout.state_spec,
         _kv_spec(layout),
         _chunk_size(config, memory),
         num_weights * dtype.itemsize,

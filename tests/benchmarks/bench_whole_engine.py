@@ -69,7 +69,7 @@ def serve_by_batches(folder, waves, block_size, *, is_spoilt=False):
             answers = [output.generated_tokens for output in outputs.values()]
             rows.append((answers, cache.last_skipped_tokens, cache.stats().hits - num_before))
             if is_spoilt:
-                cache._store.tensors.slots.zero_()
+                cache._store.tensors.states.zero_()
     return rows
 
 

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import drawn_traces
 import numpy as np
-import torch
 from transformers_rig import BLOCK, make_cache, make_model
 
 from mamba_cache.cache import SLOT_POLICIES, BranchPoint, SlotPool
@@ -41,7 +40,6 @@ class _NoTensors:
     """In the place of what is in blocks and slots."""
 
     blocks: tuple[Any, ...] = ()
-    slots = torch.zeros(1, 1)
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

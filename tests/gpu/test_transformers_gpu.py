@@ -12,6 +12,7 @@ from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.tensors import PrefixTensors
 
 pytestmark = pytest.mark.gpu
 
@@ -50,8 +51,10 @@ def test_captured_states_are_those_of_a_run_in_parts(model, generator):
     for begin, end in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
         runner.forward(ids[begin:end], parts, begin)
         expected[end] = kept(layout, parts, end)
-    rows = torch.full((2, layout.bytes_per_slot), 0xFF, dtype=torch.uint8, device="cuda")
-    rooms = {p: layout.slot_views(row, p) for p, row in zip(CUTS, rows, strict=True)}
+    saved = PrefixTensors(layout, num_slots=2, num_blocks=0)
+    for tensor in saved.states.tensors.values():
+        tensor.fill_(float("nan"))
+    rooms = {p: saved.room(slot, p) for slot, p in enumerate(CUTS)}
     whole = runner.new_cache()
     with StateCapture(model, layout.layers).during(whole, 0, LENGTH, rooms) as captured:
         runner.forward(ids, whole, 0)

@@ -357,7 +357,7 @@ def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, gene
 def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
     cache = nemotron.cache()
     cache.generate_batch([[5, 6]], max_new_tokens=1)
-    tensors = [cache._store.tensors.slots, *cache._store.tensors.blocks]
+    tensors = [*cache._store.tensors.states.tensors.values(), *cache._store.tensors.blocks]
     tensors += cache._batcher.context.live_states.tensors.values()
     held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
     gone = weakref.ref(cache._batcher)

@@ -13,6 +13,7 @@ from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
+from mamba_cache.integrations.transformers.tensors import PrefixTensors
 
 INSEPARABLE = ("zaya",)
 """Families whose states are not what a function returns; their prompts are cut at checkpoints."""
@@ -39,8 +40,10 @@ def setting(request, monkeypatch):
 
 def rooms_for(layout, positions):
     """Room full of NaN for the state at each position."""
-    rows = torch.full((len(positions), layout.bytes_per_slot), 0xFF, dtype=torch.uint8)
-    return {p: layout.slot_views(row, p) for p, row in zip(positions, rows, strict=True)}
+    saved = PrefixTensors(layout, num_slots=len(positions), num_blocks=0)
+    for tensor in saved.states.tensors.values():
+        tensor.fill_(float("nan"))
+    return {p: saved.room(slot, p) for slot, p in enumerate(positions)}
 
 
 def kept(layout, cache, num_tokens):

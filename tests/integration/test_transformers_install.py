@@ -152,7 +152,7 @@ def test_a_cast_model_gets_memory_of_its_dtype(model, prompts, tmp_path):
 
 
 def test_a_cast_that_the_budgets_do_not_hold(model, prompts):
-    room = make_cache(model)._store.layout.bytes_per_slot * 1.2 / 2**30
+    room = make_cache(model)._store.layout.state_spec.bytes_per_slot * 1.2 / 2**30
     with make_cache(model, mamba_cache_gb=room) as cache, cache.install():
         model.to(torch.float64)
         with pytest.raises(BudgetError, match="mamba_cache_gb"):

@@ -104,14 +104,14 @@ class Rows:
                 prompt, end = prompts[part.request_id], part.start + part.num_tokens
                 memory, logits = self.alone(prompt, end)
                 found.append(off(chunks.logits[row], logits))
-                live = self.layout.state_views(
+                live = self.layout.views(
                     {n: t[:, part.row : part.row + 1] for n, t in tensors.items()}
-                )
+                ).states
                 found += [off(a, b) for a, b in zip(live, memory.states, strict=True)]
                 for position, slot in part.checkpoints:
-                    kept = self.layout.state_views(
+                    kept = self.layout.views(
                         {n: t[:, slot : slot + 1] for n, t in saved.items()}
-                    )
+                    ).states
                     wanted = self.alone(prompt, position)[0].states
                     found += [off(a, b) for a, b in zip(kept, wanted, strict=True)]
                 if memory.tokens:

@@ -27,8 +27,7 @@ def measure(model):
     layers = learn_layers(cache)
     memory = read_layers(cache, layers, 3)
     layout = PrefixLayout(layers, memory, BLOCK)
-    room = layout.slot_views(torch.zeros(layout.bytes_per_slot, dtype=torch.uint8), 3)
-    return sum(t.nbytes for t in (*room.states, *room.windows)), layout.bytes_per_block
+    return layout.state_spec.bytes_per_slot, layout.bytes_per_block
 
 
 def planned(folder, config, dtype):

@@ -240,7 +240,7 @@ def budgets(cache: PrefixCache, *, slots: int, blocks: int) -> dict[str, float]:
     """Budgets that hold just so many, for another cache of the same model."""
     layout = cache._store.layout
     return {
-        "mamba_cache_gb": (slots + 0.5) * layout.bytes_per_slot / 2**30,
+        "mamba_cache_gb": (slots + 0.5) * layout.state_spec.bytes_per_slot / 2**30,
         "kv_cache_gb": (blocks + 0.5) * layout.bytes_per_block / 2**30,
     }
 

@@ -237,7 +237,7 @@ class PrefixCache:
             path = settings.disk_cache_path
             hash_secret = secrets.token_bytes(32) if path is None else cache_secret(path)
         num_slots = _count(
-            "mamba_cache_gb", settings.mamba_cache_gb, layout.bytes_per_slot, "state"
+            "mamba_cache_gb", settings.mamba_cache_gb, layout.state_spec.bytes_per_slot, "state"
         )
         config = replace(
             self._config,

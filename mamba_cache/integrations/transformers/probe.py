@@ -21,6 +21,7 @@ from mamba_cache.integrations.transformers.layers import (
 )
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
+from mamba_cache.states import StatePool
 
 __all__ = ["probe", "probe_capture"]
 
@@ -158,8 +159,10 @@ def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | N
     expected = [tensor.clone() for tensor in _kept(layout, split, block)]
     runner.forward(tokens[block:], split, block)
 
-    row = torch.full((layout.bytes_per_slot,), 0xFF, dtype=torch.uint8, device=layout.device)
-    room, whole = layout.slot_views(row, block), runner.new_cache()
+    tensors = StatePool(layout.state_spec, 1, device=layout.device).tensors
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
+    room, whole = layout.views(tensors, block), runner.new_cache()
     capture = StateCapture(runner.model, layout.layers)
     with capture.during(whole, 0, len(tokens), {block: room}) as captured:
         runner.forward(tokens, whole, 0)

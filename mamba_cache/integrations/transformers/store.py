@@ -44,7 +44,6 @@ from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator
-from mamba_cache.states import StatePool
 from mamba_cache.tiers.entry import EntryKind
 
 if TYPE_CHECKING:
@@ -155,7 +154,6 @@ class PrefixStore:
     def _make_slots(self, num_slots: int, slot_policy: SlotEvictionPolicy) -> SlotPool:
         # A state is read by a copy that is enqueued at once, so a slot may be given up although its
         # block is held: the state that a prompt went on from makes room for the one at its end.
-        spec = self.layout.state_spec
         fields = SimpleNamespace(
             kv_block_allocator=self.kv_blocks,
             device=self.layout.device,
@@ -165,9 +163,9 @@ class PrefixStore:
         return MambaSlotAllocator.from_spec(
             cast(SlotContext, fields),  # until a context is embedded
             num_slots,
-            spec,
+            self.layout.state_spec,
             policy=slot_policy,
-            states=StatePool.over(spec, self.layout.pool_views(self.tensors.slots)),
+            states=self.tensors.states,
             evicts_held=True,
         )
 
@@ -291,7 +289,8 @@ class PrefixStore:
 
     def stats(self) -> CacheStats:
         """Return what the cache did so far and what it holds now."""
-        return collect_stats(self.counters, self.kv_blocks, self.slots, self.layout.bytes_per_slot)
+        num_bytes = self.layout.state_spec.bytes_per_slot
+        return collect_stats(self.counters, self.kv_blocks, self.slots, num_bytes)
 
     def reset(self) -> None:
         """Forget every prefix and every count."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -14,24 +12,12 @@ from torch.nn import functional
 from mamba_cache._torch import outside_inference_mode, to_device
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory
-from mamba_cache.states import KVCacheSpec, LayerKind, StateSpec
+from mamba_cache.states import KVCacheSpec, LayerKind, StatePool, StateSpec
 
 __all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device"]
 
-_ALIGNMENT = 16
-"""Bytes: what the widest access of a GPU needs, so no kernel runs slower on a tensor in a slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SlotGroup:
-    """Tensors in a slot that are alike, one after the other: one call makes the views of all."""
-
-    indices: tuple[int, ...]  # which of the slot's tensors they are
-    dtype: torch.dtype
-    shape: tuple[int, ...]  # how many there are, one row, and the shape of each
-    strides: tuple[int, ...]  # of elements; only between two tensors may be gaps, to align them
-    start: int  # the first element of the first, if all of the slot were of this dtype
-    name: str  # of its states in a pool; empty for windows
+_Shape = tuple[tuple[int, ...], torch.dtype]
+"""Of one row of a tensor, and its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +34,7 @@ class PrefixLayout:
     """What a slot and a KV block of one model are made of.
 
     A slot holds the conv and recurrent states and, because they too have one size at any position,
-    the windows of sliding-window layers, one after the other in one row of bytes: a state is
-    restored by one copy. A block holds keys and values of all other layers.
+    the windows of sliding-window layers. A block holds keys and values of all other layers.
 
     It is learned from what such a cache held of some sequence, one row.
     """
@@ -63,16 +48,13 @@ class PrefixLayout:
             parts.window for parts in layers if parts.window for _ in ("keys", "values")
         ]
         windows = [
-            (window.shape[1], width, window.shape[3])
+            ((window.shape[1], width, window.shape[3]), window.dtype)
             for window, width in zip(sample.windows, self._widths, strict=True)
         ]
-        states = [tuple(state.shape[1:]) for state in sample.states]
-        dtypes = [x.dtype for x in (*sample.states, *sample.windows)]
-        kinds, self._state_places = _sort_states(layers, sample.states)
-        self.state_spec = StateSpec.of(*kinds)  # of a state in a pool, without windows
-        self.num_state_layers = sum(kind.num_layers for kind in kinds)
-        names = [name for name, _ in self._state_places] + [""] * len(windows)
-        self._slot_groups, self.bytes_per_slot = _arrange([*states, *windows], dtypes, names)
+        states = [(tuple(state.shape[1:]), state.dtype) for state in sample.states]
+        kinds, self._places = _sort_states(layers, states, windows)
+        self.state_spec = StateSpec.of(*kinds)
+        self.num_state_layers = sum(bool(own.convs or own.recurrents) for own in layers)
         self.token_groups = _group(sample.tokens)
         self.bytes_per_block = block_size_tokens * sum(
             len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
@@ -89,45 +71,22 @@ class PrefixLayout:
     @property
     def description(self) -> str:
         """Name all that says how slots and blocks are laid out."""
-        return f"{self.layers} {self._widths} {self._slot_groups} {self.token_groups}"
+        return f"{self.layers} {self._widths} {self._places} {self.token_groups}"
 
     @property
     def has_attention(self) -> bool:
         """Whether any layer keeps keys and values."""
         return any(parts.has_tokens or parts.window for parts in self.layers)
 
-    def slot_views(self, row: torch.Tensor, num_tokens: int) -> SequenceMemory:
-        """Return the tensors in a row of bytes, [bytes_per_slot], windows in their full width."""
-        views: dict[int, torch.Tensor] = {}
-        for group in self._slot_groups:  # every hit makes them, so not one by one
-            typed = row.view(group.dtype)
-            start = typed.storage_offset() + group.start
-            alike = typed.as_strided(group.shape, group.strides, start).unbind()
-            views.update(zip(group.indices, alike, strict=True))
-        found = [views[index] for index in range(len(views))]
+    def views(self, tensors: Mapping[str, torch.Tensor], num_tokens: int = 0) -> SequenceMemory:
+        """Return the states in tensors of a ``StatePool``, [num_layers, rows, *shape] by name.
+
+        Windows are of their full width. Nothing is copied.
+        """
+        by_layer = {name: tensor.unbind() for name, tensor in tensors.items()}
+        found = [by_layer[name][number] for name, number in self._places]
         num_states = len(self.initial.states)
         return SequenceMemory(num_tokens, found[:num_states], found[num_states:])
-
-    def pool_views(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states in slots, [num_slots, bytes_per_slot], as a ``StatePool`` has them.
-
-        By name [num_layers, num_slots, *shape]; not copied.
-        """
-        views = {}
-        for group in self._slot_groups:
-            if group.name:
-                typed = slots.view(group.dtype)
-                shape = (group.shape[0], len(slots), *group.shape[2:])
-                strides = (group.strides[0], typed.stride(0), *group.strides[2:])
-                views[group.name] = typed.as_strided(shape, strides, group.start)
-        return views
-
-    def state_views(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the states of tensors [num_layers, rows, *shape] as layers see them.
-
-        [rows, *shape] each, in the order of ``SequenceMemory.states``; not copied.
-        """
-        return [tensors[name][layer] for name, layer in self._state_places]
 
     def kv_spec(self) -> KVCacheSpec:
         """Return what one token's keys and values are in a context, if it has a place for them."""
@@ -170,7 +129,7 @@ class PrefixTensors:
         self._layout = layout
         self._num_blocks = num_blocks
         size, device = layout.block_size_tokens, layout.device
-        self.slots = torch.zeros(num_slots, layout.bytes_per_slot, dtype=torch.uint8, device=device)
+        self.states = StatePool(layout.state_spec, num_slots, device=device)
         # Of a layer keys come first, then values; padding is written to the last block.
         self.blocks = [
             torch.zeros(
@@ -196,11 +155,15 @@ class PrefixTensors:
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.slots, self.blocks = self.slots[:0].clone(), []
+        self.states = StatePool(self._layout.state_spec, 0, device=self._layout.device)
+        self.blocks = []
 
     def room(self, slot: int, num_tokens: int) -> SequenceMemory:
         """Return the tensors of a slot, to be written; windows are of their full width."""
-        return self._layout.slot_views(self.slots[slot], num_tokens)
+        return self._layout.views(self._of_slot(slot), num_tokens)
+
+    def _of_slot(self, slot: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[:, slot, None] for name, tensor in self.states.tensors.items()}
 
     def save_state(self, slot: int, memory: SequenceMemory) -> None:
         """Copy the states and windows of a one-row ``memory`` into a slot."""
@@ -226,11 +189,12 @@ class PrefixTensors:
             pool.index_copy_(1, ids, tokens.view(shape).permute(0, 2, 3, 1, 4))
 
     def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
-        """Return a prefix in tensors of its own: one copy of its state, one of its KV blocks.
+        """Return a prefix in tensors of its own, one row.
 
-        One row. States are views of one row of bytes, keys and values of one tensor.
+        One copy for each kind of state serves all layers, and one for keys and values alike.
         """
-        saved = self._layout.slot_views(self.slots[slot].clone(), num_tokens)
+        own = {name: tensor.clone() for name, tensor in self._of_slot(slot).items()}
+        saved = self._layout.views(own, num_tokens)
         saved.windows = [window[:, :, :num_tokens] for window in saved.windows]
         found: dict[int, torch.Tensor] = {}
         for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
@@ -247,43 +211,27 @@ def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _sort_states(
-    layers: Sequence[LayerParts], states: Sequence[torch.Tensor]
+    layers: Sequence[LayerParts], states: Sequence[_Shape], windows: Sequence[_Shape]
 ) -> tuple[list[LayerKind], list[tuple[str, int]]]:
-    """Sort layers by what they keep; return their kinds, and each state's name and number."""
-    counts: Counter[tuple[Any, ...]] = Counter()
+    """Sort layers by what they keep; return their kinds.
+
+    And the name and number of each state, then of each window.
+    """
+    left, of_windows = iter(states), iter(windows)
+    kept = [
+        [(f"conv{i}", *next(left)) for i in parts.convs]
+        + [(f"recurrent{i}", *next(left)) for i in parts.recurrents]
+        for parts in layers
+    ]
+    kept += [[(x, *next(of_windows)) for x in ("keys", "values")] for p in layers if p.window]
+    counts: Counter[tuple[tuple[str, tuple[int, ...], torch.dtype], ...]] = Counter()
     places: list[tuple[str, int]] = []
-    left = iter(states)
-    for parts in layers:
-        labels = [f"conv{i}" for i in parts.convs]
-        labels += [f"recurrent{i}" for i in parts.recurrents]
-        if not labels:
-            continue
-        own = zip(labels, left, strict=False)
-        kind = tuple((label, tuple(state.shape[1:]), state.dtype) for label, state in own)
+    for kind in map(tuple, filter(None, kept)):
         counts[kind] += 1
         name = f"kind{[*counts].index(kind)}"
-        places += [(f"{name}.{label}", counts[kind] - 1) for label in labels]
+        places += [(f"{name}.{label}", counts[kind] - 1) for label, *_ in kind]
     kinds = [LayerKind(f"kind{i}", count, kind) for i, (kind, count) in enumerate(counts.items())]
     return kinds, places
-
-
-def _arrange(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], names: Sequence[str]
-) -> tuple[list[_SlotGroup], int]:
-    """Lay tensors one after the other; return where they are, and the bytes of all."""
-    alike: dict[tuple[tuple[int, ...], torch.dtype, str], list[int]] = {}
-    for index, key in enumerate(zip(shapes, dtypes, names, strict=True)):
-        alike.setdefault(key, []).append(index)
-    groups, end = [], 0
-    for (shape, dtype, name), indices in alike.items():
-        num_bytes = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        strides = (num_bytes // dtype.itemsize, *torch.empty((1, *shape), device="meta").stride())
-        group_shape = (len(indices), 1, *shape)
-        groups.append(
-            _SlotGroup(tuple(indices), dtype, group_shape, strides, end // dtype.itemsize, name)
-        )
-        end += len(indices) * num_bytes
-    return groups, end
 
 
 def _group(tokens: Sequence[torch.Tensor]) -> list[_TokenGroup]:

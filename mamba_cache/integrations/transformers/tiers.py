@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-
 from mamba_cache._extras import installed_version
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache import BlockHashes, ExtraKey
@@ -25,7 +23,6 @@ from mamba_cache.errors import BlockCapacityError, InvalidArgumentError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
-from mamba_cache.states import StateSpec, StateTensorSpec
 from mamba_cache.tiers import (
     CacheIdentity,
     ModelIdentity,
@@ -86,7 +83,7 @@ class PrefixTiers(Tiering):
         tensors = store.tensors
         super().__init__(
             self._config,
-            {EntryKind.STATE: [tensors.slots[None]], EntryKind.KV: tensors.blocks},
+            {EntryKind.STATE: [*tensors.states.tensors.values()], EntryKind.KV: tensors.blocks},
             store.layout.device,
             store.kv_blocks,
             store.slots,
@@ -269,8 +266,7 @@ class PrefixTiers(Tiering):
             settings=layout.description,
             numerics=Numerics.of(layout.device, kernels=", ".join(kernels)),
         )
-        slot = StateTensorSpec("slot", 1, (layout.bytes_per_slot,), torch.uint8)
-        return CacheIdentity.of(described, self._config, StateSpec((slot,)), None)
+        return CacheIdentity.of(described, self._config, layout.state_spec, None)
 
 
 def _end(tier: LowerTier) -> None:

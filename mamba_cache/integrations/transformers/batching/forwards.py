@@ -323,7 +323,7 @@ class BatchForwards:
         if shape.is_ragged:
             bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
         slots_by_owner = inputs[:, 3 + count :].unbind(1)
-        saved = self._layout.state_views(self._context.slot_allocator.states.tensors)
+        saved = self._layout.views(self._context.slot_allocator.states.tensors).states
         run = ScanRun(
             shape.num_rows,
             shape.num_tokens,
@@ -375,7 +375,7 @@ class BatchForwards:
             device=self._context.device,
         )
         if states is not None:
-            views, tokens = self._layout.state_views(states), [*nothing.flatten(0, 1).unbind()]
+            views, tokens = self._layout.views(states).states, [*nothing.flatten(0, 1).unbind()]
             self._filler.fill(cache, SequenceMemory(1, views, [], tokens))
         number = 0
         for layer, parts in zip(cache.layers, self._layout.layers, strict=True):
@@ -401,7 +401,7 @@ class BatchForwards:
     def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
         """Copy states that layers replaced, instead of writing to them, into ``states``."""
         left = read_layers(cache, self._layout.layers, 1)
-        for view, now in zip(self._layout.state_views(states), left.states, strict=True):
+        for view, now in zip(self._layout.views(states).states, left.states, strict=True):
             if now.data_ptr() != view.data_ptr():
                 view.copy_(now)
 
