@@ -1,10 +1,19 @@
 """What a request of transformers' server tells beside its prompt."""
 
+import asyncio
+import threading
+
 import pytest
+
+from mamba_cache.errors import InvalidArgumentError
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from mamba_cache.integrations.transformers.serve.requests import ServedRequest
+from mamba_cache.integrations.transformers.serve.requests import (
+    BatchManager,
+    ServedRequest,
+    current_request,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,3 +28,37 @@ from mamba_cache.integrations.transformers.serve.requests import ServedRequest
 )
 def test_what_a_request_tells_of_the_next_one(messages, body, hint):
     assert ServedRequest(None, body, messages=messages).will_continue is hint
+
+
+def test_a_manager_rests_after_calls_that_broke_off_before_its_batch_began():
+    """Its thread called again and again, and kept a processor busy until a request could run."""
+    calls, rests = [], []
+
+    class Refusing:
+        """A cache whose model cannot run."""
+
+        def run_batches(self, manager):
+            calls.append(manager)
+            if len(calls) > 3:
+                pytest.fail("it does not rest")
+            raise InvalidArgumentError("the model must not be in training mode")
+
+    class Wake(threading.Event):
+        """Whoever waits for it while it is not set rests."""
+
+        def wait(self, timeout=None):
+            if not self.is_set():
+                rests.append(len(calls))
+                manager.stop(block=False)
+
+    async def ask():
+        manager.register_result_handler("one", print)
+        manager.add_request([5, 6], "one")
+
+    manager, request = BatchManager(Refusing()), ServedRequest()
+    manager._wake = Wake()
+    current_request.set(request)
+    asyncio.run(ask())
+    manager._run_until_stopped()
+    assert "training mode" in str(request.error)
+    assert rests == [2]  # the request was tried once more

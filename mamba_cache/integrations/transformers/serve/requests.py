@@ -229,6 +229,7 @@ class BatchManager:
 
     def _run_until_stopped(self) -> None:
         while True:
+            self._wake.clear()  # the call may break off before ``run`` does
             try:
                 self._cache.run_batches(self)
             except Exception as error:
