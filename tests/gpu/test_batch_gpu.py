@@ -278,7 +278,7 @@ def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low
         run = ScanRun(len(rows), size, widths, bounds, is_kernel=True)
         named = {name: cut(value) for name, value in options.items()}
         named[initial] = states[part]
-        output, final = run.compute(scan, [cut(value) for value in args], named, initial)
+        output, final = run.compute(scan, *map(cut, args), **named)
         return output, [*run.pieces, final]
 
     output, found = compute(range(len(lengths)), max(lengths), is_spoilt=True)

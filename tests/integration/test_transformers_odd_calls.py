@@ -4,7 +4,7 @@ import asyncio
 import atexit
 import threading
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.capture import _functions_of, _is_scan
-from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.integrations.transformers.replacement import intercepted, replaced
 from mamba_cache.integrations.transformers.serve.models import ServedModel
 from mamba_cache.integrations.transformers.serve.requests import (
     BatchManager,
@@ -347,12 +347,8 @@ def test_a_model_without_memory_for_batches_is_served_request_by_request(nemotro
 # Two caches of one model, in two threads.
 
 
-def standing_in(function):
-    @wraps(function)
-    def stand_in(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return stand_in
+def passing_on(function, *args, **kwargs):
+    return function(*args, **kwargs)
 
 
 def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator):
@@ -362,17 +358,17 @@ def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator
         (one, name) for one, name, function in _functions_of(model) if _is_scan(function)
     )
     replacements = [
-        (model, "forward", standing_in),
-        (model.config, "_attn_implementation_internal", lambda _: "mamba_cache_paged"),
-        (owner, scan, standing_in),
+        (intercepted, model, "forward", passing_on),
+        (replaced, model.config, "_attn_implementation_internal", lambda _: "mamba_cache_paged"),
+        (intercepted, owner, scan, passing_on),
     ]
     cache = nemotron.cache()
     with ExitStack() as other_thread:
 
         def hear(*_):
-            for each in replacements[:]:
-                other_thread.enter_context(replaced(cache.stats, *each))
-                replacements.remove(each)
+            while replacements:
+                replace, *what = replacements.pop()
+                other_thread.enter_context(replace(cache.stats, *what))
 
         assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
         assert not replacements

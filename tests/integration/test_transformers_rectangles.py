@@ -200,7 +200,7 @@ def compute(args, kwargs, *, is_cut):
     bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], 1)
     widths = tuple((bounds[:, 1:] - bounds[:, :-1]).max(0).values.tolist())
     run = ScanRun(len(SIZES), max(SIZES), widths, bounds)
-    output, final = run.compute(mamba2_chunk_scan, args, kwargs, "initial_states")
+    output, final = run.compute(mamba2_chunk_scan, *args, **kwargs)
     return output, [*run.pieces, final]
 
 
@@ -239,14 +239,14 @@ def test_a_scan_is_never_given_no_tokens(generator):
     """A kernel that is writes out of bounds; a row that is cut at its end needs no further call."""
     given = torch.randn(1, 8, 4, generator=generator)
 
-    def summed(x, *, initial_state):
+    def summed(x, *, initial_state, output_final_state):
+        assert output_final_state
         assert x.shape[1]
         return x, initial_state + x.sum(1)
 
     run = ScanRun(1, 8, (3, 5, 0), torch.tensor([[0, 3, 8, 8]]))
-    output, final = run.compute(
-        summed, [given], {"initial_state": torch.zeros(1, 4)}, "initial_state"
-    )
+    state = torch.zeros(1, 4)
+    output, final = run.compute(summed, given, initial_state=state, output_final_state=True)
     assert torch.equal(output, given)
     assert torch.equal(run.pieces[0], given[:, :3].sum(1))
     assert torch.equal(run.pieces[1], final)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.layers import LayerParts, SequenceMemory, numbered
-from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.integrations.transformers.replacement import intercepted
 from mamba_cache.states import kernels_for
 
 __all__ = ["ScanRun", "StateCapture"]
@@ -65,10 +64,11 @@ class ScanRun:
         """Where pieces that are the same in all rows meet, ascending."""
         return tuple(accumulate(self.widths[:-1]))
 
-    def compute(
-        self, scan: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], initial: str
-    ) -> Any:
-        """Compute a scan of the forward; ``initial`` is what its argument of a state is called."""
+    def compute(self, scan: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute a scan of the forward, in the place of the function ``scan``."""
+        initial = next(iter(_INITIAL & kwargs.keys()), None)
+        if initial is None or not any(kwargs.get(name) for name in _RETURNS_FINAL):
+            return scan(*args, **kwargs)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         sequences = [key for key, x in given.items() if key != initial and self._is_sequence(x)]
         if not sequences:
@@ -131,10 +131,6 @@ class ScanRun:
         neutral = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
         given.update({name: x for name, x in neutral.items() if name in given})
         return {}
-
-
-_current = threading.local()
-"""The thread's ``run``: a scan wrapped for one thread is called by others as well."""
 
 
 class StateCapture:
@@ -205,9 +201,7 @@ class StateCapture:
         with ExitStack() as undo:
             self._tap(undo, cache, run)
             for owner, name in self._scans:
-                undo.enter_context(replaced(self, owner, name, _computed_by_runs))
-            _current.run = run
-            undo.callback(setattr, _current, "run", None)
+                undo.enter_context(intercepted(self, owner, name, run.compute))
             yield
 
     def _tap(self, undo: ExitStack, cache: Any, run: ScanRun) -> None:
@@ -376,18 +370,3 @@ def _is_scan(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return bool(parameters & _INITIAL) and bool(parameters & _RETURNS_FINAL)
-
-
-def _computed_by_runs(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a scan one that the thread's run computes, if it has one."""
-
-    @wraps(scan)
-    def computed_by_run(*args: Any, **kwargs: Any) -> Any:
-        run: ScanRun | None = getattr(_current, "run", None)
-        initial = next(iter(_INITIAL & kwargs.keys()), None)
-        wants_state = any(kwargs.get(name) for name in _RETURNS_FINAL)
-        if run is None or initial is None or not wants_state:
-            return scan(*args, **kwargs)
-        return run.compute(scan, args, kwargs, initial)
-
-    return computed_by_run

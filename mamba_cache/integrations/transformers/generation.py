@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,11 @@ from mamba_cache.integrations.transformers.layers import (
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
-from mamba_cache.integrations.transformers.replacement import put_back, replaced
+from mamba_cache.integrations.transformers.replacement import intercepted, replaced
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRecord
 
-__all__ = ["Generation", "remove_hooks"]
+__all__ = ["Generation"]
 
 
 @dataclass(slots=True)
@@ -97,24 +97,18 @@ class Generation:
 
     def _arm(self) -> None:
         model, store = self.runner.model, self.store
-        stand_in = partial(_stand_in_for, cache_name=self.runner.cache_name)
         self._undo = ExitStack()
-        self._undo.enter_context(replaced(store, model, "forward", stand_in))
+        self._undo.enter_context(intercepted(store, model, "forward", self.forward))
         if self.runner.is_compiled:
             # Prompts have any length, and each new one would be compiled for itself.
             self._undo.enter_context(replaced(store, model, "_compiled_call_impl", _nothing))
-        _armed[id(self.cache)] = self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Disarm it, and let go of the prompts; of a call that raised the guard does that."""
-        self._disarm()
+        self._undo.close()
         if error is None:
             for record in self._records.values():
                 record.close()
-
-    def _disarm(self) -> None:
-        _armed.pop(id(self.cache), None)
-        self._undo.close()
 
     def watch(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Keep states at block boundaries; a stopping criterion that stops nothing.
@@ -137,7 +131,7 @@ class Generation:
 
     def publish(self, output: Any) -> None:
         """Make the answers findable, once ``generate`` has returned ``output``."""
-        self._disarm()  # a model that is replaced in part would be read anew
+        self._undo.close()  # a model that is replaced in part would be read anew
         if self._is_batched:
             assert self._batcher is not None
             self._take_rows()
@@ -168,16 +162,18 @@ class Generation:
         for index, row in enumerate(self._rows):
             self._publish_answer(index, row, memory.row(index, row.prompt.padding))
 
-    def forward(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute what is left of the prompts or the next tokens, in the place of ``forward``.
 
         It is called as ``forward`` is, and returns what that does, of the last token at least.
         """
+        if kwargs.get(self.runner.cache_name) is not self.cache:  # another caller's
+            return forward(*args, **kwargs)
         if self._is_batched:
             self._take_rows()
             with self.runner.within(forward):
                 return self._computed()
-        self._disarm()  # from here on the model is as it was, and may be looked at
+        self._undo.close()  # from here on the model is as it was, and may be looked at
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
         # Only now: a streamer hears the prompt before this, and may do anything to the model. And
         # not before the tokens are read, for which the host would wait behind the checksums.
@@ -443,33 +439,5 @@ class Generation:
         return tokens[: ends[0]] if ends else tokens
 
 
-_armed: dict[int, Generation] = {}
-"""By their caches: whose first forward is still to come."""
-
-
-def _stand_in_for(forward: Callable[..., Any], cache_name: str) -> Callable[..., Any]:
-    """Make what stands in the place of a model's forward while a ``Generation`` is open."""
-
-    @wraps(forward)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        generation = _armed.get(id(kwargs.get(cache_name)))
-        if generation is None:  # somebody else's, or a later one
-            return forward(*args, **kwargs)
-        return generation.forward(forward, kwargs)
-
-    return stand_in
-
-
 def _nothing(_: Any) -> None:
     """Take the place of a compiled call."""
-
-
-def remove_hooks(store: PrefixStore) -> None:
-    """Take from a model what generations of a store put there and could not undo.
-
-    Those of another cache of the same model are left alone.
-    """
-    for key, generation in list(_armed.items()):
-        if generation.store is store:
-            _armed.pop(key, None)
-    put_back(store)

@@ -61,7 +61,7 @@ from mamba_cache.integrations.transformers.fingerprint import (
     WeightsCheck,
     check_variant,
 )
-from mamba_cache.integrations.transformers.generation import Generation, remove_hooks
+from mamba_cache.integrations.transformers.generation import Generation
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import (
@@ -917,7 +917,7 @@ class PrefixCache:
 
     def _remove_hooks(self) -> None:
         """Take from the model what a call that raised has put there."""
-        remove_hooks(self._store)
+        put_back(self._store)
         put_back(self._capture)
         self._runner.leave()
 

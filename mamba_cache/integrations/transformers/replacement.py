@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from threading import RLock
+from functools import partial, wraps
+from threading import RLock, get_ident
 from typing import Any
 
-__all__ = ["ABSENT", "original", "put_back", "replaced"]
+__all__ = ["ABSENT", "intercepted", "original", "put_back", "replaced"]
+
+_StandIn = Callable[..., Any]
 
 ABSENT = object()
 """What ``original`` returns of an attribute that is only there to replace that of a class."""
@@ -23,7 +26,8 @@ class _Replacement:
     original: Any
     is_own: bool  # it was an attribute of the object itself, not of its class
     substitute: Any
-    users: dict[int, object] = field(default_factory=dict)  # who replaced it, by identity
+    # By identity who replaced it, in which thread, and by what, the latest last.
+    users: dict[int, tuple[object, int, _StandIn | None]] = field(default_factory=dict)
 
 
 _now: dict[tuple[int, str], _Replacement] = {}
@@ -34,7 +38,13 @@ _lock = RLock()
 
 
 @contextmanager
-def replaced(user: object, owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(
+    user: object,
+    owner: Any,
+    name: str,
+    replace: Callable[[Any], Any],
+    stand_in: _StandIn | None = None,
+) -> Iterator[None]:
     """Replace ``owner.name`` by what ``replace`` makes of it while the body runs.
 
     Other threads may do the same to the same attribute meanwhile: the first one replaces it, and
@@ -48,12 +58,34 @@ def replaced(user: object, owner: Any, name: str, replace: Callable[[Any], Any])
                 before, is_own = getattr(owner, name), name in vars(owner)
                 now = _Replacement(owner, name, before, is_own, replace(before))
                 _now[id(owner), name] = now
-            now.users[id(user)] = user
+            now.users[id(user)] = user, get_ident(), stand_in
             if getattr(owner, name) is not now.substitute:
                 setattr(owner, name, now.substitute)
         yield
     finally:
         _release((id(owner), name), user)
+
+
+def intercepted(
+    user: object, owner: Any, name: str, stand_in: _StandIn
+) -> AbstractContextManager[None]:
+    """Have ``stand_in`` take this thread's calls of a function ``owner.name`` in a ``with`` block.
+
+    It is given the function, then the arguments. The calls of other threads go to the function.
+    """
+    return replaced(user, owner, name, partial(_dispatching, (id(owner), name)), stand_in)
+
+
+def _dispatching(key: tuple[int, str], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now, own = _now.get(key), get_ident()
+        for _, thread, stand_in in reversed([*now.users.values()]) if now else ():
+            if thread == own and stand_in is not None:
+                return stand_in(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def put_back(user: object) -> None:

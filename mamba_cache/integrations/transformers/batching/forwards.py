@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +28,7 @@ from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
 )
-from mamba_cache.integrations.transformers.replacement import put_back, replaced
+from mamba_cache.integrations.transformers.replacement import intercepted, put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.states import kernels_for
@@ -38,9 +37,6 @@ __all__ = ["BatchForwards", "ComputedChunks", "RectangleShape"]
 
 _MAX_CAPTURED_CHECKPOINTS = 3
 _KERNELS = "mamba_cache.integrations.transformers.batching.kernels.decode_inputs"
-
-_current = threading.local()
-"""The thread's ``last_tokens``: the rows and columns whose logits are needed, if not all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +346,9 @@ class BatchForwards:
             last = None
             if shape.is_ragged:
                 last = torch.arange(shape.num_rows, device=inputs.device), lengths - 1
-                during.enter_context(self._needing(last, shape.num_tokens))
+                if self._head is not None:
+                    at_last = partial(_at_last_tokens, last, shape.num_tokens)
+                    during.enter_context(intercepted(self, self._head, "forward", at_last))
             ids, needed = metadata["token_ids"][at], 0 if last else 1
             logits = self._runner.forward_rows(ids, positions, cache, logits_to_keep=needed)
         # A model that does not call its head computes the logits of all tokens.
@@ -385,19 +383,6 @@ class BatchForwards:
                 number += 1
         return cache
 
-    @contextmanager
-    def _needing(self, last: tuple[torch.Tensor, ...], num_tokens: int) -> Iterator[None]:
-        """Have the thread's model compute logits of each row's last token alone."""
-        if self._head is None:
-            yield
-            return
-        _current.last_tokens = last, num_tokens
-        try:
-            with replaced(self, self._head, "forward", _at_last_tokens):
-                yield
-        finally:
-            _current.last_tokens = None
-
     def _keep(self, cache: Any, states: dict[str, torch.Tensor]) -> None:
         """Copy states that layers replaced, instead of writing to them, into ``states``."""
         left = read_layers(cache, self._layout.layers, 1)
@@ -414,14 +399,15 @@ def _fit(shape: RectangleShape, size: tuple[int, int]) -> RectangleShape:
     return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
 
 
-def _at_last_tokens(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Have the model's head compute only the tokens that the thread needs, if set."""
-
-    @wraps(forward)
-    def at_last_tokens(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        needed = getattr(_current, "last_tokens", None)
-        if needed is not None and hidden.dim() == 3 and hidden.shape[1] == needed[1]:
-            hidden = hidden[needed[0]][:, None]
-        return forward(hidden, *args, **options)
-
-    return at_last_tokens
+def _at_last_tokens(
+    last: tuple[torch.Tensor, torch.Tensor],
+    num_tokens: int,
+    forward: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute logits of each row's last token alone, in the place of a model's head."""
+    if hidden.dim() == 3 and hidden.shape[1] == num_tokens:
+        hidden = hidden[last][:, None]
+    return forward(hidden, *args, **options)
