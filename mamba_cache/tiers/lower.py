@@ -1,7 +1,9 @@
 """The lower tier: entries on a disk or in a store, verified whenever they are read.
 
-A caller *queues* a job, a thread *takes* it, and when it is *over*, it is counted and its ``done``
-is called. ``flush`` waits for all of that.
+A caller queues a *job*. Its *steps* are written as a generator: each gives the calls of the store
+that it needs, and goes on when all of them are answered. Threads take calls from the queues,
+together those that one call of the store can answer. When the steps end, the job is counted, and
+its ``done`` is called. ``flush`` waits for all of that.
 
 An entry is stored in chunks, and its header last: who finds the header finds the chunks. What a
 store says is not believed: ``exists`` confirms what was put, sizes and MACs what was read.
@@ -16,12 +18,12 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
-from itertools import islice
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +36,11 @@ from mamba_cache.tiers.entry import (
     EntryFacts,
     EntryKey,
     EntryMacs,
-    PayloadMac,
     Refusal,
 )
 from mamba_cache.tiers.host import TierStats
 
-__all__ = ["Done", "Job", "LoadJob", "LowerTier", "PutJob"]
+__all__ = ["Call", "Done", "Job", "LowerTier", "Verb"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ _CHUNK_BYTES: Final = 2**21
 
 _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
-_ENTRIES_AT_ONCE: Final = 16
+_JOBS_AT_ONCE: Final = 16
 _MAX_THREADS: Final = 4  # for a store, unless more are asked for
 _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
@@ -67,81 +68,72 @@ Done: TypeAlias = Callable[[Refusal | None], object]
 
 _T = TypeVar("_T")
 
+_Outcome: TypeAlias = tuple[Refusal | None, str]
+"""Why a job brought nothing, and what a put is counted as. As the answer of a call: it has none."""
+
+_ABORTED: Final = (Refusal.ABORTED, "aborted")
+
+_Steps: TypeAlias = "Generator[list[Call], list[Any], _Outcome]"
+
+
+class Verb(Enum):
+    """What a job does."""
+
+    ASK = auto()
+    LOAD = auto()
+    REMOVE = auto()
+    PUT = auto()
+
+
+_HEALTH: Final = "health"
+_EXISTS: Final = "exists_many"
+_PUT: Final = "put_many"
+_GET: Final = "get_many_into"
+_REMOVE: Final = "remove"
+
+
+_NOTHING: Final = memoryview(b"")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What a job needs of one blob."""
+
+    method: str
+    key: EntryKey | None = None
+    buffer: memoryview = _NOTHING
+    read: Callable[[memoryview], bytes] = bytes  # makes the answer of what was read
+    job: Job | None = None  # of a probe nobody waits for the answer
+    answer: Any = None
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the job need not do the rest of its step."""
+        if self.method == _GET:
+            return not isinstance(self.answer, bytes)
+        return isinstance(self.answer, tuple) or (self.method == _PUT and self.answer is not None)
+
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Something that a thread is to do."""
+    """What was queued, and how far it is."""
 
-    done: Done | None
-    is_revoked: bool = field(default=False, kw_only=True)  # the entry is wrong: the job aborts
-    num_chunks_left: int = field(default=0, kw_only=True)  # of a load: it waits for their reads
-
-
-@dataclass(slots=True, eq=False)
-class LoadJob(Job):
-    """An entry that is to be read, as the request derived it: the header, and then the chunks."""
-
-    expected: EntryFacts
-    into: memoryview
-    mac: PayloadMac | None = None  # from the header
-    macs: dict[int, bytes] = field(default_factory=dict)  # of the chunks that have come
-    refusal: Refusal | None = None  # of a chunk
-    is_unreadable: bool = False  # so that it is of no use, whatever is in it
-
-    @property
-    def name(self) -> str:
-        """The name of the header."""
-        return str(self.expected.key)
-
-
-@dataclass(slots=True, eq=False)
-class _ReadJob(Job):
-    """A chunk of a load that is to be read."""
-
-    load: LoadJob
-    name: str
-    number: int
-    chunk: memoryview
-
-
-@dataclass(slots=True, eq=False)
-class PutJob(Job):
-    """An entry that is to be written."""
-
-    facts: EntryFacts
-    payload: memoryview
-
-
-class _Part(NamedTuple):
-    """A chunk or the header of an entry that is to be written."""
-
-    put: PutJob
-    name: str
-    content: memoryview
-
-
-@dataclass(slots=True, eq=False)
-class _RemovalJob(Job):
-    """An entry that is known to be wrong: the names of its parts, its header's last."""
-
-    names: list[str]
-
-
-@dataclass(slots=True, eq=False)
-class _AskJob(Job):
-    """A question which entries a store has; without keys, whether it is there."""
-
-    keys: Sequence[EntryKey] = ()
-
-
-_Some = TypeVar("_Some", bound=Job)
+    verb: Verb
+    done: Done | None = None
+    facts: EntryFacts | None = None  # of what is loaded or put
+    steps: _Steps = field(init=False)
+    calls: list[Call] = field(default_factory=list)  # of its present step
+    num_left: int = 0  # of these, those without an answer
+    is_begun: bool = False
+    is_revoked: bool = False  # the entry is wrong: the job aborts
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     """A thread, and the memory that its calls read and write."""
 
-    jobs: Sequence[Job] = ()
+    verb: Verb | None = None  # of the jobs that it works for
+    calls: Sequence[Call] = ()  # that it makes
     deadline: float | None = None  # of its call
     memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
 
@@ -186,12 +178,12 @@ class LowerTier:
         if self._disk is not None:
             self.name, self._call_seconds, chunk_bytes = "disk", None, self._disk.chunk_bytes
             default_threads = 1 + max(8, min(16, num_cpus))  # readers make MACs as well
-            self._max_loads_at_once = self._max_reads_at_once = self._max_puts_at_once = 1
+            self._max_jobs = num_chunks = num_read_chunks = 1
         else:
             # Mooncake's reads of a dead machine keep a processor busy each.
             self.name, default_threads = "store", max(2, min(_MAX_THREADS, num_cpus))
-            self._max_loads_at_once = self._max_puts_at_once = _ENTRIES_AT_ONCE
-            self._max_reads_at_once = _CHUNKS_READ_AT_ONCE
+            self._max_jobs, num_chunks = _JOBS_AT_ONCE, _CHUNKS_AT_ONCE
+            num_read_chunks = _CHUNKS_READ_AT_ONCE
         if chunk_bytes > store.max_blob_bytes:
             raise InvalidArgumentError(
                 f"chunk_bytes={chunk_bytes} is more than {store.name} takes as one blob "
@@ -203,17 +195,16 @@ class LowerTier:
         self._num_threads = default_threads if num_threads is None else num_threads
         self._max_writers = 1 if self._disk is not None else self._num_threads - 1
         self._chunk_bytes = chunk_bytes
+        self._max_bytes = dict.fromkeys(Verb, num_chunks * chunk_bytes)  # of one call
+        self._max_bytes[Verb.LOAD] = num_read_chunks * chunk_bytes
         self._lock = threading.RLock()
         self._job_came = threading.Condition(self._lock)
         self._one_told = threading.Condition(self._lock)
         self._call_began = threading.Condition(self._lock)
-        # The first one has a store connect, so that no request waits until it has.
-        self._asks = deque([_AskJob(None)] if self._disk is None else [])
-        self._reads: deque[_ReadJob] = deque()
-        self._loads: deque[LoadJob] = deque()
-        self._removals: deque[_RemovalJob] = deque()
-        self._puts: dict[EntryKey, PutJob] = {}  # by key: an entry is stored once at a time
-        self._taken: set[Job] = set()
+        self._queues: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
+        self._jobs: dict[Verb, set[Job]] = {verb: set() for verb in Verb}  # that are not over
+        self._ready: set[Job] = set()  # of these, those whose calls are answered
+        self._storing: set[EntryKey] = set()  # an entry is stored once at a time
         self._num_telling = 0
         self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
         # What a store had, with when that was known, and what was bad.
@@ -230,6 +221,8 @@ class LowerTier:
         self._pid = os.getpid()
         self._workers: list[_Worker] = []
         with self._lock:
+            if self._disk is None:  # so that no request waits until a store has connected
+                self._add(Job(Verb.ASK), self._connect())
             self._replace_hung()
         self._watcher = self._start(self._watch)
 
@@ -245,11 +238,11 @@ class LowerTier:
 
     @property
     def num_queued(self) -> int:
-        """Jobs that are queued, taken, or whose ``done`` runs."""
+        """Jobs that are not over, or whose ``done`` runs."""
         if self._is_forked:
             return 0
         with self._lock:
-            return len(self._queued()) + len(self._taken) + self._num_telling
+            return len(self._open_jobs(*Verb)) + self._num_telling
 
     def has_many(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether it is likely to be there; ``load`` alone knows."""
@@ -266,10 +259,10 @@ class LowerTier:
         if not self.is_healthy:
             return False
         with self._lock:
-            if not self._takes_calls or len(self._asks) >= self._max_queued:
+            if not self._takes_calls or len(self._jobs[Verb.ASK]) >= self._max_queued:
                 return False
             self._counts["asks"] += 1
-            self._add(self._asks, _AskJob(done, keys))
+            self._add(Job(Verb.ASK, done), self._ask(keys))
         return True
 
     def put(self, facts: EntryFacts, payload: memoryview, done: Done) -> bool:
@@ -286,7 +279,7 @@ class LowerTier:
             if not self._takes_calls:
                 return self._refuse_put("unhealthy")
             if not all(self._find([facts.key])):
-                return self._add_put(PutJob(done, facts, payload))
+                return self._add_put(Job(Verb.PUT, done, facts), payload)
             self._counts["known"] += 1
         done(None)
         return True
@@ -300,11 +293,12 @@ class LowerTier:
         if self._is_forked:
             return False
         with self._lock:
-            if not self._takes_calls or len(self._loads) >= self._max_queued:
+            if not self._takes_calls or len(self._jobs[Verb.LOAD]) >= self._max_queued:
                 return False
             is_own = self._is_own(expected.key)
             if is_own and expected.key not in self._bad:
-                self._add(self._loads, LoadJob(done, expected, into))
+                job = Job(Verb.LOAD, done, expected)
+                self._add(job, self._load(expected, into))
                 return True
             refusal = Refusal.MISSING if is_own else Refusal.IDENTITY
             self._refused[refusal] += 1
@@ -322,14 +316,12 @@ class LowerTier:
         with self._lock:
             if self._is_closing:
                 return
-            for load in self._open_jobs(LoadJob):
-                load.is_revoked |= load.expected.key == key
-            for put in self._open_jobs(PutJob):
-                put.is_revoked |= put.facts.key == key
+            for job in self._open_jobs(Verb.LOAD, Verb.PUT):
+                job.is_revoked |= job.facts is not None and job.facts.key == key
             self._stored.pop(key, None)
             _remember(self._bad, key, None)
             if self._takes_calls or self._disk is not None:
-                self._add(self._removals, _RemovalJob(None, [str(key)]))
+                self._add(Job(Verb.REMOVE), self._remove([key]))
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until what was queued so far is over, and ``done`` has been called for it."""
@@ -349,12 +341,14 @@ class LowerTier:
             if self._is_closed:
                 return
             self._is_closing = True
+            ready = self._drop(begun=False)
             self._job_came.notify_all()
-            self._one_told.wait_for(
-                lambda: not self._taken and not self._owes_removals, self._call_seconds
-            )
+        self._go_on(ready)
+        with self._lock:
+            self._one_told.wait_for(lambda: not self._is_busy, self._call_seconds)
             self._is_closed = True
             self._call_began.notify()
+            self._job_came.notify_all()
             self._one_told.wait_for(lambda: not self._workers)
         self._watcher.join(self._call_seconds)
 
@@ -366,10 +360,10 @@ class LowerTier:
             return TierStats(
                 name=self.name,
                 is_healthy=self.is_healthy,
-                loads=counts["hits"] + self._refused.total() + len(self._open_jobs(LoadJob)),
+                loads=counts["hits"] + self._refused.total() + len(self._jobs[Verb.LOAD]),
                 restored=counts["hits"],
                 refused={each.value: count for each, count in self._refused.items()},
-                puts=stored + sum(dropped.values()) + len(self._open_jobs(PutJob)),
+                puts=stored + sum(dropped.values()) + len(self._jobs[Verb.PUT]),
                 stored=counts["written"],
                 found_stored=counts["found_stored"],
                 dropped=dropped,
@@ -387,18 +381,21 @@ class LowerTier:
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
         with self._lock:
-            jobs = [*self._queued(), *self._taken]
-            puts = [job.facts.key for job in jobs if isinstance(job, PutJob)]
-            busy = [job for worker in self._workers for job in worker.jobs]
-            loads = [job for job in self._taken if job.num_chunks_left]
-            reads = Counter(job.load for job in jobs if isinstance(job, _ReadJob))
+            jobs = self._open_jobs(*Verb)
+            queued = [call for queue in self._queues.values() for call in queue]
+            calls = [*queued, *(call for worker in self._workers for call in worker.calls)]
+            left = Counter(call.job for call in calls if call.job is not None)
+            puts = [job.facts.key for job in self._jobs[Verb.PUT] if job.facts is not None]
             statements = {
-                "each job is there once": len(set(jobs)) == len(jobs),
-                "an entry is stored once at a time": len(set(puts)) == len(puts),
-                "each job is one thread's": len(set(busy)) == len(busy),
-                "what is taken is done by a thread": self._taken <= {*busy, *loads},
-                "loads wait for their chunks": (
-                    reads == {load: load.num_chunks_left for load in loads}
+                "each call is there once": len(set(calls)) == len(calls),
+                "an entry is stored once at a time": (
+                    len(puts) == len(self._storing) and self._storing.issuperset(puts)
+                ),
+                "jobs wait for their calls": (
+                    left == {job: job.num_left for job in jobs if job.num_left}
+                ),
+                "a job without calls goes on": (
+                    self._ready == {job for job in jobs if not job.num_left}
                 ),
                 "each job is told of once": self._num_telling >= 0,
                 "threads are lost to nothing but a store that hangs": self._num_hung >= 0,
@@ -413,16 +410,26 @@ class LowerTier:
 
     @property
     def _takes_calls(self) -> bool:
-        return bool(self._workers) and not self._is_left_alone and not self._is_closing
+        return self._is_usable and not self._is_closing
+
+    @property
+    def _is_usable(self) -> bool:
+        """Whether what is under way goes on."""
+        return bool(self._workers) and not self._is_left_alone and not self._is_closed
 
     @property
     def _is_left_alone(self) -> bool:
         return self._has_failed if self._disk is None else self._rest_left is not None
 
     @property
+    def _is_busy(self) -> bool:
+        """Whether something is under way, or owed."""
+        return self._owes_removals or any(job.is_begun for job in self._open_jobs(*Verb))
+
+    @property
     def _owes_removals(self) -> bool:
         """Whether entries of a disk are to be removed: the next process would find them."""
-        return self._disk is not None and bool(self._removals)
+        return self._disk is not None and bool(self._queues[Verb.REMOVE])
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether this process knows that it is there, without asking a store."""
@@ -445,35 +452,40 @@ class LowerTier:
         if self._disk is not None:
             self._disk.check_size(facts)
 
-    @property
-    def _queues(self) -> tuple[deque[Any], ...]:
-        return self._asks, self._reads, self._loads, self._removals
+    def _open_jobs(self, *verbs: Verb) -> list[Job]:
+        """Return the jobs of some kinds that are not over."""
+        return [job for verb in verbs for job in self._jobs[verb]]
 
-    def _queued(self) -> list[Job]:
-        return [job for queue in (*self._queues, self._puts.values()) for job in queue]
+    def _add(self, job: Job, steps: _Steps) -> None:
+        """Queue a job."""
+        job.steps = steps
+        self._jobs[job.verb].add(job)
+        self._queue(job, next(steps))
 
-    def _open_jobs(self, kind: type[_Some]) -> list[_Some]:
-        """Return the jobs of a kind that are queued or taken."""
-        return [job for job in (*self._queued(), *self._taken) if isinstance(job, kind)]
+    def _queue(self, job: Job, calls: list[Call]) -> None:
+        """Queue the calls of a job's step: if it has begun, before those of others."""
+        job.calls, job.num_left = calls, len(calls)
+        for call in calls:
+            call.job = job
+        if job.is_begun:
+            self._queues[job.verb].extendleft(reversed(calls))
+        else:
+            self._queues[job.verb].extend(calls)
+        self._job_came.notify(len(calls))
 
-    def _add(self, queue: deque[Any], job: Job) -> None:
-        """Queue a job that is no put."""
-        self._job_came.notify()
-        queue.append(job)
-
-    def _add_put(self, put: PutJob) -> bool:
+    def _add_put(self, put: Job, payload: memoryview) -> bool:
         """Queue an entry that is not there to be stored; False, counted, if it is not taken."""
+        assert put.facts is not None, "it is a put"
         key = put.facts.key
-        taken = (job.facts.key for job in self._taken if isinstance(job, PutJob))
-        if key in self._puts or key in taken:
+        if key in self._storing:
             return self._refuse_put("in_flight")
         if self._write_on_use > 1 and key not in self._first_uses:
             _remember(self._first_uses, key, None)
             return self._refuse_put("first_use")
-        if len(self._puts) >= self._max_queued:
+        if len(self._storing) >= self._max_queued:
             return self._refuse_put("queue_full")
-        self._job_came.notify()
-        self._puts[key] = put
+        self._storing.add(key)
+        self._add(put, self._put(put, put.facts, payload))
         self._first_uses.pop(key, None)
         return True
 
@@ -514,76 +526,75 @@ class LowerTier:
             self._start(partial(self._work, worker))
             self._workers.append(worker)
 
-    def _give_up_late(self) -> list[tuple[Job, Refusal | None]]:
-        """Give up all calls that are late; return their jobs, whose callers are not told yet."""
+    def _give_up_late(self) -> list[Job]:
+        """Give up all calls that are late; return the jobs that end so."""
         now = time.monotonic()
-        over: list[tuple[Job, Refusal | None]] = []
+        ready: list[Job] = []
         for worker in list(self._workers):
             if worker.deadline is not None and (self._is_closed or worker.deadline <= now):
                 self._workers.remove(worker)
                 self._counts["given_up"] += 1
                 self._num_hung += 1
                 self._count_failure(is_overdue=True)
-                jobs = self._still_taken(worker.jobs)
-                if self._is_closed:
-                    over += self._count_over(jobs, Refusal.ABORTED, "aborted")
-                else:
-                    over += self._count_over(jobs, Refusal.TIMEOUT, "timed_out")
-        return over
+                failure = _ABORTED if self._is_closed else (Refusal.TIMEOUT, "timed_out")
+                ready += self._answer(worker.calls, [failure] * len(worker.calls))
+        return ready
 
-    def _still_taken(self, jobs: Iterable[Job]) -> list[Job]:
-        """Return those jobs that a thread has not done."""
-        return [job for job in jobs if job in self._taken and not job.num_chunks_left]
+    def _drop(self, *, begun: bool) -> list[Job]:
+        """Have jobs end that are queued, also if they have ``begun``; what a disk owes stays.
 
-    def _count_over(
-        self, jobs: Iterable[Job], refusal: Refusal | None = None, reason: str | None = None
-    ) -> list[tuple[Job, Refusal | None]]:
-        """Count what came of jobs that were taken; the lock is held. They are to be told.
-
-        ``refusal`` says why they brought nothing, ``reason`` what a put is counted as.
+        Return those that wait for no call under way.
         """
-        over: list[tuple[Job, Refusal | None]] = []
-        for job in jobs:
-            self._taken.remove(job)
-            if isinstance(job, _ReadJob):
-                load = job.load
-                load.num_chunks_left -= 1
-                load.refusal = load.refusal or refusal
-                if not load.num_chunks_left:
-                    over += self._count_over([load], load.refusal)
-                continue
-            own, counted_as = (Refusal.ABORTED, "aborted") if job.is_revoked else (refusal, reason)
-            if isinstance(job, LoadJob):
-                own = self._end_load(job, own)
-            elif isinstance(job, PutJob):
-                if own is not None:
-                    self._not_written[str(counted_as)] += 1
-                else:
-                    self._counts[counted_as or "written"] += 1
-                    self._counts["written_bytes"] += 0 if counted_as else len(job.payload)
-            self._num_telling += 1
-            over.append((job, own))
-        return over
+        failure = _ABORTED if self._is_closing else (Refusal.IO_ERROR, "unhealthy")
+        ready: list[Job] = []
+        for verb, queue in self._queues.items():
+            if self._disk is None or verb is not Verb.REMOVE:
+                kept = [each for each in queue if not begun and each.job and each.job.is_begun]
+                calls = [each for each in queue if each not in kept]
+                self._queues[verb] = deque(kept)
+                ready += self._answer(calls, [failure] * len(calls))
+        return ready
 
-    def _end_load(self, load: LoadJob, refusal: Refusal | None) -> Refusal | None:
-        """Verify a load that was not refused, and count it; have what is bad removed."""
-        key, mac = load.expected.key, load.mac
-        if refusal is None:
-            assert mac is not None, "its header was read"
-            if mac.vouches_for([load.macs[number] for number in range(len(load.macs))]):
-                self._know(key, is_there=True)
+    def _answer(self, calls: Sequence[Call], answers: Sequence[Any]) -> list[Job]:
+        """Answer calls; return the jobs that wait for no others, which are to go on."""
+        ready = []
+        for call, answer in zip(calls, answers, strict=True):
+            call.answer, job = answer, call.job
+            if job is not None:
+                job.num_left -= 1
+                if call.is_failed and job.num_left:
+                    queue = self._queues[job.verb]
+                    for other in [each for each in queue if each.job is job]:
+                        queue.remove(other)
+                        job.num_left -= 1
+                if not job.num_left:
+                    ready.append(job)
+        self._ready.update(ready)
+        return ready
+
+    def _count_over(self, job: Job, refusal: Refusal | None, reason: str) -> Refusal | None:
+        """Count what came of a job; return what it is to be told."""
+        if job.is_revoked:
+            refusal, reason = _ABORTED
+        job.steps.close()
+        job.calls = []  # both hold the caller's buffer
+        self._jobs[job.verb].remove(job)
+        if job.facts is not None:
+            key, num_bytes = job.facts.key, job.facts.payload_bytes
+            if job.verb is Verb.PUT:
+                self._storing.remove(key)
+                if refusal is not None:
+                    self._not_written[reason] += 1
+                else:
+                    self._counts[reason] += 1
+                    self._counts["written_bytes"] += num_bytes if reason == "written" else 0
+            elif refusal is not None:
+                self._refused[refusal] += 1
+                self._stored.pop(key, None)
+            else:
                 self._counts["hits"] += 1
-                self._counts["read_bytes"] += len(load.into)
-                return None
-            refusal = Refusal.MAC
-        self._refused[refusal] += 1
-        self._stored.pop(key, None)
-        is_bad = load.is_unreadable or refusal not in _UNDAMAGED
-        if is_bad:
-            _remember(self._bad, key, None)
-        # Without one of its chunks nobody can use the rest, and nobody would write it anew.
-        if is_bad or (mac is not None and refusal is Refusal.MISSING):
-            self._add(self._removals, _RemovalJob(None, self._names(load.expected)))
+                self._counts["read_bytes"] += num_bytes
+        self._num_telling += 1
         return refusal
 
     # What threads do.
@@ -604,11 +615,11 @@ class LowerTier:
                     deadlines = [w.deadline for w in self._workers if w.deadline is not None]
                     left = min(deadlines) - time.monotonic() if deadlines else None
                     self._call_began.wait(left)
-                over = self._give_up_late()
+                ready = self._give_up_late()
                 if not self._is_closing:
                     with suppress(RuntimeError):  # no thread can be had: fewer go on
                         self._replace_hung()
-            self._tell(over)
+            self._go_on(ready)
             self._end_unwanted()
         with self._lock:
             self._one_told.wait_for(lambda: not self._workers)
@@ -618,24 +629,23 @@ class LowerTier:
     def _work(self, worker: _Worker) -> None:
         """Do what is queued, until the tier is closed or a call was given up."""
         is_lost = False
-        while not is_lost and (jobs := self._wait(worker)):
-            refusal, reason = Refusal.IO_ERROR, "error"
+        while not is_lost and (calls := self._wait(worker)):
+            answers: Sequence[Any] = [(Refusal.IO_ERROR, "error")] * len(calls)
             try:
-                self._do(worker, jobs)
+                answers = self._make(worker, calls)
             except _GivenUpError:
-                refusal, reason = Refusal.ABORTED, "aborted"
+                answers = [_ABORTED] * len(calls)
             except Exception:  # a bug, or a store that breaks its word: it must not end the thread
-                _report_error()
-                with self._lock:
-                    self._faults["error"] += 1
-                    self._count_failure()
+                self._count_error()
             with self._lock:
-                over = self._count_over(self._still_taken(worker.jobs), refusal, reason)
-                worker.jobs = ()
-                is_lost = worker not in self._workers
+                is_lost = worker not in self._workers  # and the calls are answered
+                ready = [] if is_lost else self._answer(calls, answers)
+                worker.calls = ()
+            self._go_on(ready)
+            with self._lock:
+                worker.verb = None
                 self._job_came.notify()  # one less reads or writes
-            self._tell(over)
-            del jobs, over  # they hold the caller's buffer
+            del calls, answers, ready  # they hold the caller's buffer
             self._end_unwanted()
         self._end_unwanted()
         if len(worker.memory):
@@ -648,101 +658,80 @@ class LowerTier:
                 self._workers.remove(worker)
                 self._one_told.notify_all()
 
-    def _wait(self, worker: _Worker) -> list[Any]:
-        """Wait until a worker has jobs; none: the tier is closed."""
+    def _count_error(self) -> None:
+        """Show the exception that is being handled, and count it as a failure."""
+        _report_error()
         with self._lock:
-            while not self._is_closing or self._owes_removals:
+            self._faults["error"] += 1
+            self._count_failure()
+
+    def _wait(self, worker: _Worker) -> Sequence[Call]:
+        """Wait until a worker has calls to make; none: the tier is closed."""
+        with self._lock:
+            while not self._is_closing or (self._is_busy and not self._is_closed):
                 rest = self._rest_left  # before the look: so its end is not overslept
-                if jobs := self._take_some(worker):
-                    return jobs
+                if calls := self._take_some(worker):
+                    return calls
                 self._job_came.wait(rest)
             return []
 
-    def _take_some(self, worker: _Worker) -> list[Any]:
-        """Have a worker take jobs of one kind, questions and loads first."""
-        jobs: list[Any] = []
+    def _take_some(self, worker: _Worker) -> Sequence[Call]:
+        """Have a worker take calls of one kind, those of questions and loads first."""
+        verb: Verb | None = None
         if self._owes_removals:
-            jobs = self._take(self._removals)
+            verb = Verb.REMOVE
         elif self._is_left_alone:
             if self._rest_left is None:
                 self._rest()
-                return [_AskJob(None)]  # for which nobody waits: no job of the worker's
-        elif self._asks:
-            jobs = self._take(self._asks)
-        elif (self._reads or self._loads) and self._has_room(
-            self._num_threads - 1, LoadJob, _ReadJob
-        ):
-            jobs = self._take_share(self._reads, self._max_reads_at_once)
-            jobs = jobs or self._take_share(self._loads, self._max_loads_at_once)
-        elif self._removals:
-            jobs = self._take(self._removals)
-        elif self._has_room(self._max_writers, PutJob, _RemovalJob):  # puts come after removals
-            keys = [*islice(self._puts, self._max_puts_at_once)]
-            jobs = [self._puts.pop(key) for key in keys]
-            self._taken.update(jobs)
-        worker.jobs = jobs
-        return jobs
+                worker.calls = [Call(_HEALTH)]
+                return worker.calls
+        elif self._queues[Verb.ASK]:
+            verb = Verb.ASK
+        elif self._queues[Verb.LOAD] and self._has_room(self._num_threads - 1, Verb.LOAD):
+            verb = Verb.LOAD
+        elif self._queues[Verb.REMOVE]:
+            verb = Verb.REMOVE
+        elif self._queues[Verb.PUT] and self._has_room(self._max_writers, Verb.PUT, Verb.REMOVE):
+            verb = Verb.PUT  # after removals
+        worker.verb, worker.calls = verb, [] if verb is None else self._take(verb)
+        return worker.calls
 
-    def _has_room(self, most: int, *kinds: type[Job]) -> bool:
+    def _has_room(self, most: int, *verbs: Verb) -> bool:
         """Say whether one more thread may do jobs of some kinds: one is left for all else."""
-        return sum(isinstance(each.jobs[0], kinds) for each in self._workers if each.jobs) < most
+        return sum(each.verb in verbs for each in self._workers) < most
 
-    def _take_share(self, queue: deque[Any], most: int) -> list[Any]:
-        """Take a thread's share of a queue: of different names, for a call has each once."""
-        share = min(-(-len(queue) // (self._num_threads - 1)), most)
-        names: set[str] = set()
-        while len(names) < share and queue[len(names)].name not in names:
-            names.add(queue[len(names)].name)
-        return self._take(queue, len(names))
-
-    def _take(self, queue: deque[Any], count: int = 1) -> list[Any]:
-        """Take the oldest jobs of a queue."""
-        jobs = [queue.popleft() for _ in range(min(count, len(queue)))]
-        self._taken.update(jobs)
-        return jobs
-
-    def _end(self, job: Job, refusal: Refusal | None = None, reason: str | None = None) -> None:
-        """Count what came of a job that was taken, and call its ``done``."""
-        with self._lock:
-            over = self._count_over([job], refusal, reason)
-        self._tell(over)
-
-    def _tell(self, over: Iterable[tuple[Job, Refusal | None]]) -> None:
-        """Call ``done`` of jobs that are over; without the lock."""
-        for job, refusal in over:
-            if job.done is not None:
-                try:
-                    job.done(refusal)
-                except Exception:  # the caller's; it must not end the thread that others wait for
-                    _report_error()
-            with self._lock:
-                self._num_telling -= 1
-                self._one_told.notify_all()
+    def _take(self, verb: Verb) -> list[Call]:
+        """Take calls that one call of the store can answer, which has each key once."""
+        queue = self._queues[verb]
+        method, most, num_bytes = queue[0].method, len(queue), 0
+        if verb is Verb.LOAD:  # a thread's share
+            most = -(-most // (self._num_threads - 1))
+        calls: dict[EntryKey | None, Call] = {}
+        jobs: set[Job | None] = set()
+        while len(calls) < most:
+            call = queue[0]
+            jobs.add(call.job)
+            num_bytes += len(call.buffer)
+            has_room = len(jobs) <= self._max_jobs and num_bytes <= self._max_bytes[verb]
+            if calls and (call.method != method or call.key in calls or not has_room):
+                break
+            calls[call.key] = queue.popleft()
+            if call.job is not None:
+                call.job.is_begun = True
+        return list(calls.values())
 
     def _end_unwanted(self) -> None:
         """End what is queued if nobody does it, and warn once of a store that does not answer."""
         with self._lock:
-            if self._takes_calls and not self._failures:
+            if self._is_usable and not self._failures:
                 return
-            jobs: list[Job] = []
-            if not self._takes_calls:
-                kept = list(self._removals) if self._owes_removals else []
-                jobs = [job for job in self._queued() if job not in kept]
-                self._puts.clear()
-                for queue in self._queues:
-                    queue.clear()
-                self._removals.extend(kept)
-                self._taken.update(jobs)
+            ready = [] if self._is_usable else self._drop(begun=True)
             # It has never answered, or fails again and again.
             has_failed = self._counts["opened"] or (self._failures and not self._has_answered)
             is_news = bool(has_failed) and not self._is_told and not self._is_closing
             self._is_told |= is_news
             faults = ", ".join(self._faults) or "timed_out"
-            if self._is_closing:
-                over = self._count_over(jobs, Refusal.ABORTED, "aborted")
-            else:
-                over = self._count_over(jobs, Refusal.IO_ERROR, "unhealthy")
-        self._tell(over)
+        self._go_on(ready)
         if is_news:
             _log.warning(
                 "%s: %s does not answer (%s). Requests go on without it, and it is asked again%s",
@@ -752,29 +741,63 @@ class LowerTier:
                 "; open_store(URL).health() says what is wrong" if self._disk is None else "",
             )
 
-    def _do(self, worker: _Worker, jobs: Sequence[Any]) -> None:
-        first = jobs[0]
-        if isinstance(first, _ReadJob):
-            self._read_chunks(worker, jobs)
-        elif isinstance(first, LoadJob):
-            self._read_headers(worker, jobs)
-        elif isinstance(first, PutJob):
-            self._put_all(worker, jobs)
-        elif isinstance(first, _RemovalJob):
-            self._remove(worker, first.names)
-            self._end(first)
-        elif first.keys:
-            names = [str(key) for key in first.keys]
-            answers = self._call(worker, self.store.exists_many, names)
-            for key, fault in zip(first.keys, answers, strict=True):
-                self._know(key, is_there=fault is None)
-            self._end(first)
-        else:
-            is_first = bool(worker.jobs)
-            seconds = _CONNECT_SECONDS if is_first else 0.0
-            self._call(worker, lambda _: [self.store.health().fault], ["health"], seconds=seconds)
-            if is_first:
-                self._end(first)
+    def _make(self, worker: _Worker, calls: Sequence[Call]) -> Sequence[Any]:
+        """Make calls, all of one method; return their answers."""
+        method, names = calls[0].method, [str(call.key) for call in calls]
+        if method == _HEALTH:
+            seconds = 0.0 if calls[0].job is None else _CONNECT_SECONDS
+            return self._call(worker, lambda _: [self.store.health().fault], names, seconds=seconds)
+        call_store = getattr(self.store, method)
+        if method in (_EXISTS, _REMOVE):
+            return self._call(worker, call_store, names)
+        buffers = self._buffers(worker, [call.buffer for call in calls])
+        if method == _PUT:
+            for call, buffer in zip(calls, buffers, strict=True):
+                _copy(buffer, call.buffer)
+        answers = self._call(worker, call_store, names, buffers)
+        if method == _GET:
+            triples = zip(calls, answers, buffers, strict=True)
+            answers = [self._take_over(*each) for each in triples]
+        return answers
+
+    def _take_over(self, call: Call, answer: int | StoreFault, buffer: memoryview) -> Any:
+        """Take over what was read; the reader of a chunk makes its MAC."""
+        if answer != len(call.buffer):
+            return answer
+        # What was copied is verified: a store may still write to the buffer.
+        _copy(call.buffer, buffer)
+        return call.read(call.buffer)
+
+    def _go_on(self, jobs: Sequence[Job]) -> None:
+        """Do what follows the answers of jobs; count those that are over, and call their ``done``.
+
+        No lock is held.
+        """
+        for job in jobs:
+            answers, calls = [call.answer for call in job.calls], list[Call]()
+            outcome = next((each for each in answers if isinstance(each, tuple)), None)
+            if outcome is None:
+                try:
+                    calls = job.steps.send(answers)
+                except StopIteration as ended:
+                    outcome = ended.value
+                except Exception:  # a bug: it must not end the thread
+                    self._count_error()
+                    outcome = Refusal.IO_ERROR, "error"
+            with self._lock:
+                self._ready.remove(job)
+                if outcome is None:
+                    self._queue(job, calls)
+                    continue
+                refusal = self._count_over(job, *outcome)
+            if job.done is not None:
+                try:
+                    job.done(refusal)
+                except Exception:  # the caller's; it must not end the thread that others wait for
+                    _report_error()
+            with self._lock:
+                self._num_telling -= 1
+                self._one_told.notify_all()
 
     def _call(
         self,
@@ -823,139 +846,111 @@ class LowerTier:
             else:
                 self._stored.pop(key, None)
 
-    def _read_headers(self, worker: _Worker, loads: Sequence[LoadJob]) -> None:
-        """Read the headers of entries; refuse those that do not match, have the others read."""
-        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in loads]
-        names, buffers = [load.name for load in loads], self._buffers(worker, headers)
-        answers = self._call(worker, self.store.get_many_into, names, buffers)
-        for load, answer, buffer in zip(loads, answers, buffers, strict=True):
-            mac: PayloadMac | Refusal = _refusal_of(answer, HEADER_BYTES)
-            if answer == HEADER_BYTES:
-                mac = self._macs.open(buffer, load.expected)
-            if isinstance(mac, Refusal):
-                load.is_unreadable = answer is StoreFault.IO_ERROR
-                self._end(load, mac)
-                continue
-            chunks = enumerate(self._chunks(load.expected, load.into))
-            reads = [_ReadJob(None, load, name, number, chunk) for number, (name, chunk) in chunks]
-            with self._lock:
-                load.mac, load.num_chunks_left = mac, len(reads)
-                self._reads.extend(reads)
-                self._job_came.notify(len(reads) - 1)
+    # The steps of jobs. No lock is held.
+
+    def _connect(self) -> _Steps:
+        yield [Call(_HEALTH)]
+        return None, ""
+
+    def _ask(self, keys: Sequence[EntryKey]) -> _Steps:
+        answers = yield [Call(_EXISTS, key) for key in keys]
+        for key, fault in zip(keys, answers, strict=True):
+            self._know(key, is_there=fault is None)
+        return None, ""
+
+    def _load(self, expected: EntryFacts, into: memoryview) -> _Steps:
+        """Read the header of an entry, and its chunks if it matches; have what is bad removed."""
+        key, macs = expected.key, list[bytes]()
+        header = Call(_GET, key, memoryview(bytearray(HEADER_BYTES)))
+        reads = [header]
+        yield reads
+        mac = Refusal.MISSING if header.is_failed else self._macs.open(header.answer, expected)
+        if not isinstance(mac, Refusal):
+            pairs = enumerate(self._chunks(expected, into))
+            reads = [
+                Call(_GET, part, chunk, partial(mac.part, number))
+                for number, (part, chunk) in pairs
+            ]
+            macs = yield reads
+        failed = [each for each in reads if each.is_failed and each.answer is not None]
+        if failed:
+            refusal = _refusal_of(failed[0].answer, len(failed[0].buffer))
+        elif isinstance(mac, Refusal):
+            refusal = mac
+        elif mac.vouches_for(macs):
+            self._know(key, is_there=True)
+            return None, ""
+        else:
+            refusal = Refusal.MAC
+        # What a disk cannot read is of no use, whatever is in it.
+        is_unreadable = any(each.answer is StoreFault.IO_ERROR for each in failed)
+        is_bad = is_unreadable or refusal not in _UNDAMAGED
         with self._lock:
-            worker.jobs = reads = self._take_share(self._reads, self._max_reads_at_once)
-        self._read_chunks(worker, reads)
+            if is_bad:
+                _remember(self._bad, key, None)
+            # Without one of its chunks nobody can use the rest, and nobody would write it anew.
+            if is_bad or (header not in reads and refusal is Refusal.MISSING):
+                self._add(Job(Verb.REMOVE), self._remove(self._parts(expected)))
+        return refusal, ""
 
-    def _read_chunks(self, worker: _Worker, reads: Sequence[_ReadJob]) -> None:
-        """Read chunks, but none of a refused load; the reader of a chunk makes its MAC."""
-        for read in reads:
-            if read.load.refusal is not None:
-                self._end(read)
-        reads = [read for read in reads if read in self._taken]
-        names = [read.name for read in reads]
-        buffers = self._buffers(worker, [read.chunk for read in reads])
-        answers = self._call(worker, self.store.get_many_into, names, buffers)
-        for read, answer, buffer in zip(reads, answers, buffers, strict=True):
-            load, chunk = read.load, read.chunk
-            if answer != len(chunk):
-                load.is_unreadable |= answer is StoreFault.IO_ERROR
-                self._end(read, _refusal_of(answer, len(chunk)))
-                continue
-            assert load.mac is not None, "its header was read"
-            # What was copied is verified: a store may still write to the buffer.
-            _copy(chunk, buffer)
-            load.macs[read.number] = load.mac.part(read.number, chunk)
-            self._end(read)
+    def _remove(self, parts: Sequence[EntryKey]) -> _Steps:
+        """Remove an entry's parts, its header first."""
+        answers = yield [Call(_REMOVE, part) for part in parts]
+        if any(answer not in (None, StoreFault.MISSING) for answer in answers):
+            return Refusal.IO_ERROR, "not_removed"
+        return None, ""
 
-    def _remove(self, worker: _Worker, names: list[str]) -> bool:
-        """Remove an entry's parts, its header first; say whether they are gone."""
-        answers = [
-            *self._call(worker, self.store.remove, names[-1:]),
-            *self._call(worker, self.store.remove, names[:-1]),
-        ]
-        return not any(answer not in (None, StoreFault.MISSING) for answer in answers)
+    def _put(self, put: Job, facts: EntryFacts, payload: memoryview) -> _Steps:
+        """Write an entry: its chunks, and its header when all of them are there; each confirmed."""
+        key = facts.key
+        [fault] = yield [Call(_EXISTS, key)]
+        if fault not in (None, StoreFault.MISSING):
+            return _refusal_of(fault), fault.value
+        if key in self._bad:  # a store keeps the first bytes
+            fault, outcome = StoreFault.MISSING, (yield from self._remove(self._parts(facts)))
+            if outcome[0] is not None:
+                return outcome
+        with self._lock:
+            if put.is_revoked:
+                return _ABORTED
+            self._bad.pop(key, None)
+        if fault is None:  # somebody has stored it meanwhile
+            self._know(key, is_there=True)
+            return None, "found_stored"
+        chunks = self._chunks(facts, payload)
+        header = self._macs.seal(facts, [chunk for _, chunk in chunks])
+        for parts in (chunks, [(key, memoryview(header))]):
+            outcome = yield from self._write(parts)
+            if outcome[0] is not None:
+                return outcome
+        self._know(key, is_there=True)
+        if put.is_revoked:
+            yield from self._remove(self._parts(facts))
+        return None, "written"
 
-    def _names(self, facts: EntryFacts) -> list[str]:
-        """Return the names of an entry's chunks and, last, of its header."""
-        chunks = range(-(-facts.payload_bytes // self._chunk_bytes))
-        return [*(str(replace(facts.key, chunk=index)) for index in chunks), str(facts.key)]
-
-    def _chunks(self, facts: EntryFacts, payload: memoryview) -> list[tuple[str, memoryview]]:
-        """Return the chunks of an entry, with their names."""
-        chunks = _grouped(payload, self._chunk_bytes)
-        return list(zip(self._names(facts), chunks, strict=False))
-
-    def _put_all(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
-        """Write entries: chunks, and headers when all of them are there; each confirmed.
-
-        Those that end on the way, for one reason or another, are taken no more.
-        """
-        self._end_bad(worker, puts)
-        self._end_stored(worker, [put for put in puts if put in self._taken])
-        chunks, headers = [], []
-        for put in puts:
-            if put in self._taken:
-                own = [_Part(put, *chunk) for chunk in self._chunks(put.facts, put.payload)]
-                header = self._macs.seal(put.facts, [chunk.content for chunk in own])
-                chunks += own
-                headers.append(_Part(put, str(put.facts.key), memoryview(header)))
-        self._write(worker, chunks, _CHUNKS_AT_ONCE)
-        self._write(worker, headers, _ENTRIES_AT_ONCE)
-        for put in puts:
-            if put in self._taken:
-                self._know(put.facts.key, is_there=True)
-                if put.is_revoked:
-                    self._remove(worker, self._names(put.facts))
-                self._end(put)
-
-    def _end_bad(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
-        """Remove what was found bad under the keys of entries: a store keeps the first bytes."""
-        for put in puts:
-            key = put.facts.key
-            is_gone = key not in self._bad or self._remove(worker, self._names(put.facts))
-            with self._lock:
-                goes_on = is_gone and not put.is_revoked
-                if goes_on:
-                    self._bad.pop(key, None)
-            if not goes_on:
-                self._end(put, Refusal.IO_ERROR, "not_removed")
-
-    def _end_stored(self, worker: _Worker, puts: Sequence[PutJob]) -> None:
-        """End those that somebody has stored meanwhile, or the store does not answer for."""
-        names = [str(put.facts.key) for put in puts]
-        answers = self._call(worker, self.store.exists_many, names)
-        for put, fault in zip(puts, answers, strict=True):
-            if fault is None:
-                self._know(put.facts.key, is_there=True)
-                self._end(put, None, "found_stored")
-            elif fault is not StoreFault.MISSING:
-                self._end(put, _refusal_of(fault), fault.value)
-
-    def _write(self, worker: _Worker, parts: Sequence[_Part], at_once: int) -> None:
-        """Put parts of entries, but none of one that has ended.
+    def _write(self, parts: Sequence[tuple[EntryKey, memoryview]]) -> _Steps:
+        """Put parts of an entry.
 
         That a store took them does not say that they can be found: so it is asked.
         """
-        for group in _grouped(parts, at_once):
-            taken = [part for part in group if part.put in self._taken]
-            buffers = self._buffers(worker, [part.content for part in taken])
-            for part, buffer in zip(taken, buffers, strict=True):
-                _copy(buffer, part.content)
-            names = [part.name for part in taken]
-            answers = self._call(worker, self.store.put_many, names, buffers)
-            self._end_failed(taken, answers, StoreFault.MISSING.value)
-        taken = [part for part in parts if part.put in self._taken]
-        answers = self._call(worker, self.store.exists_many, [part.name for part in taken])
-        self._end_failed(taken, answers, "unconfirmed")
+        puts = [Call(_PUT, part, content) for part, content in parts]
+        asks = [Call(_EXISTS, part) for part, _ in parts]
+        for calls, missing in ((puts, StoreFault.MISSING.value), (asks, "unconfirmed")):
+            faults = yield calls
+            for fault in filter(None, faults):
+                return _refusal_of(fault), missing if fault is StoreFault.MISSING else fault.value
+        return None, ""
 
-    def _end_failed(
-        self, parts: Sequence[_Part], answers: Sequence[StoreFault | None], missing: str
-    ) -> None:
-        """End the puts of parts of which an answer is a fault."""
-        for part, fault in zip(parts, answers, strict=True):
-            if fault is not None and part.put in self._taken:
-                reason = missing if fault is StoreFault.MISSING else fault.value
-                self._end(part.put, _refusal_of(fault), reason)
+    def _parts(self, facts: EntryFacts) -> list[EntryKey]:
+        """Return the keys of an entry's header and of its chunks."""
+        chunks = range(-(-facts.payload_bytes // self._chunk_bytes))
+        return [facts.key, *(replace(facts.key, chunk=index) for index in chunks)]
+
+    def _chunks(self, facts: EntryFacts, payload: memoryview) -> list[tuple[EntryKey, memoryview]]:
+        """Return the chunks of an entry, with their keys."""
+        starts = range(0, facts.payload_bytes, self._chunk_bytes)
+        chunks = [payload[start : start + self._chunk_bytes] for start in starts]
+        return list(zip(self._parts(facts)[1:], chunks, strict=True))
 
     def _buffers(self, worker: _Worker, payloads: list[memoryview]) -> list[memoryview]:
         """Return what a call reads or writes: a disk the payloads, a store a worker's own memory.
@@ -981,10 +976,6 @@ def _copy(into: memoryview, source: memoryview) -> None:
     """Copy bytes, and let other threads run meanwhile, as an assignment to a slice does not."""
     if into is not source:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _grouped(items: Any, count: int) -> list[Any]:
-    return [items[first : first + count] for first in range(0, len(items), count)]
 
 
 def _refusal_of(answer: int | StoreFault, num_bytes: int = 0) -> Refusal:

@@ -1,8 +1,7 @@
-"""The jobs of a lower tier: queued, taken, over, told; and what disk and store do alike."""
+"""The jobs of a lower tier: queued, begun, over, told; and what disk and store do alike."""
 
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 from clocks import ManualClock
@@ -14,7 +13,7 @@ from mamba_cache.errors import InvalidArgumentError, InvariantError
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal, lower
 from mamba_cache.tiers.entry import EntryMacs
-from mamba_cache.tiers.lower import LoadJob, LowerTier, PutJob
+from mamba_cache.tiers.lower import Call, Job, LowerTier, Verb
 
 
 class Idle(LowerTier):
@@ -27,62 +26,63 @@ class Idle(LowerTier):
 @pytest.fixture
 def idle():
     tier = Idle(MemoryStore(), macs=EntryMacs(SECRET), write_on_use=1, max_queued=2)
-    tier._asks.clear()
+    with tier._lock:
+        tier._queues[Verb.ASK].clear()
+        tier._jobs[Verb.ASK].clear()
     yield tier
     tier.close()
 
 
-def put_of(number, answer=None):
-    return PutJob(answer or Answer(), facts_of(number), payload_of(number))
+def add_put(tier, number, answer=None):
+    put = Job(Verb.PUT, answer or Answer(), facts_of(number))
+    with tier._lock:
+        return tier._add_put(put, payload_of(number))
 
 
 def test_an_entry_is_stored_once_at_a_time(idle) -> None:
     """Queued or taken; but not any more while it is told, when the caller may try again."""
     again = []
 
-    def try_again(refusal):
-        with idle._lock:
-            again.append(idle._add_put(put_of(1)))
-
-    put = put_of(1, try_again)
+    assert add_put(idle, 1, lambda refusal: again.append(add_put(idle, 1)))
+    assert not add_put(idle, 1)
     with idle._lock:
-        assert idle._add_put(put)
-        assert not idle._add_put(put_of(1))
-        LowerTier._take_some(idle, idle._workers[0])
-        assert not idle._add_put(put_of(1))
-        idle._workers[0].jobs = ()
-    idle._end(put, Refusal.IO_ERROR, "broken")
+        calls = LowerTier._take_some(idle, idle._workers[0])
+        assert not add_put(idle, 1)
+        idle._workers[0].calls = ()
+        ready = idle._answer(calls, [(Refusal.IO_ERROR, "broken")])
+    idle._go_on(ready)
     assert again == [True]
     assert idle.stats().dropped == {"in_flight": 2, "broken": 1}
     assert idle.stats().puts == 4
 
 
 def test_queues_have_an_end(idle) -> None:
-    with idle._lock:
-        assert [idle._add_put(put_of(number)) for number in range(3)] == [True, True, False]
+    assert [add_put(idle, number) for number in range(3)] == [True, True, False]
     assert idle.stats().dropped == {"queue_full": 1}
     loads = [idle.load(facts_of(1), buffer_for(facts_of(1)), Answer()) for _ in range(3)]
     assert loads == [True, True, False]
 
 
 def breaches_of(tier):
-    """Jobs, for each statement of the invariants, that break it."""
-    facts = facts_of(1)
-    load = LoadJob(Answer(), facts, buffer_for(facts))
-    yield "each job is there once", [load, load], []
-    yield "an entry is stored once at a time", [], [put_of(1), put_of(1)]
-    yield "what is taken is done by a thread", [], [load]
-    yield "loads wait for their chunks", [], [replace(load, num_chunks_left=1)]
+    """Queued calls and jobs, for each statement of the invariants, that break it."""
+    load, puts = Job(Verb.LOAD), [Job(Verb.PUT, None, facts_of(1)) for _ in range(2)]
+    call = Call("get_many_into", job=load)
+    yield "each call is there once", [call, call], []
+    yield "an entry is stored once at a time", [], puts
+    yield "jobs wait for their calls", [call], [load]
+    yield "a job without calls goes on", [], [load]
 
 
 def test_breaches_of_the_invariants_are_noticed(idle) -> None:
-    for statement, queued, taken in breaches_of(idle):
-        idle._loads.extend(queued)
-        idle._taken.update(taken)
+    for statement, calls, jobs in breaches_of(idle):
+        idle._queues[Verb.LOAD].extend(calls)
+        for job in jobs:
+            idle._jobs[job.verb].add(job)
         with pytest.raises(InvariantError, match=statement):
             idle.check_invariants()
-        idle._loads.clear()
-        idle._taken.clear()
+        idle._queues[Verb.LOAD].clear()
+        for job in jobs:
+            idle._jobs[job.verb].remove(job)
     idle.check_invariants()
 
 
@@ -289,7 +289,7 @@ def chunked(opened):
             tier = opened(chunk_bytes=4096, num_readers=num_readers)
         else:
             tier = opened(chunk_bytes=4096, num_threads=num_readers + 1)
-        tier._max_reads_at_once = 1
+        tier._max_bytes[Verb.LOAD] = 1
         assert [put(tier, number) for number in range(4)] == [None] * 4
         return tier
 

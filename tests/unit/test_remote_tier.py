@@ -15,8 +15,8 @@ from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal, lower
-from mamba_cache.tiers.entry import EntryKind, EntryMacs
-from mamba_cache.tiers.lower import LowerTier, PutJob
+from mamba_cache.tiers.entry import HEADER_BYTES, EntryKind, EntryMacs
+from mamba_cache.tiers.lower import Job, LowerTier, Verb
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
 
@@ -280,7 +280,7 @@ def test_a_call_that_hangs_is_given_up_and_its_memory_is_never_used_before_it_re
     answer, into = Answer(), buffer_for(facts_of(1))
     assert bench.tier.load(facts_of(1), into, answer)
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
-    [memory] = [each.memory for each in bench.tier._workers if each.jobs]
+    [memory] = [each.memory for each in bench.tier._workers if each.calls]
     bench.turn(1.75)
     assert not answer.calls
     bench.turn(0.25)
@@ -464,22 +464,22 @@ def test_a_store_that_was_given_is_not_closed(bench) -> None:
 
 def test_of_many_puts_a_thread_takes_some(bench) -> None:
     """So that the others have something to do, and nobody waits for all of them."""
-    bench.tier._max_puts_at_once = 2
+    bench.tier._max_jobs = 2
     bench.faulty.inject("exists_many", Trouble.HANG)
     bench.faulty.inject("put_many", Trouble.HANG)
     answers = [Answer() for _ in range(9)]
     with bench.tier._lock:
         for number, answer in enumerate(answers):
-            bench.tier._add_put(PutJob(answer, facts_of(number), payload_of(number)))
-    wait_until(lambda: sum(bool(each.jobs) for each in bench.tier._workers) == 3)
-    assert sorted(len(each.jobs) for each in bench.tier._workers) == [0, 2, 2, 2]
+            bench.tier._add_put(Job(Verb.PUT, answer, facts_of(number)), payload_of(number))
+    wait_until(lambda: sum(bool(each.calls) for each in bench.tier._workers) == 3)
+    assert sorted(len(each.calls) for each in bench.tier._workers) == [0, 2, 2, 2]
     bench.faulty.heal()
     assert [answer.get() for answer in answers] == [None] * 9
 
 
 def test_of_an_entry_that_failed_no_more_chunks_are_put(monkeypatch) -> None:
-    """It has 18 chunks, of which a call moves eight."""
-    bench = Bench(monkeypatch, chunk_bytes=512)
+    """It has 18 chunks, of which a call moves eight, and one thread writes."""
+    bench = Bench(monkeypatch, chunk_bytes=512, num_threads=2)
     first = f"{facts_of(1).key}/0"
     bench.faulty.inject("put_many", Trouble.FAIL, fault=StoreFault.FULL, matches=first.__eq__)
     calls = calls_of(bench)
@@ -496,17 +496,22 @@ def test_of_what_was_learnt_the_oldest_is_forgotten(bench, monkeypatch) -> None:
     assert bench.tier.has_many(keys) == [False, True, True]
 
 
-def test_what_a_store_writes_after_it_has_answered_is_noticed(bench, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "refusal"), [(HEADER_BYTES, Refusal.MAGIC), (CHUNK_BYTES, Refusal.MAC)]
+)
+def test_what_a_store_writes_after_it_has_answered_is_noticed(
+    bench, monkeypatch, num_bytes, refusal
+) -> None:
     """Also if it does so between the comparison and the copy."""
     bench.put(1)
     copy = lower._copy
 
     def late(into, source):
-        source[0] ^= 1
+        source[0] ^= len(source) == num_bytes
         copy(into, source)
 
     monkeypatch.setattr(lower, "_copy", late)
-    assert bench.load(1) is Refusal.MAC
+    assert bench.load(1) is refusal
 
 
 def test_its_own_store_is_closed_also_as_the_interpreter_ends(monkeypatch) -> None:
@@ -565,7 +570,7 @@ def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) ->
     bench.faulty.inject("get_many_into", Trouble.HANG)
     assert bench.tier.load(facts_of(1), buffer_for(facts_of(1)), lambda _: None)
     wait_until(lambda: bench.faulty.injected[HANGS] == 1)
-    [memory] = [each.memory for each in bench.tier._workers if each.jobs]
+    [memory] = [each.memory for each in bench.tier._workers if each.calls]
     bench.tier.close()
     assert bench.memory.registered == [memory.data]
     bench.faulty.heal()

@@ -8,6 +8,7 @@ from remote_rig import Bench, wait_until
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal
 from mamba_cache.tiers.disk import DiskStore
+from mamba_cache.tiers.lower import Verb
 
 WRONG, OTHER = facts_of(1), facts_of(2)
 
@@ -25,7 +26,7 @@ def test_a_wrong_entry_that_is_just_written_is_not_stored(tmp_path, monkeypatch,
         payload = payload_of(1 if facts is WRONG else 2)
         assert disk.put(facts, payload, answer)
         gate.wait_for(1)
-        assert len(disk._puts) == number - 1
+        assert sum(not job.is_begun for job in disk._jobs[Verb.PUT]) == number - 1
     disk.remove(WRONG.key)
     gate.open()
     assert answers.pop(WRONG).get() is Refusal.ABORTED
@@ -94,7 +95,7 @@ def test_a_wrong_entry_that_is_just_put_is_not_stored(bench, call, is_taken) -> 
         assert bench.tier.put(facts, payload_of(1 if facts is WRONG else 2), answer)
         wait_until(lambda: bench.faulty.injected[call, Trouble.HANG] == 1)
     bench.tier.remove(WRONG.key)
-    wait_until(lambda: not bench.tier._removals)
+    wait_until(lambda: not bench.tier._queues[Verb.REMOVE])
     bench.faulty.release()
     assert answers.pop(WRONG).get() is Refusal.ABORTED
     assert all(answer.get() is None for answer in answers.values())
