@@ -16,6 +16,7 @@ __all__ = [
     "as_ints",
     "as_items",
     "check_choice",
+    "check_clock",
     "check_hashable",
     "check_int",
     "check_kind",
@@ -72,6 +73,12 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> str:
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgumentError(f"{name} must be one of {list(choices)}, got {value!r}")
     return value
+
+
+def check_clock(clock: object) -> None:
+    """Check that ``clock`` can be asked for the time."""
+    if not callable(clock):
+        raise InvalidArgumentError(f"clock must return seconds when it is called, got {clock!r}")
 
 
 def check_secret(name: str, secret: object) -> bytes | None:

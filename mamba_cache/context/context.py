@@ -16,7 +16,14 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from mamba_cache._checks import INT32_MAX, as_items, check_int, check_kind, check_number
+from mamba_cache._checks import (
+    INT32_MAX,
+    as_items,
+    check_clock,
+    check_int,
+    check_kind,
+    check_number,
+)
 from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import outside_inference_mode
 from mamba_cache.cache import (
@@ -195,10 +202,7 @@ class DynamicInferenceContext:
         placement = check_placement(placement)
         if str(device) == "meta":
             raise InvalidArgumentError("device 'meta' cannot be used: its tensors hold nothing")
-        if not callable(clock):
-            raise InvalidArgumentError(
-                f"clock must return seconds when it is called, got {clock!r}"
-            )
+        check_clock(clock)
         if agreement is not None and not callable(getattr(agreement, "largest", None)):
             raise InvalidArgumentError(
                 f"agreement must be a RankAgreement, got {agreement!r}: GroupAgreement is one"

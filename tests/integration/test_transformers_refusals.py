@@ -44,6 +44,7 @@ SETTINGS = [
     ({"hash_secret": "text"}, "hash_secret must be bytes, .* got str"),
     ({"max_pinned_share": 2}, "max_pinned_share must be a number in"),
     ({"variant": ""}, "variant must be a str that is not empty"),
+    ({"clock": 5}, "clock must return seconds when it is called, got 5"),
     ({"verify_hits": 2}, "verify_hits"),
     ({"placement": LastBlock}, r"placement must be .* EveryNthBlock\(4\), got"),
     ({"slot_policy": "oldest"}, "slot_policy must be one of .*'adaptive'.*, got 'oldest'"),

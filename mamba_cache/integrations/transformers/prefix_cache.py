@@ -18,6 +18,7 @@ import torch
 from mamba_cache._checks import (
     as_items,
     check_choice,
+    check_clock,
     check_int,
     check_kind,
     check_number,
@@ -213,7 +214,7 @@ class PrefixCache:
     ) -> None:
         settings = {**vars()}  # all arguments, by their names
         del settings["self"]
-        settings["placement"] = BranchPoint() if placement is None else check_placement(placement)
+        settings["placement"] = BranchPoint() if placement is None else placement
         self._guard = CallGuard(self, take_back=self._take_back, heal=self._heal)
         self._bypasses: Counter[str] = Counter()
         self._skipped_before = 0
@@ -1050,6 +1051,10 @@ def check_settings(settings: Mapping[str, Any]) -> CacheConfig:
         raise InvalidArgumentError(
             "store needs hash_secret, the same bytes in all processes that share it"
         )
+    _read_policy(settings["slot_policy"], _MIN_SLOTS)
+    check_placement(settings["placement"])
+    check_clock(settings["clock"])
+    check_variant(settings["variant"])
     check_kind("cuda_graphs", settings["cuda_graphs"], bool)
     check_choice("weights_check", settings["weights_check"], get_args(WeightsCheck))
     segment, block = settings["segment_tokens"], settings["block_size_tokens"]

@@ -32,6 +32,7 @@ from mamba_cache.integrations.transformers.serve.requests import (
     salt_of,
     salt_values,
 )
+from mamba_cache.stores import open_store
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -86,7 +87,7 @@ def install(
         InvalidArgumentError: A setting is out of range, whatever the model; or an endpoint cannot
             be used.
         StepOrderError: It is installed already; ``uninstall`` first.
-        MissingExtraError: Something that the extra ``serve`` brings is not installed.
+        MissingExtraError: Something that the extra ``serve``, or the store, needs is not installed.
         UnsupportedVersionError: This version of transformers has no such server; the message says
             what it lacks. Nothing was replaced.
     """
@@ -109,6 +110,8 @@ def install(
     if _originals:
         raise StepOrderError("prefix caches are installed already: call uninstall() first")
     _check_extra()
+    if isinstance(settings.get("store"), str):
+        open_store(settings["store"]).close()
     found = [(*_find(path), substitute) for path, substitute in _REPLACEMENTS.items()]
     events = {"replay_endpoint": events_replay_endpoint, "mode": events_mode}
     served = ServedModels(
