@@ -254,7 +254,7 @@ class Batcher:
         "__child#0" and so on after it.
         """
         key = self._runner.fingerprint.key
-        request = self._store.request(prompt, key, self._num_requests, **fields)
+        request = self._store.request(prompt, key, request_id, **fields)  # as messages name it
         prepared = self.context.prepare(request)
         longest = self._longest_beside_pins(prepared)
         size, least = self.context.block_size_tokens, self.context.config.min_computed_tokens
