@@ -258,7 +258,6 @@ class PrefixIndex:
         placement: CheckpointPlacement,
         counters: Counter[str],
         tiers: TierOffers,
-        refuses_states: bool,
     ) -> None:
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -266,7 +265,7 @@ class PrefixIndex:
         self._placement = placement
         self._counters = counters
         self.tiers = tiers
-        self.refuses_states = refuses_states  # whether the policy may
+        self.refuses_states = True  # whether the policy may
 
     def match(
         self, hashes: BlockHashes, prompt_tokens: int, min_computed_tokens: int

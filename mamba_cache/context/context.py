@@ -290,14 +290,13 @@ class DynamicInferenceContext:
             )
         own = None if self._verifier is None else self._verifier.admitted
         self._on_admitted = [each for each in (own, memory.on_admitted) if each is not None]
-        self._index = PrefixIndex(
+        self._index = memory.index or PrefixIndex(
             self.kv_block_allocator,
             slots,
             block_size_tokens=config.block_size_tokens,
             placement=placement,
             counters=self._counters,
             tiers=self._tiering,
-            refuses_states=memory.refuses_states,
         )
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}

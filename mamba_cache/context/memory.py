@@ -23,6 +23,7 @@ from mamba_cache.cache import (
     SlotLease,
     SlotPool,
 )
+from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.errors import (
@@ -224,7 +225,7 @@ class CacheMemory:
     pins: Pins
     counters: Counter[str] = field(default_factory=Counter)
     on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
-    refuses_states: bool = True  # whether the policy may; not where each state is copied elsewhere
+    index: PrefixIndex | None = None  # over both, the owner's; None: the context makes one
 
 
 def make_memory(

@@ -456,13 +456,16 @@ class Tiering:
         jobs: list[CopyJob] = []
         taken: list[_Offer] = []
         for offer in self._offers:
+            if not self._is_there(offer):
+                self.host.dropped["gone"] += 1
+                continue
             if len(jobs) >= room:
                 self.host.dropped["queue_full"] += 1
                 continue
             offer.lease = self.host.reserve(offer.facts, proposal=offer.proposal)
             if offer.lease is None:
                 continue
-            if offer.proposal is not None and self._is_there(offer):
+            if offer.proposal is not None:
                 self._pin(offer)
             taken.append(offer)
             jobs.append(CopyJob(offer.facts.key.kind, offer.place, offer.lease.row))

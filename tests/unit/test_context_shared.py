@@ -9,8 +9,11 @@ from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
 from slot_rig import Listening
 
 from mamba_cache.cache import KVBlockAllocator
+from mamba_cache.cache.placement import check_placement
+from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.memory import CacheMemory, Pins
+from mamba_cache.context.tiering import NoTiers
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Stored
 from mamba_cache.slots import MambaSlotAllocator
@@ -102,8 +105,17 @@ def test_observers_are_told_what_a_request_says(tells):
 @pytest.mark.parametrize("refuses", [True, False])
 def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     policy = Listening()
-    store = replace(make_store(policy=policy), refuses_states=refuses)
-    context = embed(store)
+    store = make_store(policy=policy)
+    index = PrefixIndex(
+        store.slots.kv_blocks,
+        store.slots,
+        block_size_tokens=BLOCK,
+        placement=check_placement(None),
+        counters=store.counters,
+        tiers=NoTiers(),
+    )
+    index.refuses_states = refuses
+    context = embed(replace(store, index=index))
     answer = generate(context, PROMPT, BLOCK + 2, will_continue=True, source="x")[0]
     assert answer == generate(make_context(), PROMPT, BLOCK + 2)[0]
     context.check_invariants()

@@ -135,7 +135,6 @@ class PrefixStore:
             placement=self.placement,
             counters=self.counters,
             tiers=NoTiers(),
-            refuses_states=True,
         )
 
     @property
@@ -179,7 +178,7 @@ class PrefixStore:
             counters=self.counters,
             on_admitted=None if self.verifier is None else self.verifier.admitted,
             pins=self.pins,
-            refuses_states=self.index.refuses_states,
+            index=self.index,
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from mamba_cache._extras import installed_version
 from mamba_cache._guard import weak_callback
-from mamba_cache.cache import BlockHashes, ExtraKey
+from mamba_cache.cache import ExtraKey
 from mamba_cache.cache.sequence import CachedSequence, Checkpoint, PrefixMatch
 from mamba_cache.context.prefetch import Prefetch, PromptEntries
 from mamba_cache.context.requests import PlannedLoad
@@ -126,19 +126,6 @@ class PrefixTiers(Tiering):
         # Not what is computed in dtypes of its own: others would not find it as it is.
         is_alike = self._key not in self._store.live_dtypes
         return self._key is not None and is_alike
-
-    def offer_cached(self, hashes: BlockHashes) -> None:
-        """Offer what is cached of a sequence's whole blocks, and the host tier has not."""
-        store, entries = self._store, self.entries(hashes, None)
-        for index, digest in enumerate(hashes.digests if self._takes_offers else ()):
-            block = store.kv_blocks.find_block(digest)
-            if block is None:
-                return
-            if self._has_kv and not self.host.has(EntryKind.KV, digest):
-                self.offer_entry(block, entries.facts(EntryKind.KV, index))
-            slot = store.slots.get_slot(block)
-            if slot >= 0 and not self.host.has(EntryKind.STATE, digest):
-                self.offer_entry(slot, entries.facts(EntryKind.STATE, index))
 
     def _entries(self, sequence: CachedSequence) -> PromptEntries:
         return self.entries(sequence.hashes, None)  # digests have the salt

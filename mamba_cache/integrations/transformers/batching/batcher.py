@@ -178,7 +178,6 @@ class Batcher:
             layout.state_spec,
             layout.kv_spec(),
             device=layout.device,
-            placement=store.placement,
             shared=store.share(),
         )
         self.counts: Counter[str] = Counter()  # by the fields of ``BatchStats``
@@ -360,7 +359,6 @@ class Batcher:
         """End the call; its cached prefixes stay findable."""
         for one in self._rows:
             if not one.is_over:
-                self._offer(one)
                 self.end(one)
         self._rows = []
         if self._store.tiers is not None:
@@ -656,7 +654,6 @@ class Batcher:
         over = []
         for request, value in [*zip(sampled, values, strict=True), *forks]:
             if self._take(request, value):
-                self._offer(request)
                 self.end(request)
                 over.append(request)
         tiers = self._store.tiers
@@ -669,14 +666,6 @@ class Batcher:
                 "call reset(), for what is cached may come from both models"
             )
         return over
-
-    def _offer(self, request: BatchRequest) -> None:
-        """Offer what a request has computed to the tiers below, if there are some."""
-        if self._store.tiers is None:
-            return
-        tokens, chain = [*request.prompt, *request.answer], request.prepared.chain.copy()
-        chain.append(tokens[chain.num_tokens :])
-        self._store.tiers.offer_cached(chain.hashes)
 
     def _take(self, request: BatchRequest, token: int) -> bool:
         """Append a token to an answer; return whether it is the last one."""
