@@ -467,7 +467,7 @@ class KVBlockAllocator:
             if leaf or self._leaves:
                 block_id, priority = self._leaves.push_pop(*leaf) if leaf else self._leaves.pop()
                 leaf = None
-                if slots is not None and slots.holds_state(block_id):
+                if slots is not None and slots.slot_of(block_id) >= 0:
                     continue  # the slots know of it
             if slots is not None and priority >= _LAST_RESORT:
                 chosen = slots.free_cheapest(self._leaves_of)
@@ -552,7 +552,7 @@ class KVBlockAllocator:
             "cached blocks are counted right": self._num_cached == len(cached),
             "the queue holds exactly the cached blocks without cached children": (
                 len(self._leaves) == len(leaves) - len(missing)
-                and all(slots is not None and slots.holds_state(b) for b in missing)
+                and all(slots is not None and slots.slot_of(b) >= 0 for b in missing)
             ),
         }
         require_all(statements | self._rows.statements())

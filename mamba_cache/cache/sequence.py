@@ -287,7 +287,7 @@ class PrefixIndex:
 
     def announce(self, sequence: CachedSequence, max_skipped: int) -> None:
         """Tell the policies of a sequence that was just matched, if they know prompts."""
-        if not self._slots.knows_prompts:  # then no policy of a tier does
+        if self._slots.prompt_policy is None:  # then no policy of a tier does
             return
         request = sequence.request
         facts = PromptFacts(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ids, as_ints, as_items, check_int, require_all
+from mamba_cache._checks import INT32_MAX, as_ids, as_ints, check_int, require_all
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.policies import (
@@ -25,7 +25,6 @@ from mamba_cache.cache.rows import Rows, as_rows
 from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
-    MissingStateError,
     UnknownBlockError,
 )
 from mamba_cache.events import Listeners, Removed, Stored
@@ -80,6 +79,7 @@ class SlotPool:
         listeners: Those of a ``KVBlockAllocator``, which get ``Stored`` and ``Removed`` for states
             of its registered blocks. Over other KV blocks nothing is told.
         policy: As given.
+        prompt_policy: The same policy, if it is one that knows prompts; else None.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
         block_to_slot: [num_blocks] int32, CPU. The slot that caches each block, -1 for none.
         slot_to_block: [max_slots] int32, CPU. The block that each slot caches, -1 for none.
@@ -117,7 +117,7 @@ class SlotPool:
         self.num_blocks = check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)
         self.kv_blocks = kv_blocks
         self.policy = LruSlotPolicy() if policy is None else check_policy(policy)
-        self._prefix_policy = self.policy if isinstance(self.policy, PrefixSlotPolicy) else None
+        self.prompt_policy = self.policy if isinstance(self.policy, PrefixSlotPolicy) else None
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
         self._index = kv_blocks if isinstance(kv_blocks, KVBlockAllocator) else None
@@ -194,66 +194,6 @@ class SlotPool:
         """
         return self.get_slot(block_id) >= 0
 
-    def holds_state(self, block_id: int) -> bool:
-        """Say whether the state of a block of the pool is cached; for its allocator."""
-        return self._slot_at[block_id] >= 0
-
-    def free_cheapest(
-        self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-    ) -> int | None:
-        """Free the state whose loss frees KV blocks most cheaply; for the blocks' allocator.
-
-        ``leaves_of`` returns those of [n] blocks that can go. Returns the block whose state it was;
-        None if none of them has one.
-        """
-        assert self._prefix_policy is not None
-        blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])
-        if not len(blocks):
-            return None
-        slots = self._block_to_slot.take(blocks).astype(np.int64)
-        block_id: int = blocks.item(self._prefix_policy.least_loss(slots))
-        self.free_states([block_id])
-        return block_id
-
-    @query
-    def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
-        """Return how many of consecutive blocks lie before the farthest state, its own included.
-
-        Args:
-            block_ids: The blocks of a prefix, as the KV blocks' owner found them.
-
-        Returns:
-            0 if none of them has a state.
-        """
-        if not block_ids:
-            return 0
-        with_state = np.flatnonzero(self._block_to_slot[list(block_ids)] >= 0)
-        return int(with_state[-1]) + 1 if len(with_state) else 0
-
-    @query
-    def can_reserve(self, block_id: int | None, kept: Sequence[int]) -> bool:
-        """Say whether ``reserve_slots`` would give a block a slot, were no policy asked.
-
-        Args:
-            block_id: The block; None: one that is still to be allocated.
-            kept: Blocks that will be held by then, with the states that they have.
-        """
-        if block_id is not None and (block_id in self._awaited or self.has_state(block_id)):
-            return False
-        return self.free_count > 0 or len(self._evictable(kept)) > 0
-
-    @query
-    def is_current(self, lease: SlotLease) -> bool:
-        """Say whether a lease's slot still holds the state that was pinned.
-
-        Raises:
-            InvalidArgumentError: It is no lease, or its slot is outside the pool.
-        """
-        if not isinstance(lease, SlotLease):
-            raise InvalidArgumentError(f"give a SlotLease, got {lease!r}")
-        [slot] = as_ids("slots", [lease.slot], self.max_slots)
-        return self._lease(slot) == lease
-
     @guarded(nests=True)
     def reserve_slots(
         self,
@@ -289,7 +229,7 @@ class SlotPool:
         new = [b for b in wanted if slot_at[b] < 0 and b not in awaited]
         if not new:
             return [None] * len(ids)
-        policy = self._prefix_policy if proposals is not None else None
+        policy = self.prompt_policy if proposals is not None else None
         if policy is None:
             victims = self._choose_victims(len(new) - self.free_count, protected=ids)
         else:
@@ -377,10 +317,10 @@ class SlotPool:
     def _note_stored(self, stored: dict[int, int]) -> None:
         """Tell the policy and the listeners of states: the tokens before each, by slot."""
         slots, prefix_tokens = list(stored), list(stored.values())
-        if self._prefix_policy is not None:
+        if self.prompt_policy is not None:
             hashes = as_host_array(self.kv_blocks.block_hashes)
             hash_ids = [hashes.item(self._block_at[slot]) for slot in slots]
-            self._prefix_policy.on_published(slots, hash_ids, prefix_tokens)
+            self.prompt_policy.on_published(slots, hash_ids, prefix_tokens)
         else:
             self.policy.on_stored(slots)
         self._put(Stored, slots)
@@ -405,87 +345,13 @@ class SlotPool:
 
     def _release(self, slots: Sequence[int]) -> None:
         """Tell a policy that knows prompts of slots that hold or await no state any more."""
-        if self._prefix_policy is not None:
-            self._prefix_policy.on_removed(slots)
+        if self.prompt_policy is not None:
+            self.prompt_policy.on_removed(slots)
 
-    @guarded(nests=True)
-    def pin_slots(self, slots: Sequence[int]) -> list[SlotLease]:
-        """Keep cached slots from eviction, as between matching a state and restoring it.
-
-        Returns:
-            A lease for each, to be given to ``unpin_slots``. ``is_current`` tells whether the
-            state is still there: ``invalidate_block`` frees pinned slots too.
-
-        Raises:
-            InvalidArgumentError: A slot is outside the pool.
-            MissingStateError: A slot is not cached. Nothing was pinned.
-        """
-        read = as_ids("slots", slots, self.max_slots)
-        empty = [slot for slot in read if self._slot_to_block[slot] < 0]
-        if empty:
-            raise MissingStateError(f"only cached slots can be pinned; {empty} hold no state")
-        self._guard.is_changing = True
-        self._rows.hold(read, as_rows(read))
-        return [self._lease(slot) for slot in read]
-
-    def _lease(self, slot: int) -> SlotLease:
-        return SlotLease(slot, self._block_at[slot], self.generations.item(slot))
-
-    @guarded(nests=True)
-    def unpin_slots(self, leases: Sequence[SlotLease]) -> None:
-        """End leases; one whose state is gone is passed over.
-
-        Raises:
-            DoubleFreeError: A lease was given back more often than it was taken.
-            InvalidArgumentError: One is no lease, or its slot is outside the pool.
-        """
-        current = [x.slot for x in as_items("leases", leases, "leases") if self.is_current(x)]
-        self._guard.is_changing = True
-        self._rows.release(current, as_rows(current))
-
-    @query
-    def leases_of(self, slots: Sequence[int]) -> list[SlotLease | None]:
-        """Name the states that slots cache, without keeping them; None where there is none.
-
-        Raises:
-            InvalidArgumentError: A slot is outside the pool.
-        """
-        return [
-            None if self._block_at[slot] < 0 else self._lease(slot)
-            for slot in as_ids("slots", slots, self.max_slots)
-        ]
-
-    @guarded(nests=True)
-    def free_unread(self, leases: Sequence[SlotLease]) -> None:
-        """Free the states that leases name, but for those that are gone or being read.
-
-        Raises:
-            InvalidArgumentError: One is no lease, or its slot is outside the pool.
-        """
-        current = [x for x in as_items("leases", leases, "leases") if self.is_current(x)]
-        self._guard.is_changing = True
-        self.free_states([x.block_id for x in current if not self._rows.ref_at[x.slot]])
-        self.listeners.tell()
-
-    @guarded(nests=True)
-    def note_consumed(self, slots: Sequence[int]) -> None:
-        """Tell the policy that the states in these slots were used by a hit.
-
-        Raises:
-            InvalidArgumentError: A slot is outside the pool.
-        """
-        self.policy.on_consumed(as_ids("slots", slots, self.max_slots))
-
-    @guarded(nests=True)
+    @guarded(nests=True, changes=True)
     def begin_request(self, facts: PromptFacts) -> Any:
         """Tell a policy that knows prompts of a request; return what stands for its prompt."""
-        self._guard.is_changing = True
-        return None if self._prefix_policy is None else self._prefix_policy.on_request(facts)
-
-    @property
-    def knows_prompts(self) -> bool:
-        """Whether the policy is one that must be told of requests."""
-        return self._prefix_policy is not None
+        return None if self.prompt_policy is None else self.prompt_policy.on_request(facts)
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:
@@ -577,10 +443,82 @@ class SlotPool:
             ),
         }
         require_all(statements | self._rows.statements())
-        if self._prefix_policy is not None:
-            self._prefix_policy.check_invariants([*cached.tolist(), *self.reserved])
+        if self.prompt_policy is not None:
+            self.prompt_policy.check_invariants([*cached.tolist(), *self.reserved])
 
     # What follows trusts its arguments, and that the guard knows of the change.
+
+    def slot_of(self, block_id: int) -> int:
+        """Return the slot that caches a block's state, or -1."""
+        return self._slot_at[block_id]
+
+    def pin(self, slot: int) -> SlotLease:
+        """Keep a cached slot from eviction, as between matching a state and restoring it.
+
+        ``is_current`` tells whether the state is still there: ``invalidate_block`` frees pinned
+        slots too.
+        """
+        self._rows.ref_at[slot] += 1
+        return self.lease_of(slot)
+
+    def unpin(self, lease: SlotLease) -> None:
+        """End a lease; one whose state is gone is passed over.
+
+        Raises:
+            DoubleFreeError: It was given back before.
+        """
+        if self.is_current(lease):
+            if not self._rows.ref_at[lease.slot]:
+                raise DoubleFreeError(f"slot {lease.slot} is not pinned")
+            self._rows.ref_at[lease.slot] -= 1
+
+    def lease_of(self, slot: int) -> SlotLease:
+        """Name what a slot holds, without keeping it."""
+        return SlotLease(slot, self._block_at[slot], self.generations.item(slot))
+
+    def is_current(self, lease: SlotLease) -> bool:
+        """Say whether a lease's slot still holds the state that it names."""
+        return lease.block_id >= 0 and self.lease_of(lease.slot) == lease
+
+    def free_unread(self, leases: Iterable[SlotLease]) -> None:
+        """Free the states that leases name, but for those that are gone or being read."""
+        current = [x for x in leases if self.is_current(x)]
+        self.free_states([x.block_id for x in current if not self._rows.ref_at[x.slot]])
+        self.listeners.tell()
+
+    def free_cheapest(
+        self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+    ) -> int | None:
+        """Free the state whose loss frees KV blocks most cheaply; for the blocks' allocator.
+
+        ``leaves_of`` returns those of [n] blocks that can go. Returns the block whose state it was;
+        None if none of them has one.
+        """
+        assert self.prompt_policy is not None
+        blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])
+        if not len(blocks):
+            return None
+        slots = self._block_to_slot.take(blocks).astype(np.int64)
+        block_id: int = blocks.item(self.prompt_policy.least_loss(slots))
+        self.free_states([block_id])
+        return block_id
+
+    def num_blocks_to_state(self, block_ids: Sequence[int]) -> int:
+        """Return how many of consecutive blocks lie before the farthest state, its own included."""
+        if not block_ids:
+            return 0
+        with_state = np.flatnonzero(self._block_to_slot[list(block_ids)] >= 0)
+        return int(with_state[-1]) + 1 if len(with_state) else 0
+
+    def can_reserve(self, block_id: int | None, kept: Sequence[int]) -> bool:
+        """Say whether ``reserve_slots`` would give a block a slot, were no policy asked.
+
+        None is a block still to be allocated; ``kept`` are blocks that will be held by then, with
+        the states that they have.
+        """
+        if block_id is not None and (block_id in self._awaited or self.slot_of(block_id) >= 0):
+            return False
+        return self.free_count > 0 or len(self._evictable(kept)) > 0
 
     def _block_ids(self, block_ids: Iterable[Any]) -> list[int]:
         return as_ids("block ids", block_ids, self.num_blocks, error=UnknownBlockError)

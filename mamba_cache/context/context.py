@@ -484,8 +484,9 @@ class DynamicInferenceContext:
         start, lease = match.skip_tokens, None
         try:
             num_tokens = self._chunk_tokens(active, start, chunk_tokens)
-            if load is None:
-                lease = self._pin(match.block_ids, match.state_matched_blocks)
+            if load is None and match.state_matched_blocks:
+                state_block = match.block_ids[match.state_matched_blocks - 1]
+                lease = self.slot_allocator.pin(self.slot_allocator.slot_of(state_block))
             row = table.take(match.block_ids, start + num_tokens, active.request_id)
         except BaseException:
             self._give_back(lease, load)
@@ -577,18 +578,10 @@ class DynamicInferenceContext:
             [(a, where, [tables.item(a.row, p // size - 1) for p in where]) for a, where in wanted]
         )
 
-    def _pin(self, blocks: Sequence[int], state_blocks: int) -> SlotLease | None:
-        """Keep the state that a request resumes from, if there is one."""
-        if not state_blocks:
-            return None
-        return self.slot_allocator.pin_slots(
-            [self.slot_allocator.get_slot(blocks[state_blocks - 1])]
-        )[0]
-
     def _give_back(self, lease: SlotLease | None, load: PlannedLoad | None) -> None:
         """Give back what a first chunk resumes from."""
         if lease is not None:
-            self.slot_allocator.unpin_slots([lease])
+            self.slot_allocator.unpin(lease)
         if load is not None:
             self._tiering.cancel(load)
 
@@ -980,12 +973,12 @@ class DynamicInferenceContext:
         any length. States that somebody asked for by position stay, and so do those that other
         requests have used or are about to.
         """
-        newest = self.slot_allocator.leases_of([checkpoint.slot for _, checkpoint in saved])
         superseded: list[SlotLease] = []
-        for (active, checkpoint), lease in zip(saved, newest, strict=True):
+        for active, checkpoint in saved:
             if checkpoint.position in active.wanted_boundaries:
                 continue
-            # None if another request had saved it before.
+            # Of an empty slot if another request had saved it before.
+            lease = self.slot_allocator.lease_of(checkpoint.slot)
             old, active.decode_lease = active.decode_lease, lease
             if old is not None and self._consumed.get(old.slot) != old:
                 superseded.append(old)
@@ -1001,11 +994,11 @@ class DynamicInferenceContext:
             table.num_computed[chunk.row] = chunk.end
             if chunk.lease is not None:
                 self._consumed[chunk.lease.slot] = chunk.lease
-                self.slot_allocator.note_consumed([chunk.lease.slot])
+                self.slot_allocator.policy.on_consumed([chunk.lease.slot])
         self._publish([(a, c.checkpoints) for a, c in zip(prefills, chunks, strict=True)])
         for active, chunk in zip(prefills, chunks, strict=True):
             if chunk.lease is not None:
-                self.slot_allocator.unpin_slots([chunk.lease])  # it may be evicted from now on
+                self.slot_allocator.unpin(chunk.lease)  # it may be evicted from now on
             active.chunk = None
             status = RequestStatus.DECODING if chunk.samples else RequestStatus.PREFILLING
             table.set_status(active, status)

@@ -131,15 +131,15 @@ class Pins:
             )
         self.expire()
         blocks = np.array(block_ids, np.intp)
-        slot = self._slots.get_slot(block_ids[-1])
+        slot = self._slots.slot_of(block_ids[-1])
         self._check_share(blocks, slot)
         expires_at = None if ttl_seconds is None else self._clock() + ttl_seconds
         self._guard.is_changing = True
-        [lease] = self._slots.pin_slots([slot])
+        lease = self._slots.pin(slot)
         try:
             self._kv_blocks.retain_memory_blocks(block_ids)
         except BaseException:
-            self._slots.unpin_slots([lease])
+            self._slots.unpin(lease)
             raise
         pin = Pin(num_tokens, expires_at, lease, tuple(block_ids))
         self._slots.pin_references = self.references
@@ -205,7 +205,7 @@ class Pins:
     def _end(self, pin: Pin) -> None:
         self._guard.is_changing = True
         del self._pins[pin]
-        self._slots.unpin_slots([pin._lease])
+        self._slots.unpin(pin._lease)
         self._look_ahead()
         self.references[list(pin._block_ids)] -= 1
         self._kv_blocks.release_memory_blocks(pin._block_ids)
@@ -272,7 +272,7 @@ def make_memory(
         policy=policy,
         quantization=quantization,
     )
-    if slots.knows_prompts:
+    if slots.prompt_policy is not None:
         kv_blocks.ask_states()
     pins = Pins(kv_blocks, slots, max_share=config.max_pinned_share, clock=clock)
     return CacheMemory(slots=slots, kv_cache=kv_cache, pins=pins)

@@ -605,12 +605,12 @@ class Tiering:
 
     def _pin(self, offer: _Offer) -> None:
         if self._agreement is None and len(self.pins) < self._most_pins:
-            [offer.pin] = self._slots.pin_slots([offer.place])
+            offer.pin = self._slots.pin(offer.place)
 
     def _unpin(self, offer: _Offer) -> None:
         pin, offer.pin = offer.pin, None
         if pin is not None:
-            self._slots.unpin_slots([pin])
+            self._slots.unpin(pin)
 
     def _on_removed(self, event: Removed) -> None:
         """Have spills of removed blocks not count."""

@@ -124,7 +124,7 @@ def replay(
         count_admission(store.counters, record.match)
         start = record.match.skip_tokens
         if start:
-            store.slots.note_consumed([store.slots.get_slot(record.restored_blocks[-1])])
+            store.slots.policy.on_consumed([store.slots.slot_of(record.restored_blocks[-1])])
         store.index.announce(record.sequence, num_tokens - 1)
         record.positions = {p for p in store.index.positions(record.sequence) if p > start}
         record.captured = inside = {p for p in record.positions if p < num_tokens}

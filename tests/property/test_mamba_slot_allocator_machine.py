@@ -33,7 +33,6 @@ from mamba_cache.errors import (
     DoubleFreeError,
     InvalidArgumentError,
     MambaSlotCapacityError,
-    MissingStateError,
     UnknownBlockError,
 )
 from mamba_cache.states import PAD_SLOT_ID, ZERO_SOURCE
@@ -198,7 +197,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         assert len([s for s in got if s is not None]) == len(kept)
         self.reserved.update((slot, block) for block, slot in taken.items())
 
-    @precondition(lambda self: self.allocator.knows_prompts)
+    @precondition(lambda self: self.allocator.prompt_policy is not None)
     @rule(
         wanted=st.lists(blocks, min_size=1, max_size=3, unique=True),
         length=st.integers(3, 6),
@@ -355,33 +354,32 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cached)
     @rule(data=st.data())
     def pin(self, data):
-        self.leases += self.allocator.pin_slots([data.draw(st.sampled_from(sorted(self.cached)))])
+        self.leases.append(self.allocator.pin(data.draw(st.sampled_from(sorted(self.cached)))))
 
     @precondition(lambda self: self.leases or self.old_leases)
     @rule(data=st.data())
     def unpin(self, data):
         lease = data.draw(st.sampled_from(self.leases + self.old_leases))
         held = self.leases.count(lease)
-        if held:
-            self.is_refused(DoubleFreeError, self.allocator.unpin_slots, [lease] * (held + 1))
-        self.allocator.unpin_slots([lease])
+        self.allocator.unpin(lease)
         (self.leases if held else self.old_leases).remove(lease)
+        if held == 1:
+            self.is_refused(DoubleFreeError, self.allocator.unpin, lease)
 
     @precondition(lambda self: self.cached)
     @rule(data=st.data())
     def consume(self, data):
         slot = data.draw(st.sampled_from(sorted(self.cached)))
-        self.allocator.note_consumed([slot])
+        self.allocator.policy.on_consumed([slot])
         self.touch([slot])
 
     # Losing.
 
     @rule(data=st.data())
     def free_unread(self, data):
-        named = self.allocator.leases_of(range(self.max_slots))
-        assert [slot for slot, lease in enumerate(named) if lease is not None] == sorted(
-            self.cached
-        )
+        named = [self.allocator.lease_of(slot) for slot in range(self.max_slots)]
+        current = [lease.slot for lease in named if self.allocator.is_current(lease)]
+        assert current == sorted(self.cached)
         slots = data.draw(st.sets(st.sampled_from(sorted(self.cached)))) if self.cached else ()
         self.allocator.free_unread([named[slot] for slot in slots] + self.old_leases)
         for slot in set(slots) - {lease.slot for lease in self.leases}:
@@ -443,8 +441,6 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         if len(slots) > len(set(slots)) or not set(slots) <= set(self.reserved):
             commit, zeros = self.allocator.commit_reserved, [0] * len(slots)
             self.is_refused(InvalidArgumentError, commit, slots, zeros)
-        if set(slots) <= set(range(self.max_slots)) - set(self.cached):
-            self.is_refused(MissingStateError, self.allocator.pin_slots, slots)
 
     # What must hold.
 

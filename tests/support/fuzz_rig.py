@@ -37,7 +37,7 @@ from mamba_cache import (
     compute_block_hashes,
     compute_varlen_chunk_metadata,
 )
-from mamba_cache.cache import BlockHashChain, SlotLease, SlotPool
+from mamba_cache.cache import BlockHashChain, SlotPool
 from mamba_cache.events import Listeners
 from mamba_cache.states import (
     SlotQuantization,
@@ -242,10 +242,6 @@ TARGETS = {
         has_state={"block_id": 1},
         allocate_slots_batch={"block_ids": [6, 7]},
         reserve_slots={"block_ids": [6, 7]},
-        pin_slots={"slots": [1]},
-        unpin_slots={"leases": []},
-        is_current={"lease": SlotLease(1, 1, 0)},
-        note_consumed={"slots": [1, 2]},
         invalidate_block={"block_id": 1},
         on_kv_blocks_deregistered={"block_ids": [1], "hashes_to_delete": [102]},
         register_block_hashes_batch={"block_ids": [1], "hashes": [103]},

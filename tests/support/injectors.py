@@ -105,8 +105,8 @@ class Refused(Injector):
         ):  # fmt: skip
             yield self.context.kv_block_allocator, name
         for name in (
-            "reserve_slots", "commit_reserved", "cancel_reserved", "pin_slots", "unpin_slots",
-            "note_consumed", "on_kv_blocks_deregistered",
+            "reserve_slots", "commit_reserved", "cancel_reserved", "pin", "unpin",
+            "on_kv_blocks_deregistered",
         ):  # fmt: skip
             yield self.context.slot_allocator, name
 

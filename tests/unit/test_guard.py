@@ -226,7 +226,7 @@ def change(slots):
     [slot] = slots.reserve_slots([7])
     slots.commit_reserved([slot], [7])
     blocks.deregister_blocks(cached[:1])
-    slots.pin_slots([slots.get_slot(7)])
+    slots.pin(slots.slot_of(7))
 
 
 @pytest.mark.parametrize("error", FOREIGN)

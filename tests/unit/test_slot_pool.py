@@ -103,7 +103,7 @@ def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
 @pytest.mark.parametrize("block", [7, 1])
 def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
     """Embedders pop ``free_slots`` and write both tables themselves."""
-    [lease] = pool.pin_slots([4])
+    lease = pool.pin(4)
     pool._invalidate_blocks_batch([7])
     assert pool.pin_counts[4] == 0
     pool.free_count -= 1
@@ -112,7 +112,7 @@ def test_a_slot_taken_by_index_has_no_readers_and_no_old_leases(pool, block):
     assert slot == lease.slot
     assert not pool.pin_counts[slot]
     assert not pool.is_current(lease)
-    pool.unpin_slots([lease])
+    pool.unpin(lease)
     assert slot in evictable(pool)
 
 

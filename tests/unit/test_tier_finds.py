@@ -38,7 +38,9 @@ def test_an_admission_that_is_refused_where_a_load_finds_no_slot_evicts_nothing(
         generate(context, other, 1)
     add(context, "another", [1] * 20)
     slots = context.slot_allocator
-    slots.pin_slots([slot for slot in range(slots.max_slots) if slots.slot_to_block[slot] >= 0])
+    for slot, block in enumerate(slots.slot_to_block):
+        if block >= 0:
+            slots.pin(slot)
     before = fingerprint(context)
     with pytest.raises(TokenCapacityError):
         add(context, "again", LONG)

@@ -372,8 +372,8 @@ class SequenceRecord:
         match, blocks = self.match, self.restored_blocks
         if not blocks:
             return None
-        slot = self._store.slots.get_slot(blocks[-1])
-        self._store.slots.note_consumed([slot])
+        slot = self._store.slots.slot_of(blocks[-1])
+        self._store.slots.policy.on_consumed([slot])
         saved = self._store.tensors.load(slot, blocks, match.skip_tokens)
         dtypes = self._store.live_dtypes.get(self.sequence.request.lora_id)
         return saved if dtypes is None else saved.to_dtypes(dtypes)
