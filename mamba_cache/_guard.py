@@ -98,7 +98,9 @@ class CallGuard:
     @contextmanager
     def ending(self, listeners: Listeners | None = None, *, renews: bool = False) -> Iterator[None]:
         """Do the part of a call that nothing may break off, not even an error of the package."""
-        was_held = listeners is not None and listeners.hold(True)
+        was_held = False
+        if listeners is not None:
+            was_held, listeners.is_held = listeners.is_held, True
         try:
             yield
         except BaseException as error:
@@ -106,7 +108,7 @@ class CallGuard:
             raise
         finally:
             if listeners is not None:
-                listeners.hold(was_held)
+                listeners.is_held = was_held
         self.is_changing = False
         if renews:
             self.poison = ""

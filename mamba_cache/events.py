@@ -101,7 +101,7 @@ class Listeners:
     def __init__(self) -> None:
         self._listeners: dict[type, list[Listener]] = {kind: [] for kind in _KINDS}
         self._waiting: deque[Event] = deque()
-        self._is_held = False
+        self.is_held = False  # whether events wait
 
     def add(self, listener: Listener, *kinds: type) -> None:
         """Add a listener.
@@ -137,11 +137,6 @@ class Listeners:
         if self._listeners[type(event)]:
             self._waiting.append(event)
 
-    def hold(self, is_held: bool) -> bool:
-        """Set whether events wait until they are no longer held; return what was set before."""
-        before, self._is_held = self._is_held, is_held
-        return before
-
     def tell(self) -> None:
         """Deliver the queued events, unless they are held.
 
@@ -149,7 +144,7 @@ class Listeners:
             BaseException: The first error of a listener, after all were called.
         """
         failure: BaseException | None = None
-        while self._waiting and not self._is_held:
+        while self._waiting and not self.is_held:
             event = self._waiting.popleft()
             for listener in list(self._listeners[type(event)]):
                 try:

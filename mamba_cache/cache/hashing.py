@@ -27,6 +27,7 @@ __all__ = [
     "compute_block_hashes",
     "encode_keys",
     "hash_id_of",
+    "hash_ids_of",
 ]
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -40,7 +41,6 @@ ExtraKey: TypeAlias = "str | bytes | int | None"
 
 _DIGEST_SIZES: Final = (16, 32)
 _ID_MASK: Final = 2**63 - 1
-_FEW: Final = 8
 _PROCESS_SECRET: Final = os.urandom(32)
 
 # BLAKE2b's personalisation: what one of them hashes never has the digest of another.
@@ -64,7 +64,7 @@ class BlockHashes(Sequence[int]):
         InvalidArgumentError: A digest is not ``bytes``, or their lengths differ or are others.
     """
 
-    __slots__ = ("_digests", "_ids", "_length")
+    __slots__ = ("_digests", "_length")
 
     def __init__(self, digests: Iterable[bytes] = ()) -> None:
         self._digests: list[bytes] = as_items("digests", digests, "bytes")
@@ -77,14 +77,12 @@ class BlockHashes(Sequence[int]):
         sizes = {len(digest) for digest in self._digests}
         if len(sizes) > 1:
             raise InvalidArgumentError(f"digests must be of one length, got {sorted(sizes)}")
-        self._ids = _hash_ids_of(self._digests)
 
     @classmethod
-    def _snapshot(cls, digests: list[bytes], ids: list[int]) -> BlockHashes:
-        """Share lists that only ever grow: what is appended later stays out of sight."""
+    def _snapshot(cls, digests: list[bytes]) -> BlockHashes:
+        """Share a list that only ever grows: what is appended later stays out of sight."""
         hashes = cls.__new__(cls)
         hashes._digests = digests
-        hashes._ids = ids
         hashes._length = len(digests)
         return hashes
 
@@ -92,6 +90,10 @@ class BlockHashes(Sequence[int]):
     def digests(self) -> tuple[bytes, ...]:
         """The full digest of each block."""
         return tuple(self._digests[: self._length])
+
+    def iter_digests(self) -> Iterator[bytes]:
+        """Return the digests one by one, without a copy of them all."""
+        return islice(self._digests, self._length)
 
     def digest(self, index: int) -> bytes:
         """Return the full digest of one block, in O(1).
@@ -105,7 +107,7 @@ class BlockHashes(Sequence[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._ids[: self._length])
+        return iter(hash_ids_of(self._digests[: self._length]).tolist())
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -113,12 +115,8 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
-            places = range(self._length)[index]
-            if len(places) == self._length and index.step is None:
-                return self
-            digests, ids = self._digests, self._ids
-            return BlockHashes._snapshot([digests[i] for i in places], [ids[i] for i in places])
-        return self._ids[index if 0 <= index < self._length else range(self._length)[index]]
+            return BlockHashes._snapshot(self._digests[: self._length][index])
+        return hash_id_of(self.digest(index))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
@@ -188,13 +186,12 @@ class BlockHasher:
         ).digest()
 
 
-def _hash_ids_of(digests: list[bytes]) -> list[int]:
-    if len(digests) <= _FEW:
-        return [hash_id_of(digest) for digest in digests]
+def hash_ids_of(digests: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Return the hash id of each of many digests."""
     words = np.frombuffer(b"".join(digests), dtype="<i8")
-    ids = words.reshape(len(digests), -1)[:, 0] & _ID_MASK
+    ids = words.reshape(len(digests), len(words) // max(1, len(digests)))[:, :1].ravel() & _ID_MASK
     # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
-    hash_ids: list[int] = np.maximum(ids, 1).tolist()
+    hash_ids: npt.NDArray[np.int64] = np.maximum(ids, 1)
     return hash_ids
 
 
@@ -273,7 +270,6 @@ class BlockHashChain:
         "_block_bytes",
         "_digests",
         "_hasher",
-        "_ids",
         "_keys",
         "_root",
         "_split",
@@ -300,7 +296,6 @@ class BlockHashChain:
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._split = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self._digests: list[bytes] = []
-        self._ids: list[int] = []
         self.hashes = BlockHashes()
         self._tail = bytearray()
 
@@ -328,8 +323,8 @@ class BlockHashChain:
             end = check_int("num_blocks", num_blocks, minimum=0, maximum=end)
         # Keys of a block are forgotten when it is hashed.
         chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
-        chain._digests, chain._ids = self._digests[:end], self._ids[:end]
-        chain.hashes = BlockHashes._snapshot(chain._digests, chain._ids)
+        chain._digests = self._digests[:end]
+        chain.hashes = BlockHashes._snapshot(chain._digests)
         chain._tail = bytearray(self._tail if num_blocks is None else b"")
         return chain
 
@@ -365,8 +360,7 @@ class BlockHashChain:
             parent = digest(parent + next(blocks)[0] + encoded)
             digests.append(parent)
         digests += [parent := digest(parent + block) for (block,) in blocks]
-        self._ids += _hash_ids_of(digests[len(self._ids) :])
-        self.hashes = BlockHashes._snapshot(digests, self._ids)
+        self.hashes = BlockHashes._snapshot(digests)
         self._tail += data[complete:]
 
 

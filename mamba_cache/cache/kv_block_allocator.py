@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mamba_cache._checks import INT32_MAX, as_ids, check_choice, check_int, check_kind, require_all
 from mamba_cache._guard import CallGuard, guarded, query
-from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of
+from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of, hash_ids_of
 from mamba_cache.cache.rows import (
     NONE,
     ONE,
@@ -278,7 +278,7 @@ class KVBlockAllocator:
         ids = self._checked_ids(block_ids)
         self._rows.without_references(ids, as_rows(ids))
         tokens = _check_registration(ids, block_hashes, tokens)
-        hash_ids, digests = list(block_hashes), block_hashes.digests
+        digests = block_hashes.digests
         _check_carried_digests(ids, self._digests[ids].tolist(), digests)
         parent: int | None = self.dummy_block_id
         if parent_digest is not None:
@@ -286,7 +286,7 @@ class KVBlockAllocator:
         if not self.enable_prefix_caching or parent is None:
             return [None] * len(ids)
         self._guard.is_changing = True
-        holders = self._match(block_hashes)
+        holders = self.find_prefix(block_hashes)
         start, end = len(holders), len(ids)
         new = digests[start:]
         # All below a block go with it, so no known block follows a new one. A digest that is known,
@@ -296,7 +296,7 @@ class KVBlockAllocator:
             end = start + next(i for i, d in enumerate(new) if d in known or place[d] < i)
         if start < end:
             added, parent = slice(start, end), holders[-1] if holders else parent
-            self._add_chain(ids[added], hash_ids[added], digests[added], parent)
+            self._add_chain(ids[added], digests[added], parent)
             if self.listeners.wants(Stored):
                 told: dict[str, Any] = {"parent_digest": self._digests[parent]}
                 if extra_keys is not None:
@@ -318,14 +318,13 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
         """
-        return self._match(_check_hashes(hashes))
+        return self.find_prefix(_check_hashes(hashes))
 
-    def _match(self, hashes: BlockHashes) -> list[int]:
+    def find_prefix(self, hashes: BlockHashes) -> list[int]:
+        """Do what ``match_prefix`` does, for a context, which holds the guard."""
         find = self._block_of.get
-        if not hashes or hashes.digest(0) not in self._block_of:
-            return []  # without a copy of the digests of a long prompt that nobody has seen
         block_ids: list[int] = []
-        for digest in hashes.digests:
+        for digest in hashes.iter_digests():
             block_id = find(digest)
             if block_id is None:
                 break
@@ -380,20 +379,18 @@ class KVBlockAllocator:
 
     # Registration. What follows trusts its arguments, and that the guard knows of the change.
 
-    def _add_chain(
-        self, block_ids: list[int], hash_ids: list[int], digests: Sequence[bytes], parent: int
-    ) -> None:
+    def _add_chain(self, block_ids: list[int], digests: Sequence[bytes], parent: int) -> None:
         """Register different blocks without hashes, each below the one before it."""
         blocks = as_rows(block_ids)
         self._block_of.update(zip(digests, block_ids, strict=True))
         if isinstance(blocks, list):
-            for block_id, hash_id, digest in zip(block_ids, hash_ids, digests, strict=True):
-                self._hash_at[block_id], self._digests[block_id] = hash_id, digest
+            for block_id, digest in zip(block_ids, digests, strict=True):
+                self._hash_at[block_id], self._digests[block_id] = hash_id_of(digest), digest
                 self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
                 self._attach(block_id, parent)
                 parent = block_id
             return
-        self._hashes[blocks] = hash_ids
+        self._hashes[blocks] = hash_ids_of(digests)
         self._digests[blocks] = digests
         self._parents[blocks[1:]], self._first_children[blocks[:-1]] = blocks[:-1], blocks[1:]
         self._next[blocks] = self._previous[blocks] = NONE

@@ -271,7 +271,7 @@ class PrefixIndex:
         self, hashes: BlockHashes, prompt_tokens: int, min_computed_tokens: int
     ) -> PrefixMatch:
         """Find how much of a prompt is cached; nothing changes."""
-        block_ids = self._kv_blocks.match_prefix(hashes)
+        block_ids = self._kv_blocks.find_prefix(hashes)
         reason: MissReason | None = None
         if not block_ids:
             reason = MissReason.NO_KV_MATCH if len(hashes) else MissReason.PROMPT_SHORTER_THAN_BLOCK
@@ -353,7 +353,8 @@ class PrefixIndex:
                     continue
                 shared.append((sequence, checkpoint))
                 blocks.append(block)
-        self.cancel(private)
+        if private:
+            self.cancel(private)
         if not shared:
             return
         slots = [checkpoint.slot for _, checkpoint in shared]

@@ -415,7 +415,7 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._require_none()
-        if len(self._pins):
+        if self._pins.held:
             self._pins.expire()
         own, tokens, chain = self._preparer.read(request)
         self.request_table.check_new(own.request_id)
@@ -465,6 +465,13 @@ class DynamicInferenceContext:
         self._pins.expire()
         active = self.request_table.find(request_id, RequestStatus.PREEMPTED)
         self._guard.is_changing = True
+        self.request_table.take_over(active)
+        longest = self.config.max_sequence_length
+        if active.num_known > longest:
+            raise SequenceLengthError(
+                f"request {active.request_id!r} has {active.num_known} tokens; "
+                f"max_sequence_length is {longest}: finish it"
+            )
         return self._admit(active, chunk_tokens)
 
     def _admit(
@@ -472,13 +479,6 @@ class DynamicInferenceContext:
     ) -> Admission:
         """Match a request, give it memory, and plan its first chunk for the next step."""
         table = self.request_table
-        table.take_over(active)  # of a request that is resumed
-        longest = self.config.max_sequence_length
-        if active.num_known > longest:
-            raise SequenceLengthError(
-                f"request {active.request_id!r} has {active.num_known} tokens; "
-                f"max_sequence_length is {longest}: finish it"
-            )
         on_gpu = self._match(active.chain, active.num_known)
         match, load = self._tiering.resume(active, on_gpu) if loads else (on_gpu, None)
         start, lease = match.skip_tokens, None
@@ -688,7 +688,7 @@ class DynamicInferenceContext:
             BlockCapacityError: Not enough KV blocks for the decoding requests; preempt one.
         """
         self._require_none()
-        if len(self._pins):
+        if self._pins.held:
             self._pins.expire()
         table = self.request_table
         group, prefills = table.decoding_group(decode_ids), table.scheduled_requests()
@@ -963,8 +963,10 @@ class DynamicInferenceContext:
             end = table.num_computed.item(active.row) // self.block_size_tokens
             end = min(end, len(active.hashes))
             blocks = table.block_tables[active.row, active.num_published : end].tolist()
-            filled.append((active, blocks, states))
-        self._index.publish(filled)
+            if blocks or states:
+                filled.append((active, blocks, states))
+        if filled:
+            self._index.publish(filled)
 
     def _supersede_decode_states(self, saved: Sequence[tuple[ActiveRequest, Checkpoint]]) -> None:
         """Free the states that requests saved one block earlier while decoding.
@@ -1698,9 +1700,10 @@ class DynamicInferenceContext:
                 f"requests {[active.request_id for active in holding[:8]]} hold KV blocks: finish "
                 "or preempt them first, or reset the context, which ends them"
             )
-        if len(self._pins):
+        if self._pins.held:
             raise StepOrderError(
-                f"{len(self._pins)} pins hold KV blocks: unpin them first, or reset the context"
+                f"{len(self._pins.held)} pins hold KV blocks: unpin them first, or reset the "
+                "context"
             )
 
     def _require_no_slots_reserved(self) -> None:

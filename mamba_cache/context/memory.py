@@ -93,7 +93,7 @@ class Pins:
         self._slots = slots
         self._max_share = max_share
         self._clock = clock
-        self._pins: dict[Pin, None] = {}  # the oldest first
+        self.held: dict[Pin, None] = {}  # the oldest first
         self._soonest = math.inf  # when the next pin ends
         self._expire_due = weak_callback(self.expire_due)
         self.references: npt.NDArray[np.int32] = np.zeros(kv_blocks.pool_size, np.int32)
@@ -103,19 +103,16 @@ class Pins:
     def _guard(self) -> CallGuard:
         return self._kv_blocks._guard
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     @property
     def current(self) -> tuple[Pin, ...]:
         """The pins that are not over, the oldest first."""
         now = self._clock()
-        return tuple(pin for pin in self._pins if not self._is_over(pin, now))
+        return tuple(pin for pin in self.held if not self._is_over(pin, now))
 
     @property
     def leases(self) -> list[SlotLease]:
         """The slots that are pinned, each as often as it is."""
-        return [pin._lease for pin in self._pins]
+        return [pin._lease for pin in self.held]
 
     @guarded(nests=True)
     def add(
@@ -144,7 +141,7 @@ class Pins:
         pin = Pin(num_tokens, expires_at, lease, tuple(block_ids))
         self._slots.pin_references = self.references
         self.references[blocks] += 1
-        self._pins[pin] = None
+        self.held[pin] = None
         self._look_ahead()
         return pin
 
@@ -164,7 +161,7 @@ class Pins:
         """End a pin; one that is over already is passed over."""
         check_kind("pin", pin, Pin)
         self.expire()
-        if pin in self._pins:
+        if pin in self.held:
             self._end(pin)
 
     def expire_due(self) -> None:
@@ -176,25 +173,25 @@ class Pins:
     def expire(self) -> None:
         """End the pins whose time is up, and those whose states were removed."""
         now = self._clock()
-        for pin in [pin for pin in self._pins if self._is_over(pin, now)]:
+        for pin in [pin for pin in self.held if self._is_over(pin, now)]:
             self._end(pin)
 
     def forget(self) -> None:
         """Forget all pins: the owner of the blocks and slots has taken all of them back."""
-        self._pins.clear()
+        self.held.clear()
         self._look_ahead()
         self.references.fill(0)
 
     def check_invariants(self) -> None:
         """Prove that the references are those of the pins."""
         references = np.zeros_like(self.references)
-        for pin in self._pins:
+        for pin in self.held:
             references[list(pin._block_ids)] += 1
         if not np.array_equal(references, self.references):
             raise InvariantError("the references of pins are not those of their blocks")
 
     def _look_ahead(self) -> None:
-        ends = (pin.expires_at for pin in self._pins if pin.expires_at is not None)
+        ends = (pin.expires_at for pin in self.held if pin.expires_at is not None)
         self._soonest = min(ends, default=math.inf)
         self._guard.first = self._expire_due if self._soonest < math.inf else None
 
@@ -204,7 +201,7 @@ class Pins:
 
     def _end(self, pin: Pin) -> None:
         self._guard.is_changing = True
-        del self._pins[pin]
+        del self.held[pin]
         self._slots.unpin(pin._lease)
         self._look_ahead()
         self.references[list(pin._block_ids)] -= 1

@@ -206,13 +206,14 @@ class MambaSlotAllocator(SlotPool):
             )
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
         self.states, self._scratch = states, scratch
+        self._is_mamba = spec.is_mamba
         self._live_places: list[tuple[int, int]] = []
         self._live_storage: Sequence[object] = []
         copied = (list(pool.tensors.values()) for pool in (scratch, states))
         self._scratch_to_slots = StateCopier(*copied)
         self._make_tables()
         # Any: to those who know that states are of conv and SSM these are never None.
-        saved, scratched = (pool.tensors if spec.is_mamba else {} for pool in (states, scratch))
+        saved, scratched = (pool.tensors if self._is_mamba else {} for pool in (states, scratch))
         self.conv_states: Any = saved.get("conv")
         self.ssm_states: Any = saved.get("ssm")
         self.ssm_scales = saved.get("ssm_scales")
@@ -268,7 +269,7 @@ class MambaSlotAllocator(SlotPool):
         self._live, self._live_places = live, places
 
     def _live_states(self) -> Sequence[torch.Tensor]:
-        if self._scratch.spec.is_mamba:
+        if self._is_mamba:
             return self.context.mamba_conv_states, self.context.mamba_ssm_states
         return [self.context.live_states[tensor.name] for tensor in self._scratch.spec.tensors]
 

@@ -48,7 +48,7 @@ def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(nemotron, genera
     other = cache.pin(prompts[0])
     cache.pin(prompts[1], ttl_seconds=60)
     clock.now += 60
-    assert len(cache._store.pins) == 2  # nobody has called since
+    assert len(cache._store.pins.held) == 2  # nobody has called since
     if call == "stats":
         cache.stats()
     elif call == "pins":
@@ -57,7 +57,7 @@ def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(nemotron, genera
         (cache.prefill if call == "prefill" else cache.unpin)(
             prompts[0] if call == "prefill" else other
         )
-    assert len(cache._store.pins) == (call != "unpin")
+    assert len(cache._store.pins.held) == (call != "unpin")
     cache.check_invariants()
 
 

@@ -69,7 +69,7 @@ def expired(num_requests=0):
     held = int(np.count_nonzero(context._pins.references))
     assert held == len(SYSTEM) // BLOCK
     clock.now += 60
-    assert len(context._pins) == 1  # nobody has called since
+    assert len(context._pins.held) == 1  # nobody has called since
     return context
 
 
@@ -98,7 +98,7 @@ def test_a_pin_that_is_over_holds_nothing_from_the_next_call_on(name):
     """Whatever it is, reads included; and what the call returns does not count it any more."""
     context = expired(num_requests=1)
     answer = CALLS[name](context)
-    assert len(context._pins) == 0
+    assert len(context._pins.held) == 0
     assert not context._pins.references.any()
     if name == "stats":
         assert answer.used_blocks == 1  # of the request that runs
@@ -115,9 +115,9 @@ def test_a_read_by_another_thread_leaves_pins_to_the_thread_that_calls():
     with ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: context.pins).result() == ()
         assert other.submit(lambda: context.stats().used_blocks).result() == len(SYSTEM) // BLOCK
-    assert len(context._pins) == 1
+    assert len(context._pins.held) == 1
     assert context.stats().used_blocks == 0
-    assert len(context._pins) == 0
+    assert len(context._pins.held) == 0
 
 
 def test_pins_without_an_end_and_those_that_are_not_over_cost_no_clock():

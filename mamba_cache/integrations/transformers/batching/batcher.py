@@ -286,7 +286,7 @@ class Batcher:
     def _longest_beside_pins(self, prepared: PreparedRequest) -> int:
         """Return how many tokens a sequence may have: alone, each must fit beside the pins."""
         longest, pins = self.context.config.max_sequence_length, self._store.pins
-        if not len(pins):
+        if not pins.held:
             return longest
         blocks = self.context.kv_block_allocator
         num_held = int(np.count_nonzero(pins.references))
