@@ -28,9 +28,6 @@ __all__ = ["NO_REQUESTS", "DecodingGroup", "Int64Array", "RequestTable"]
 
 Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
-_FEW = 8
-"""So many requests are looked at one by one; operations on arrays take more to begin with."""
-
 
 class DecodingGroup:
     """Requests that decode together: the same from step to step, while none joins or leaves."""
@@ -243,42 +240,14 @@ class RequestTable:
 
     def open_blocks(
         self, group: DecodingGroup, ends: Int64Array, due: Int64Array
-    ) -> tuple[list[int], Int64Array]:
+    ) -> tuple[list[int], list[int]]:
         """Give decoding requests the blocks that they lack up to ``ends``: at most one each.
 
         Return which of those that are ``due`` save a state in this step, and which have tokens
         beyond their current block.
         """
-        if len(due) <= _FEW:
-            return self._open_few(group, ends, due.tolist())
-        rows, ends, size = group.rows[due], ends[due], self.block_size_tokens
-        lacks = ends > self.num_blocks[rows] * size
-        if np.count_nonzero(lacks):
-            growing, longest = rows[lacks], int(np.maximum.reduce(ends[lacks]))
-            names = (group.ids[place] for place in due[lacks].tolist())
-            blocks = self._allocate(len(growing), names, longest)
-            self.block_tables[growing, self.num_blocks[growing]] = blocks
-            self._stamp_rows(growing)
-            self.num_blocks[growing] += 1
-        computed = self.num_computed[rows]
-        if np.count_nonzero(computed > self.next_events[rows]):
-            current = computed // size
-            first = current * size
-            self.next_events[rows] = first + (size - 1)
-            places = self.block_tables[rows, current].astype(np.int64) * size
-            self.place_shifts[rows] = places - first
-        beyond, saves = ends - self.next_events[rows], self.saves_states[rows]
-        saving: list[int] = []
-        if np.count_nonzero(saves):
-            saving = due[(beyond > 0) & saves].tolist()
-        return saving, due[beyond > 1]
-
-    def _open_few(
-        self, group: DecodingGroup, ends: Int64Array, due: list[int]
-    ) -> tuple[list[int], Int64Array]:
-        """Do the same one by one, which costs a third of operations on arrays."""
-        size = self.block_size_tokens
-        events = [(place, group.rows.item(place), ends.item(place)) for place in due]
+        size, rows = self.block_size_tokens, group.rows[due]
+        events = [*zip(due.tolist(), rows.tolist(), ends[due].tolist(), strict=True)]
         lacking = [each for each in events if each[2] > self.num_blocks.item(each[1]) * size]
         if lacking:
             names = (group.ids[place] for place, _, _ in lacking)
@@ -298,7 +267,7 @@ class RequestTable:
                 saving.append(place)
             if end > event + 1:
                 crossing.append(place)
-        return saving, np.array(crossing, dtype=np.int64)
+        return saving, crossing
 
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
         """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""

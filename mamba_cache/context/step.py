@@ -67,7 +67,7 @@ class DecodeWork(NamedTuple):
     width: int = 1  # tokens that each computes at most
     lengths: Int64Array | None = None  # [n] tokens of each; None: ``width``
     drafts: Int64Array | None = None  # [n, width - 1] those known on the host; -1: none
-    crossing: Sequence[int] | Int64Array = ()  # which have tokens beyond their current block
+    crossing: Sequence[int] = ()  # which have tokens beyond their current block
 
     def describe(self) -> list[ScheduledRequest]:
         """Return each request's part of the step."""

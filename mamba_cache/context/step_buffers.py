@@ -197,7 +197,7 @@ class StepBuffers:
             positions += np.arange(total)
             shifts = shifts.repeat(lengths)
         places = positions + shifts
-        if len(work.crossing):
+        if work.crossing:
             is_crossing = np.zeros(count, dtype=bool)
             is_crossing[work.crossing] = True
             tokens = is_crossing.repeat(lengths).nonzero()[0]

@@ -19,7 +19,7 @@ from mamba_cache.cache import (
     LruSlotPolicy,
     RefZeroSlotPolicy,
 )
-from mamba_cache.context import Request, RequestStatus, request_table
+from mamba_cache.context import Request, RequestStatus
 from mamba_cache.errors import (
     CapacityError,
     InvalidArgumentError,
@@ -611,20 +611,6 @@ class ContextMachine(RuleBasedStateMachine):
     def remember(self, key, state):
         """Remember the state that can be found; of the same prefix there is one at a time."""
         self.snapshots[key] = [state]
-
-
-class WholeArrays:
-    """For a machine whose requests are given blocks by whole arrays, as otherwise only many are."""
-
-    few = request_table._FEW
-
-    def __init__(self):
-        super().__init__()
-        request_table._FEW = 0
-
-    def teardown(self):
-        super().teardown()
-        request_table._FEW = self.few
 
 
 def same_bits(one, other):

@@ -269,7 +269,7 @@ def test_references_of_no_pin_are_found():
     cache_system(context)
     context.pin(request(SYSTEM))
     [pin] = context.pins
-    del context._pins._pins[pin]
+    del context._pins.held[pin]
     with pytest.raises(InvariantError, match="references of pins are not those of their blocks"):
         context._pins.check_invariants()
 

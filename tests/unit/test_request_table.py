@@ -7,7 +7,6 @@ import pytest
 
 from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.config import CacheConfig
-from mamba_cache.context import request_table
 from mamba_cache.context.request_table import RequestTable
 from mamba_cache.errors import BlockCapacityError, InvariantError
 
@@ -57,9 +56,7 @@ def open_blocks(rows, its_rows, end):
     return rows.open_blocks(group, np.full_like(places, end), places)
 
 
-@pytest.mark.parametrize("few", [0, 8])
-def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks, few, monkeypatch):
-    monkeypatch.setattr(request_table, "_FEW", few)
+def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks):
     taken = [rows.take([], BLOCK, name) for name in "ab"]
     stamps = rows.table_stamps.copy()
     open_blocks(rows, taken, BLOCK + 1)
@@ -73,10 +70,8 @@ def test_several_rows_grow_together_or_not_at_all(rows, kv_blocks, few, monkeypa
     assert arrays(rows) == before
 
 
-@pytest.mark.parametrize("few", [0, 8])
-def test_where_keys_go_is_exact_in_64_bits(kv_blocks, few, monkeypatch):
+def test_where_keys_go_is_exact_in_64_bits(kv_blocks):
     """Neither int32 nor the 53 bits of a float hold the largest."""
-    monkeypatch.setattr(request_table, "_FEW", few)
     block, size = 2**31 - 1, 2**23 + 1
     rows = make_rows(kv_blocks, 1, 1, size)
     rows.block_tables[0, 0] = block
