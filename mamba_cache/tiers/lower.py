@@ -222,7 +222,7 @@ class LowerTier:
         self._workers: list[_Worker] = []
         with self._lock:
             if self._disk is None:  # so that no request waits until a store has connected
-                self._add(Job(Verb.ASK), self._connect())
+                self._add(Job(Verb.ASK), self._ask())
             self._replace_hung()
         self._watcher = self._start(self._watch)
 
@@ -715,9 +715,9 @@ class LowerTier:
             has_room = len(jobs) <= self._max_jobs and num_bytes <= self._max_bytes[verb]
             if calls and (call.method != method or call.key in calls or not has_room):
                 break
+            assert call.job is not None, "a probe is not queued"
+            call.job.is_begun = True
             calls[call.key] = queue.popleft()
-            if call.job is not None:
-                call.job.is_begun = True
         return list(calls.values())
 
     def _end_unwanted(self) -> None:
@@ -779,6 +779,7 @@ class LowerTier:
             if outcome is None:
                 try:
                     calls = job.steps.send(answers)
+                    assert calls, "a step calls the store"
                 except StopIteration as ended:
                     outcome = ended.value
                 except Exception:  # a bug: it must not end the thread
@@ -807,9 +808,7 @@ class LowerTier:
         *buffers: Sequence[memoryview],
         seconds: float = 0.0,
     ) -> Sequence[_T]:
-        """Call the store, by the deadline; count what it did not do. It is not asked of nothing."""
-        if not names:
-            return []
+        """Call the store, by the deadline; count what it did not do."""
         with self._lock:
             if self._is_closed:
                 raise _GivenUpError
@@ -848,13 +847,10 @@ class LowerTier:
 
     # The steps of jobs. No lock is held.
 
-    def _connect(self) -> _Steps:
-        yield [Call(_HEALTH)]
-        return None, ""
-
-    def _ask(self, keys: Sequence[EntryKey]) -> _Steps:
-        answers = yield [Call(_EXISTS, key) for key in keys]
-        for key, fault in zip(keys, answers, strict=True):
+    def _ask(self, keys: Sequence[EntryKey] = ()) -> _Steps:
+        """Ask which entries a store has; without keys, whether it is there."""
+        answers = yield [Call(_EXISTS, key) for key in keys] or [Call(_HEALTH)]
+        for key, fault in zip(keys, answers, strict=False):
             self._know(key, is_there=fault is None)
         return None, ""
 

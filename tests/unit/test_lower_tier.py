@@ -171,6 +171,19 @@ def test_an_error_of_the_callers_is_shown_and_ends_nothing(tier, monkeypatch) ->
     assert load(tier, 1) == payload_of(1)
 
 
+def test_an_error_of_the_tiers_own_ends_a_job_and_no_thread(tier, monkeypatch) -> None:
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._macs, "seal", None)
+        assert put(tier, 1) is Refusal.IO_ERROR
+    assert [each.exc_type for each in shown] == [TypeError]
+    assert (tier.stats().faults, tier.stats().dropped) == ({"error": 1}, {"error": 1})
+    tier.check_invariants()
+    assert put(tier, 1) is None
+    assert load(tier, 1) == payload_of(1)
+
+
 @pytest.mark.parametrize("job", ["load", "put"])
 def test_flush_waits_until_who_asked_has_been_told(tier, job) -> None:
     """A caller who flushes and then looks at its answers finds all of them."""
