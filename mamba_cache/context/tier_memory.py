@@ -138,7 +138,9 @@ def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> L
     """Open the disk tier that the settings ask for."""
     assert config.disk_cache_path is not None, "the caller has looked"
     assert config.disk_cache_gb is not None, "the settings have both or none"
-    sizes = {kind: host.row_bytes(kind) if host.num_rows(kind) else 0 for kind in EntryKind}
+    sizes = {
+        kind: host[kind].format.row_bytes if host[kind].format.num_rows else 0 for kind in EntryKind
+    }
     assert config.hash_secret is not None, "the identity has it"
     macs = EntryMacs(config.hash_secret)  # what is missing for it is said before a folder is made
     store = DiskStore(

@@ -143,7 +143,7 @@ class Tiering:
         self.disk, self.store = open_lower_tiers(config, identity, self.host)
         # A caller that waits for its copies has no others under way.
         self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
-        self._keeps_kv = self._has_kv and bool(self.host.num_rows(EntryKind.KV))
+        self._keeps_kv = self._has_kv and bool(self.host[EntryKind.KV].format.num_rows)
         self._most_pins = slots.max_slots // 2
         self._is_waited_for, self._num_prefetches = is_waited_for, 0
         self._asked: list[Asked] = []  # in the order in which all ranks have begun them
@@ -199,14 +199,14 @@ class Tiering:
         if first >= usable:
             return match
         if self._has_kv:
-            kv = host.digests(EntryKind.KV)
+            kv = host[EntryKind.KV]
             while reach < usable and hashes.digest(reach) in kv:
                 reach += 1
         else:
             reach = usable
-        states = host.digests(EntryKind.STATE)
-        block_bytes = host.row_bytes(EntryKind.KV) if self._has_kv else 0
-        state_bytes = host.row_bytes(EntryKind.STATE)
+        states = host[EntryKind.STATE]
+        block_bytes = host[EntryKind.KV].format.row_bytes if self._has_kv else 0
+        state_bytes = host[EntryKind.STATE].format.row_bytes
         found = match.kv_matched_blocks
         # Ranks compare boundary by boundary, so each says something of all that there could be.
         last = reach if self._agreement is None else usable
@@ -257,7 +257,7 @@ class Tiering:
         load, is_refused = PlannedLoad([], first), True
         try:
             for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
-                lease = self.host.read(entries.facts(kind, index))
+                lease = self.host[kind].read(entries.facts(kind, index))
                 if isinstance(lease, Refusal):
                     break
                 load.leases.append(lease)
@@ -273,20 +273,21 @@ class Tiering:
 
     def begin_request(self, facts: PromptFacts) -> object:
         """Tell the host tier's policy of a prompt, if it knows prompts."""
-        return self.host.begin_request(facts)
+        return self.host[EntryKind.STATE].begin_request(facts)
 
     def remove(self, kind: EntryKind, cache_salt: ExtraKey, digest: bytes) -> None:
         """Have an entry that is known to be wrong not found again, in any tier."""
         tenant = tenant_digest(self._secret, cache_salt)
         self._remove_below(EntryKey(self._identity, tenant, kind, digest, self._rank))
-        self.host.remove(kind, digest)
+        self.host.poll()  # what lower tiers have brought by now counts
+        self.host[kind].remove(digest)
 
     def cancel(self, load: PlannedLoad) -> None:
         """Give back the rows of a load that will not be used, once nothing reads them."""
         leases, load.leases = load.leases, []
         if load.ticket is None:
             for lease in leases:
-                self.host.release(lease)
+                lease.rows.release(lease)
         elif leases:
             self._retiring.append((load.ticket, leases))
 
@@ -377,10 +378,10 @@ class Tiering:
         leases, load.leases = load.leases, []
         for index, lease in enumerate(leases):
             if index in bad:
-                self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
+                lease.rows.refuse(lease, Refusal.PAYLOAD_DIGEST)
                 self._remove_below(lease.facts.key)  # it may have been stored like this
             else:
-                self.host.release(lease)
+                lease.rows.release(lease)
 
     @property
     def _takes_offers(self) -> bool:
@@ -397,7 +398,7 @@ class Tiering:
         """Offer blocks of a sequence that became findable."""
         if not (self._keeps_kv and self._takes_offers):
             return
-        hashes, known = sequence.hashes, self.host.digests(EntryKind.KV)
+        hashes, known = sequence.hashes, self.host[EntryKind.KV]
         entries = self._entries(sequence)
         for index, (block, holder) in enumerate(zip(blocks, holders, strict=True), first):
             if block == holder and hashes.digest(index) not in known:
@@ -414,13 +415,13 @@ class Tiering:
             worth = [True] * len(proposals)
         else:
             own = [each._replace(prompt=sequence.prompt_seen_below) for each in proposals]
-            worth = self.host.would_admit(own)
+            worth = self.host[EntryKind.STATE].would_admit(own)
         hashes = sequence.hashes
         return [
             is_worth
             and not (
                 each.hash_ids is None
-                and self.host.has(EntryKind.STATE, hashes.digest(each.num_blocks - 1))
+                and hashes.digest(each.num_blocks - 1) in self.host[EntryKind.STATE]
             )
             for is_worth, each in zip(worth, proposals, strict=True)
         ]
@@ -431,7 +432,7 @@ class Tiering:
         """Offer a state of a sequence that became findable."""
         index = position // self._block_size - 1
         digest = sequence.hashes.digest(index)
-        if self._takes_offers and not self.host.has(EntryKind.STATE, digest):
+        if self._takes_offers and digest not in self.host[EntryKind.STATE]:
             if proposal is not None:
                 proposal = proposal._replace(
                     prompt=sequence.prompt_seen_below,
@@ -462,7 +463,9 @@ class Tiering:
             if len(jobs) >= room:
                 self.host.dropped["queue_full"] += 1
                 continue
-            offer.lease = self.host.reserve(offer.facts, proposal=offer.proposal)
+            offer.lease = self.host[offer.facts.key.kind].reserve(
+                offer.facts, proposal=offer.proposal
+            )
             if offer.lease is None:
                 continue
             if offer.proposal is not None:
@@ -492,7 +495,7 @@ class Tiering:
             del self._spills[0]
         while self._retiring and self._retiring[0][0].is_done():
             for lease in self._retiring[0][1]:
-                self.host.release(lease)
+                lease.rows.release(lease)
             del self._retiring[0]
         self._poll_prefetches()
         self._read_times()
@@ -576,7 +579,7 @@ class Tiering:
     def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:
         """Return what derives the entries of a prompt."""
         tenant = tenant_digest(self._secret, cache_salt)
-        sizes = {kind: self.host.row_bytes(kind) for kind in EntryKind}
+        sizes = {kind: self.host[kind].format.row_bytes for kind in EntryKind}
         return PromptEntries(hashes, self._identity, tenant, self._rank, self._block_size, sizes)
 
     def _is_there(self, offer: _Offer) -> bool:
@@ -591,9 +594,9 @@ class Tiering:
             failure = "gone"
         is_kept = False
         if failure is None:
-            is_kept = self.host.complete(offer.lease)
+            is_kept = offer.lease.rows.complete(offer.lease)
         else:
-            self.host.release(offer.lease, failure)
+            offer.lease.rows.release(offer.lease, failure)
         offer.lease = None
         if is_kept:
             self.offer_below(offer.facts)
@@ -648,12 +651,12 @@ class Tiering:
     def _offer_to(self, tier: LowerTier, facts: EntryFacts) -> None:
         if not tier.is_healthy:
             return
-        lease = self.host.read(facts, for_lower=True)
+        lease = self.host[facts.key.kind].read(facts, for_lower=True)
         if isinstance(lease, Refusal):
             return
         end_row = partial(self.host.end_later, lease)
-        if not tier.put(facts, self.host.buffer(lease), end_row):
-            self.host.release(lease)
+        if not tier.put(facts, lease.rows.buffer(lease), end_row):
+            lease.rows.release(lease)
 
     def offer_used(self, active: ActiveRequest, blocks: int) -> None:
         """Offer to lower tiers what a request resumes from, if the host tier has it."""
@@ -666,7 +669,7 @@ class Tiering:
         keys = [entries.key(*each) for each in used]
         for tier in tiers:
             for each, key, is_stored in zip(used, keys, tier.has_many(keys), strict=True):
-                if not is_stored and self.host.has(key.kind, key.digest):
+                if not is_stored and key.digest in self.host[key.kind]:
                     self._offer_to(tier, entries.facts(*each))
 
     def prefetch(
@@ -782,8 +785,10 @@ class Tiering:
         places = zip(keys, self._places_of(keys), strict=True)
         unknown = [key for key, place in places if place is None]
         # At best all blocks come from there, and one state.
-        num_bytes = self.host.row_bytes(EntryKind.STATE) if unknown else 0
-        num_bytes += sum(self.host.row_bytes(k.kind) for k in unknown if k.kind is EntryKind.KV)
+        num_bytes = self.host[EntryKind.STATE].format.row_bytes if unknown else 0
+        num_bytes += sum(
+            self.host[k.kind].format.row_bytes for k in unknown if k.kind is EntryKind.KV
+        )
         tokens = self._usable_blocks(match) * self._block_size
         loading = self.planners.seconds(match.prompt_tokens - tokens, store_bytes=num_bytes)
         if not unknown or loading >= self._seconds_without(asked):
@@ -800,7 +805,9 @@ class Tiering:
         if self._is_waited_for:  # no longer than computing it takes
             num_tokens = blocks * self._block_size - skip_tokens
             prefetch.end_within(self.planners.seconds(num_tokens))
-        read = [self.host.read(facts) for facts, place in needed if place is self.host]
+        read = [
+            self.host[facts.key.kind].read(facts) for facts, place in needed if place is self.host
+        ]
         held = [lease for lease in read if not isinstance(lease, Refusal)]
         wanted = [
             (facts, place) for facts, place in needed if place and not isinstance(place, HostTier)
@@ -814,7 +821,7 @@ class Tiering:
             self._bring(facts, prefetch, tier)
         self.host.use(held)
         for lease in held:
-            self.host.release(lease)
+            lease.rows.release(lease)
         if is_alone and len(places) == 1:
             asked.planner = self.planners.store if self.store in places else self.planners.disk
         asked.boundary = asked.entries.hashes.digest(blocks - 1)
@@ -834,8 +841,8 @@ class Tiering:
         keys = [asked.entries.key(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
         on_gpu = min(match.kv_matched_blocks, usable)
-        most_blocks = self.host.num_rows(EntryKind.KV)  # that are there at once
-        size = {kind: self.host.row_bytes(kind) for kind in EntryKind}
+        most_blocks = self.host[EntryKind.KV].format.num_rows  # that are there at once
+        size = {kind: self.host[kind].format.row_bytes for kind in EntryKind}
         # Of staying where the request is, and of each boundary after that.
         takes = [math.inf] * (usable - first + 1)
         takes[0] = self._seconds_without(asked)
@@ -885,7 +892,7 @@ class Tiering:
     def _places_of(self, keys: Sequence[EntryKey]) -> list[_Place]:
         """Say of each entry where it lies, the highest place first; None: nowhere."""
         places: list[_Place]
-        places = [self.host if self.host.has(key.kind, key.digest) else None for key in keys]
+        places = [self.host if key.digest in self.host[key.kind] else None for key in keys]
         for tier in self.lower_tiers:
             for index, is_there in enumerate(tier.has_many(keys)):
                 if is_there and places[index] is None:
@@ -903,15 +910,15 @@ class Tiering:
         flight = self._flights.get(facts.key)
         if flight is not None and flight.join(prefetch):
             return
-        lease = self.host.reserve(facts, for_lower=True)
+        lease = self.host[facts.key.kind].reserve(facts, for_lower=True)
         if lease is None:
             prefetch.end_one(Refusal.ABORTED)  # there is no row, or a spill brings it just now
             return
         flight = Flight(prefetch, partial(self.host.end_later, lease))
         self._flights[facts.key] = flight
-        if not tier.load(facts, self.host.buffer(lease), flight.end):
+        if not tier.load(facts, lease.rows.buffer(lease), flight.end):
             del self._flights[facts.key]
-            self.host.release(lease, "queue_full")
+            lease.rows.release(lease, "queue_full")
             prefetch.end_one(Refusal.ABORTED)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache.tiers.entry import EntryFacts, EntryKind, Refusal
+from mamba_cache.tiers.entry import EntryKind, Refusal
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
 from mamba_cache.tiers.rows import HostRows, RowFormat, RowLease
 
@@ -87,12 +87,7 @@ _NAMES = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
 
 
 class HostTier:
-    """Entries in host memory.
-
-    An entry is written by ``reserve``, a copy and ``complete``, and read by ``read``, a copy and
-    ``release``. Whoever copies compares the bytes with the checksums that stand behind them in the
-    row; this class holds every field of the entry's header, and those checksums, to what a request
-    derived.
+    """Entries in host memory: ``tier[kind]`` has the rows of a kind.
 
     It is used by one thread, as the context that it belongs to. Lower tiers end their copies from
     threads of their own by ``end_later``; ``poll`` does what they asked for.
@@ -110,13 +105,15 @@ class HostTier:
         self._pinner = pinner
         self.dropped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self.stored_total = self.restored_total = 0
-        self._entries = {
-            EntryKind.KV: HostRows(kv, self.dropped),
-            EntryKind.STATE: HostRows(states, self.dropped, policy=state_policy),
+        self.restored_total = 0
+        counters = self.dropped, self.refused
+        self._rows = {
+            EntryKind.KV: HostRows(kv, *counters),
+            EntryKind.STATE: HostRows(states, *counters, policy=state_policy),
         }
+        self.join(self._guard)
         self._slabs_to_come: dict[EntryKind, deque[Future[torch.Tensor]]] = {
-            kind: deque() for kind in self._entries
+            kind: deque() for kind in self._rows
         }
         self._inbox: deque[tuple[RowLease, Refusal | None]] = deque()
         self._begin_memory()
@@ -124,12 +121,18 @@ class HostTier:
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards: it is used with the other parts."""
         self._guard = guard
+        for rows in self._rows.values():
+            rows.join(guard)
+
+    def __getitem__(self, kind: EntryKind) -> HostRows:
+        """Return the rows of a kind."""
+        return self._rows[kind]
 
     def _begin_memory(self) -> None:
         """Make all slabs, or have them made: those of both kinds in turn."""
-        most = max(rows.memory.num_slabs for rows in self._entries.values())
+        most = max(rows.memory.num_slabs for rows in self._rows.values())
         for index in range(most):
-            for kind, rows in self._entries.items():
+            for kind, rows in self._rows.items():
                 if index >= rows.memory.num_slabs:
                     continue
                 num_bytes = rows.memory.slab_bytes(index)
@@ -141,29 +144,21 @@ class HostTier:
     @property
     def memory(self) -> dict[EntryKind, RowMemory]:
         """The bytes of the rows of each kind."""
-        return {kind: rows.memory for kind, rows in self._entries.items()}
+        return {kind: rows.memory for kind, rows in self._rows.items()}
 
     @property
     def leases(self) -> dict[EntryKind, list[RowLease]]:
         """All leases that are not ended, but those of lower tiers."""
         return {
             kind: [lease for lease in rows.leases if not lease.is_lower]
-            for kind, rows in self._entries.items()
+            for kind, rows in self._rows.items()
         }
 
     @property
     def lower_leases(self) -> list[RowLease]:
         """The leases of lower tiers that are not ended."""
-        leases = [lease for rows in self._entries.values() for lease in rows.leases]
+        leases = [lease for rows in self._rows.values() for lease in rows.leases]
         return [lease for lease in leases if lease.is_lower]
-
-    def has(self, kind: EntryKind, digest: bytes) -> bool:
-        """Say whether an entry can be found. Any thread may ask."""
-        return digest in self._entries[kind]
-
-    def digests(self, kind: EntryKind) -> HostRows:
-        """Return what tells which entries of a kind can be found, as that changes."""
-        return self._entries[kind]
 
     @guarded(nests=True, changes=True)
     def wait_for_memory(self) -> None:
@@ -181,7 +176,7 @@ class HostTier:
                     # No more memory, or no more that may be pinned: the tier stays as it is.
                     futures.clear()
                 else:
-                    self._entries[kind].add_slab(futures[0].result())
+                    self._rows[kind].add_slab(futures[0].result())
                     futures.popleft()
         while self._inbox:
             lease, refusal = self._inbox[0]
@@ -189,104 +184,25 @@ class HostTier:
             self._inbox.popleft()
 
     def _end_lower(self, lease: RowLease, refusal: Refusal | None) -> None:
-        if not self._entries[lease.facts.key.kind].is_held(lease):
+        if not lease.rows.is_held(lease):
             return  # ended since: nobody waits for it
         if lease.writes and refusal is None:
-            self.complete(lease)
+            lease.rows.complete(lease)
         else:
-            self.release(lease)
-
-    @guarded(nests=True, changes=True)
-    def begin_request(self, facts: Any) -> Any:
-        """Tell the states' policy of a request; return what stands for its prompt in proposals."""
-        policy = self._entries[EntryKind.STATE].policy
-        return None if policy is None else policy.on_request(facts)
-
-    @guarded(nests=True, changes=True)
-    def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
-        """Say which of some states are worth a row now, for a policy that knows prompts."""
-        return self._entries[EntryKind.STATE].would_admit(proposals)
-
-    @guarded(nests=True, changes=True)
-    def reserve(
-        self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
-    ) -> RowLease | None:
-        """Take a row for an entry that is to be written, unless none can be had, which is counted.
-
-        A state with a ``proposal`` may be refused, as by ``would_admit``.
-        """
-        return self._entries[facts.key.kind].reserve(facts, proposal, is_lower=for_lower)
-
-    @guarded(nests=True, changes=True)
-    def complete(self, lease: RowLease) -> bool:
-        """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
-        is_kept = self._entries[lease.facts.key.kind].complete(lease)
-        self.stored_total += is_kept
-        return is_kept
-
-    @guarded(nests=True, changes=True)
-    def read(self, facts: EntryFacts, *, for_lower: bool = False) -> RowLease | Refusal:
-        """Find an entry and keep its row until ``release``.
-
-        Its header, and the checksums behind its bytes, are compared with what the request derived.
-        An entry that does not match is dropped. Its bytes are still to be compared with the
-        checksums by whoever copies them.
-        """
-        lease = self._entries[facts.key.kind].read(facts, is_lower=for_lower)
-        if isinstance(lease, Refusal):
-            self.refused[lease.value] += 1
-        return lease
-
-    @guarded(nests=True, changes=True)
-    def release(self, lease: RowLease, reason: str | None = None) -> None:
-        """End a lease: of a reader, or of an entry that will not come, once nothing writes it.
-
-        ``reason`` is what that counts as.
-        """
-        self._entries[lease.facts.key.kind].release(lease)
-        if reason is not None:
-            self.dropped[reason] += 1
-
-    @guarded(nests=True, changes=True)
-    def refuse(self, lease: RowLease, refusal: Refusal) -> None:
-        """End the lease of a reader who found other bytes than there should be; drop the entry."""
-        self._entries[lease.facts.key.kind].drop(lease)
-        self.refused[refusal.value] += 1
-        self.release(lease)
-
-    @guarded(nests=True, changes=True)
-    def remove(self, kind: EntryKind, digest: bytes) -> bool:
-        """Make an entry unfindable that is known to be wrong; say whether it was there.
-
-        What lower tiers have brought by now counts, so they are told before.
-        """
-        self.poll()
-        return self._entries[kind].remove(digest)
+            lease.rows.release(lease)
 
     @guarded(nests=True, changes=True)
     def use(self, leases: Sequence[RowLease]) -> None:
         """Record that a hit uses entries that it reads: those of one prefix, from its start."""
-        for kind, rows in self._entries.items():
-            rows.use([each for each in leases if each.facts.key.kind is kind])
-
-    def buffer(self, lease: RowLease) -> memoryview:
-        """Return the bytes of a row, checksums included, for the lease's holder."""
-        return self._entries[lease.facts.key.kind].memory.array(lease.row).data
-
-    def row_bytes(self, kind: EntryKind) -> int:
-        """Return the bytes of one row: ``payload_bytes`` of its entries' facts."""
-        return self._entries[kind].format.row_bytes
-
-    def num_rows(self, kind: EntryKind) -> int:
-        """Return how many rows of a kind there will be."""
-        return self._entries[kind].format.num_rows
+        for rows in self._rows.values():
+            rows.use([each for each in leases if each.rows is rows])
 
     @guarded(nests=True, changes=True)
     def end_lower(self) -> None:
         """End all leases of lower tiers, which have done what they were handed."""
         self.poll()
         for lease in self.lower_leases:
-            self.release(lease)
+            lease.rows.release(lease)
 
     def end_later(self, lease: RowLease, refusal: Refusal | None) -> None:
         """End a lower tier's copy at the next ``poll``. Any thread may call it."""
@@ -299,16 +215,17 @@ class HostTier:
         Nothing but a lower tier may be reading or writing rows.
         """
         with self._guard.ending(renews=True):
-            for rows in self._entries.values():
+            for rows in self._rows.values():
                 rows.reset([lease for lease in rows.leases if lease.is_lower])
+                rows.stored_total = 0
             self.dropped.clear()
             self.refused.clear()
-            self.stored_total = self.restored_total = 0
+            self.restored_total = 0
 
     @guarded(nests=True, changes=True)
     def clear(self) -> None:
         """Make all entries unfindable; who reads or writes one goes on."""
-        for rows in self._entries.values():
+        for rows in self._rows.values():
             rows.reset()
 
     def close(self) -> None:
@@ -318,14 +235,14 @@ class HostTier:
 
     def stats(self, name: str = "host") -> TierStats:
         """Return what the tier holds and did. Any thread may ask."""
-        rows = {_NAMES[kind]: each for kind, each in self._entries.items()}
+        rows = {_NAMES[kind]: each for kind, each in self._rows.items()}
         return TierStats(
             name=name,
             entries={kind: len(each) for kind, each in rows.items()},
             rows={kind: each.format.num_rows for kind, each in rows.items()},
             ready_rows={kind: each.rows.num_rows for kind, each in rows.items()},
             row_bytes={kind: each.format.row_bytes for kind, each in rows.items()},
-            stored=self.stored_total,
+            stored=sum(each.stored_total for each in rows.values()),
             restored=self.restored_total,
             evicted=sum(each.evicted_total for each in rows.values()),
             dropped=dict(self.dropped.copy()),
@@ -334,5 +251,5 @@ class HostTier:
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
-        for rows in self._entries.values():
+        for rows in self._rows.values():
             rows.check_invariants()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mamba_cache._checks import require_all
+from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.cache import hash_id_of
 from mamba_cache.cache.rows import NONE, EvictionQueue, Rows
 from mamba_cache.errors import DoubleFreeError
@@ -44,11 +45,17 @@ class RowLease:
     generation: int  # which of the row's entries it is for
     facts: EntryFacts  # of the entry, as the holder derived them
     writes: bool
-    is_lower: bool = False  # whether a lower tier holds it
+    is_lower: bool  # whether a lower tier holds it
+    rows: HostRows = field(repr=False)  # that it is of
 
 
 class HostRows:
     """Rows that hold one entry each, found by their full digest, with headers and bytes.
+
+    An entry is written by ``reserve``, a copy and ``complete``, and read by ``read``, a copy and
+    ``release``. Whoever copies compares the bytes with the checksums that stand behind them in the
+    row; this class holds every field of the entry's header, and those checksums, to what a request
+    derived.
 
     A row that is held is *awaited* (being written, not findable), read, or *leaving* (given up
     while somebody still reads or writes it: not findable, and free when the last one has ended). A
@@ -56,19 +63,27 @@ class HostRows:
     the least recently used goes first, and of those used in one call the last one named.
     """
 
-    def __init__(self, rows: RowFormat, dropped: Counter[str], *, policy: Any = None) -> None:
+    def __init__(
+        self,
+        rows: RowFormat,
+        dropped: Counter[str],
+        refused: Counter[str],
+        *,
+        policy: Any = None,
+    ) -> None:
+        self._guard = CallGuard(self)
         self.format = rows
         self.memory = RowMemory(rows.row_bytes, rows.num_rows)
         self.headers: npt.NDArray[np.uint8] = np.zeros((rows.num_rows, HEADER_BYTES), np.uint8)
         self.policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
-        self._dropped = dropped  # why entries got no row
+        self._dropped, self._refused = dropped, refused  # why entries got no row, or did not match
         self.generations: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
         self._used_at: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
         # A row that can be found is its own name.
         self._names: npt.NDArray[np.int64] = np.full(rows.num_rows, NONE, np.int64)
         self.rows = Rows("row", rows.num_rows, self._names)
         self.rows.num_rows = self.rows.num_free = 0  # of those that are there already
-        self.evicted_total = 0
+        self.evicted_total = self.stored_total = 0
         self._digests: list[bytes] = [b""] * rows.num_rows
         self._row_of: dict[bytes, int] = {}
         self._awaited: dict[bytes, RowLease] = {}
@@ -77,6 +92,10 @@ class HostRows:
         self._clock = 0
         if policy is not None:
             policy.reset(rows.num_rows)
+
+    def join(self, guard: CallGuard) -> None:
+        """Become a part of what ``guard`` guards."""
+        self._guard = guard
 
     def __len__(self) -> int:
         """How many entries can be found."""
@@ -97,6 +116,12 @@ class HostRows:
         self.rows.num_rows = first + self.memory.add_slab(slab)
         self.rows.push([*reversed(range(first, self.rows.num_rows))])
 
+    @guarded(nests=True, changes=True)
+    def begin_request(self, facts: Any) -> Any:
+        """Tell the policy of a request; return what stands for its prompt in proposals."""
+        return None if self.policy is None else self.policy.on_request(facts)
+
+    @guarded(nests=True, changes=True)
     def would_admit(self, proposals: Sequence[Any]) -> list[bool]:
         """Ask a policy that knows prompts which states are worth a row now; nothing changes."""
         assert self.policy is not None, "the caller has looked"
@@ -105,10 +130,15 @@ class HostRows:
         self.policy.withdraw()
         return accepted
 
+    @guarded(nests=True, changes=True)
     def reserve(
-        self, facts: EntryFacts, proposal: Any = None, *, is_lower: bool = False
+        self, facts: EntryFacts, *, proposal: Any = None, for_lower: bool = False
     ) -> RowLease | None:
-        """Take a row for an entry: a free one, or one that is given up for it."""
+        """Take a row for an entry that is to be written: a free one, or one given up for it.
+
+        None: none can be had, which is counted, or the entry is there or awaited. A state with a
+        ``proposal`` may be refused, as by ``would_admit``.
+        """
         digest = facts.key.digest
         if digest in self._row_of or digest in self._awaited:
             return None
@@ -127,9 +157,10 @@ class HostRows:
         if policy is not None:
             policy.on_reserved([row])
         self.generations[row] += 1
-        lease = self._awaited[digest] = self._lease(row, facts, writes=True, is_lower=is_lower)
+        lease = self._awaited[digest] = self._lease(row, facts, writes=True, is_lower=for_lower)
         return lease
 
+    @guarded(nests=True, changes=True)
     def complete(self, lease: RowLease) -> bool:
         """Make an entry findable whose bytes, and the checksums behind them, are in its row."""
         row, digest = lease.row, lease.facts.key.digest
@@ -141,29 +172,35 @@ class HostRows:
             self._digests[row] = digest
             self._row_of[digest] = self._names[row] = row
         self.release(lease)
+        self.stored_total += is_kept
         if is_kept:
             self._use([row])
             if self.policy is not None:
                 self.policy.on_published([row], [hash_id_of(digest)], [lease.facts.prefix_tokens])
         return is_kept
 
-    def read(self, facts: EntryFacts, *, is_lower: bool = False) -> RowLease | Refusal:
+    @guarded(nests=True, changes=True)
+    def read(self, facts: EntryFacts, *, for_lower: bool = False) -> RowLease | Refusal:
         """Find an entry and keep it until ``release``; what does not match is dropped.
 
         All is compared but its bytes, which whoever copies them compares with the checksums.
         """
-        row = self._row_of.get(facts.key.digest)
-        if row is None:
-            return Refusal.MISSING
-        refusal = self._refusal(row, facts)
+        digest = facts.key.digest
+        row = self._row_of.get(digest, NONE)
+        refusal = Refusal.MISSING if row == NONE else self._refusal(row, facts)
         if refusal is not None:
-            self.remove(facts.key.digest)
+            self.remove(digest)
+            self._refused[refusal.value] += 1
             return refusal
         self._queue.discard(self.rows.hold([row], [row]))
-        return self._lease(row, facts, writes=False, is_lower=is_lower)
+        return self._lease(row, facts, writes=False, is_lower=for_lower)
 
-    def release(self, lease: RowLease) -> None:
-        """End a lease: of a reader, or of a writer whose entry does not come."""
+    @guarded(nests=True, changes=True)
+    def release(self, lease: RowLease, reason: str | None = None) -> None:
+        """End a lease: of a reader, or of an entry that will not come, once nothing writes it.
+
+        ``reason`` is what that counts as.
+        """
         row, digest = lease.row, lease.facts.key.digest
         if lease not in self._leases:
             raise DoubleFreeError(f"{lease} was ended already, or is another kind's")
@@ -173,12 +210,18 @@ class HostRows:
             self._release_from_policy(row)
         if self.rows.release([row], [row]):  # nobody else reads it
             self._queue.push(row, self._used_at.item(row))
+        if reason is not None:
+            self._dropped[reason] += 1
 
-    def drop(self, lease: RowLease) -> None:
-        """Make an entry that the lease's holder reads unfindable; its readers end as ever."""
+    @guarded(nests=True, changes=True)
+    def refuse(self, lease: RowLease, refusal: Refusal) -> None:
+        """End the lease of a reader who found other bytes than there should be; drop the entry."""
         if self._names[lease.row] != NONE:
             self._forget(lease.row)
+        self._refused[refusal.value] += 1
+        self.release(lease)
 
+    @guarded(nests=True, changes=True)
     def remove(self, digest: bytes) -> bool:
         """Make an entry unfindable; say whether it was there. Its readers end as ever."""
         row = self._row_of.get(digest)
@@ -200,6 +243,10 @@ class HostRows:
     def is_held(self, lease: RowLease) -> bool:
         """Say whether a lease is not ended."""
         return lease in self._leases
+
+    def buffer(self, lease: RowLease) -> memoryview:
+        """Return the bytes of a row, checksums included, for the lease's holder."""
+        return self.memory.array(lease.row).data
 
     def reset(self, keep: Iterable[RowLease] | None = None) -> None:
         """Make all entries unfindable. What is being read or written is free when that ends."""
@@ -246,7 +293,7 @@ class HostRows:
         return np.bincount([lease.row for lease in self._leases], minlength=self.format.num_rows)
 
     def _lease(self, row: int, facts: EntryFacts, *, writes: bool, is_lower: bool) -> RowLease:
-        lease = RowLease(row, self.generations.item(row), facts, writes, is_lower)
+        lease = RowLease(row, self.generations.item(row), facts, writes, is_lower, self)
         self._leases[lease] = None
         return lease
 

@@ -538,7 +538,10 @@ class _FirstTokens:
         """Bytes of the rows that a prefix takes."""
         host = self.context.host_tier
         assert host is not None
-        return host.row_bytes(EntryKind.STATE) + _PREFIX_BLOCKS * host.row_bytes(EntryKind.KV)
+        return (
+            host[EntryKind.STATE].format.row_bytes
+            + _PREFIX_BLOCKS * host[EntryKind.KV].format.row_bytes
+        )
 
     def forget(self, *, host: bool) -> None:
         """Have the GPU, and the host, hold nothing."""

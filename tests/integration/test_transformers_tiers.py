@@ -252,7 +252,7 @@ def test_what_is_computed_in_other_dtypes_stays_beside_the_model(model) -> None:
         assert cache.stats().skipped_tokens > 0
         assert cache._store.live_dtypes
         host = cache._store.tiers.host
-        assert [len(host.digests(kind)) for kind in entry.EntryKind] == [0, 0]
+        assert [len(host[kind]) for kind in entry.EntryKind] == [0, 0]
 
 
 def test_other_numerics_and_kernels_find_nothing(tmp_path, model, monkeypatch) -> None:

@@ -123,12 +123,12 @@ class Rig:
     def fill_host(self, number, kind):
         """Copy an entry to the host tier, unless it is there; say whether it is."""
         facts, tensor = self.facts(number, kind), self.tensors[kind]
-        lease = self.host.reserve(facts)
+        lease = self.host[kind].reserve(facts)
         if lease is not None:
             tensor[:, FROM] = content_of(number, kind, tensor[:, FROM].shape)
             self.transfers.spill([CopyJob(kind, FROM, lease.row)])
-            self.host.complete(lease)
-        return self.host.has(kind, facts.key.digest)
+            lease.rows.complete(lease)
+        return facts.key.digest in self.host[kind]
 
     def store(self, number, kind):
         """Take an entry down to the disk, unless it is there."""
@@ -154,11 +154,11 @@ class Rig:
         """Bring an entry up from the disk and compare it; "right", or why it did not come."""
         facts, answer = self.facts(number, kind), Answer()
         self.host.clear()
-        lease = self.host.reserve(facts, for_lower=True)
+        lease = self.host[kind].reserve(facts, for_lower=True)
         assert lease is not None
-        self.host.buffer(lease)[:] = b"\xff" * facts.payload_bytes
-        if not self.disk.load(facts, self.host.buffer(lease), answer):
-            self.host.release(lease)
+        lease.rows.buffer(lease)[:] = b"\xff" * facts.payload_bytes
+        if not self.disk.load(facts, lease.rows.buffer(lease), answer):
+            lease.rows.release(lease)
             return "not taken"
         self.end()
         self.host.end_later(lease, answer.get())
@@ -169,15 +169,15 @@ class Rig:
 
     def restore(self, number, kind):
         """Bring an entry up from the host tier and compare it."""
-        lease, tensor = self.host.read(self.facts(number, kind)), self.tensors[kind]
+        lease, tensor = self.host[kind].read(self.facts(number, kind)), self.tensors[kind]
         if isinstance(lease, Refusal):
             return lease.value
         tensor[:, TO] = torch.nan
         damaged = self.transfers.load([CopyJob(kind, TO, lease.row)]).damaged()
         if damaged:
-            self.host.refuse(lease, Refusal.PAYLOAD_DIGEST)
+            lease.rows.refuse(lease, Refusal.PAYLOAD_DIGEST)
             return Refusal.PAYLOAD_DIGEST.value
-        self.host.release(lease)
+        lease.rows.release(lease)
         if not torch.equal(tensor[:, TO], content_of(number, kind, tensor[:, TO].shape)):
             raise WrongRestore(f"entry {number} of {kind}")
         return "right"
@@ -326,7 +326,7 @@ def flipped_host_bit(rig):
     number, kind = rig.draw()
     rig.host.clear()
     rig.fill_host(number, kind)
-    row = rig.host._entries[kind]._row_of[rig.facts(number, kind).key.digest]
+    row = rig.host[kind]._row_of[rig.facts(number, kind).key.digest]
     data = rig.host.memory[kind].row(row).numpy()
     flip(data, int(rig.rng.integers(rig.layouts[kind].checksums.stop * 8)))
     if rig.rng.random() < 0.5:
@@ -344,7 +344,7 @@ def flipped_host_header(rig):
     number, kind = rig.draw()
     rig.host.clear()
     rig.fill_host(number, kind)
-    entries = rig.host._entries[kind]
+    entries = rig.host[kind]
     row = entries._row_of[rig.facts(number, kind).key.digest]
     flip(entries.headers[row], int(rig.rng.integers(256 * 8)))
     return [rig.restore(number, kind)]
@@ -493,7 +493,7 @@ def slow_copy(rig):
         return read(*arguments)
 
     facts, answer = rig.facts(number, kind), Answer()
-    lease = rig.host.reserve(facts, for_lower=True)
+    lease = rig.host[facts.key.kind].reserve(facts, for_lower=True)
     DiskStore._read = slow
     try:
 
@@ -501,7 +501,7 @@ def slow_copy(rig):
             answer(refusal)
             rig.host.end_later(lease, refusal)
 
-        assert rig.disk.load(facts, rig.host.buffer(lease), done)
+        assert rig.disk.load(facts, lease.rows.buffer(lease), done)
         if rig.rng.random() < 0.5:
             rig.host.reset()
         else:

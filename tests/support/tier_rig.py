@@ -72,7 +72,7 @@ def host_stats(context):
 
 def cached_rows(context, kind):
     """Rows of the tier that hold an entry that can be found."""
-    return sorted(context.host_tier._entries[kind]._row_of.values())
+    return sorted(context.host_tier[kind]._row_of.values())
 
 
 def flip(context, kind, row, bit):
@@ -89,7 +89,7 @@ def flip_all(context, kind, bit):
 
 def flip_header(context, kind, row, bit):
     """Turns one bit of a row's header."""
-    context.host_tier._entries[kind].headers[row, bit // 8] ^= 1 << bit % 8
+    context.host_tier[kind].headers[row, bit // 8] ^= 1 << bit % 8
 
 
 class LateTicket:

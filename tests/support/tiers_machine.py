@@ -178,7 +178,7 @@ class TieredMachine(ContextMachine):
         """Turns a bit of one of the rows that hold an entry, if there are any."""
         rows = cached_rows(self.context, kind)
         if rows:
-            row, pool = rows[index % len(rows)], self.context.host_tier._entries[kind]
+            row, pool = rows[index % len(rows)], self.context.host_tier[kind]
             self.turned.add(pool._digests[row])
             if turn is flip_header and not pool.rows.refs[row]:
                 self.bad_headers ^= {(kind, row, pool.generations.item(row), bit)}
@@ -249,7 +249,7 @@ class TieredMachine(ContextMachine):
         if not hasattr(self, "context") or not self.copies:
             return
         layouts = self.copies._transfers._layouts
-        for kind, entries in self.context.host_tier._entries.items():
+        for kind, entries in self.context.host_tier._rows.items():
             for digest, row in entries._row_of.items():
                 data = entries.memory.row(row).numpy()
                 found = payload_digest(data[: layouts[kind].payload_bytes])

@@ -236,7 +236,7 @@ def test_a_commit_that_broke_off_still_knows_what_was_damaged():
 
 def _row(context, kind, blocks):
     digest = context.prepare(_request()).hashes.digest(blocks - 1)
-    return context.host_tier._entries[kind]._row_of.get(digest)
+    return context.host_tier[kind]._row_of.get(digest)
 
 
 def _facts(context, blocks):
@@ -260,7 +260,8 @@ def test_what_is_offered_twice_is_copied_once():
     for _ in range(2):
         tiering.offer_entry(1, facts)
     tiering.pump()
-    assert (tiering.num_offers, tiering.host.stored_total, tiering.host.dropped) == (0, 1, {})
+    stats = tiering.host.stats()
+    assert (tiering.num_offers, stats.stored, stats.dropped) == (0, 1, {})
     tiering.offer_entry(1, facts)
     tiering.reset()
     assert tiering.num_offers == 0
@@ -272,7 +273,7 @@ def test_a_call_that_broke_off_leaves_entries_unless_it_was_changing_them(monkey
     tiering, host, facts = context._tiering, context.host_tier, _facts(context, 1)
     tiering.let_go()
     assert host_stats(context).entries["kv"] > 0
-    assert host.reserve(facts) is not None
+    assert host[facts.key.kind].reserve(facts) is not None
     tiering.let_go()
     assert host_stats(context).entries == {"kv": 0, "state": 0}
     context.check_invariants()
@@ -287,8 +288,8 @@ def test_a_header_of_another_entry_is_not_believed():
     context = make_tiered(num_kv_blocks=100)
     first(context)
     host = context.host_tier
-    entries, facts = host._entries[STATE], _facts(context, 3)
-    lease = host.read(facts)
+    entries, facts = host[STATE], _facts(context, 3)
+    lease = host[STATE].read(facts)
     row = lease.row
     other = _row(context, STATE, 2)
     kept = entries.headers.copy()
@@ -300,7 +301,7 @@ def test_a_header_of_another_entry_is_not_believed():
     entries.generations[row] -= 1
     flip(context, STATE, row, 8 * entries.format.checksums.start)
     assert entries._refusal(row, facts) is Refusal.PAYLOAD_DIGEST
-    host.release(lease)
+    lease.rows.release(lease)
 
 
 @pytest.mark.parametrize("way", ["slots", "blocks"])
@@ -390,7 +391,7 @@ def test_a_state_saved_while_decoding_is_known_by_its_whole_prefix():
     context = make_tiered(max_slots=20, num_kv_blocks=100)
     run = generate(context, PROMPT, 12)
     tokens = [*PROMPT, *run[0]]
-    policy = context.host_tier._entries[STATE].policy
+    policy = context.host_tier[STATE].policy
     context.wait_for_tiers()
     hashes = context.prepare(Request(request_id="next", prompt_tokens=tokens)).hashes
     rows = cached_rows(context, STATE)
@@ -477,7 +478,7 @@ def test_an_identity_enters_the_keys():
 def test_rows_held_for_nobody_are_noticed():
     context = make_tiered(num_kv_blocks=100)
     first(context)
-    lease = context.host_tier.read(_facts(context, 3))
+    lease = context.host_tier[STATE].read(_facts(context, 3))
     with pytest.raises(InvariantError, match="held for nobody"):
         context.check_invariants()
-    context.host_tier.release(lease)
+    lease.rows.release(lease)

@@ -326,7 +326,7 @@ def test_what_is_wrong_and_has_just_come_up_is_not_matched(context, tier, kind) 
     digest = next(key.digest for key in tier.stored if key.kind is kind)
     context._tiering.remove(kind, None, digest)
     match(context)  # takes over what has come
-    assert not context.host_tier.has(kind, digest)
+    assert digest not in context.host_tier[kind]
 
 
 def test_what_was_damaged_before_it_was_stored_is_stored_anew(context, tier) -> None:
@@ -356,13 +356,13 @@ def test_without_room_what_fits_is_brought(tmp_path, context, tier) -> None:
     small.reset()
     some = next(iter(tier.stored.values()))[0]
     other = replace(some, key=replace(some.key, kind=EntryKind.KV, digest=b"x" * 16))
-    lease = small.host_tier.reserve(other)
+    lease = small.host_tier[other.key.kind].reserve(other)
     prefetch = ask(small)
     assert prefetch.refusals == (Refusal.ABORTED,)
     tier.end_loads()
     assert prefetch.state is PrefetchState.INCOMPLETE
     assert match(small).skip_tokens == 0
-    small.host_tier.release(lease)
+    lease.rows.release(lease)
     assert_same_run(generate(small, PROMPT, 3), PROMPT)
     small.check_invariants()
 
@@ -446,7 +446,7 @@ def test_an_entry_that_is_damaged_in_host_memory_is_not_offered(context, tier) -
     generate(context, PROMPT, 2)
     tier.end_puts()
     tier.stored.clear()
-    for entry in context.host_tier._entries.values():
+    for entry in context.host_tier._rows.values():
         entry.headers[:] = 0
     generate(context, PROMPT, 2)
     assert [facts.key for facts, _, _ in tier.puts] == []

@@ -75,7 +75,7 @@ def digest_of(ranks, index):
 
 
 def row_of(context, kind, digest):
-    return context.host_tier._entries[kind]._row_of[digest]
+    return context.host_tier[kind]._row_of[digest]
 
 
 def fill(ranks):
@@ -113,7 +113,7 @@ def test_where_no_tier_could_have_more_nothing_is_exchanged():
 def test_ranks_intersect_sets_of_boundaries():
     """One has lost the last boundary's state, the other one has it: both take the one before."""
     ranks = fill(make_ranks({}, {}))
-    assert ranks.parts[1].host_tier.remove(STATE, digest_of(ranks, 2))
+    assert ranks.parts[1].host_tier[STATE].remove(digest_of(ranks, 2))
     assert ranks.match(request()).skip_tokens == 16
     assert resume(ranks).skip_tokens == 16
 

@@ -45,9 +45,9 @@ def test_prompts_around_a_boundary_resume_at_one_that_they_have_passed(blocks, b
 def found_below(context, prompt):
     """Blocks of a prompt whose state, and blocks whose keys and values, host memory has."""
     hashes = context.prepare(Request(request_id="probe", prompt_tokens=prompt)).hashes
-    has = context.host_tier.has
+    host = context.host_tier
     return [
-        [index + 1 for index in range(len(hashes)) if has(kind, hashes.digest(index))]
+        [index + 1 for index in range(len(hashes)) if hashes.digest(index) in host[kind]]
         for kind in (STATE, KV)
     ]
 
@@ -106,13 +106,13 @@ def test_no_row_is_given_away_while_a_copy_from_it_is_under_way():
     late = install(context, LateTransfers)
     assert add(context, "a", prompt).loads_state
     [held] = [lease.row for lease in context.host_tier.leases[STATE]]
-    generation = context.host_tier._entries[STATE].generations[held]
+    generation = context.host_tier[STATE].generations[held]
     context.begin_step()
     context.abort_step()
     context.check_invariants()
     for other in OTHERS[1:]:
         generate(context, other, 1, request_id="other")
-    assert context.host_tier._entries[STATE].generations[held] == generation
+    assert context.host_tier[STATE].generations[held] == generation
     late.run(99)
     context.wait_for_tiers()
     assert not any(context.host_tier.leases.values())

@@ -44,7 +44,7 @@ def facts(number, kind=KV, num_bytes=4096):
 
 def make_rows(num_rows, **options):
     rows = RowFormat(4096, slice(4000, 4016), num_rows)
-    return HostRows(rows, Counter(), **options)
+    return HostRows(rows, Counter(), Counter(), **options)
 
 
 def grow(rows, count):
@@ -114,7 +114,7 @@ class RowMachine(RuleBasedStateMachine):
         before, refused = dict(self.stored), self.pool._dropped["refused"]
         would = self.pool.would_admit([proposal])
         self.pool.check_invariants()
-        lease = self.pool.reserve(facts(number), proposal)
+        lease = self.pool.reserve(facts(number), proposal=proposal)
         self.stored = {n: row for n, row in before.items() if digest(n) in self.pool}
         assert len(before) - len(self.stored) <= (lease is not None)
         if lease is None:
@@ -149,8 +149,8 @@ class RowMachine(RuleBasedStateMachine):
             return
         assert lease.row == self.stored[number]
         if drops:
-            self.pool.drop(lease)
-            self.pool.drop(lease)
+            for other in [self.pool.read(facts(number)) for _ in range(2)]:
+                self.pool.refuse(other, Refusal.PAYLOAD_DIGEST)
             del self.stored[number]
         self.pool.use([lease])
         self.readers.append((number, lease))
@@ -228,10 +228,8 @@ def test_an_entry_that_two_readers_find_wrong_is_dropped_once():
     store(pool, 1)
     readers = [pool.read(facts(1)), pool.read(facts(1))]
     for reader in readers:
-        pool.drop(reader)
+        pool.refuse(reader, Refusal.PAYLOAD_DIGEST)
         assert digest(1) not in pool
-    for reader in readers:
-        pool.release(reader)
     pool.check_invariants()
     assert pool.rows.num_free == 1
 
@@ -244,8 +242,8 @@ def test_a_policy_that_knows_prompts_is_told_of_hash_and_length():
             told.append((list(slots), list(hash_ids), list(prefix_tokens)))
 
     tier = make_tier(state_policy=Telling())
-    lease = tier.reserve(facts(7, STATE))
-    assert tier.complete(lease)
+    lease = tier[STATE].reserve(facts(7, STATE))
+    assert lease.rows.complete(lease)
     assert told == [([lease.row], [hash_id_of(digest(7))], [8])]
 
 
@@ -259,13 +257,13 @@ def test_a_policy_that_knows_prompts_refuses_what_is_worth_less():
         return StateProposal(prompt, num_blocks, **options)
 
     for number in (1, 2):
-        pool.complete(pool.reserve(facts(number), propose(number, 50)))
+        pool.complete(pool.reserve(facts(number), proposal=propose(number, 50)))
     small = propose(3, 1)
     assert pool.would_admit([small]) == [False]
     for times in (1, 2):
-        assert pool.reserve(facts(3), small) is None
+        assert pool.reserve(facts(3), proposal=small) is None
         assert (pool._dropped["refused"], pool.evicted_total, len(pool)) == (times, 0, 2)
-    assert pool.reserve(facts(3), small._replace(is_asked=True)) is not None
+    assert pool.reserve(facts(3), proposal=small._replace(is_asked=True)) is not None
     assert (pool._dropped["refused"], pool.evicted_total, len(pool)) == (2, 1, 1)
     pool.check_invariants()
 
@@ -335,16 +333,16 @@ def test_pinned_memory_comes_in_the_background_and_goes_with_the_tier(is_closed)
     """Nobody waits for it: entries find no row until then, and are counted."""
     gate = Gate()
     tier = make_tier(pinner=Pinner(gate.pin, gate.unpin))
-    assert tier.reserve(facts(1)) is None
+    assert tier[KV].reserve(facts(1)) is None
     assert tier.dropped == {"no_row": 1}
     tier.poll()
     assert tier.stats().ready_rows == {"kv": 0, "state": 0}
     gate.opened.set()
     tier.wait_for_memory()
     assert tier.stats().ready_rows == {"kv": 3, "state": 3}
-    lease = tier.reserve(facts(1))
-    tier.buffer(lease)[:] = b"\1" * 4096
-    assert tier.complete(lease)
+    lease = tier[KV].reserve(facts(1))
+    lease.rows.buffer(lease)[:] = b"\1" * 4096
+    assert lease.rows.complete(lease)
     tier.check_invariants()
     assert all(address % 2**21 == 0 and size == 3 * 4096 for address, size in gate.pinned)
     if is_closed:
@@ -383,25 +381,25 @@ def test_lower_tiers_end_their_copies_later():
     """From threads of their own; the next poll does it."""
     tier = make_tier()
     for refusal, is_kept in ((None, True), (Refusal.SHORT, False)):
-        lease = tier.reserve(facts(1, STATE), for_lower=True)
-        assert tier.reserve(facts(1, STATE)) is None
+        lease = tier[STATE].reserve(facts(1, STATE), for_lower=True)
+        assert tier[STATE].reserve(facts(1, STATE)) is None
         assert tier.dropped == {}, "it is on its way"
         assert not any(tier.leases.values())
-        tier.buffer(lease)[:] = b"\1" * 4096
+        lease.rows.buffer(lease)[:] = b"\1" * 4096
         thread = threading.Thread(target=tier.end_later, args=(lease, refusal))
         thread.start()
         thread.join()
-        assert not tier.has(STATE, digest(1))
+        assert digest(1) not in tier[STATE]
         tier.poll()
-        assert tier.has(STATE, digest(1)) == is_kept
+        assert (digest(1) in tier[STATE]) == is_kept
         if is_kept:
-            assert tier.reserve(facts(1, STATE)) is None
+            assert tier[STATE].reserve(facts(1, STATE)) is None
             assert tier.dropped == {}, "it is there"
         tier.check_invariants()
         tier.clear()
-    own = tier.reserve(facts(2))
-    tier.complete(own)
-    read = tier.read(facts(2), for_lower=True)
+    own = tier[KV].reserve(facts(2))
+    own.rows.complete(own)
+    read = tier[KV].read(facts(2), for_lower=True)
     tier.end_later(read, None)
     tier.poll()
     tier.check_invariants()
@@ -410,20 +408,20 @@ def test_lower_tiers_end_their_copies_later():
 
 def test_a_reset_leaves_lower_tiers_their_rows():
     tier = make_tier(num_rows=1)
-    late = tier.reserve(facts(1), for_lower=True)
+    late = tier[KV].reserve(facts(1), for_lower=True)
     tier.reset()
-    assert tier.reserve(facts(2)) is None
+    assert tier[KV].reserve(facts(2)) is None
     tier.end_later(late, None)
     tier.end_later(late, None)  # a second time does nothing
     tier.poll()
-    assert not tier.has(KV, digest(1))
-    assert tier.reserve(facts(2)) is not None
+    assert digest(1) not in tier[KV]
+    assert tier[KV].reserve(facts(2)) is not None
     tier.check_invariants()
 
 
 def test_rows_that_are_lost_are_noticed():
     other = make_tier()
-    other._entries[KV].memory.num_ready -= 1
+    other[KV].memory.num_ready -= 1
     with pytest.raises(InvariantError, match="each row that can be used has memory"):
         other.check_invariants()
 
@@ -433,7 +431,7 @@ def test_a_tier_belongs_to_a_guard():
     guard = CallGuard(tier.check_invariants)
     tier.join(guard)
     assert tier._guard is guard
-    assert tier.read(facts(1)) is Refusal.MISSING
+    assert tier[KV].read(facts(1)) is Refusal.MISSING
     assert tier.refused == {"missing": 1}
 
 
@@ -447,7 +445,7 @@ def test_a_tier_that_belongs_to_nobody_is_used_by_one_thread_at_a_time():
                 refused.append(other.submit(tier.poll).exception())
 
     tier = make_tier(state_policy=Meeting())
-    assert tier.complete(tier.reserve(facts(1, STATE)))
+    assert tier[STATE].complete(tier[STATE].reserve(facts(1, STATE)))
     assert [type(each) for each in refused] == [ConcurrentUseError]
 
 

@@ -99,13 +99,13 @@ def test_a_corrupted_entry_goes_from_the_host_tier_too():
     slot = context.slot_allocator.get_slot(blocks[-1])
     context.slot_allocator.states["ssm"][0, slot] += 1
     context.kv_cache[0, 0, blocks[0]] += 1
-    assert host.has(EntryKind.STATE, hit.hashes.digest(2))
+    assert hit.hashes.digest(2) in host[EntryKind.STATE]
     assert len(verify(context, hit)) == 2
-    assert not host.has(EntryKind.STATE, hit.hashes.digest(2))
-    assert not host.has(EntryKind.KV, hit.hashes.digest(0))
-    assert host.has(EntryKind.KV, hit.hashes.digest(1))
+    assert hit.hashes.digest(2) not in host[EntryKind.STATE]
+    assert hit.hashes.digest(0) not in host[EntryKind.KV]
+    assert hit.hashes.digest(1) in host[EntryKind.KV]
     context.check_invariants()
-    assert not host.remove(EntryKind.KV, hit.hashes.digest(0))
+    assert not host[EntryKind.KV].remove(hit.hashes.digest(0))
 
 
 @pytest.mark.parametrize("below", ["disk", "store"])
