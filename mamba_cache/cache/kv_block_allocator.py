@@ -210,7 +210,8 @@ class KVBlockAllocator:
         if reused:
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
-            self._offer(self._count_cached(as_rows(reused), -ONE))
+            blocks = blocks if len(reused) == len(blocks) else as_rows(reused)
+            self._offer(self._count_cached(blocks, -ONE))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:

@@ -40,7 +40,7 @@ ONE: Final = np.int32(1)
 
 def as_rows(ids: list[int]) -> RowIds:
     """Return rows as what costs the least to look them up by."""
-    return ids if len(ids) <= FEW else np.array(ids, np.intp)
+    return ids if len(ids) <= FEW else np.fromiter(ids, np.intp, len(ids))
 
 
 def ids_of(rows: RowIds) -> list[int]:

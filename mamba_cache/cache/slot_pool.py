@@ -136,7 +136,6 @@ class SlotPool:
         self.pin_counts = self._rows.refs
         self.generations = np.zeros(self.max_slots, np.int64)
         self.reserved: dict[int, int] = {}
-        self._awaited: set[int] = set()  # blocks for which a slot is reserved
         self._last_generation = 0
         self._clear()
         if self._index is not None:
@@ -151,7 +150,6 @@ class SlotPool:
         self._block_to_slot.fill(-1)
         self._slot_to_block.fill(-1)
         self.reserved.clear()
-        self._awaited.clear()
         self.evicted_slots_total = 0
         self.refused_states_total = 0
         self.skipped_checkpoints_total = 0
@@ -224,7 +222,7 @@ class SlotPool:
             raise InvalidArgumentError(
                 f"give one proposal for each of {len(ids)} blocks, got {len(proposals)}"
             )
-        slot_at, awaited = self._slot_at, self._awaited
+        slot_at, awaited = self._slot_at, set(self.reserved.values())
         wanted: dict[int, Any] = dict(zip(ids, proposals or ids, strict=True))
         new = [b for b in wanted if slot_at[b] < 0 and b not in awaited]
         if not new:
@@ -243,7 +241,6 @@ class SlotPool:
             raise
         self.skipped_checkpoints_total += len(new) - len(kept)
         slots = dict(zip(kept, taken, strict=True))
-        awaited.update(kept)
         self.reserved.update(zip(taken, kept, strict=True))
         if policy is not None:
             policy.on_reserved([slots.get(block_id) for block_id in new])
@@ -302,7 +299,7 @@ class SlotPool:
         self._guard.is_changing = True
         stored: dict[int, int] = {}
         for slot, block_id, tokens in zip(taken, ids, lengths, strict=True):
-            self._awaited.discard(self.reserved.pop(slot))
+            del self.reserved[slot]
             if self._slot_at[block_id] >= 0:
                 self._release([slot])
             else:
@@ -339,7 +336,7 @@ class SlotPool:
         taken = self._check_reserved(slots, DoubleFreeError)
         self._guard.is_changing = True
         for slot in taken:
-            self._awaited.discard(self.reserved.pop(slot))
+            del self.reserved[slot]
         self._rows.release(taken, as_rows(taken))
         self._release(taken)
 
@@ -435,8 +432,8 @@ class SlotPool:
                 self._block_to_slot[self._slot_to_block[cached]], cached
             ),
             f"{num_blocks} blocks have {len(cached)} cached slots": num_blocks == len(cached),
-            "the blocks awaited are those of reserved slots, one for each": (
-                sorted(self._awaited) == sorted(self.reserved.values())
+            "no block awaits the states of two slots": (
+                len(set(self.reserved.values())) == len(self.reserved)
             ),
             "slots without a state have one reference for each that is reserved": (
                 held == sorted(self.reserved) and bool((self.pin_counts[held] == 1).all())
@@ -516,7 +513,8 @@ class SlotPool:
         None is a block still to be allocated; ``kept`` are blocks that will be held by then, with
         the states that they have.
         """
-        if block_id is not None and (block_id in self._awaited or self.slot_of(block_id) >= 0):
+        is_awaited = block_id in self.reserved.values()
+        if is_awaited or (block_id is not None and self.slot_of(block_id) >= 0):
             return False
         return self.free_count > 0 or len(self._evictable(kept)) > 0
 

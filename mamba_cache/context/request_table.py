@@ -299,15 +299,13 @@ class RequestTable:
         if is_decoding != (row in self.decoding_rows):
             self._group = self._named = None
             (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
-        if (before := self.scheduled_chunks.pop(row, None)) is not None:
-            self._count_chunk(before, -1)
+        if (chunk := self.scheduled_chunks.pop(row, None)) is not None:
+            self.num_scheduled_tokens -= chunk.num_tokens
+            self.num_planned_checkpoints -= len(chunk.inside)
         if status is RequestStatus.SCHEDULED:
-            self.scheduled_chunks[row] = active.current_chunk
-            self._count_chunk(active.current_chunk, 1)
-
-    def _count_chunk(self, chunk: Chunk, sign: int) -> None:
-        self.num_scheduled_tokens += sign * chunk.num_tokens
-        self.num_planned_checkpoints += sign * len(chunk.inside)
+            chunk = self.scheduled_chunks[row] = active.current_chunk
+            self.num_scheduled_tokens += chunk.num_tokens
+            self.num_planned_checkpoints += len(chunk.inside)
 
     def collect(self, active: ActiveRequest) -> None:
         """Take the newest tokens of a request over from its row, if it has one."""

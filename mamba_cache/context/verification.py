@@ -136,22 +136,17 @@ class HitVerifier:
         self._waiting: deque[HitToVerify] = deque()
         self.reset()
 
-    def sample(self, request: Request, tokens: TokenArray, hashes: BlockHashes) -> None:
-        """Choose a hit with the rate's probability."""
-        if not hashes or self._random.random() >= self._rate:
+    def admitted(self, sequence: CachedSequence, match: PrefixMatch) -> None:
+        """Choose a sequence that began to run, with the rate's probability, if it is a hit."""
+        if match.miss_reason is not None or self._random.random() >= self._rate:
             return
         self._sampled += 1
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
             self._skipped += 1
-        prefix = tokens[: len(hashes) * self._block_size].copy()
-        self._waiting.append(HitToVerify(request, prefix, hashes))
-
-    def admitted(self, sequence: CachedSequence, match: PrefixMatch) -> None:
-        """Sample a sequence that began to run, if it is a hit."""
-        if match.miss_reason is None:
-            hashes = sequence.hashes[: match.state_matched_blocks]
-            self.sample(sequence.request, sequence.tokens(0, match.skip_tokens), hashes)
+        prefix = sequence.tokens(0, match.skip_tokens).copy()
+        hashes = sequence.hashes[: match.state_matched_blocks]
+        self._waiting.append(HitToVerify(sequence.request, prefix, hashes))
 
     def verify(
         self,

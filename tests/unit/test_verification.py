@@ -1,6 +1,7 @@
 """Hits that are verified: what is found, what is removed, and that it costs nothing when off."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from memory_store import MemoryStore
 from tier_rig import always, make_tiered
 from verification_rig import files_called, take, verify
 
+from mamba_cache.cache.sequence import CachedSequence, MissReason, PrefixMatch
 from mamba_cache.context import (
     DynamicInferenceContext,
     PrefixContent,
@@ -183,9 +185,12 @@ def test_a_part_of_the_hits_is_chosen():
     )  # fmt: skip
     request = Request(request_id=1, prompt_tokens=PROMPT)
     prepared = context.prepare(request)
+    sequence = CachedSequence(request, prepared.tokens, prepared.chain)
+    miss = PrefixMatch(len(PROMPT), (), 0, 0, MissReason.NO_KV_MATCH)
+    hit = replace(miss, state_matched_blocks=1, skip_tokens=BLOCK, miss_reason=None)
     for _ in range(4000):
-        verifier.sample(request, prepared.tokens, prepared.hashes)
-    verifier.sample(request, prepared.tokens, prepared.hashes[:0])  # a miss
+        verifier.admitted(sequence, hit)
+        verifier.admitted(sequence, miss)
     assert 700 < verifier.stats().sampled < 1300
 
 
