@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
@@ -63,33 +61,6 @@ class StatePool:
             for tensor in spec.tensors
         }
         self.device = next(iter(self.tensors.values())).device
-
-    @classmethod
-    def over(cls, spec: StateSpec, tensors: Mapping[str, torch.Tensor]) -> StatePool:
-        """Make a pool of tensors that somebody else has allocated.
-
-        Args:
-            spec: What one state holds.
-            tensors: Each of the spec's tensors by name, [num_layers, num_rows, *shape] with
-                contiguous inner axes, layers and rows at any distance.
-
-        Raises:
-            InvalidArgumentError: They are not those of the spec, or differ in their rows or device.
-        """
-        pool = cls(spec, 0, device="meta")
-        wanted = {
-            name: (like.dtype, len(like), *like.shape[2:]) for name, like in pool.tensors.items()
-        }
-        given = {name: (x.dtype, len(x), *x.shape[2:]) for name, x in tensors.items()}
-        rows = {(x.shape[1], x.device) for x in tensors.values()}
-        if given != wanted or len(rows) != 1:
-            raise InvalidArgumentError(
-                f"tensors must be {wanted} (dtype, layers and inner shape), with equally many rows "
-                f"on one device, got {given} with (rows, device) {sorted(map(str, rows))}"
-            )
-        pool.tensors = {name: tensors[name] for name in pool.tensors}
-        [(pool.num_rows, pool.device)] = rows
-        return pool
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the tensor called ``name``, [num_layers, num_rows, *shape].

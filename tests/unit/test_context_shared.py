@@ -62,22 +62,6 @@ def test_contexts_that_come_and_go_find_what_was_cached_before():
     assert store.counters["requests"] == 0
 
 
-def test_states_may_lie_in_memory_of_the_owners():
-    """Each slot is one row of bytes there, so layers and slots have gaps between them."""
-    tensors = {
-        one.name: torch.zeros(10, one.num_layers * 2, *one.shape, dtype=one.dtype).transpose(0, 1)[
-            ::2
-        ]
-        for one in STATES.tensors
-    }
-    store = make_store(states=StatePool.over(STATES, tensors))
-    context = embed(store)
-    expected = generate(make_context(), PROMPT, 3)[0]
-    assert [generate(context, PROMPT, 3)[0] for _ in range(2)] == [expected] * 2
-    assert store.counters["hits"] == 1
-    assert any(tensor.count_nonzero() for tensor in tensors.values())
-
-
 def test_slots_of_blocks_that_requests_refer_to_may_go():
     """Who made them reads states at once."""
     slots = make_store(slots=2).slots

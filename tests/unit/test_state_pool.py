@@ -48,31 +48,6 @@ def test_bad_num_rows(num_rows):
         StatePool(SPEC, num_rows, device="cpu")
 
 
-def test_a_pool_over_tensors_of_somebody_elses():
-    rows = torch.zeros(6, 3 * 2, 10, 4, dtype=torch.bfloat16).transpose(0, 1)[1::2]
-    given = {"ssm": torch.zeros(3, 6, 2, 5, 7), "conv": rows}
-    pool = StatePool.over(SPEC, given)
-    assert [*pool.tensors] == ["conv", "ssm"]
-    assert pool["conv"] is rows
-    assert (pool.num_rows, pool.device) == (6, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"conv": torch.zeros(3, 6, 10, 4, dtype=torch.bfloat16)},
-        {"conv": torch.zeros(3, 6, 10, 4), "ssm": torch.zeros(3, 6, 2, 5, 7)},
-        {
-            "conv": torch.zeros(3, 5, 10, 4, dtype=torch.bfloat16),
-            "ssm": torch.zeros(3, 6, 2, 5, 7),
-        },
-    ],
-)
-def test_tensors_that_are_not_the_specs(tensors):
-    with pytest.raises(InvalidArgumentError, match="tensors must be"):
-        StatePool.over(SPEC, tensors)
-
-
 @pytest.mark.parametrize(("built", "why"), [(None, "built without CUDA"), ("13.0", "finds no GPU")])
 def test_a_gpu_that_is_not_there_is_named_with_what_to_do(monkeypatch, built, why):
     """PyTorch raised an AssertionError."""
