@@ -23,7 +23,7 @@ from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.states import StatePool
 
-__all__ = ["probe", "probe_capture"]
+__all__ = ["distance", "probe", "probe_capture", "random_tokens"]
 
 _SUFFIX_TOKENS = 8
 """More than a short convolution sees, and so few that no state has forgotten the prefix."""
@@ -65,7 +65,7 @@ def probe(runner: ModelRunner, block_size_tokens: int) -> tuple[PrefixLayout, bo
     not in decoding, for example.
     """
     generator = torch.Generator().manual_seed(0)
-    tokens = _random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
+    tokens = random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
     prefix, suffix = tokens[:block_size_tokens], tokens[block_size_tokens:]
     layout, _ = _save_prefix(runner, prefix)  # of the dtypes that autocast makes, where it is on
     with all_digits(runner.model.device):
@@ -153,7 +153,7 @@ def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | N
     there is rounding.
     """
     block, generator = layout.block_size_tokens, torch.Generator().manual_seed(1)
-    tokens = _random_tokens(runner, block + _SUFFIX_TOKENS, generator)
+    tokens = random_tokens(runner, block + _SUFFIX_TOKENS, generator)
     split = runner.new_cache()
     runner.forward(tokens[:block], split, 0)
     expected = [tensor.clone() for tensor in _kept(layout, split, block)]
@@ -168,8 +168,8 @@ def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | N
         runner.forward(tokens, whole, 0)
     if block not in captured:
         return None
-    roundings = map(_relative, _kept(layout, split, len(tokens)), _kept(layout, whole, len(tokens)))
-    errors = map(_relative, expected, [*room.states, *room.windows])
+    roundings = map(distance, _kept(layout, split, len(tokens)), _kept(layout, whole, len(tokens)))
+    errors = map(distance, expected, [*room.states, *room.windows])
     device, dtype = runner.placement()
     is_exact = dtype.itemsize >= torch.float32.itemsize and has_all_digits(device)
     tolerance = 1e-5 if is_exact else 1e-2
@@ -185,7 +185,7 @@ def _kept(layout: PrefixLayout, cache: Any, num_tokens: int) -> list[torch.Tenso
     return [*memory.states, *layout.pad_windows(memory)]
 
 
-def _relative(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | None = None) -> float:
+def distance(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | None = None) -> float:
     """Return how far a tensor is off, relative to its size; of tokens that which is off most."""
     a, b = expected.double(), actual.double()
     axes = tuple(axis for axis in range(a.dim()) if axis != token_axis)
@@ -194,7 +194,8 @@ def _relative(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | No
     return float((error / size.clamp_min(torch.finfo(a.dtype).tiny)).max())
 
 
-def _random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -> list[int]:
+def random_tokens(runner: ModelRunner, count: int, generator: torch.Generator) -> list[int]:
+    """Draw tokens of the model's vocabulary."""
     tokens: list[int] = torch.randint(
         runner.config.vocab_size, (count,), generator=generator, device="cpu"
     ).tolist()
@@ -262,7 +263,7 @@ def _traces(layout: PrefixLayout, memory: SequenceMemory) -> list[_Trace]:
 def _differences(expected: list[_Trace], actual: list[_Trace]) -> list[float]:
     """Return for each trace how far it is off."""
     return [
-        _relative(one.tensor, other.tensor, one.token_axis)
+        distance(one.tensor, other.tensor, one.token_axis)
         for one, other in zip(expected, actual, strict=True)
     ]
 

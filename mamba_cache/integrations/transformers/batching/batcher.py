@@ -40,6 +40,7 @@ from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, pa
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import progress_bar
+from mamba_cache.integrations.transformers.probe import distance, random_tokens
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tensors import ints_to_device
@@ -716,11 +717,10 @@ class Batcher:
         for prompt, actual in zip(prompts, logits, strict=True):
             cache = runner.new_cache()
             runner.forward(prompt[:-1], cache, 0)
-            expected = runner.forward(prompt[-1:], cache, len(prompt) - 1)[0, -1].double()
+            expected = runner.forward(prompt[-1:], cache, len(prompt) - 1)[0, -1]
             whole = runner.forward(prompt, runner.new_cache(), 0)[0, -1]
-            norm = torch.linalg.vector_norm(expected)
-            for found, other in ((errors, actual), (roundings, whole)):
-                found.append(float(torch.linalg.vector_norm(other.double() - expected) / norm))
+            errors.append(distance(expected, actual))
+            roundings.append(distance(expected, whole))
         is_single = runner.placement()[1].itemsize >= torch.float32.itemsize
         # In half precision a router may choose other experts for one of them. How far that goes
         # shows where the model computes the same prompt in one forward and in two.
@@ -733,24 +733,17 @@ class Batcher:
 
     def _draw(self, lengths: Sequence[int]) -> list[list[int]]:
         """Draw random prompts, the same ones each time."""
-        generator, most = torch.Generator(device="cpu").manual_seed(2), self._runner.vocabulary
-        return [
-            torch.randint(most, (size,), generator=generator, device="cpu").tolist()
-            for size in lengths
-        ]
+        generator = torch.Generator(device="cpu").manual_seed(2)
+        return [random_tokens(self._runner, size, generator) for size in lengths]
 
     def _lengths_to_check(self) -> list[int]:
         """Return the lengths of up to three sequences for which there is room."""
-        config, blocks = self.context.config, self.context.kv_block_allocator
-        size, count = config.block_size_tokens, min(self.context.max_requests, 3)
+        config, count = self.context.config, min(self.context.max_requests, 3)
         longest = min(config.max_sequence_length - 1, config.max_tokens // count)
-        lengths = [min(length, longest) for length in (size + 3, 5, 2)[:count]]
-        room = blocks.num_free_blocks + blocks.num_cached_blocks
-        for fewer in (lengths, lengths[:2], lengths[1:], lengths[-1:]):
-            lengths = fewer or lengths
-            if sum(length // size + 1 for length in lengths) <= room:
-                break
-        return [length + 1 for length in lengths]  # with the token that is decoded
+        # With the token that is decoded.
+        given = [min(n, longest) + 1 for n in (config.block_size_tokens + 3, 5, 2)[:count]]
+        fewer = given, given[:2], given[1:], given[-1:]
+        return next((one for one in fewer if one and self.has_room(one)), given[-1:])
 
     def _compute_unseen(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Compute sequences as requests whose last token is decoded, and forget them.
