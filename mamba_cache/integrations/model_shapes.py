@@ -174,9 +174,9 @@ def _filled_cache(model: Any) -> Any:
 
 def _kv_spec(layout: PrefixLayout) -> KVCacheSpec:
     """Return a token's keys and values as one head of the mean size: layers may differ."""
-    groups = layout.token_groups
-    num_layers = sum(len(group.indices) for group in groups) // 2
-    dtype = groups[0].dtype if groups else torch.bfloat16
+    kept = layout.block_tensors
+    num_layers = sum(tensor.num_layers for tensor in kept) // 2
+    dtype = kept[0].dtype if kept else torch.bfloat16
     size = -(-layout.bytes_per_block // (2 * max(num_layers, 1) * dtype.itemsize))
     return KVCacheSpec(num_layers, 1, max(size, 1), dtype)
 

@@ -207,14 +207,11 @@ class PrefixStore:
 
     def content(self, memory: SequenceMemory) -> PrefixContent:
         """Return what is held of one row, by what it is."""
-        states: dict[str, list[torch.Tensor]] = {"conv": [], "recurrent": []}
-        own = iter(memory.states)
-        for parts in self.layout.layers:
-            states["conv"] += [next(own)[0] for _ in parts.convs]
-            states["recurrent"] += [next(own)[0] for _ in parts.recurrents]
-        states["window"] = [window[0] for window in memory.windows]
-        held = {name: tensors for name, tensors in states.items() if tensors}
-        return PrefixContent(held, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
+        states: dict[str, list[torch.Tensor]] = {}
+        held = [*memory.states, *memory.windows]
+        for (name, _), tensor in zip(self.layout.state_places, held, strict=True):
+            states.setdefault(name, []).append(tensor[0])
+        return PrefixContent(states, [tokens[0].transpose(0, 1) for tokens in memory.tokens])
 
     def _remove(self, kind: EntryKind, block: int, _: Request, digest: bytes) -> None:
         """Make a block, or the state at its end, unfindable that is wrong, in tiers too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -16,18 +15,8 @@ from mamba_cache.states import KVCacheSpec, LayerKind, StatePool, StateSpec
 
 __all__ = ["PrefixLayout", "PrefixTensors", "ints_to_device"]
 
-_Shape = tuple[tuple[int, ...], torch.dtype]
-"""Of one row of a tensor, and its dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenGroup:
-    """Layers' keys and values of one shape and dtype, which one tensor keeps."""
-
-    indices: tuple[int, ...]  # which of ``SequenceMemory.tokens`` they are
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
+_Kept = tuple[str, tuple[int, ...], torch.dtype]
+"""What one tensor of a layer is called, its shape in one slot or block, and its dtype."""
 
 
 class PrefixLayout:
@@ -52,14 +41,20 @@ class PrefixLayout:
             for window, width in zip(sample.windows, self._widths, strict=True)
         ]
         states = [(tuple(state.shape[1:]), state.dtype) for state in sample.states]
-        kinds, self._places = _sort_states(layers, states, windows)
+        left, of_windows = iter(states), iter(windows)
+        kept = [
+            [(f"conv{i}", *next(left)) for i in parts.convs]
+            + [(f"recurrent{i}", *next(left)) for i in parts.recurrents]
+            for parts in layers
+        ]
+        kept += [[(x, *next(of_windows)) for x in ("keys", "values")] for p in layers if p.window]
+        kinds, self.state_places = _sort(kept)
         self.state_spec = StateSpec.of(*kinds)
         self.num_state_layers = sum(bool(own.convs or own.recurrents) for own in layers)
-        self.token_groups = _group(sample.tokens)
-        self.bytes_per_block = block_size_tokens * sum(
-            len(group.indices) * group.heads * group.head_dim * group.dtype.itemsize
-            for group in self.token_groups
-        )
+        tokens = [((block_size_tokens, x.shape[1], x.shape[3]), x.dtype) for x in sample.tokens]
+        kinds, self.token_places = _sort([[("tokens", *each)] for each in tokens])
+        self.block_tensors = StateSpec.of(*kinds).tensors if kinds else ()
+        self.bytes_per_block = sum(one.num_layers * one.layer_bytes for one in self.block_tensors)
         self.device = sample.states[0].device
         self.initial = SequenceMemory(  # what a cache holds before the first token: one row
             0,
@@ -71,7 +66,7 @@ class PrefixLayout:
     @property
     def description(self) -> str:
         """Name all that says how slots and blocks are laid out."""
-        return f"{self.layers} {self._widths} {self._places} {self.token_groups}"
+        return f"{self.layers} {self._widths} {self.state_places} {self.block_tensors}"
 
     @property
     def has_attention(self) -> bool:
@@ -84,7 +79,7 @@ class PrefixLayout:
         Windows are of their full width. Nothing is copied.
         """
         by_layer = {name: tensor.unbind() for name, tensor in tensors.items()}
-        found = [by_layer[name][number] for name, number in self._places]
+        found = [by_layer[name][number] for name, number in self.state_places]
         num_states = len(self.initial.states)
         return SequenceMemory(num_tokens, found[:num_states], found[num_states:])
 
@@ -96,22 +91,18 @@ class PrefixLayout:
                 f"generate_batch cannot serve this model: layers {windows} have a sliding window, "
                 "and a context keeps the keys and values of all tokens; generate serves it"
             )
-        if not self.token_groups:
+        if not self.block_tensors:
             return KVCacheSpec(num_layers=0, num_kv_heads=1, head_dim=1, dtype=torch.float32)
-        if len(self.token_groups) > 1:
-            shapes = sorted(str((g.heads, g.head_dim, g.dtype)) for g in self.token_groups)
+        if len(self.block_tensors) > 1:
+            shapes = sorted(str((*one.shape[1:], one.dtype)) for one in self.block_tensors)
             raise InvalidArgumentError(
                 "generate_batch cannot serve this model: its attention layers must have keys and "
                 f"values of one shape, got (heads, size of a head, dtype) {shapes}; generate "
                 "serves it"
             )
-        [group] = self.token_groups
-        return KVCacheSpec(
-            num_layers=len(group.indices) // 2,
-            num_kv_heads=group.heads,
-            head_dim=group.head_dim,
-            dtype=group.dtype,
-        )
+        [own] = self.block_tensors
+        _, heads, head_dim = own.shape
+        return KVCacheSpec(own.num_layers // 2, heads, head_dim, own.dtype)
 
     def pad_windows(self, memory: SequenceMemory) -> list[torch.Tensor]:
         """Return a sequence's windows, widened to their full size with zeros at the end."""
@@ -128,16 +119,12 @@ class PrefixTensors:
     def __init__(self, layout: PrefixLayout, *, num_slots: int, num_blocks: int) -> None:
         self._layout = layout
         self._num_blocks = num_blocks
-        size, device = layout.block_size_tokens, layout.device
+        device = layout.device
         self.states = StatePool(layout.state_spec, num_slots, device=device)
         # Of a layer keys come first, then values; padding is written to the last block.
         self.blocks = [
-            torch.zeros(
-                (len(group.indices), num_blocks + 1, size, group.heads, group.head_dim),
-                dtype=group.dtype,
-                device=device,
-            )
-            for group in layout.token_groups
+            torch.zeros((x.num_layers, num_blocks + 1, *x.shape), dtype=x.dtype, device=device)
+            for x in layout.block_tensors
         ]
 
     def kv_cache(self) -> torch.Tensor:
@@ -180,13 +167,13 @@ class PrefixTensors:
 
         Both are block boundaries.
         """
-        size = self._layout.block_size_tokens
-        for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
-            tokens = torch.stack([memory.tokens[i][0, :, start:end] for i in group.indices])
-            tokens = tokens.to(pool.dtype)
+        for spec, pool in zip(self._layout.block_tensors, self.blocks, strict=True):
+            places = zip(memory.tokens, self._layout.token_places, strict=True)
+            own = [tokens[0, :, start:end] for tokens, (name, _) in places if name == spec.name]
+            size, heads, head_dim = spec.shape
+            new = torch.stack(own).to(pool.dtype).view(len(own), heads, -1, size, head_dim)
             ids = ints_to_device(block_ids, pool.device)
-            shape = (len(group.indices), group.heads, len(block_ids), size, group.head_dim)
-            pool.index_copy_(1, ids, tokens.view(shape).permute(0, 2, 3, 1, 4))
+            pool.index_copy_(1, ids, new.permute(0, 2, 3, 1, 4))
 
     def load(self, slot: int, block_ids: Sequence[int], num_tokens: int) -> SequenceMemory:
         """Return a prefix in tensors of its own, one row.
@@ -196,12 +183,12 @@ class PrefixTensors:
         own = {name: tensor.clone() for name, tensor in self._of_slot(slot).items()}
         saved = self._layout.views(own, num_tokens)
         saved.windows = [window[:, :, :num_tokens] for window in saved.windows]
-        found: dict[int, torch.Tensor] = {}
-        for pool, group in zip(self.blocks, self._layout.token_groups, strict=True):
+        found: dict[str, Sequence[torch.Tensor]] = {}
+        for spec, pool in zip(self._layout.block_tensors, self.blocks, strict=True):
             ids = ints_to_device(block_ids, pool.device)
             tokens = pool.index_select(1, ids).flatten(1, 2)[:, :num_tokens].transpose(1, 2)
-            found.update(zip(group.indices, tokens.unsqueeze(1).unbind(), strict=True))
-        saved.tokens = [found[index] for index in sorted(found)]
+            found[spec.name] = tokens.unsqueeze(1).unbind()
+        saved.tokens = [found[name][number] for name, number in self._layout.token_places]
         return saved
 
 
@@ -210,21 +197,12 @@ def ints_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor(values, device="cpu"), device)
 
 
-def _sort_states(
-    layers: Sequence[LayerParts], states: Sequence[_Shape], windows: Sequence[_Shape]
-) -> tuple[list[LayerKind], list[tuple[str, int]]]:
-    """Sort layers by what they keep; return their kinds.
+def _sort(kept: Sequence[Sequence[_Kept]]) -> tuple[list[LayerKind], list[tuple[str, int]]]:
+    """Sort layers by the tensors that they keep.
 
-    And the name and number of each state, then of each window.
+    Return their kinds; and what each tensor is called in a pool, and its layer's number there.
     """
-    left, of_windows = iter(states), iter(windows)
-    kept = [
-        [(f"conv{i}", *next(left)) for i in parts.convs]
-        + [(f"recurrent{i}", *next(left)) for i in parts.recurrents]
-        for parts in layers
-    ]
-    kept += [[(x, *next(of_windows)) for x in ("keys", "values")] for p in layers if p.window]
-    counts: Counter[tuple[tuple[str, tuple[int, ...], torch.dtype], ...]] = Counter()
+    counts: Counter[tuple[_Kept, ...]] = Counter()
     places: list[tuple[str, int]] = []
     for kind in map(tuple, filter(None, kept)):
         counts[kind] += 1
@@ -232,11 +210,3 @@ def _sort_states(
         places += [(f"{name}.{label}", counts[kind] - 1) for label, *_ in kind]
     kinds = [LayerKind(f"kind{i}", count, kind) for i, (kind, count) in enumerate(counts.items())]
     return kinds, places
-
-
-def _group(tokens: Sequence[torch.Tensor]) -> list[_TokenGroup]:
-    groups: dict[tuple[int, int, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tokens):
-        key = tensor.shape[1], tensor.shape[3], tensor.dtype
-        groups.setdefault(key, []).append(index)
-    return [_TokenGroup(tuple(indices), *key) for key, indices in groups.items()]
