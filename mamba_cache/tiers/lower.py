@@ -457,10 +457,24 @@ class LowerTier:
         return [job for verb in verbs for job in self._jobs[verb]]
 
     def _add(self, job: Job, steps: _Steps) -> None:
-        """Queue a job."""
-        job.steps = steps
-        self._jobs[job.verb].add(job)
-        self._queue(job, next(steps))
+        """Queue a job; nothing of it is left if an interrupt comes to the caller's thread."""
+        job.steps, calls = steps, next(steps)
+        try:
+            self._jobs[job.verb].add(job)
+            if job.verb is Verb.PUT and job.facts is not None:
+                self._storing.add(job.facts.key)
+            self._queue(job, calls)
+        except BaseException:
+            queue = self._queues[job.verb]
+            self._queues[job.verb] = deque([each for each in queue if each.job is not job])
+            self._forget(job)
+            raise
+
+    def _forget(self, job: Job) -> None:
+        """Forget a job that is over."""
+        self._jobs[job.verb].discard(job)
+        if job.verb is Verb.PUT and job.facts is not None:
+            self._storing.discard(job.facts.key)
 
     def _queue(self, job: Job, calls: list[Call]) -> None:
         """Queue the calls of a job's step: if it has begun, before those of others."""
@@ -484,7 +498,6 @@ class LowerTier:
             return self._refuse_put("first_use")
         if len(self._storing) >= self._max_queued:
             return self._refuse_put("queue_full")
-        self._storing.add(key)
         self._add(put, self._put(put, put.facts, payload))
         self._first_uses.pop(key, None)
         return True
@@ -578,11 +591,10 @@ class LowerTier:
             refusal, reason = _ABORTED
         job.steps.close()
         job.calls = []  # both hold the caller's buffer
-        self._jobs[job.verb].remove(job)
+        self._forget(job)
         if job.facts is not None:
             key, num_bytes = job.facts.key, job.facts.payload_bytes
             if job.verb is Verb.PUT:
-                self._storing.remove(key)
                 if refusal is not None:
                     self._not_written[reason] += 1
                 else:

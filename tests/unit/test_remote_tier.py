@@ -385,6 +385,29 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     assert bench.tier.stats().dropped == {"error": 1}
 
 
+def test_an_interrupt_of_a_caller_leaves_nothing_queued(bench, monkeypatch) -> None:
+    """A job that was known but had no call in a queue was waited for without end."""
+
+    def interrupted(count):
+        raise KeyboardInterrupt
+
+    bench.put(1)
+    facts = facts_of(2)
+    for call in (
+        lambda: bench.tier.put(facts, payload_of(2), Answer()),
+        lambda: bench.tier.load(facts_of(1), buffer_for(facts_of(1)), Answer()),
+        lambda: bench.tier.ask([facts.key], Answer()),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.tier._job_came, "notify", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        bench.tier.check_invariants()
+        bench.end()
+    assert bench.put(2) is None
+    assert bench.load(1) == bytes(payload_of(1))
+
+
 def test_an_entry_that_is_asked_for_twice_is_read_twice(bench) -> None:
     """A call of the store names each key once; after a reset nobody knows of the first flight."""
     bench.put(1)
