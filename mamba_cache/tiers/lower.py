@@ -661,7 +661,10 @@ class LowerTier:
             self._end_unwanted()
         self._end_unwanted()
         if len(worker.memory):
-            self.store.unregister(worker.memory.data)
+            try:
+                self.store.unregister(worker.memory.data)
+            except Exception:  # the store breaks its word
+                _report_error()
         with self._lock:
             if is_lost:
                 self._num_hung -= 1

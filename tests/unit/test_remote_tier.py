@@ -385,6 +385,24 @@ def test_a_store_that_raises_ends_no_thread(bench, monkeypatch) -> None:
     assert bench.tier.stats().dropped == {"error": 1}
 
 
+def test_a_store_that_raises_as_memory_is_taken_back_is_closed(monkeypatch) -> None:
+    """Closing waited for ever for the thread that this ended."""
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
+    bench = Bench(monkeypatch)
+    bench.put(1)
+
+    def unregister(memory):
+        raise OSError("no such memory")
+
+    bench.faulty.unregister = unregister
+    closing = threading.Thread(target=bench.tier.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert {type(error) for error in errors} == {OSError}
+
+
 def test_an_interrupt_of_a_caller_leaves_nothing_queued(bench, monkeypatch) -> None:
     """A job that was known but had no call in a queue was waited for without end."""
 
