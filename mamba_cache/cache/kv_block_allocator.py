@@ -12,17 +12,7 @@ import numpy.typing as npt
 from mamba_cache._checks import INT32_MAX, as_ids, check_choice, check_int, check_kind, require_all
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of, hash_ids_of
-from mamba_cache.cache.rows import (
-    NONE,
-    ONE,
-    EvictionQueue,
-    RowIds,
-    Rows,
-    as_rows,
-    ids_of,
-    put_at,
-    values_at,
-)
+from mamba_cache.cache.rows import NONE, EvictionQueue, RowIds, Rows, add_at, as_rows
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
     BlockCapacityError,
@@ -36,6 +26,11 @@ if TYPE_CHECKING:
     from mamba_cache.cache.slot_pool import SlotPool
 
 __all__ = ["KVBlockAllocator"]
+
+_FEW = 8
+"""Up to so many blocks, a loop over them costs less than arithmetic with whole arrays."""
+
+_ZERO = np.zeros(1, np.int32)  # to compare few with a plain number takes three times as long
 
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that a block goes after all to whose timestamps it was not added."""
@@ -211,7 +206,7 @@ class KVBlockAllocator:
             self._num_cached -= len(reused)
             self._leaves.discard(reused)
             blocks = blocks if len(reused) == len(blocks) else as_rows(reused)
-            self._offer(self._count_cached(blocks, -ONE))
+            self._offer(self._count_cached(blocks, -1))
 
     @guarded(nests=True)
     def release_memory_blocks(self, block_ids: Iterable[int]) -> None:
@@ -232,7 +227,7 @@ class KVBlockAllocator:
             return
         blocks = blocks if len(cached) == len(blocks) else as_rows(cached)
         self._num_cached += len(cached)
-        self._leaves.discard(ids_of(self._count_cached(blocks, ONE)))
+        self._leaves.discard(self._count_cached(blocks, 1).tolist())
         self._offer(blocks)
         if self.eviction_policy is EvictionPolicy.REF_ZERO:
             self._deregister(cached)
@@ -240,7 +235,7 @@ class KVBlockAllocator:
     def _touch(self, blocks: RowIds) -> None:
         """Note that blocks are used now."""
         self._clock += 1
-        put_at(self._used_at, self._timestamps, blocks, self._clock)
+        self._timestamps[blocks] = self._clock
 
     @guarded(nests=True)
     def register_kv_block_hashes(
@@ -382,15 +377,15 @@ class KVBlockAllocator:
 
     def _add_chain(self, block_ids: list[int], digests: Sequence[bytes], parent: int) -> None:
         """Register different blocks without hashes, each below the one before it."""
-        blocks = as_rows(block_ids)
         self._block_of.update(zip(digests, block_ids, strict=True))
-        if isinstance(blocks, list):
+        if len(block_ids) <= _FEW:
             for block_id, digest in zip(block_ids, digests, strict=True):
                 self._hash_at[block_id], self._digests[block_id] = hash_id_of(digest), digest
                 self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
                 self._attach(block_id, parent)
                 parent = block_id
             return
+        blocks = as_rows(block_ids)
         self._hashes[blocks] = hash_ids_of(digests)
         self._digests[blocks] = digests
         self._parents[blocks[1:]], self._first_children[blocks[:-1]] = blocks[:-1], blocks[1:]
@@ -406,47 +401,42 @@ class KVBlockAllocator:
         self._next_at[block_id], self._previous_at[block_id] = following, NONE
         if following != NONE:
             self._previous_at[following] = block_id
-        if not self._refs_at[parent]:
-            self._offer([parent])
+        if not self._refs_at[parent] and self._hash_at[parent] != NONE:
+            self._offer(as_rows([parent]))
 
     # Eviction.
 
     def offer_for_eviction(self, block_ids: Sequence[int]) -> None:
         """Reconsider blocks that lost their states; ``SlotPool`` calls it."""
         if self._follows_states:
-            self._offer(as_rows(list(block_ids)))
+            self._offer(as_rows(block_ids))
 
     def _offer(self, blocks: RowIds) -> None:
         """Queue those of some blocks that are cached, and none of whose children are."""
-        for block_id in blocks if isinstance(blocks, list) else self._leaves_of(blocks).tolist():
-            priority = self._priority_of(block_id)
-            if priority is not None:
-                self._leaves.push(block_id, priority)
+        for block_id in self._leaves_of(blocks):
+            self._leaves.push(block_id, self._priority_of(block_id))
 
-    def _priority_of(self, block_id: int) -> float | None:
-        """Return when a block is to go; None if it is not cached, or one of its children is."""
-        is_cached = self._hash_at[block_id] != NONE and not self._refs_at[block_id]
-        if not is_cached or self._cached_children_at[block_id]:
-            return None
+    def _priority_of(self, block_id: int) -> int:
+        """Return when a cached block is to go, none of whose children are cached."""
         has_children = self._first_child_at[block_id] != NONE  # which are all used
         return self._used_at[block_id] + (_LAST_RESORT if has_children else 0)
 
-    def _leaves_of(self, blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    def _leaves_of(self, blocks: npt.NDArray[Any]) -> list[int]:
         """Return those of [n] blocks that are cached, and none of whose children are."""
-        is_leaf = (self._rows.refs[blocks] | self._num_cached_children[blocks]) == 0
-        leaves: npt.NDArray[np.intp] = blocks[is_leaf & (self._hashes[blocks] != NONE)]
-        return leaves
+        uses = self._rows.refs[blocks] | self._num_cached_children[blocks]
+        if 0 not in uses.tolist():
+            return []
+        return [b for b in blocks[uses == _ZERO].tolist() if self._hash_at[b] != NONE]
 
-    def _count_cached(self, blocks: RowIds, step: np.int32) -> RowIds:
+    def _count_cached(self, blocks: RowIds, step: int) -> RowIds:
         """Count registered blocks that are cached now, or no more, at their parents."""
-        if isinstance(blocks, list):
-            parents = [self._parent_at[block_id] for block_id in blocks]
-            for parent in parents:
-                self._cached_children_at[parent] += int(step)
-            return parents
-        found = self._parents[blocks]
-        np.add.at(self._num_cached_children, found, step)
-        return found.astype(np.intp)
+        parents = self._parents[blocks].astype(np.intp)
+        if len(parents) > _FEW:
+            add_at(self._num_cached_children, parents, step)
+        else:
+            for parent in parents.tolist():
+                self._cached_children_at[parent] += step
+        return parents
 
     def _evict(self, num_blocks: int) -> None:
         """Free as many cached blocks, of which there are enough, and tell listeners.
@@ -476,8 +466,9 @@ class KVBlockAllocator:
                     block_id = chosen
             victims.append(block_id)
             parent = self._detach(block_id)
-            next_priority = self._priority_of(parent)
-            leaf = None if next_priority is None else (parent, next_priority)
+            is_cached = self._hash_at[parent] != NONE and not self._refs_at[parent]
+            if is_cached and not self._cached_children_at[parent]:
+                leaf = parent, self._priority_of(parent)
         if leaf is not None:
             self._leaves.push(*leaf)
         self.evicted_blocks_total += self._forget(victims)
@@ -501,7 +492,7 @@ class KVBlockAllocator:
         """Make registered blocks unfindable, with all that lies below them, and tell listeners."""
         parents = [self._detach(block_id) for block_id in block_ids]
         self._forget(block_ids)
-        self._offer(parents)
+        self._offer(as_rows(parents))
         self.listeners.tell()
 
     def _forget(self, block_ids: list[int]) -> int:
@@ -520,9 +511,8 @@ class KVBlockAllocator:
         self._leaves.discard(block_ids)
         for digest in digests:
             del self._block_of[digest]
-        put_at(self._hash_at, self._hashes, blocks, NONE)
-        put_at(self._digests, self._digests, blocks, None)
-        refs = values_at(self._refs_at, self._rows.refs, blocks)
+        self._hashes[blocks], self._digests[blocks] = NONE, None
+        refs = self._rows.refs[blocks].tolist()
         cached = [block_id for block_id, count in zip(block_ids, refs, strict=True) if not count]
         self._num_cached -= len(cached)
         self._rows.push(cached[::-1])  # so that they are taken in this order

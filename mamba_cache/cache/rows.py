@@ -12,57 +12,23 @@ import numpy.typing as npt
 
 from mamba_cache.errors import DoubleFreeError, UnknownBlockError
 
-__all__ = [
-    "FEW",
-    "NONE",
-    "ONE",
-    "EvictionQueue",
-    "RowIds",
-    "Rows",
-    "as_rows",
-    "ids_of",
-    "put_at",
-    "values_at",
-]
+__all__ = ["NONE", "EvictionQueue", "RowIds", "Rows", "add_at", "as_rows"]
 
-RowIds: TypeAlias = "list[int] | npt.NDArray[np.intp]"
-"""[n] rows: a list of few, which are looked at one by one, or an array to index with."""
+RowIds: TypeAlias = "npt.NDArray[np.intp]"
+"""[n] rows, of the one dtype with which looking up a few takes no longer than a loop."""
 
 NONE: Final = -1
 """What stands in ``Rows.names`` for a row without a name."""
 
-FEW: Final = 8
-"""Up to so many rows, a loop over them costs less than operations on whole arrays."""
 
-ONE: Final = np.int32(1)
-"""Of the counts' own dtype: ``np.add.at`` is 30 times slower with another."""
-
-
-def as_rows(ids: list[int]) -> RowIds:
-    """Return rows as what costs the least to look them up by."""
-    return ids if len(ids) <= FEW else np.fromiter(ids, np.intp, len(ids))
+def as_rows(ids: Collection[int]) -> RowIds:
+    """Return rows as what they are looked up by."""
+    return np.fromiter(ids, np.intp, len(ids))
 
 
-def ids_of(rows: RowIds) -> list[int]:
-    """Return rows as plain ints."""
-    return rows if isinstance(rows, list) else rows.tolist()
-
-
-def values_at(view: memoryview, array: npt.NDArray[Any], rows: RowIds) -> list[int]:
-    """Return an array's values at rows; ``view`` is of the same memory, and quicker for few."""
-    if isinstance(rows, list):
-        return [view[row] for row in rows]
-    values: list[int] = array[rows].tolist()
-    return values
-
-
-def put_at(view: Any, array: npt.NDArray[Any], rows: RowIds, value: object) -> None:
-    """Write one value at rows of an array."""
-    if isinstance(rows, list):
-        for row in rows:
-            view[row] = value
-    else:
-        array[rows] = value
+def add_at(array: npt.NDArray[np.int32], rows: RowIds, step: int) -> None:
+    """Add to an array's values at rows, which may repeat."""
+    np.add.at(array, rows, np.int32(step))  # 30 times slower with another dtype than the array's
 
 
 class Rows:
@@ -94,12 +60,10 @@ class Rows:
     def take(self, num_rows: int, num_references: int = 1) -> list[int]:
         """Take free rows, of which there are enough; those without references get names at once."""
         end = self.num_free
-        taken = self.free[end - num_rows : end]
-        ids: list[int] = taken.tolist()
+        taken = self.free[end - num_rows : end].astype(np.intp)
         self.num_free = end - num_rows
-        if num_references:
-            rows = ids if num_rows <= FEW else taken.astype(np.intp)
-            put_at(self.ref_at, self.refs, rows, num_references)
+        self.refs[taken] = num_references
+        ids: list[int] = taken.tolist()
         return ids
 
     def push(self, ids: list[int]) -> None:
@@ -114,7 +78,7 @@ class Rows:
         Raises:
             UnknownBlockError: A row is free.
         """
-        refs = values_at(self.ref_at, self.refs, rows)
+        refs = self.refs[rows].tolist()
         if 0 not in refs:
             return []
         cached = [row for row, count in zip(ids, refs, strict=True) if not count]
@@ -127,9 +91,9 @@ class Rows:
         """Add a reference to rows that are held or cached; return those that were cached."""
         cached = list(dict.fromkeys(self.without_references(ids, rows)))
         if len(cached) == len(ids):
-            put_at(self.ref_at, self.refs, rows, 1)
+            self.refs[rows] = 1
         else:
-            np.add.at(self.refs, rows, ONE)
+            add_at(self.refs, rows, 1)
         return cached
 
     def release(self, ids: list[int], rows: RowIds) -> list[int]:
@@ -138,13 +102,13 @@ class Rows:
         Raises:
             DoubleFreeError: More references of a row are given back than it has.
         """
-        refs = values_at(self.ref_at, self.refs, rows)
+        refs = self.refs[rows].tolist()
         left: list[int] = []
         if len(set(ids)) < len(ids) or refs.count(1) < len(ids):
             given = Counter(ids)
             ids = list(given)
             rows = as_rows(ids)
-            refs = values_at(self.ref_at, self.refs, rows)
+            refs = self.refs[rows].tolist()
             left = [count - given[row] for row, count in zip(ids, refs, strict=True)]
             if min(left) < 0:
                 row = ids[left.index(min(left))]
@@ -152,12 +116,12 @@ class Rows:
                     f"{self._what} {row} has {self.refs[row]} references, "
                     f"but {given[row]} are given back"
                 )
-        put_at(self.ref_at, self.refs, rows, 0)
+        self.refs[rows] = 0
         if any(left):
             self.refs[rows] = left
             ids = [row for row, count in zip(ids, left, strict=True) if not count]
             rows = as_rows(ids)
-        names = values_at(self._name_at, self.names, rows)
+        names = self.names[rows].tolist()
         if NONE in names:
             pairs = list(zip(ids, names, strict=True))
             self.push([row for row, name in pairs if name == NONE])

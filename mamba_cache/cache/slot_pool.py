@@ -483,9 +483,7 @@ class SlotPool:
         self.free_states([x.block_id for x in current if not self._rows.ref_at[x.slot]])
         self.listeners.tell()
 
-    def free_cheapest(
-        self, leaves_of: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-    ) -> int | None:
+    def free_cheapest(self, leaves_of: Callable[[npt.NDArray[Any]], list[int]]) -> int | None:
         """Free the state whose loss frees KV blocks most cheaply; for the blocks' allocator.
 
         ``leaves_of`` returns those of [n] blocks that can go. Returns the block whose state it was;
@@ -493,10 +491,10 @@ class SlotPool:
         """
         assert self.prompt_policy is not None
         blocks = leaves_of(self._slot_to_block[self._slot_to_block >= _ZERO])
-        if not len(blocks):
+        if not blocks:
             return None
-        slots = self._block_to_slot.take(blocks).astype(np.int64)
-        block_id: int = blocks.item(self.prompt_policy.least_loss(slots))
+        slots = self._block_to_slot[as_rows(blocks)].astype(np.int64)
+        block_id = blocks[self.prompt_policy.least_loss(slots)]
         self.free_states([block_id])
         return block_id
 

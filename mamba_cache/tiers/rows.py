@@ -14,7 +14,7 @@ import torch
 from mamba_cache._checks import require_all
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.cache import hash_id_of
-from mamba_cache.cache.rows import NONE, EvictionQueue, Rows
+from mamba_cache.cache.rows import NONE, EvictionQueue, Rows, as_rows
 from mamba_cache.errors import DoubleFreeError
 from mamba_cache.tiers.entry import (
     HEADER_BYTES,
@@ -192,7 +192,7 @@ class HostRows:
             self.remove(digest)
             self._refused[refusal.value] += 1
             return refusal
-        self._queue.discard(self.rows.hold([row], [row]))
+        self._queue.discard(self.rows.hold([row], as_rows([row])))
         return self._lease(row, facts, writes=False, is_lower=for_lower)
 
     @guarded(nests=True, changes=True)
@@ -208,7 +208,7 @@ class HostRows:
         if self._awaited.get(digest) is lease:
             del self._awaited[digest]
             self._release_from_policy(row)
-        if self.rows.release([row], [row]):  # nobody else reads it
+        if self.rows.release([row], as_rows([row])):  # nobody else reads it
             self._queue.push(row, self._used_at.item(row))
         if reason is not None:
             self._dropped[reason] += 1

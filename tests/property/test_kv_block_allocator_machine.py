@@ -14,7 +14,7 @@ from mamba_cache.cache import (
     KVBlockAllocator,
     SlotPool,
     compute_block_hashes,
-    rows,
+    kv_block_allocator,
 )
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -94,11 +94,11 @@ class Model:
 
 class AllocatorMachine(RuleBasedStateMachine):
     policy = EvictionPolicy.LRU
-    few = rows.FEW
+    few = kv_block_allocator._FEW
 
     @initialize()
     def start(self):
-        rows.FEW = self.few
+        kv_block_allocator._FEW = self.few
         self.pool = KVBlockAllocator(POOL_SIZE, eviction_policy=self.policy)
         self.model = Model()
         self.requests = []
@@ -275,7 +275,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert pool.evicted_blocks_total == self.evicted
 
     def teardown(self):
-        rows.FEW = AllocatorMachine.few
+        kv_block_allocator._FEW = AllocatorMachine.few
 
 
 class RefZeroMachine(AllocatorMachine):
