@@ -275,7 +275,7 @@ def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low
         ends, own = torch.tensor(cuts).cuda()[part], torch.tensor(lengths).cuda()[part]
         bounds = torch.cat([torch.zeros_like(own)[:, None], ends, own[:, None]], 1)
         widths = tuple((bounds[:, 1:] - bounds[:, :-1]).amax(0).tolist())
-        run = ScanRun(len(rows), size, widths, bounds, is_kernel=True)
+        run = ScanRun(len(rows), size, widths, bounds.device, bounds, is_kernel=True)
         named = {name: cut(value) for name, value in options.items()}
         named[initial] = states[part]
         output, final = run.compute(scan, *map(cut, args), **named)

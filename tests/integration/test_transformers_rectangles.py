@@ -199,7 +199,7 @@ def compute(args, kwargs, *, is_cut):
     lengths, ends = torch.tensor(SIZES), torch.tensor(ENDS)[:, : 2 if is_cut else 0]
     bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], 1)
     widths = tuple((bounds[:, 1:] - bounds[:, :-1]).max(0).values.tolist())
-    run = ScanRun(len(SIZES), max(SIZES), widths, bounds)
+    run = ScanRun(len(SIZES), max(SIZES), widths, bounds.device, bounds)
     output, final = run.compute(mamba2_chunk_scan, *args, **kwargs)
     return output, [*run.pieces, final]
 
@@ -244,7 +244,7 @@ def test_a_scan_is_never_given_no_tokens(generator):
         assert x.shape[1]
         return x, initial_state + x.sum(1)
 
-    run = ScanRun(1, 8, (3, 5, 0), torch.tensor([[0, 3, 8, 8]]))
+    run = ScanRun(1, 8, (3, 5, 0), torch.device("cpu"), torch.tensor([[0, 3, 8, 8]]))
     state = torch.zeros(1, 4)
     output, final = run.compute(summed, given, initial_state=state, output_final_state=True)
     assert torch.equal(output, given)
@@ -489,9 +489,9 @@ def test_batches_with_a_gpus_kernels_answer_as_with_their_twins(family, generato
         found.append([answers(batch(cache, one, max_new_tokens=3)) for one in rounds])
         assert cache.stats().hits
     assert found[0] == found[1]
-    assert all(launched[name] for name in ("paged_attention", "write_tokens"))
+    assert all(launched[name] for name in ("paged_attention", "write_tokens", "copy_rows"))
 
 
-def _count(counts, name, launch, *args):
+def _count(counts, name, launch, *args, **options):
     counts[name] += 1
-    return launch(*args)
+    return launch(*args, **options)

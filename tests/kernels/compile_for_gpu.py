@@ -131,7 +131,7 @@ def attention(dtype, queries, group, head_dim, block, splits):
     }  # fmt: skip
     aligned = ("query", "keys", "values", "output", "sums", "row_stride", "head_stride")
     aligned = (*aligned, "query_stride", "token_stride")
-    kernel, warps = paged_attention._attend_kernel, paged_attention._num_warps(queries, head_pad)
+    kernel, (_, warps) = paged_attention._attend_kernel, paged_attention._tile_of(queries, head_pad)
     made = build(kernel, types, constants, aligned=aligned, num_warps=warps)
     return ["mma" in made.asm["ptx"], made.metadata.shared, spilled(made)]
 

@@ -86,3 +86,26 @@ def test_the_window_before_each_end_is_copied(kernels, device, generator, has_ow
     more = [torch.tensor(each, device=device) for each in (owners, to)] if has_owners else []
     kernels.copy_windows(full, ends, windows, *more)
     assert torch.equal(windows, expected)
+
+
+@pytest.mark.parametrize("owners", [None, [2, 0, 0, 1]])
+@pytest.mark.parametrize("to", [None, [5, 1, 1, 3]])
+@pytest.mark.parametrize("size", [7, 3000])
+def test_rows_of_every_layer_are_copied(kernels, device, generator, owners, to, size):
+    """Of parts of wider tensors, into another dtype; what is not named stays."""
+    source = torch.randn(2, 9, size, generator=generator).to(device)[:, :4]
+    target = torch.randn(2, 7, size, generator=generator).to(device, torch.float16)
+    expected, columns = target.clone(), torch.tensor([[9] * 4] * 2, device=device)
+    for number in range(4):
+        place = number if to is None else to[number]
+        expected[:, place] = source[:, number if owners is None else owners[number]]
+    given = {}
+    for column, (name, rows) in enumerate({"owners": owners, "to": to}.items()):
+        if rows is not None:  # columns of one tensor, as those of a rectangle are
+            columns[column] = torch.tensor(rows, device=device)
+            given[name] = columns.t().contiguous()[:, column]
+    if given.get("to") is not None and owners is None:
+        given["to"], expected = torch.tensor([5, 1, 2, 3], device=device), target.clone()
+        expected[:, [5, 1, 2, 3]] = source.to(torch.float16)
+    kernels.copy_rows(source, target, **given)
+    assert torch.equal(target, expected)

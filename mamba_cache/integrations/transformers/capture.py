@@ -37,6 +37,7 @@ class ScanRun:
     num_rows: int  # sequences that it computes
     num_tokens: int  # of each, padding behind them included
     widths: tuple[int, ...]  # tokens of each piece, padding included
+    device: torch.device
     # [rows, pieces + 1] int64: where each row's pieces begin, and where the last one ends.
     bounds: torch.Tensor | None = None
     # Of each cut, [rows] int64: rows whose states are kept, and their places in a room. Several
@@ -50,14 +51,11 @@ class ScanRun:
     pieces: Sequence[torch.Tensor] | None = None  # the last scan's states at the cuts, until taken
     num_written: int = 0  # tensors of the model's states that were captured at all cuts
     ends: Sequence[Any] = field(init=False)  # of each cut: [rows] int64, or an int for all rows
-    kernels: Any = field(init=False)  # for rows that end at different tokens
+    kernels: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ends, self.kernels = self.cuts, None
-        if self.bounds is not None:
-            self.ends = self.bounds[:, 1:-1].unbind(1)
-            device = self.bounds.device
-            self.kernels = kernels_for("auto", device, kernels=_KERNELS, twins=pieces_torch)
+        self.ends = self.cuts if self.bounds is None else self.bounds[:, 1:-1].unbind(1)
+        self.kernels = kernels_for("auto", self.device, kernels=_KERNELS, twins=pieces_torch)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -182,6 +180,7 @@ class StateCapture:
             1,
             num_tokens,
             widths,
+            at.device,
             saved=[(at, at)] * len(cuts),
             states=[iter(room.states) for room in own],
             windows=[iter(room.windows) for room in own],
@@ -245,8 +244,12 @@ def _update_by_token(
     if not is_served or not numbered(layer.has_previous_state)[index]:
         return update(*args, **options)
     window = numbered(layer.conv_states)[index]
-    full = torch.cat([window.mT, new.mT], dim=1).mT
-    last = new[..., -window.shape[-1] :]
+    width, tokens = window.shape[-1], new.shape[-1]
+    full: torch.Tensor = new.new_empty(len(new), width + tokens, new.shape[1]).mT
+    # Joining them would take five times as long, for the window lies otherwise.
+    full[..., :width].copy_(window)
+    full[..., width:].copy_(new)
+    last = new[..., -width:]
     update(last, *args[1:], **options) if args else update(**{**options, "conv_states": last})
     return full
 
@@ -303,9 +306,7 @@ def _keep_states(
         ]
         if all(shape == wanted for shape, wanted in shapes):
             for (owners, places), state, room in zip(run.saved, pieces, own, strict=True):
-                # One row is its own owner; index_select would copy it once more.
-                kept = state if len(state) == 1 else state.index_select(0, owners)
-                room.index_copy_(0, places, kept.to(room.dtype))
+                run.kernels.copy_rows(state.contiguous()[None], room[None], owners, places)
             run.num_written += 1
     return update(*args, **options)
 

@@ -20,7 +20,10 @@ from mamba_cache.context import (
 )
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers.batching.graphs import RectangleCosts, StepGraphs
-from mamba_cache.integrations.transformers.batching.kernels import decode_inputs_torch
+from mamba_cache.integrations.transformers.batching.kernels import (
+    decode_inputs_torch,
+    pieces_torch,
+)
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -36,7 +39,7 @@ from mamba_cache.states import kernels_for
 __all__ = ["BatchForwards", "ComputedChunks", "RectangleShape"]
 
 _MAX_CAPTURED_CHECKPOINTS = 3
-_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.decode_inputs"
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,9 @@ class BatchForwards:
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
-        self._kernels = kernels_for(
-            "auto", context.device, kernels=_KERNELS, twins=decode_inputs_torch
+        self._kernels, self._pieces = (
+            kernels_for("auto", context.device, kernels=f"{_KERNELS}.{name}", twins=twins)
+            for name, twins in (("decode_inputs", decode_inputs_torch), ("pieces", pieces_torch))
         )
         self._min_tokens = context.config.min_computed_tokens
         self._live = context.live_states.tensors
@@ -314,7 +318,7 @@ class BatchForwards:
         slots = slots.masked_fill(is_lost, self._dummy_slot).flatten()
         positions = metadata["positions"][at]
         live_rows = metadata["state_rows"][places].long()
-        states = {name: tensor.index_select(1, live_rows) for name, tensor in self._live.items()}
+        states = {name: self._rows_of(tensor, live_rows) for name, tensor in self._live.items()}
         ends, bounds = inputs[:, 3 : 3 + count], None
         if shape.is_ragged:
             bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
@@ -324,6 +328,7 @@ class BatchForwards:
             shape.num_rows,
             shape.num_tokens,
             shape.widths,
+            inputs.device,
             bounds,
             saved=[*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
             states=[iter(saved) for _ in range(count)],
@@ -361,8 +366,14 @@ class BatchForwards:
             )
         self._keep(cache, states)
         for name, tensor in self._live.items():
-            tensor.index_copy_(1, live_rows, states[name])
+            self._pieces.copy_rows(states[name], tensor, to=live_rows)
         return logits, has_all or not count
+
+    def _rows_of(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return copies of rows of a live tensor."""
+        copies = tensor.new_empty(len(tensor), len(rows), *tensor.shape[2:])
+        self._pieces.copy_rows(tensor, copies, rows)
+        return copies
 
     def _make_cache(self, num_rows: int, states: dict[str, torch.Tensor] | None) -> Any:
         """Return a cache of the model that reads KV blocks, and begins with states, if given."""

@@ -1,9 +1,11 @@
 """The attention of requests' last tokens to their KV blocks, in Triton."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
-# ruff: noqa: ANN001, N803, PLR0915, PLR0917
+# ruff: noqa: ANN001, ANN202, N803, PLR0917
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -12,12 +14,62 @@ import triton.language as tl
 __all__ = ["paged_attention"]
 
 _TILE = 64
-_QUERIES = 64
+_QUERIES = 128
+_FEWEST_QUERIES = 16
+"""A matrix unit takes as many."""
+_SUMS_OF_4_WARPS = 128 * 128
 _PROGRAMS = 512
 """The keys of a request are split among programs up to so many, which fill a GPU."""
 _MAX_SPLITS = 32
+_LOG2_E = math.log2(math.e)
+"""Scores are in base 2, whose powers are quicker."""
 _LOWEST = tl.constexpr(-3.0e38)
 """The peak of no scores: below all of them, and still a number to subtract from."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_tile(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    table,
+    columns,
+    is_dim,
+    first,
+    limits,
+    end,
+    scale,
+    peak,
+    total,
+    summed,
+    token_stride,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """Attend to a tile of tokens; return the peak, total and sum with them."""
+    tokens = first + tl.arange(0, TILE)
+    is_token = tokens < end
+    if BLOCK % TILE == 0:  # the tile lies in one block
+        block = tl.load(table + first // BLOCK).to(tl.int64)
+        slots = block * BLOCK + first % BLOCK + tl.arange(0, TILE)
+    else:
+        blocks = tl.load(table + tokens // BLOCK, mask=is_token, other=0).to(tl.int64)
+        slots = blocks * BLOCK + tokens % BLOCK
+    at = (slots * token_stride)[:, None] + columns[None, :]
+    is_kept = is_dim if IS_WHOLE else is_token[:, None] & is_dim
+    k = tl.load(keys + at, mask=is_kept, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if not IS_WHOLE:
+        is_seen = is_token[None, :] & (tokens[None, :] <= limits[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    v = tl.load(values + at, mask=is_kept, other=0.0)
+    total = total * decay + tl.sum(weights, 1)
+    added = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_peak, total, summed * decay[:, None] + added
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,28 +127,24 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     own = own + token.to(tl.int64) * query_stride
     q = tl.load(query + own[:, None] + dims[None, :], mask=is_query, other=0.0)
 
+    table = tables + place * table_stride
+    columns = head * HEAD_DIM + dims
+    limits = start + token
     peak = tl.full([QUERIES], _LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
-    for first_of_tile in range(begin, end, TILE):
-        tokens = first_of_tile + tl.arange(0, TILE)
-        is_token = tokens < end
-        block = tl.load(tables + place * table_stride + tokens // BLOCK, mask=is_token, other=0)
-        slot = block.to(tl.int64) * BLOCK + tokens % BLOCK
-        at = (slot * token_stride + head * HEAD_DIM)[:, None] + dims[None, :]
-        is_kept = is_token[:, None] & is_dim
-        k = tl.load(keys + at, mask=is_kept, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        is_seen = is_token[None, :] & (tokens[None, :] <= (start + token)[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp(scores - new_peak[:, None])
-        decay = tl.exp(peak - new_peak)
-        v = tl.load(values + at, mask=is_kept, other=0.0)
-        total = total * decay + tl.sum(weights, 1)
-        added = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        summed = summed * decay[:, None] + added
-        peak = new_peak
+    # All queries see all of the tiles before the first one's own.
+    whole = tl.minimum(end, (start + first + 1) // TILE * TILE)
+    for at in range(begin, whole, TILE):
+        peak, total, summed = _add_tile(
+            q, keys, values, table, columns, is_dim, at, limits, end, scale,
+            peak, total, summed, token_stride, BLOCK, TILE, True,
+        )  # fmt: skip
+    for at in range(tl.maximum(begin, whole), end, TILE):
+        peak, total, summed = _add_tile(
+            q, keys, values, table, columns, is_dim, at, limits, end, scale,
+            peak, total, summed, token_stride, BLOCK, TILE, False,
+        )  # fmt: skip
 
     if SPLITS == 1:
         result = summed / tl.where(total > 0, total, 1.0)[:, None]
@@ -141,7 +189,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     total = tl.load(totals + at, mask=splits < SPLITS, other=0.0)
     highest = tl.max(peak, 0)
     # Of a row without tokens no part has a peak, and nothing is divided by nothing.
-    weight = tl.where(total > 0, tl.exp(peak - highest), 0.0)
+    weight = tl.where(total > 0, tl.exp2(peak - highest), 0.0)
     is_part = (splits < SPLITS)[:, None] & (dims < HEAD_DIM)[None, :]
     found = tl.load(sums + at[:, None] * HEAD_DIM + dims[None, :], mask=is_part, other=0.0)
     whole = tl.sum(total * weight, 0)
@@ -151,9 +199,12 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def _num_warps(queries: int, head_pad: int) -> int:
-    """Return how many warps hold the sums of a tile of queries in their registers."""
-    return 8 if queries * head_pad > 64 * 128 else 4
+def _tile_of(num_queries: int, head_pad: int) -> tuple[int, int]:
+    """Return how many queries a program has, and its warps, measured on one NVIDIA H200."""
+    queries = min(_QUERIES, max(triton.next_power_of_2(num_queries), _FEWEST_QUERIES))
+    if queries == _FEWEST_QUERIES:
+        return queries, 2
+    return queries, 4 if queries * head_pad <= _SUMS_OF_4_WARPS else 8
 
 
 def paged_attention(
@@ -173,7 +224,8 @@ def paged_attention(
     rows, num_heads, num_tokens, head_dim = query.shape
     block_size, kv_heads = keys.shape[1], keys.shape[2]
     group = num_heads // kv_heads
-    queries = min(_QUERIES, max(triton.next_power_of_2(num_tokens * group), 16))
+    head_pad = triton.next_power_of_2(max(head_dim, 16))
+    queries, num_warps = _tile_of(num_tokens * group, head_pad)
     parts = triton.cdiv(num_tokens * group, queries)
     splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (rows * kv_heads * parts)))
     output = query.new_empty((rows, num_tokens, num_heads, head_dim))
@@ -182,12 +234,11 @@ def paged_attention(
         cells = rows * kv_heads * parts * splits
         sums = query.new_empty((cells, queries, head_dim), dtype=torch.float32)
         peaks, totals = query.new_empty((2, cells, queries), dtype=torch.float32)
-    head_pad = triton.next_power_of_2(max(head_dim, 16))
     _attend_kernel[(rows, kv_heads, parts * splits)](
         query, keys, values, block_tables, places, starts, lengths, output, sums, peaks, totals,
-        scale, *query.stride()[:3], block_tables.stride(0), keys.stride(1), num_tokens,
+        scale * _LOG2_E, *query.stride()[:3], block_tables.stride(0), keys.stride(1), num_tokens,
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK=block_size,
-        QUERIES=queries, TILE=_TILE, SPLITS=splits, num_warps=_num_warps(queries, head_pad),
+        QUERIES=queries, TILE=_TILE, SPLITS=splits, num_warps=num_warps,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(rows, kv_heads, num_tokens * group)](

@@ -1,4 +1,4 @@
-"""Pieces of ragged rows taken out and put together, and windows before their ends, in Triton."""
+"""Pieces of ragged rows taken out and put together, windows before their ends, rows, in Triton."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copy_windows", "join_pieces", "take_piece"]
+__all__ = ["copy_rows", "copy_windows", "join_pieces", "take_piece"]
 
 _MAX_TAKEN = 6
 """Tensors that one launch of ``take_piece`` serves: a scan has five or six inputs."""
@@ -20,6 +20,7 @@ _MAX_JOINED = 4
 _TOKENS, _VALUES = 32, 64
 _TILE = 1024
 _CHANNELS = 128
+_ROW_TILE = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -142,6 +143,27 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     tl.store(goal, tl.load(source, mask=is_inside), mask=is_inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    source, target, owners, to, size, owner_stride, to_stride,
+    source_layer, source_row, target_layer, target_row,
+    HAS_OWNERS: tl.constexpr,
+    HAS_TO: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy a tile of one row of one layer."""
+    row = tl.program_id(1).to(tl.int64)
+    place, layer = row, tl.program_id(2).to(tl.int64)
+    if HAS_OWNERS:
+        row = tl.load(owners + row * owner_stride)
+    if HAS_TO:
+        place = tl.load(to + place * to_stride)
+    offset = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    value = tl.load(source + layer * source_layer + row * source_row + offset, mask=offset < size)
+    goal = target + layer * target_layer + place * target_row + offset
+    tl.store(goal, value.to(target.dtype.element_ty), mask=offset < size)
+
+
 def take_piece(
     values: Sequence[torch.Tensor],
     fills: Sequence[float],
@@ -214,4 +236,21 @@ def copy_windows(
         *full.stride(), *windows.stride(),
         HAS_OWNERS=owners is not None, HAS_TO=to is not None,
         CHANNELS=_CHANNELS, WIDTH=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+
+
+def copy_rows(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    owners: torch.Tensor | None = None,
+    to: torch.Tensor | None = None,
+) -> None:
+    """Do what the twin does, in one launch."""
+    count = next((len(rows) for rows in (owners, to) if rows is not None), source.shape[1])
+    size = target[0, 0].numel()
+    _rows_kernel[(triton.cdiv(size, _ROW_TILE), count, len(source))](
+        source, target, source if owners is None else owners, source if to is None else to, size,
+        0 if owners is None else owners.stride(0), 0 if to is None else to.stride(0),
+        *source.stride()[:2], *target.stride()[:2],
+        HAS_OWNERS=owners is not None, HAS_TO=to is not None, TILE=_ROW_TILE, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""PyTorch twins: pieces of ragged rows taken out and put together, windows before their ends."""
+"""PyTorch twins: pieces of ragged rows taken out and put together, windows, and rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["copy_windows", "join_pieces", "take_piece"]
+__all__ = ["copy_rows", "copy_windows", "join_pieces", "take_piece"]
 
 
 def take_piece(
@@ -89,3 +89,24 @@ def copy_windows(
     at = ends[rows][:, None, None] + torch.arange(width, device=full.device)
     found = full[rows].gather(-1, at.expand(-1, full.shape[1], -1))
     windows[: len(found) if to is None else None][slice(None) if to is None else to] = found
+
+
+def copy_rows(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    owners: torch.Tensor | None = None,
+    to: torch.Tensor | None = None,
+) -> None:
+    """Copy rows of every layer.
+
+    Args:
+        source: [layers, rows, *inner], inner axes contiguous.
+        target: [layers, any, *inner], likewise, which is written; of any floating dtype.
+        owners: [n] int64 rows of ``source``. None: all in order.
+        to: [n] int64 rows of ``target``; those that go to one row are equal. None: the first ones.
+    """
+    rows = source if owners is None else source.index_select(1, owners)
+    if to is None:
+        target[:, : rows.shape[1]].copy_(rows)
+    else:
+        target.index_copy_(1, to, rows.to(target.dtype))
