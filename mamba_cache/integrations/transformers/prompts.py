@@ -115,8 +115,9 @@ def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.N
     ids = as_ints(f"the token ids of {name}", rows[0])
     if not ids:
         raise InvalidArgumentError(f"{name} must not be empty")
-    _check_range(min(ids), max(ids), vocabulary, name)
-    return np.array(ids, dtype=np.int32)
+    tokens = np.array(ids)
+    _check_range(tokens.min(), tokens.max(), vocabulary, name)
+    return tokens.astype(np.int32)
 
 
 def split_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Prompt] | None:
