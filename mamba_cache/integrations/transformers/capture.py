@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -111,7 +111,7 @@ class ScanRun:
         Of all other inputs zeros are neutral. A step size of minus infinity is one of zero once the
         scan has taken its softplus; where it has a lower limit, the steps are computed here.
         """
-        names = list(inspect.signature(scan).parameters)
+        names = _names_of(scan)
         key = "dt" if "dt" in given else names.index("dt") if "dt" in names[:num_args] else None
         if key is None:
             return {}
@@ -129,6 +129,12 @@ class ScanRun:
         neutral = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
         given.update({name: x for name, x in neutral.items() if name in given})
         return {}
+
+
+@lru_cache(maxsize=32)
+def _names_of(scan: Callable[..., Any]) -> list[str]:
+    """Return what a scan calls its arguments."""
+    return list(inspect.signature(scan).parameters)
 
 
 class StateCapture:

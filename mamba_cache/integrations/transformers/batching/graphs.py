@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ _SIZES: dict[int, tuple[int, ...]] = {
 } | dict.fromkeys((2, 4, 8, 16, 32, 64), (64, 128, 256, 384))
 """Rows of rectangles that may be captured, and tokens of each row."""
 
+_NUM_LAUNCHES = 15
+"""The last so many forwards tell what launches take; some of the first ones tune kernels."""
 _SHORT_TOKENS = 512
 """Of more tokens a forward's launches may wait for the GPU."""
 _LONG_TOKENS = 1024
@@ -257,7 +260,7 @@ class RectangleCosts:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._least, self._extra = _FORWARD_TOKENS.get(device.type, (0, 0))
-        self._launch_seconds = math.inf  # minimum of short, usual forwards
+        self._launch_seconds: deque[float] = deque(maxlen=_NUM_LAUNCHES)  # short, usual forwards
         self._token_seconds = math.inf  # minimum of long forwards, on the GPU
         self._timed: list[tuple[int, Any, Any]] = []  # tokens and events of long forwards
 
@@ -297,8 +300,8 @@ class RectangleCosts:
         while self._timed and self._timed[0][-1].query():  # pragma: no cover - tests/gpu run it
             tokens, begin, end = self._timed.pop(0)
             self._token_seconds = min(self._token_seconds, begin.elapsed_time(end) / 1e3 / tokens)
-        if self._launch_seconds < math.inf and self._token_seconds < math.inf:
-            self._least = int(self._launch_seconds / self._token_seconds)
+        if self._launch_seconds and self._token_seconds < math.inf:
+            self._least = int(median(self._launch_seconds) / self._token_seconds)
 
     @contextmanager
     def launching(self, num_tokens: int, *, is_usual: bool) -> Iterator[None]:
@@ -310,7 +313,7 @@ class RectangleCosts:
         yield
         is_short = self._is_cuda and is_usual and num_tokens <= _SHORT_TOKENS
         if is_short and not torch.cuda.is_current_stream_capturing():  # pragma: no cover
-            self._launch_seconds = min(self._launch_seconds, time.perf_counter() - began)
+            self._launch_seconds.append(time.perf_counter() - began)
 
     @contextmanager
     def computing(self, num_tokens: int) -> Iterator[None]:
