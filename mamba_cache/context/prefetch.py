@@ -27,16 +27,9 @@ class Planners:
     disk: LoadPlanner
     store: LoadPlanner
 
-    def seconds(
-        self, num_tokens: int, *, host_bytes: int = 0, disk_bytes: int = 0, store_bytes: int = 0
-    ) -> float:
-        """Return how long it takes to compute so many tokens and load so many bytes."""
-        return (
-            num_tokens / self.host.rates.tokens_per_second
-            + self.host.load_seconds(host_bytes)
-            + self.disk.load_seconds(disk_bytes)
-            + self.store.load_seconds(store_bytes)
-        )
+    def compute_seconds(self, num_tokens: int) -> float:
+        """Return how long it takes to compute so many tokens."""
+        return num_tokens / self.host.rates.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,6 +143,7 @@ class Tiering:
         self.disk, self.store = open_lower_tiers(config, identity, self.host)
         # A caller that waits for its copies has no others under way.
         self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
+        self._row_bytes = {kind: self.host[kind].format.row_bytes for kind in EntryKind}
         self._keeps_kv = self._has_kv and bool(self.host[EntryKind.KV].format.num_rows)
         self._most_pins = slots.max_slots // 2
         self._is_waited_for, self._num_prefetches = is_waited_for, 0
@@ -193,32 +194,13 @@ class Tiering:
 
         Ranks agree on it, unless the GPU has as much of the prompt as can be skipped.
         """
-        usable = max(0, match.prompt_tokens - self._min_computed) // self._block_size
-        first, reach = match.state_matched_blocks, min(match.kv_matched_blocks, usable)
-        host = self.host
-        if first >= usable:
-            return match
-        if self._has_kv:
-            kv = host[EntryKind.KV]
-            while reach < usable and hashes.digest(reach) in kv:
-                reach += 1
-        else:
-            reach = usable
-        states = host[EntryKind.STATE]
-        block_bytes = host[EntryKind.KV].format.row_bytes if self._has_kv else 0
-        state_bytes = host[EntryKind.STATE].format.row_bytes
-        found = match.kv_matched_blocks
-        # Ranks compare boundary by boundary, so each says something of all that there could be.
-        last = reach if self._agreement is None else usable
-        seconds = [self.planners.seconds(match.prompt_tokens - match.skip_tokens)]
-        for blocks in range(first + 1, last + 1):
-            if blocks > reach or hashes.digest(blocks - 1) not in states:
-                seconds.append(math.inf)
-                continue
-            num_tokens = match.prompt_tokens - blocks * self._block_size
-            num_bytes = state_bytes + max(0, blocks - found) * block_bytes
-            seconds.append(self.planners.seconds(num_tokens, host_bytes=num_bytes))
-        blocks = first + quickest(seconds, self._agreement)
+        first, digest = match.state_matched_blocks, hashes.digest
+
+        def place_of(kind: EntryKind, index: int) -> _Place:
+            return self.host if digest(index) in self.host[kind] else None
+
+        seconds = self.planners.compute_seconds(match.prompt_tokens - match.skip_tokens)
+        blocks = self._soonest(match, place_of, {self.host: self.planners.host}, seconds)
         if blocks == first:
             return match
         return replace(
@@ -226,9 +208,46 @@ class Tiering:
             state_matched_blocks=blocks,
             skip_tokens=blocks * self._block_size,
             miss_reason=None,
-            loaded_blocks=max(0, blocks - found),
+            loaded_blocks=max(0, blocks - match.kv_matched_blocks),
             loads_state=True,
         )
+
+    def _soonest(
+        self,
+        match: PrefixMatch,
+        place_of: Callable[[EntryKind, int], _Place],
+        planners: Mapping[_Place, LoadPlanner],
+        seconds: float,
+    ) -> int:
+        """Return the boundary, in blocks, from which a request goes on soonest.
+
+        Where it is already it takes ``seconds``. Beyond, it needs the state and all blocks before
+        it, from where ``place_of`` says that each lies; loads from ``planners``' places count.
+        """
+        first, usable = match.state_matched_blocks, self._usable_blocks(match)
+        if first >= usable:
+            return first
+        on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable
+        most_blocks = self.host[EntryKind.KV].format.num_rows  # that are there at once
+        # Ranks compare boundary by boundary, so each says something of all that there could be.
+        takes = [seconds] + [math.inf] * (usable - first)
+        of_blocks: Counter[_Place] = Counter()  # bytes of the blocks before a boundary
+        for index in range(min(first, on_gpu), usable):
+            if index >= on_gpu:
+                place = place_of(EntryKind.KV, index)
+                if place is None or index - on_gpu >= most_blocks:
+                    break
+                of_blocks[place] += self._row_bytes[EntryKind.KV]
+            place = None if index < first else place_of(EntryKind.STATE, index)
+            if place is None:
+                continue
+            num_bytes = of_blocks + Counter({place: self._row_bytes[EntryKind.STATE]})
+            loads = [planners[each].load_seconds(num_bytes[each]) for each in planners]
+            # Of several ranks, others may have to bring what this one has.
+            if any(loads) or self._agreement is not None:
+                num_tokens = match.prompt_tokens - (index + 1) * self._block_size
+                takes[index - first + 1] = self.planners.compute_seconds(num_tokens) + sum(loads)
+        return first + quickest(takes, self._agreement)
 
     def resume(
         self, sequence: CachedSequence, match: PrefixMatch
@@ -579,8 +598,9 @@ class Tiering:
     def entries(self, hashes: BlockHashes, cache_salt: ExtraKey) -> PromptEntries:
         """Return what derives the entries of a prompt."""
         tenant = tenant_digest(self._secret, cache_salt)
-        sizes = {kind: self.host[kind].format.row_bytes for kind in EntryKind}
-        return PromptEntries(hashes, self._identity, tenant, self._rank, self._block_size, sizes)
+        return PromptEntries(
+            hashes, self._identity, tenant, self._rank, self._block_size, self._row_bytes
+        )
 
     def _is_there(self, offer: _Offer) -> bool:
         """Say whether an entry is still where it was when it was offered."""
@@ -690,7 +710,7 @@ class Tiering:
         )
         if self._is_waited_for:  # no longer than computing what could be skipped takes
             num_tokens = self._usable_blocks(match) * self._block_size - match.skip_tokens
-            prefetch.end_within(self.planners.seconds(num_tokens))
+            prefetch.end_within(self.planners.compute_seconds(num_tokens))
         self._num_prefetches += 1
         is_trial = self._is_waited_for and self._num_prefetches % _TRY_EVERY == 0
         asked = Asked(match, entries, prefetch, is_trial)
@@ -785,12 +805,11 @@ class Tiering:
         places = zip(keys, self._places_of(keys), strict=True)
         unknown = [key for key, place in places if place is None]
         # At best all blocks come from there, and one state.
-        num_bytes = self.host[EntryKind.STATE].format.row_bytes if unknown else 0
-        num_bytes += sum(
-            self.host[k.kind].format.row_bytes for k in unknown if k.kind is EntryKind.KV
-        )
+        num_bytes = self._row_bytes[EntryKind.STATE] if unknown else 0
+        num_bytes += sum(self._row_bytes[k.kind] for k in unknown if k.kind is EntryKind.KV)
         tokens = self._usable_blocks(match) * self._block_size
-        loading = self.planners.seconds(match.prompt_tokens - tokens, store_bytes=num_bytes)
+        loading = self.planners.compute_seconds(match.prompt_tokens - tokens)
+        loading += self.planners.store.load_seconds(num_bytes)
         if not unknown or loading >= self._seconds_without(asked):
             return False
         return store.ask(unknown, lambda _: asked.prefetch.answer())
@@ -804,7 +823,7 @@ class Tiering:
             return False
         if self._is_waited_for:  # no longer than computing it takes
             num_tokens = blocks * self._block_size - skip_tokens
-            prefetch.end_within(self.planners.seconds(num_tokens))
+            prefetch.end_within(self.planners.compute_seconds(num_tokens))
         read = [
             self.host[facts.key.kind].read(facts) for facts, place in needed if place is self.host
         ]
@@ -833,45 +852,23 @@ class Tiering:
         With them come the entries that are needed for it, in the order of the prefix, and where
         they lie.
         """
-        match, is_alone = asked.match, self._agreement is None
-        first, usable = match.state_matched_blocks, self._usable_blocks(match)
+        match = asked.match
         entries = [] if asked.prefetch.is_given_up else self._entries_of(match)
-        if first >= usable or (is_alone and not entries):
+        if not entries and self._agreement is None:
             return 0, []
         keys = [asked.entries.key(*each) for each in entries]
         where = dict(zip(entries, self._places_of(keys), strict=True))
-        on_gpu = min(match.kv_matched_blocks, usable)
-        most_blocks = self.host[EntryKind.KV].format.num_rows  # that are there at once
-        size = {kind: self.host[kind].format.row_bytes for kind in EntryKind}
-        # Of staying where the request is, and of each boundary after that.
-        takes = [math.inf] * (usable - first + 1)
-        takes[0] = self._seconds_without(asked)
-        of_blocks: Counter[object] = Counter()  # bytes of the blocks before a boundary
-        for index in range(min(first, on_gpu), usable if entries else 0):
-            if self._has_kv and index >= on_gpu:
-                place = where[EntryKind.KV, index]
-                if place is None or index - on_gpu >= most_blocks:
-                    break
-                of_blocks[place] += size[EntryKind.KV]
-            place = None if index < first else where[EntryKind.STATE, index]
-            if place is None:
-                continue
-            disk_bytes, store_bytes = (
-                of_blocks[each] + (size[EntryKind.STATE] if place is each else 0)
-                for each in (self.disk, self.store)
-            )
-            if is_alone and not disk_bytes and not store_bytes:
-                continue  # others may have to bring what this rank has
-            tokens = (index + 1) * self._block_size
-            takes[index - first + 1] = self.planners.seconds(
-                match.prompt_tokens - tokens, disk_bytes=disk_bytes, store_bytes=store_bytes
-            )
-        chosen = first - 1 + quickest(takes, self._agreement)
-        if chosen < first:
+        planners: dict[_Place, LoadPlanner]
+        planners = {self.disk: self.planners.disk, self.store: self.planners.store}
+        blocks = self._soonest(
+            match, lambda *each: where.get(each), planners, self._seconds_without(asked)
+        )
+        if blocks == match.state_matched_blocks:
             return 0, []
-        needed = [(EntryKind.STATE, chosen)]  # first: nothing else takes as long to read and verify
-        needed += [(EntryKind.KV, index) for index in range(on_gpu, chosen + 1) if self._has_kv]
-        return chosen + 1, [(asked.entries.facts(*each), where[each]) for each in needed]
+        needed = [(EntryKind.STATE, blocks - 1)]  # first: it takes longest to read and verify
+        if self._has_kv:
+            needed += [(EntryKind.KV, i) for i in range(match.kv_matched_blocks, blocks)]
+        return blocks, [(asked.entries.facts(*each), where[each]) for each in needed]
 
     def _usable_blocks(self, match: PrefixMatch) -> int:
         """Return how many blocks of a prompt can be skipped at most."""
@@ -903,7 +900,7 @@ class Tiering:
         """Return how long a request takes if nothing is brought; almost forever in a trial."""
         if asked.is_trial:
             return sys.float_info.max
-        return self.planners.seconds(asked.match.prompt_tokens - asked.match.skip_tokens)
+        return self.planners.compute_seconds(asked.match.prompt_tokens - asked.match.skip_tokens)
 
     def _bring(self, facts: EntryFacts, prefetch: Prefetch, tier: LowerTier) -> None:
         """Begin to bring one entry."""
