@@ -233,13 +233,18 @@ def make_memory(
     device: torch.device,
     policy: SlotEvictionPolicy | None,
     clock: Callable[[], float],
+    is_owners: bool = False,
 ) -> CacheMemory:
-    """Make the memory of a context of its own."""
+    """Make the memory of a context, or with ``is_owners`` that of an owner who shares it with one.
+
+    An owner reads a state by a copy that is enqueued at once. So a slot may be evicted although its
+    block is held: the state that a prompt resumes from makes room for the one at its end.
+    """
     kv_blocks = KVBlockAllocator(
         _kv_pool_size(config, kv_spec),
         eviction_policy=config.eviction_policy,
         enable_prefix_caching=config.enable_prefix_caching,
-        as_tensor=torch.from_numpy,
+        as_tensor=None if is_owners else torch.from_numpy,
     )
     kv_cache = None
     if kv_spec is not None:
@@ -268,8 +273,9 @@ def make_memory(
         state_spec,
         policy=policy,
         quantization=quantization,
+        evicts_held=is_owners,
     )
-    if slots.prompt_policy is not None:
+    if slots.prompt_policy is not None and not is_owners:
         kv_blocks.ask_states()
     pins = Pins(kv_blocks, slots, max_share=config.max_pinned_share, clock=clock)
     return CacheMemory(slots=slots, kv_cache=kv_cache, pins=pins)

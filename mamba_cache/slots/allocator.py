@@ -123,7 +123,6 @@ class MambaSlotAllocator(SlotPool):
         policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         quantization: SlotQuantization | None = None,
-        states: StatePool | None = None,
         evicts_held: bool = False,
     ) -> MambaSlotAllocator:
         """Make an allocator for the states that a spec describes, of whatever kinds of layers.
@@ -138,7 +137,6 @@ class MambaSlotAllocator(SlotPool):
             policy: As above.
             placement: As above.
             quantization: As above.
-            states: Where the slots' states are, for who has allocated them; None: nobody has.
             evicts_held: As for ``SlotPool``.
 
         Raises:
@@ -146,9 +144,7 @@ class MambaSlotAllocator(SlotPool):
                 ``StateSpec.mamba`` makes; or as above.
         """
         slots = cls.__new__(cls)
-        slots._set_up(
-            context, max_slots, spec, policy, placement, quantization, states, evicts_held
-        )
+        slots._set_up(context, max_slots, spec, policy, placement, quantization, evicts_held)
         return slots
 
     def embed(self, context: SlotContext) -> None:
@@ -171,7 +167,6 @@ class MambaSlotAllocator(SlotPool):
         policy: SlotEvictionPolicy | None,
         placement: CheckpointPlacement | None,
         quantization: SlotQuantization | None,
-        states: StatePool | None = None,
         evicts_held: bool = False,
     ) -> None:
         check_model(context)
@@ -197,13 +192,7 @@ class MambaSlotAllocator(SlotPool):
         self.max_intermediate_count = num_scratch_rows(context, spec)
         self.quantization = quantization
         slot_spec = quantization.slot_spec(spec) if quantization else spec
-        if states is None:
-            states = StatePool(slot_spec, self.max_slots, device=device)
-        elif (states.spec, states.num_rows) != (slot_spec, self.max_slots):
-            raise InvalidArgumentError(
-                f"states must have {self.max_slots} rows of {slot_spec}, got {states.num_rows} of "
-                f"{states.spec}"
-            )
+        states = StatePool(slot_spec, self.max_slots, device=device)
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
         self.states, self._scratch = states, scratch
         self._is_mamba = spec.is_mamba

@@ -23,7 +23,7 @@ import drawn_traces
 import numpy as np
 from transformers_rig import BLOCK, make_cache, make_model
 
-from mamba_cache.cache import SLOT_POLICIES, BranchPoint, SlotPool
+from mamba_cache.cache import SLOT_POLICIES, BranchPoint
 from mamba_cache.cli.traces import TraceRequest, read_trace
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.stats import count_admission
@@ -47,11 +47,6 @@ class _NoTensors:
         return lambda *_, **__: None
 
 
-class _BooksOnly(PrefixStore):
-    def _make_slots(self, num_slots: int, slot_policy: Any) -> SlotPool:
-        return SlotPool(num_slots, self.kv_blocks, policy=slot_policy, evicts_held=True)
-
-
 class _Computed:
     """What a forward leaves behind."""
 
@@ -69,7 +64,7 @@ def make_store(layout: Any, policy: str, *, slots: int, blocks: int) -> PrefixSt
     tensors, store_module.PrefixTensors = store_module.PrefixTensors, _NoTensors
     try:
         slot_policy = SLOT_POLICIES[policy]()
-        return _BooksOnly(
+        return PrefixStore(
             layout,
             CacheConfig(
                 max_slots=slots, num_kv_blocks=blocks, block_size_tokens=BLOCK, ssm_chunk_size=1

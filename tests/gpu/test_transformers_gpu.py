@@ -13,6 +13,7 @@ from mamba_cache.integrations.transformers.layers import read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.tensors import PrefixTensors
+from mamba_cache.states import StatePool
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,7 @@ def test_captured_states_are_those_of_a_run_in_parts(model, generator):
     for begin, end in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
         runner.forward(ids[begin:end], parts, begin)
         expected[end] = kept(layout, parts, end)
-    saved = PrefixTensors(layout, num_slots=2, num_blocks=0)
+    saved = PrefixTensors(layout, StatePool(layout.state_spec, 2, device="cuda"), 1)
     for tensor in saved.states.tensors.values():
         tensor.fill_(float("nan"))
     rooms = {p: saved.room(slot, p) for slot, p in enumerate(CUTS)}

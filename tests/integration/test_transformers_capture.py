@@ -13,7 +13,7 @@ from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import PrefixTensors
+from mamba_cache.states import StatePool
 
 INSEPARABLE = ("zaya",)
 """Families whose states are not what a function returns; their prompts are cut at checkpoints."""
@@ -40,10 +40,11 @@ def setting(request, monkeypatch):
 
 def rooms_for(layout, positions):
     """Room full of NaN for the state at each position."""
-    saved = PrefixTensors(layout, num_slots=len(positions), num_blocks=0)
-    for tensor in saved.states.tensors.values():
+    saved = StatePool(layout.state_spec, len(positions), device="cpu").tensors
+    for tensor in saved.values():
         tensor.fill_(float("nan"))
-    return {p: saved.room(slot, p) for slot, p in enumerate(positions)}
+    rows = [{n: x[:, row, None] for n, x in saved.items()} for row in range(len(positions))]
+    return {p: layout.views(row, p) for p, row in zip(positions, rows, strict=True)}
 
 
 def kept(layout, cache, num_tokens):

@@ -1,43 +1,35 @@
 """A context over blocks and slots that are not its alone."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
 from slot_rig import Listening
 
-from mamba_cache.cache import KVBlockAllocator
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.context import DynamicInferenceContext, Request
-from mamba_cache.context.memory import CacheMemory, Pins
+from mamba_cache.context.memory import make_memory
 from mamba_cache.context.tiering import NoTiers
-from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.events import Stored
-from mamba_cache.slots import MambaSlotAllocator
-from mamba_cache.states import StatePool
 
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
 
 
-def make_store(blocks=20, slots=10, states=None, policy=None):
+def make_store(blocks=20, slots=10, policy=None):
     """What an owner makes before there is a context."""
-    kv_blocks = KVBlockAllocator(blocks + 1)
-    fields = SimpleNamespace(
-        kv_block_allocator=kv_blocks,
-        device="cpu",
-        max_requests=1,
-        max_mamba_intermediate_states_per_step=0,
+    config = make_config(num_kv_blocks=blocks, max_slots=slots, max_pinned_share=0.5)
+    return make_memory(
+        config,
+        STATES,
+        KV,
+        device=torch.device("cpu"),
+        policy=policy,
+        clock=lambda: 0.0,
+        is_owners=True,
     )
-    made = MambaSlotAllocator.from_spec(
-        fields, slots, STATES, states=states, policy=policy, evicts_held=True
-    )
-    kv_cache = KV.allocate(blocks + 1, BLOCK, "cpu")
-    pins = Pins(kv_blocks, made, max_share=0.5, clock=lambda: 0.0)
-    return CacheMemory(slots=made, kv_cache=kv_cache, pins=pins)
 
 
 def embed(store, **changes):
@@ -68,11 +60,6 @@ def test_slots_of_blocks_that_requests_refer_to_may_go():
     slots.allocate_slots_batch([3, 4])
     slots.kv_blocks.block_ref_counts[:] = 1
     assert slots._evictable(()).tolist() == [0, 1]
-
-
-def test_states_of_another_size_are_refused():
-    with pytest.raises(InvalidArgumentError, match="states must have 10 rows"):
-        make_store(states=StatePool(STATES, 9, device="cpu"))
 
 
 @pytest.mark.parametrize("tells", [True, False, None])

@@ -222,7 +222,7 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
     layers = learn_layers(cache)
     live = read_layers(cache, layers, len(prefix))
     layout = PrefixLayout(layers, live, len(prefix))
-    tensors = PrefixTensors(layout, num_slots=1, num_blocks=1)
+    tensors = PrefixTensors(layout, StatePool(layout.state_spec, 1, device=layout.device), 1)
     tensors.save_state(0, live)
     tensors.save_tokens([0], live, 0, len(prefix))
     return layout, tensors

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -34,7 +32,7 @@ from mamba_cache.cache.sequence import (
 )
 from mamba_cache.config import CacheConfig
 from mamba_cache.context import PrefixContent
-from mamba_cache.context.memory import CacheMemory, Pins
+from mamba_cache.context.memory import CacheMemory, Pins, make_memory
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.tiering import NoTiers
 from mamba_cache.context.verification import HitVerifier
@@ -42,7 +40,6 @@ from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
 from mamba_cache.integrations.transformers.layers import SequenceMemory
 from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
-from mamba_cache.protocols import SlotContext
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.tiers.entry import EntryKind
 
@@ -98,19 +95,23 @@ class PrefixStore:
         placement: CheckpointPlacement,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        num_blocks, num_slots = config.num_kv_blocks, config.max_slots
-        assert num_blocks is not None
-        assert num_slots is not None
+        memory = make_memory(
+            config,
+            layout.state_spec,
+            None,
+            device=layout.device,
+            policy=slot_policy,
+            clock=clock,
+            is_owners=True,
+        )
         self.layout = layout
         self.config = config
         self.hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
-        self.kv_blocks = KVBlockAllocator(num_blocks + 1)  # and the dummy block
+        self.kv_blocks = cast(KVBlockAllocator, memory.slots.kv_blocks)
         self.kv_blocks.listeners = listeners
-        self.tensors = PrefixTensors(layout, num_slots=num_slots, num_blocks=num_blocks)
-        self.slots = self._make_slots(num_slots, slot_policy)
-        share = config.max_pinned_share
-        self.pins = Pins(self.kv_blocks, self.slots, max_share=share, clock=clock)
-        self.counters = Counter[str]()
+        self.slots: SlotPool = memory.slots
+        self.pins, self.counters = memory.pins, memory.counters
+        self.tensors = PrefixTensors(layout, memory.slots.states, self.kv_blocks.pool_size)
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self._tiers: PrefixTiers | None = None
@@ -148,25 +149,6 @@ class PrefixStore:
         self.index.tiers = NoTiers() if tiers is None else tiers
         # What lies in tiers may come back from there, so each state is to be saved once.
         self.index.refuses_states = tiers is None
-
-    @outside_inference_mode
-    def _make_slots(self, num_slots: int, slot_policy: SlotEvictionPolicy) -> SlotPool:
-        # A state is read by a copy that is enqueued at once, so a slot may be given up although its
-        # block is held: the state that a prompt went on from makes room for the one at its end.
-        fields = SimpleNamespace(
-            kv_block_allocator=self.kv_blocks,
-            device=self.layout.device,
-            max_requests=1,
-            max_mamba_intermediate_states_per_step=0,
-        )
-        return MambaSlotAllocator.from_spec(
-            cast(SlotContext, fields),  # until a context is embedded
-            num_slots,
-            self.layout.state_spec,
-            policy=slot_policy,
-            states=self.tensors.states,
-            evicts_held=True,
-        )
 
     @outside_inference_mode
     def share(self) -> CacheMemory:

@@ -116,29 +116,25 @@ class PrefixTensors:
     """Storage for saved states and KV blocks; ownership is tracked by the index."""
 
     @outside_inference_mode
-    def __init__(self, layout: PrefixLayout, *, num_slots: int, num_blocks: int) -> None:
+    def __init__(self, layout: PrefixLayout, states: StatePool, num_blocks: int) -> None:
         self._layout = layout
-        self._num_blocks = num_blocks
-        device = layout.device
-        self.states = StatePool(layout.state_spec, num_slots, device=device)
-        # Of a layer keys come first, then values; padding is written to the last block.
-        self.blocks = [
-            torch.zeros((x.num_layers, num_blocks + 1, *x.shape), dtype=x.dtype, device=device)
+        self._num_blocks = num_blocks  # padding is written to the last one
+        self.states = states  # as in slots
+        self.blocks = [  # of a layer keys come first, then values
+            torch.zeros((x.num_layers, num_blocks, *x.shape), dtype=x.dtype, device=layout.device)
             for x in layout.block_tensors
         ]
 
     def kv_cache(self) -> torch.Tensor:
         """Return the KV blocks as a context has them, not copied.
 
-        [num_layers, 2, num_blocks + 1, block_size_tokens, num_kv_heads, head_dim].
+        [num_layers, 2, num_blocks, block_size_tokens, num_kv_heads, head_dim].
         """
         if self.blocks:
             keys = self.blocks[0]
             return keys.view(len(keys) // 2, 2, *keys.shape[1:])
         layout = self._layout
-        return layout.kv_spec().allocate(
-            self._num_blocks + 1, layout.block_size_tokens, layout.device
-        )
+        return layout.kv_spec().allocate(self._num_blocks, layout.block_size_tokens, layout.device)
 
     def clear(self) -> None:
         """Give the memory back."""
