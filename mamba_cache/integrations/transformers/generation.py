@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -171,7 +171,7 @@ class Generation:
             return forward(*args, **kwargs)
         if self._is_batched:
             self._take_rows()
-            with self.runner.within(forward):
+            with self._within(forward):
                 return self._computed()
         self._undo.close()  # from here on the model is as it was, and may be looked at
         prompts = split_rows(kwargs["input_ids"], kwargs.get("attention_mask"))
@@ -195,14 +195,21 @@ class Generation:
         if (output := self._compute_batch(forward, prompts)) is not None:
             return output
         self._is_stacked = len(prompts) > 1 or prompts[0].padding > 0
-        with self.runner.within(forward):
+        with self._within(forward):
             rest = partial(self._compute_rest, forward, kwargs, prompts)
             return self._compute_prompts(rest, prompts)
+
+    def _within(self, forward: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Compute with ``forward`` alone in a ``with`` block, which the model's call is in.
+
+        The hooks of that call have seen the prompt already, and will see what it returns.
+        """
+        return replaced(self.store, self.runner, "call", lambda _: forward)
 
     def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
         """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""
         try:
-            with self.runner.within(forward):
+            with self._within(forward):
                 self._is_batched = self._begin_batch(prompts)
                 if self._is_batched:
                     output = self._computed()

@@ -920,7 +920,6 @@ class PrefixCache:
         """Take from the model what a call that raised has put there."""
         put_back(self._store)
         put_back(self._capture)
-        self._runner.leave()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,6 @@ class ModelRunner:
         self.fingerprint = ModelFingerprint(model, weights_check, variant)
         self._copy_empty: Callable[[], Any] | None = None
         self._config_of_empty: dict[str, Any] = {}
-        self._forward_within: Callable[..., Any] | None = None
 
     @property
     def config(self) -> Any:
@@ -127,7 +125,7 @@ class ModelRunner:
         if "position_ids" in self._accepts:  # not every model counts on from its cache
             options["position_ids"] = positions
         with torch.no_grad():
-            output = self._call(input_ids=ids, **options)
+            output = self.call(input_ids=ids, **options)
         logits: torch.Tensor = output.logits
         return logits
 
@@ -136,28 +134,10 @@ class ModelRunner:
         """Whether ``model.compile()`` was called."""
         return getattr(self.model, "_compiled_call_impl", None) is not None
 
-    @contextmanager
-    def within(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Compute with ``forward`` alone while the body runs, which the model's call is in.
-
-        The hooks of that call have seen the prompt already, and will see what it returns.
-        """
-        self._forward_within = forward
-        try:
-            yield
-        finally:
-            self._forward_within = None
-
-    def leave(self) -> None:
-        """Do what the end of ``within`` does, for a call that broke off."""
-        self._forward_within = None
-
-    @property
-    def _call(self) -> Any:
-        if self._forward_within is not None:
-            return self._forward_within
+    def call(self, **inputs: Any) -> Any:
+        """Call the model; a ``Generation`` replaces this by the forward that it stands in for."""
         # Parts of prompts have any length, and each new one would be compiled for itself.
-        return self.model._call_impl if self.is_compiled else self.model
+        return (self.model._call_impl if self.is_compiled else self.model)(**inputs)
 
 
 def _check_rope(model: Any) -> None:
