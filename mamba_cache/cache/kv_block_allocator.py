@@ -186,8 +186,9 @@ class KVBlockAllocator:
         if num_short > 0:
             # If a listener raises, the victims are free and nothing was taken: no block leaks.
             self._evict(num_short)
-        block_ids = self._rows.take(num_blocks)[::-1]
-        self._touch(as_rows(block_ids))
+        blocks = self._rows.take(num_blocks)[::-1]
+        self._touch(blocks)
+        block_ids: list[int] = blocks.tolist()
         return block_ids
 
     @guarded(nests=True)
@@ -197,10 +198,9 @@ class KVBlockAllocator:
         Raises:
             UnknownBlockError: A block is free or out of range; nothing is changed.
         """
-        ids = self._checked_ids(block_ids)
-        blocks = as_rows(ids)
+        blocks = self._checked(block_ids)
         self._guard.is_changing = True
-        reused = self._rows.hold(ids, blocks)
+        reused = self._rows.hold(blocks)
         self._touch(blocks)
         if reused:
             self._num_cached -= len(reused)
@@ -218,10 +218,9 @@ class KVBlockAllocator:
             UnknownBlockError: A block id is out of range; nothing is changed.
             DoubleFreeError: A block has fewer references than are given back; nothing is changed.
         """
-        ids = self._checked_ids(block_ids)
-        blocks = as_rows(ids)
+        blocks = self._checked(block_ids)
         self._guard.is_changing = True
-        cached = self._rows.release(ids, blocks)
+        cached = self._rows.release(blocks)
         self._touch(blocks)
         if not cached:
             return
@@ -271,11 +270,12 @@ class KVBlockAllocator:
             UnknownBlockError: A block is free or out of range.
             HashConflictError: A block carries another hash already, or is named twice with two.
         """
-        ids = self._checked_ids(block_ids)
-        self._rows.without_references(ids, as_rows(ids))
+        blocks = self._checked(block_ids)
+        ids: list[int] = blocks.tolist()
+        self._rows.without_references(blocks)
         tokens = _check_registration(ids, block_hashes, tokens)
         digests = block_hashes.digests
-        _check_carried_digests(ids, self._digests[ids].tolist(), digests)
+        _check_carried_digests(ids, self._digests[blocks].tolist(), digests)
         parent: int | None = self.dummy_block_id
         if parent_digest is not None:
             parent = self._block_of.get(check_kind("parent_digest", parent_digest, bytes))
@@ -350,9 +350,10 @@ class KVBlockAllocator:
         Raises:
             UnknownBlockError: A block id is out of range; nothing is changed.
         """
-        ids = dict.fromkeys(self._checked_ids(block_ids))
+        blocks = self._checked(block_ids)
         self._guard.is_changing = True
-        self._deregister([block_id for block_id in ids if self._hash_at[block_id] != NONE])
+        registered = blocks[self._hashes[blocks] != NONE]
+        self._deregister(list(dict.fromkeys(registered.tolist())))
 
     @guarded(nests=True, renews=True)
     def reset(self) -> None:
@@ -369,9 +370,9 @@ class KVBlockAllocator:
             self._clear()
             self.listeners.put(Removed("block", block_ids, digests, is_reset=True))
 
-    def _checked_ids(self, block_ids: Iterable[int]) -> list[int]:
+    def _checked(self, block_ids: Iterable[int]) -> RowIds:
         """Read block ids; the dummy block, which is the last one, is none of them."""
-        return as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError)
+        return as_rows(as_ids("block_ids", block_ids, self.dummy_block_id, error=UnknownBlockError))
 
     # Registration. What follows trusts its arguments, and that the guard knows of the change.
 

@@ -57,14 +57,13 @@ class Rows:
         self.free[:] = np.arange(self.num_rows)
         self.num_free = self.num_rows
 
-    def take(self, num_rows: int, num_references: int = 1) -> list[int]:
+    def take(self, num_rows: int, num_references: int = 1) -> RowIds:
         """Take free rows, of which there are enough; those without references get names at once."""
         end = self.num_free
-        taken = self.free[end - num_rows : end].astype(np.intp)
+        taken: RowIds = self.free[end - num_rows : end].astype(np.intp)
         self.num_free = end - num_rows
         self.refs[taken] = num_references
-        ids: list[int] = taken.tolist()
-        return ids
+        return taken
 
     def push(self, ids: list[int]) -> None:
         """Put rows without references and names on the stack of free ones."""
@@ -72,7 +71,7 @@ class Rows:
         self.free[self.num_free : end] = ids
         self.num_free = end
 
-    def without_references(self, ids: list[int], rows: RowIds) -> list[int]:
+    def without_references(self, rows: RowIds) -> list[int]:
         """Return the cached ones of rows that are held or cached.
 
         Raises:
@@ -81,27 +80,28 @@ class Rows:
         refs = self.refs[rows].tolist()
         if 0 not in refs:
             return []
-        cached = [row for row, count in zip(ids, refs, strict=True) if not count]
+        cached = [row for row, count in zip(rows.tolist(), refs, strict=True) if not count]
         for row in cached:
             if self._name_at[row] == NONE:
                 raise UnknownBlockError(f"{self._what} {row} is free: allocate it first")
         return cached
 
-    def hold(self, ids: list[int], rows: RowIds) -> list[int]:
+    def hold(self, rows: RowIds) -> list[int]:
         """Add a reference to rows that are held or cached; return those that were cached."""
-        cached = list(dict.fromkeys(self.without_references(ids, rows)))
-        if len(cached) == len(ids):
+        cached = list(dict.fromkeys(self.without_references(rows)))
+        if len(cached) == len(rows):
             self.refs[rows] = 1
         else:
             add_at(self.refs, rows, 1)
         return cached
 
-    def release(self, ids: list[int], rows: RowIds) -> list[int]:
+    def release(self, rows: RowIds) -> list[int]:
         """Give back a reference to each row; free or return those that have none left.
 
         Raises:
             DoubleFreeError: More references of a row are given back than it has.
         """
+        ids: list[int] = rows.tolist()
         refs = self.refs[rows].tolist()
         left: list[int] = []
         if len(set(ids)) < len(ids) or refs.count(1) < len(ids):

@@ -305,7 +305,7 @@ class SlotPool:
             else:
                 self._slot_at[block_id], self._block_at[slot] = slot, block_id
                 stored[slot] = tokens
-        self._rows.release(taken, as_rows(taken))  # those without a block become free
+        self._rows.release(as_rows(taken))  # those without a block become free
         if stored:
             self._note_stored(stored)
         self.listeners.tell()
@@ -337,7 +337,7 @@ class SlotPool:
         self._guard.is_changing = True
         for slot in taken:
             del self.reserved[slot]
-        self._rows.release(taken, as_rows(taken))
+        self._rows.release(as_rows(taken))
         self._release(taken)
 
     def _release(self, slots: Sequence[int]) -> None:
@@ -571,7 +571,8 @@ class SlotPool:
             self._rows.push(self._evict(victims, short))
             self.listeners.tell()
         self._guard.is_changing = True
-        return self._rows.take(num_slots, num_references)
+        taken: list[int] = self._rows.take(num_slots, num_references).tolist()
+        return taken
 
     def _evict(self, victims: Sequence[int], num_wanted: int) -> list[int]:
         """Take the slots that a policy chose from their blocks; it may be a caller's own."""

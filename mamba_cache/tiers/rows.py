@@ -153,7 +153,7 @@ class HostRows:
             self._dropped["refused"] += 1
             policy.on_reserved([])
             return None
-        [row] = self.rows.take(1)
+        [row] = self.rows.take(1).tolist()
         if policy is not None:
             policy.on_reserved([row])
         self.generations[row] += 1
@@ -192,7 +192,7 @@ class HostRows:
             self.remove(digest)
             self._refused[refusal.value] += 1
             return refusal
-        self._queue.discard(self.rows.hold([row], as_rows([row])))
+        self._queue.discard(self.rows.hold(as_rows([row])))
         return self._lease(row, facts, writes=False, is_lower=for_lower)
 
     @guarded(nests=True, changes=True)
@@ -208,7 +208,7 @@ class HostRows:
         if self._awaited.get(digest) is lease:
             del self._awaited[digest]
             self._release_from_policy(row)
-        if self.rows.release([row], as_rows([row])):  # nobody else reads it
+        if self.rows.release(as_rows([row])):  # nobody else reads it
             self._queue.push(row, self._used_at.item(row))
         if reason is not None:
             self._dropped[reason] += 1
