@@ -499,8 +499,17 @@ class DynamicInferenceContext:
         active.num_initial, active.num_published = match.prompt_tokens, match.kv_matched_blocks
         # What is loaded is written by the load, and by nothing else.
         active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
-        chunk = self._chunk(active, start, num_tokens, is_first=True, lease=lease, load=load)
-        active.chunk = chunk
+        end = start + num_tokens
+        chunk = active.chunk = Chunk(
+            row,
+            start,
+            active.tokens(start, end),
+            active.num_shared_blocks * self.block_size_tokens,
+            is_first=True,
+            samples=end == match.prompt_tokens,
+            lease=lease,
+            load=load,
+        )
         try:
             if load is not None:
                 first = load.first_block
@@ -525,29 +534,6 @@ class DynamicInferenceContext:
             hint = f"give {active.request_id!r} a shorter chunk"
             raise TokenCapacityError(num_tokens, room, hint)
         return num_tokens
-
-    def _chunk(
-        self,
-        active: ActiveRequest,
-        start: int,
-        num_tokens: int,
-        *,
-        is_first: bool = False,
-        lease: SlotLease | None = None,
-        load: PlannedLoad | None = None,
-    ) -> Chunk:
-        """Return a chunk of a request, of which no checkpoints are planned yet."""
-        end = start + num_tokens
-        return Chunk(
-            active.row,
-            start,
-            active.tokens(start, end),
-            active.num_shared_blocks * self.block_size_tokens,
-            is_first,
-            end == active.num_known,
-            lease,
-            load=load,
-        )
 
     def _plan(self, active: ActiveRequest, chunk: Chunk, *, is_new: bool = False) -> None:
         """Plan the checkpoints of a chunk."""
@@ -646,7 +632,14 @@ class DynamicInferenceContext:
         table.grow(active.row, start + num_tokens, active.request_id)
         try:
             active.wanted_boundaries |= boundaries
-            chunk = self._chunk(active, start, num_tokens)
+            end = start + num_tokens
+            chunk = Chunk(
+                active.row,
+                start,
+                active.tokens(start, end),
+                active.num_shared_blocks * self.block_size_tokens,
+                samples=end == active.num_known,
+            )
             self._plan(active, chunk)
         except BaseException:
             active.wanted_boundaries = wanted
