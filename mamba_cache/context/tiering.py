@@ -655,7 +655,12 @@ class Tiering:
     def _take_back(self) -> None:
         """End all that lower tiers were to do, once they have done what they were handed."""
         if all(tier.flush(_PATIENCE_SECONDS) for tier in self.lower_tiers):
-            self.host.end_lower()
+            try:
+                self.host.end_lower()
+            except MambaCacheError:  # a change of its bookkeeping broke off
+                self.transfers.wait()
+                self.host.reset()
+                self.host.end_lower()
             for flight in self._flights.values():
                 if not flight.is_over:
                     flight.end(Refusal.ABORTED)

@@ -23,7 +23,7 @@ from mamba_cache.context import prefetch
 from mamba_cache.errors import ModelChangedError, TierInUseError
 from mamba_cache.integrations.transformers import tiers as prefix_tiers
 from mamba_cache.stores import StoreFault
-from mamba_cache.tiers import Numerics, entry, lower, transfers
+from mamba_cache.tiers import Numerics, entry, lower, rows, transfers
 from mamba_cache.tiers.disk import PAGE_BYTES
 
 FAMILY = "granite 4"
@@ -214,7 +214,23 @@ def test_a_call_that_breaks_off_leaves_the_tiers_usable(
         assert ask(cache, prompts())[0] == expected
 
 
-def _interrupted(*_):
+@pytest.mark.parametrize("name", ["_use", "_lease"])
+def test_a_change_of_host_memory_that_breaks_off_leaves_the_tiers_usable(
+    tmp_path, model, expected, monkeypatch, name
+) -> None:
+    """As the disk is asked: no call, nor a reset or the closing, went on after that."""
+    with open_cache(tmp_path, model) as first:
+        ask(first, prompts())
+    with open_cache(tmp_path, model) as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(rows.HostRows, name, _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ask(cache, prompts()[:1])
+        assert ask(cache, prompts())[0] == expected
+        cache.check_invariants()
+
+
+def _interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
