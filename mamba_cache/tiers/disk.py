@@ -85,8 +85,7 @@ class DiskStore(BlobStore):
         self._path, self._identity = Path(path).expanduser(), identity
         self._lock = threading.Lock()  # of what follows
         self._entries: OrderedDict[str, None] = OrderedDict()  # least recently used first
-        self._writing: set[str] = set()  # entries of which chunks have come, but no header
-        self._num: Counter[EntryKind] = Counter()  # of both
+        self._num: Counter[EntryKind] = Counter()  # of these
         self._num_recovered = self._num_evicted = 0
         self._others: list[CacheFolder] = []
         self._looks_at = 0.0  # when folders of other identities are listed again
@@ -99,21 +98,32 @@ class DiskStore(BlobStore):
             raise
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
-        """Say what can be found, and what is being written; waits for nothing."""
+        """Say which entries can be found, by the keys of any of their parts; waits for nothing."""
+        entries = [_parts_of(key)[0] for key in keys]
         with self._lock:
-            for key in reversed(keys):
-                if key in self._entries:  # of one prefix: its start was used last
-                    self._entries.move_to_end(key)
-            return [None if self._has(key) else StoreFault.MISSING for key in keys]
+            for entry in reversed(entries):
+                if entry in self._entries:  # of one prefix: its start was used last
+                    self._entries.move_to_end(entry)
+            return [None if each in self._entries else StoreFault.MISSING for each in entries]
 
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
-        """Write chunks, or the header, which publishes the file.
+        """Write the file of one entry: its chunks and, last, its header. One thread at a time.
 
         It does not wait for the disk: what a power cut leaves of a file is refused when it is read.
+        The answer is the header's.
         """
-        return [self._put(*_parts_of(key), each) for key, each in zip(keys, buffers, strict=True)]
+        entry = keys[-1]
+        with self._lock:
+            is_there = entry in self._entries  # the first bytes stay
+        fault: StoreFault | None = None
+        if not is_there and time.monotonic() < self._full_until:
+            fault = StoreFault.DISK_FULL
+        elif not is_there:
+            fault = self._fault_in(partial(self._write, entry, buffers))
+            fault = StoreFault.IO_ERROR if fault is StoreFault.MISSING else fault  # no folder
+        return [*[None] * (len(keys) - 1), fault]
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
@@ -154,9 +164,8 @@ class DiskStore(BlobStore):
     def stats(self) -> dict[str, Any]:
         """Return the fields of ``TierStats`` that only a disk has."""
         with self._lock:
-            found = self._num - Counter(map(_kind_of, self._writing))
             return {
-                "entries": {kind.name.lower(): found[kind] for kind in self._file_bytes},
+                "entries": {kind.name.lower(): self._num[kind] for kind in self._file_bytes},
                 "row_bytes": {kind.name.lower(): size for kind, size in self._file_bytes.items()},
                 "disk_bytes": self._bytes,
                 "recovered": self._num_recovered,
@@ -166,63 +175,43 @@ class DiskStore(BlobStore):
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
         with self._lock:
-            if +self._num != Counter(map(_kind_of, (*self._entries, *self._writing))):
+            if +self._num != Counter(map(_kind_of, self._entries)):
                 raise InvariantError(f"entries are counted wrong: {self._num}")
-            if not self._writing.isdisjoint(self._entries):
-                raise InvariantError("an entry that can be found is being written")
 
     @property
     def _bytes(self) -> int:
         return sum(self._num[kind] * size for kind, size in self._file_bytes.items())
-
-    def _has(self, key: str) -> bool:
-        entry, number = _parts_of(key)
-        return entry in self._entries or (number is not None and entry in self._writing)
 
     def _path_of(self, entry: str) -> Path:
         if entry.split("/")[1] != self._identity.digest.hex():
             raise FileNotFoundError(errno.ENOENT, f"{entry} is of another identity")
         return self.folder / entry_name(entry)
 
-    def _put(self, entry: str, number: int | None, blob: memoryview) -> StoreFault | None:
-        if time.monotonic() < self._full_until:
-            return StoreFault.DISK_FULL
-        with self._lock:
-            if entry in self._entries:  # the first bytes stay
-                return None
-        fault = self._fault_in(lambda: self._write(entry, number, blob))
-        if fault is not None:
-            with suppress(OSError):
-                os.unlink(_new(self._path_of(entry)))
-            with self._lock:
-                if entry in self._writing:
-                    self._writing.remove(entry)
-                    self._num[_kind_of(entry)] -= 1
-        return StoreFault.IO_ERROR if fault is StoreFault.MISSING else fault  # the folder is gone
-
-    def _write(self, entry: str, number: int | None, blob: memoryview) -> None:
-        path, flags, offset = self._path_of(entry), os.O_WRONLY, 0
-        if number is not None:
-            offset = PAGE_BYTES + number * self.chunk_bytes
-            if entry not in self._writing:
-                self._make_room(_kind_of(entry))
-                with self._lock:
-                    self._writing.add(entry)
-                    self._num[_kind_of(entry)] += 1
-                flags |= os.O_CREAT | os.O_TRUNC
-        content = _page(blob) if number is None else blob
-        fd = self._open(_new(path), flags, content)
+    def _write(self, entry: str, parts: Sequence[memoryview]) -> None:
+        """Write a file under another name, and rename it, which publishes the entry."""
+        path, flags = self._path_of(entry), os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._make_room(_kind_of(entry))
         try:
-            if missing := _transfer(os.pwritev, fd, content, offset):
-                raise OSError(errno.EIO, f"{missing} bytes of an entry were not written")
-            if number is None:
-                _use(fd, blob)
-                os.replace(_new(path), path)
-                with self._lock:
-                    self._writing.remove(entry)
-                    self._entries[entry] = None
-        finally:
-            os.close(fd)
+            for number, part in enumerate(parts, 1):
+                is_header = number == len(parts)
+                offset = 0 if is_header else PAGE_BYTES + (number - 1) * self.chunk_bytes
+                content = _page(part) if is_header else part
+                fd, flags = self._open(_new(path), flags, content), os.O_WRONLY
+                try:
+                    if missing := _transfer(os.pwritev, fd, content, offset):
+                        raise OSError(errno.EIO, f"{missing} bytes of an entry were not written")
+                    if is_header:
+                        _use(fd, part)
+                finally:
+                    os.close(fd)
+            os.replace(_new(path), path)
+        except (OSError, InvalidArgumentError):
+            with suppress(OSError):
+                os.unlink(_new(path))
+            raise
+        with self._lock:
+            self._entries[entry] = None
+            self._num[_kind_of(entry)] += 1
 
     def _get(self, entry: str, number: int | None, into: memoryview) -> int | StoreFault:
         found: list[int] = []

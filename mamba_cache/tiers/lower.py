@@ -178,7 +178,7 @@ class LowerTier:
         if self._disk is not None:
             self.name, self._call_seconds, chunk_bytes = "disk", None, self._disk.chunk_bytes
             default_threads = 1 + max(8, min(16, num_cpus))  # readers make MACs as well
-            self._max_jobs = num_chunks = num_read_chunks = 1
+            self._max_jobs, num_chunks, num_read_chunks = 1, sys.maxsize, 1
         else:
             # Mooncake's reads of a dead machine keep a processor busy each.
             self.name, default_threads = "store", max(2, min(_MAX_THREADS, num_cpus))
@@ -930,8 +930,10 @@ class LowerTier:
             return None, "found_stored"
         chunks = self._chunks(facts, payload)
         header = self._macs.seal(facts, [chunk for _, chunk in chunks])
-        for parts in (chunks, [(key, memoryview(header))]):
-            outcome = yield from self._write(parts)
+        parts = [*chunks, (key, memoryview(header))]
+        # A disk writes the whole file at once.
+        for some in [parts] if self._disk else [parts[:-1], parts[-1:]]:
+            outcome = yield from self._write(some)
             if outcome[0] is not None:
                 return outcome
         self._know(key, is_there=True)
