@@ -471,7 +471,9 @@ class LowerTier:
             raise
 
     def _forget(self, job: Job) -> None:
-        """Forget a job that is over."""
+        """Forget a job that is over, and what it holds: the caller's buffer."""
+        job.steps.close()
+        job.calls = []
         self._jobs[job.verb].discard(job)
         if job.verb is Verb.PUT and job.facts is not None:
             self._storing.discard(job.facts.key)
@@ -589,8 +591,6 @@ class LowerTier:
         """Count what came of a job; return what it is to be told."""
         if job.is_revoked:
             refusal, reason = _ABORTED
-        job.steps.close()
-        job.calls = []  # both hold the caller's buffer
         self._forget(job)
         if job.facts is not None:
             key, num_bytes = job.facts.key, job.facts.payload_bytes
