@@ -1,6 +1,7 @@
 """Batches of requests that come and go: each says what it says alone."""
 
 import gc
+import threading
 import weakref
 from functools import partial
 from itertools import product
@@ -20,6 +21,7 @@ from mamba_cache.errors import (
 )
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
+from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 
 FEW = ("nemotron_h", "qwen3_5", "mamba2")
 """Families of three kinds of states; tests/property/test_conversations.py takes all."""
@@ -243,6 +245,30 @@ def test_the_attention_of_the_model_is_put_back(cache, nemotron, generator):
         assert config._attn_implementation == before
         cache.check_invariants()
     assert answers(batch(cache, prompts)) == [nemotron.answer(prompts[0], 6)]
+
+
+def test_other_threads_attend_as_usual_while_a_batch_is_computed(
+    cache, nemotron, generator, monkeypatch
+):
+    prompt, attend, found = tokens(generator, 2 * BLOCK + 3), PagedAttention.attend, []
+
+    def compute():
+        with torch.no_grad():
+            found.append(nemotron.model(torch.tensor([prompt])).logits)
+
+    def attend_beside_another(*args):
+        if threading.get_ident() == own:
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+        return attend(*args)
+
+    own = threading.get_ident()
+    compute()
+    monkeypatch.setattr(PagedAttention, "attend", attend_beside_another)
+    assert answers(batch(cache, [prompt], max_new_tokens=2)) == [nemotron.answer(prompt, 2)]
+    assert len(found) > 2
+    assert all(torch.equal(logits, found[0]) for logits in found)
 
 
 def failing(monkeypatch, *numbers):

@@ -101,7 +101,7 @@ class Generation:
         self._undo.enter_context(intercepted(store, model, "forward", self.forward))
         if self.runner.is_compiled:
             # Prompts have any length, and each new one would be compiled for itself.
-            self._undo.enter_context(replaced(store, model, "_compiled_call_impl", _nothing))
+            self._undo.enter_context(replaced(store, model, "_compiled_call_impl", lambda _: None))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Disarm it, and let go of the prompts; of a call that raised the guard does that."""
@@ -444,7 +444,3 @@ class Generation:
         tokens = self._answers[index]
         ends = [position for position, token in enumerate(tokens, 1) if token in self.eos_token_ids]
         return tokens[: ends[0]] if ends else tokens
-
-
-def _nothing(_: Any) -> None:
-    """Take the place of a compiled call."""

@@ -17,7 +17,7 @@ from mamba_cache.integrations.transformers.batching.kernels import (
     paged_attention_torch,
 )
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.replacement import replaced
+from mamba_cache.integrations.transformers.replacement import original, replaced
 from mamba_cache.states import kernels_for
 
 __all__ = ["PAGED", "PagedAttention", "register_attention"]
@@ -31,9 +31,6 @@ _FIELD = "_attn_implementation_internal"
 
 _current = threading.local()
 """The thread's ``attention``; in other threads the model attends as usual."""
-
-_originals: dict[int, str] = {}
-"""The usual attention of configurations that are replaced, by identity."""
 
 
 def register_attention() -> None:
@@ -66,12 +63,19 @@ def _attend(
     attention: PagedAttention | None = getattr(_current, "attention", None)
     if attention is not None:
         return attention.attend(query, options), None
-    registry, name = _registries()[0], _originals.get(id(getattr(module, "config", None)), "eager")
-    usual = registry.get(name) or _eager_of(module)
+    registry = _registries()[0]
+    usual = registry.get(_usual_of(getattr(module, "config", None))) or _eager_of(module)
     output: tuple[torch.Tensor, torch.Tensor | None] = usual(
         module, query, key, value, attention_mask, **options
     )
     return output
+
+
+def _usual_of(config: Any) -> str:
+    """Return the attention that a configuration names in threads that call the model as usual."""
+    own = getattr(config, "__dict__", {})
+    name = original(own, _FIELD) if _FIELD in own else None
+    return name if isinstance(name, str) else "eager"
 
 
 def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
@@ -84,8 +88,7 @@ def _make_mask(**arguments: Any) -> Any:
     """Make no mask: the length of each row limits its attention."""
     if getattr(_current, "attention", None) is not None:
         return None
-    name = _originals.get(id(arguments.get("config")), "eager")
-    return _registries()[1][name](**arguments)
+    return _registries()[1][_usual_of(arguments.get("config"))](**arguments)
 
 
 class PagedAttention:
@@ -137,7 +140,7 @@ class PagedAttention:
         self._seen = tables, places, starts, lengths
         with ExitStack() as undo:
             for config in self._configs:
-                undo.enter_context(replaced(self, config, _FIELD, _substitute_for(config)))
+                undo.enter_context(replaced(self, config, _FIELD, lambda _: PAGED))
             _current.attention = self
             undo.callback(setattr, _current, "attention", None)
             yield
@@ -182,11 +185,3 @@ class PagedAttention:
             query, keys, values, *self._seen, scale
         )
         return output
-
-
-def _substitute_for(config: Any) -> Callable[[Any], str]:
-    def substitute(name: str | None) -> str:
-        _originals[id(config)] = name or "eager"
-        return PAGED
-
-    return substitute
