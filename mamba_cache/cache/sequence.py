@@ -285,6 +285,14 @@ class PrefixIndex:
             prompt_tokens, tuple(block_ids), state_blocks, state_blocks * self._block_size, reason
         )
 
+    def count(self, match: PrefixMatch) -> None:
+        """Count a sequence that began to run."""
+        self._counters["requests"] += 1
+        self._counters[match.miss_reason or "hits"] += 1
+        self._counters["kv_matched_blocks"] += match.kv_matched_blocks
+        self._counters["state_matched_blocks"] += match.state_matched_blocks
+        self._counters["skipped_tokens"] += match.skip_tokens
+
     def announce(self, sequence: CachedSequence, max_skipped: int) -> None:
         """Tell the policies of a sequence that was just matched, if they know prompts."""
         if self._slots.prompt_policy is None:  # then no policy of a tier does

@@ -66,7 +66,7 @@ from mamba_cache.context.speculation import (
     plan_decodes,
     read_sampled,
 )
-from mamba_cache.context.stats import CacheStats, collect_stats, count_admission
+from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import NOBODY_DECODES, CapturedExtractions, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.tier_memory import identity_of, with_secret
@@ -1003,7 +1003,7 @@ class DynamicInferenceContext:
                 table.saves_states[active.row] = saves
             admission, active.admission = active.admission, None
             if admission is not None:  # its first chunk is computed
-                count_admission(self._counters, admission)
+                self._index.count(admission)
                 for listener in self._on_admitted:
                     listener(active, admission)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mamba_cache.cache import KVBlockAllocator, SlotPool
-from mamba_cache.cache.sequence import MissReason, PrefixMatch
+from mamba_cache.cache.sequence import MissReason
 
-__all__ = ["CacheStats", "collect_stats", "count_admission"]
+__all__ = ["CacheStats", "collect_stats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -91,15 +91,6 @@ class CacheStats:
         counts = {each.name: getattr(self, each.name) for each in fields(self)}
         said = [f"hit_rate={self.hit_rate:.3g}", *(f"{k}={v}" for k, v in counts.items() if v)]
         return f"CacheStats({', '.join(said)})"
-
-
-def count_admission(counters: Counter[str], admission: PrefixMatch) -> None:
-    """Count a request that began to run."""
-    counters["requests"] += 1
-    counters[admission.miss_reason or "hits"] += 1
-    counters["kv_matched_blocks"] += admission.kv_matched_blocks
-    counters["state_matched_blocks"] += admission.state_matched_blocks
-    counters["skipped_tokens"] += admission.skip_tokens
 
 
 def collect_stats(

@@ -26,7 +26,6 @@ from transformers_rig import BLOCK, make_cache, make_model
 from mamba_cache.cache import SLOT_POLICIES, BranchPoint
 from mamba_cache.cli.traces import TraceRequest, read_trace
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.stats import count_admission
 from mamba_cache.events import Listeners
 from mamba_cache.integrations.transformers import store as store_module
 from mamba_cache.integrations.transformers.store import PrefixStore
@@ -116,7 +115,7 @@ def replay(
         began, num_tokens = time.process_time(), len(prompt)
         total += num_tokens
         record = store.open(prompt, None, min_computed=1)
-        count_admission(store.counters, record.match)
+        store.index.count(record.match)
         start = record.match.skip_tokens
         if start:
             store.slots.policy.on_consumed([store.slots.slot_of(record.restored_blocks[-1])])

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.context.stats import count_admission
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
     CacheFiller,
@@ -192,7 +191,7 @@ class Prefiller:
         store.tell_admitted(sequence.request, sequence.hashes)
         if store.verifier is not None:
             store.verifier.admitted(sequence, record.match)
-        count_admission(store.counters, record.match)
+        store.index.count(record.match)
         store.index.announce(sequence, sequence.num_known - min_computed)
 
     def _plan(self, checkpoints: Collection[int], start: int, end: int) -> list[tuple[int, int]]:
