@@ -266,7 +266,6 @@ class BlockHashChain:
     """
 
     __slots__ = (
-        "_all_keys",
         "_block_bytes",
         "_digests",
         "_hasher",
@@ -291,8 +290,7 @@ class BlockHashChain:
         )
         self._hasher = BlockHasher() if hasher is None else hasher
         self._root = self._hasher.root(block_size_tokens, cache_salt, lora_id)
-        self._all_keys = _keys_by_block(multimodal_keys, block_size_tokens)
-        self._keys = list(self._all_keys)
+        self._keys = _keys_by_block(multimodal_keys, block_size_tokens)
         self._block_bytes = block_size_tokens * _TOKEN_BYTES
         self._split = struct.Struct(f"{self._block_bytes}s").iter_unpack
         self._digests: list[bytes] = []
@@ -315,14 +313,11 @@ class BlockHashChain:
             InvalidArgumentError: There are not so many complete blocks.
         """
         chain: BlockHashChain = object.__new__(BlockHashChain)
-        chain._hasher, chain._root = self._hasher, self._root
-        chain._all_keys, chain._block_bytes = self._all_keys, self._block_bytes
-        chain._split = self._split
+        chain._hasher, chain._root, chain._keys = self._hasher, self._root, self._keys
+        chain._block_bytes, chain._split = self._block_bytes, self._split
         end = len(self._digests)
         if num_blocks is not None:
             end = check_int("num_blocks", num_blocks, minimum=0, maximum=end)
-        # Keys of a block are forgotten when it is hashed.
-        chain._keys = [keys for keys in self._all_keys if keys[0] >= end]
         chain._digests = self._digests[:end]
         chain.hashes = BlockHashes._snapshot(chain._digests)
         chain._tail = bytearray(self._tail if num_blocks is None else b"")
@@ -348,18 +343,15 @@ class BlockHashChain:
                 return
             data, self._tail = memoryview(self._tail), bytearray()
         complete = len(data) - len(data) % self._block_bytes
-        digest, digests = self._hasher.digest, self._digests
+        digest, digests, keys = self._hasher.digest, self._digests, self._keys
         parent, blocks = digests[-1] if digests else self._root, self._split(data[:complete])
-        end = len(digests) + complete // self._block_bytes
-        # Blocks with keys are hashed one by one, and those between in runs.
-        while self._keys and self._keys[-1][0] < end:
-            with_keys, keys = self._keys.pop()
-            run = islice(blocks, with_keys - len(digests))
-            digests += [parent := digest(parent + block) for (block,) in run]
-            encoded = encode_keys(*(part for key in keys for part in key))
-            parent = digest(parent + next(blocks)[0] + encoded)
-            digests.append(parent)
-        digests += [parent := digest(parent + block) for (block,) in blocks]
+        if keys:
+            digests += [
+                parent := digest(parent + block + keys.get(number, b""))
+                for number, (block,) in enumerate(blocks, len(digests))
+            ]
+        else:
+            digests += [parent := digest(parent + block) for (block,) in blocks]
         self.hashes = BlockHashes._snapshot(digests)
         self._tail += data[complete:]
 
@@ -400,8 +392,8 @@ def compute_block_hashes(
 
 def _keys_by_block(
     keys: Iterable[tuple[int, str | bytes]], block_size_tokens: int
-) -> list[tuple[int, list[tuple[int, str | bytes]]]]:
-    """Group keys as (block, [(offset, key)]), the first block last so that it can be popped."""
+) -> dict[int, bytes]:
+    """Return the encoded offsets and keys of each block that has some."""
     groups: dict[int, list[tuple[int, str | bytes]]] = {}
     for pair in as_items("multimodal_keys", keys, "(position, key) pairs"):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -419,7 +411,7 @@ def _keys_by_block(
     for group in groups.values():
         # str and bytes do not compare, and the order in which keys were given must not matter.
         group.sort(key=lambda item: (item[0], isinstance(item[1], str), item[1]))
-    return sorted(groups.items(), reverse=True)
+    return {b: encode_keys(*(x for pair in group for x in pair)) for b, group in groups.items()}
 
 
 def as_token_array(tokens: Any) -> npt.NDArray[np.int32]:
