@@ -200,6 +200,10 @@ class KVBlockAllocator:
         """
         blocks = self._checked(block_ids)
         self._guard.is_changing = True
+        self.hold(blocks)
+
+    def hold(self, blocks: RowIds) -> None:
+        """Do what ``retain_memory_blocks`` does, for a context, which holds the guard."""
         reused = self._rows.hold(blocks)
         self._touch(blocks)
         if reused:
@@ -220,6 +224,10 @@ class KVBlockAllocator:
         """
         blocks = self._checked(block_ids)
         self._guard.is_changing = True
+        self.release(blocks)
+
+    def release(self, blocks: RowIds) -> None:
+        """Do what ``release_memory_blocks`` does, for a context, which holds the guard."""
         cached = self._rows.release(blocks)
         self._touch(blocks)
         if not cached:

@@ -23,6 +23,7 @@ from mamba_cache.cache import (
     SlotLease,
     SlotPool,
 )
+from mamba_cache.cache.rows import as_rows
 from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.config import CacheConfig, EvictionPolicy
 from mamba_cache.context.requests import ActiveRequest, Admission
@@ -127,14 +128,14 @@ class Pins:
                 "longer ones begin with it"
             )
         self.expire()
-        blocks = np.array(block_ids, np.intp)
+        blocks = as_rows(block_ids)
         slot = self._slots.slot_of(block_ids[-1])
         self._check_share(blocks, slot)
         expires_at = None if ttl_seconds is None else self._clock() + ttl_seconds
         self._guard.is_changing = True
         lease = self._slots.pin(slot)
         try:
-            self._kv_blocks.retain_memory_blocks(block_ids)
+            self._kv_blocks.hold(blocks)
         except BaseException:
             self._slots.unpin(lease)
             raise
@@ -205,7 +206,7 @@ class Pins:
         self._slots.unpin(pin._lease)
         self._look_ahead()
         self.references[list(pin._block_ids)] -= 1
-        self._kv_blocks.release_memory_blocks(pin._block_ids)
+        self._kv_blocks.release(as_rows(pin._block_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

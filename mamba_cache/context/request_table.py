@@ -12,6 +12,7 @@ import numpy as np
 
 from mamba_cache._checks import as_items
 from mamba_cache.cache import BlockHashChain, KVBlockAllocator
+from mamba_cache.cache.rows import as_rows
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.errors import (
@@ -174,12 +175,12 @@ class RequestTable:
         held = len(shared) + missing
         assert held <= self.block_tables.shape[1], "longer than any request"
         if shared:
-            self._kv_blocks.retain_memory_blocks(shared)
+            self._kv_blocks.hold(as_rows(shared))
         try:
             blocks = self._allocate(missing, [name], num_tokens)
         except BaseException:
             if shared:
-                self._kv_blocks.release_memory_blocks(shared)
+                self._kv_blocks.release(as_rows(shared))
             raise
         row = heapq.heappop(self._free_rows)
         self._append(row, 0, shared + blocks)
@@ -203,9 +204,9 @@ class RequestTable:
         own = self._allocate(count, names, computed) if rest else []
         try:
             if shared:
-                self._kv_blocks.retain_memory_blocks(shared * count)
+                self._kv_blocks.hold(as_rows(shared * count))
         except BaseException:
-            self._kv_blocks.release_memory_blocks(own)
+            self._kv_blocks.release(as_rows(own))
             raise
         for _ in names:
             heapq.heappop(self._free_rows)
@@ -221,7 +222,7 @@ class RequestTable:
 
     def give_back(self, row: int) -> None:
         """Take a row and its blocks back; cached blocks stay findable."""
-        blocks = self.blocks_of(row).tolist()
+        blocks = self.blocks_of(row).astype(np.intp)
         self.block_tables[row, : len(blocks)] = self._kv_blocks.dummy_block_id
         self._stamp_rows(row)
         self._progress[:, row] = 0
@@ -229,7 +230,7 @@ class RequestTable:
         # The lowest comes next, so that few requests lie in the first rows, which an embedder may
         # compute as one batch.
         heapq.heappush(self._free_rows, row)
-        self._kv_blocks.release_memory_blocks(blocks)
+        self._kv_blocks.release(blocks)
 
     def grow(self, row: int, num_tokens: int, name: object) -> None:
         """Give one row the blocks that it lacks."""
@@ -272,11 +273,11 @@ class RequestTable:
     def shrink(self, row: int, num_tokens: int, least: int) -> None:
         """Take back the blocks past those that ``num_tokens`` tokens fill, but for ``least``."""
         held = max(-(-num_tokens // self.block_size_tokens), least)
-        surplus = self.blocks_of(row)[held:].tolist()
+        surplus = self.blocks_of(row)[held:].astype(np.intp)
         self.block_tables[row, held:] = self._kv_blocks.dummy_block_id
         self._stamp_rows(row)
         self.num_blocks[row] = held
-        self._kv_blocks.release_memory_blocks(surplus)
+        self._kv_blocks.release(surplus)
 
     def reset(self) -> None:
         """Forget all requests; the KV blocks' allocator is reset by its owner."""

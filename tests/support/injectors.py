@@ -100,7 +100,7 @@ class Refused(Injector):
 
     def functions(self):
         for name in (
-            "allocate_memory_blocks", "retain_memory_blocks", "release_memory_blocks",
+            "allocate_memory_blocks", "hold", "release",
             "register_kv_block_hashes",
         ):  # fmt: skip
             yield self.context.kv_block_allocator, name

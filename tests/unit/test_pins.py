@@ -257,7 +257,7 @@ def test_nothing_is_pinned_while_a_step_is_in_flight():
 def test_a_pin_that_breaks_off_holds_nothing(monkeypatch):
     context, _ = small_context()
     cache_system(context)
-    monkeypatch.setattr(context.kv_block_allocator, "retain_memory_blocks", lambda *_: 1 // 0)
+    monkeypatch.setattr(context.kv_block_allocator, "hold", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         context.pin(request(SYSTEM))
     context.check_invariants()
