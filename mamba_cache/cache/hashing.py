@@ -189,9 +189,9 @@ class BlockHasher:
 def hash_ids_of(digests: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """Return the hash id of each of many digests."""
     words = np.frombuffer(b"".join(digests), dtype="<i8")
-    ids = words.reshape(len(digests), len(words) // max(1, len(digests)))[:, :1].ravel() & _ID_MASK
+    words_each = len(digests[0]) // 8 if digests else 1
     # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
-    hash_ids: npt.NDArray[np.int64] = np.maximum(ids, 1)
+    hash_ids: npt.NDArray[np.int64] = np.maximum(words[::words_each] & _ID_MASK, 1)
     return hash_ids
 
 
