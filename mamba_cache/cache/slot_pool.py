@@ -76,8 +76,6 @@ class SlotPool:
         max_slots: As given.
         num_blocks: KV blocks that can have a slot.
         kv_blocks: As given.
-        listeners: Those of a ``KVBlockAllocator``, which get ``Stored`` and ``Removed`` for states
-            of its registered blocks. Over other KV blocks nothing is told.
         policy: As given.
         prompt_policy: The same policy, if it is one that knows prompts; else None.
         free_slots: [max_slots] int32, CPU. A stack: entries below ``free_count`` are free.
@@ -121,7 +119,7 @@ class SlotPool:
         self.before_reset: Callable[[], object] | None = None
         self.pin_references: npt.NDArray[np.int32] | None = None
         self._index = kv_blocks if isinstance(kv_blocks, KVBlockAllocator) else None
-        self.listeners = Listeners() if self._index is None else self._index.listeners
+        self._no_listeners = Listeners()
         self._evicts_held = evicts_held
         self._guard = CallGuard(self)
         self._block_to_slot = np.empty(self.num_blocks, np.int32)
@@ -154,6 +152,14 @@ class SlotPool:
         self.refused_states_total = 0
         self.skipped_checkpoints_total = 0
         self.policy.reset(self.max_slots)
+
+    @property
+    def listeners(self) -> Listeners:
+        """Those of a ``KVBlockAllocator``, which also get states of its registered blocks.
+
+        Over other KV blocks nothing is told.
+        """
+        return self._no_listeners if self._index is None else self._index.listeners
 
     @property
     def free_count(self) -> int:

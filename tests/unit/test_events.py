@@ -202,3 +202,15 @@ def test_slots_whose_caller_never_learns_them_are_taken_back(error):
         allocator._evict_lru_slots_batch(1)
     assert allocator.free_count == allocator.max_slots
     allocator.check_invariants()
+
+
+def test_slots_tell_the_listeners_that_their_blocks_have_now(pool):
+    """A prefix cache gives its blocks its own list after the slots are made."""
+    slots = SlotPool(2, pool)
+    pool.listeners = Listeners()
+    heard = []
+    pool.listeners.add(heard.append)
+    [block] = cache(pool, 1)
+    save(slots, block)
+    assert [event.kind for event in heard] == ["block", "state"]
+    assert told(pool) == []
