@@ -41,6 +41,7 @@ ExtraKey: TypeAlias = "str | bytes | int | None"
 
 _DIGEST_SIZES: Final = (16, 32)
 _ID_MASK: Final = 2**63 - 1
+_FEW: Final = 8  # up to so many, calls cost less than numpy's
 _PROCESS_SECRET: Final = os.urandom(32)
 
 # BLAKE2b's personalisation: what one of them hashes never has the digest of another.
@@ -107,7 +108,9 @@ class BlockHashes(Sequence[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        return iter(hash_ids_of(self._digests[: self._length]).tolist())
+        digests = self._digests[: self._length]
+        few = len(digests) <= _FEW
+        return map(hash_id_of, digests) if few else iter(hash_ids_of(digests).tolist())
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -189,7 +192,7 @@ class BlockHasher:
 def hash_ids_of(digests: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """Return the hash id of each of many digests."""
     words = np.frombuffer(b"".join(digests), dtype="<i8")
-    words_each = len(digests[0]) // 8 if digests else 1
+    words_each = len(digests[0]) // 8
     # 0 is not positive; it shares the id 1 instead, and the digests tell the two apart.
     hash_ids: npt.NDArray[np.int64] = np.maximum(words[::words_each] & _ID_MASK, 1)
     return hash_ids

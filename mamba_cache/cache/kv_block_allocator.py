@@ -30,8 +30,6 @@ __all__ = ["KVBlockAllocator"]
 _FEW = 8
 """Up to so many blocks, a loop over them costs less than arithmetic with whole arrays."""
 
-_ZERO = np.zeros(1, np.int32)  # to compare few with a plain number takes three times as long
-
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that a block goes after all to whose timestamps it was not added."""
 
@@ -432,10 +430,12 @@ class KVBlockAllocator:
 
     def _leaves_of(self, blocks: npt.NDArray[Any]) -> list[int]:
         """Return those of [n] blocks that are cached, and none of whose children are."""
-        uses = self._rows.refs[blocks] | self._num_cached_children[blocks]
-        if 0 not in uses.tolist():
-            return []
-        return [b for b in blocks[uses == _ZERO].tolist() if self._hash_at[b] != NONE]
+        if len(blocks) > _FEW:
+            uses = self._rows.refs[blocks] | self._num_cached_children[blocks]
+            blocks = blocks[uses == 0]
+        refs, children, hashes = self._refs_at, self._cached_children_at, self._hash_at
+        ids = blocks.tolist()
+        return [b for b in ids if not refs[b] and not children[b] and hashes[b] != NONE]
 
     def _count_cached(self, blocks: RowIds, step: int) -> RowIds:
         """Count registered blocks that are cached now, or no more, at their parents."""
