@@ -18,6 +18,7 @@ _QUERIES = 128
 _FEWEST_QUERIES = 16
 """A matrix unit takes as many."""
 _SUMS_OF_4_WARPS = 128 * 128
+"""The sums of so many queries and dimensions fit into the registers of four warps."""
 _PROGRAMS = 512
 """The keys of a request are split among programs up to so many, which fill a GPU."""
 _MAX_SPLITS = 32
