@@ -269,7 +269,9 @@ class CacheConfig:
                 "give both disk_cache_path and disk_cache_gb (GiB), "
                 f"got {self.disk_cache_path!r} and {self.disk_cache_gb!r}"
             )
-        if not isinstance(self.disk_cache_path, str | os.PathLike | None):
+        if not isinstance(self.disk_cache_path, str | os.PathLike | None) or (
+            self.disk_cache_path == ""  # which stands for the current folder elsewhere
+        ):
             raise InvalidArgumentError(
                 f"disk_cache_path must be a path, got {self.disk_cache_path!r}"
             )

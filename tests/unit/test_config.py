@@ -164,6 +164,7 @@ def test_settings_at_their_bounds_are_kept(settings: dict[str, Any]) -> None:
         ({"reuse_answers": None}, "reuse_answers must be a bool, got None"),
         ({"state_share": None}, r"state_share must be a number in \[0, 1\], got None"),
         ({"host_cache_gb": 1, **DISK, "disk_cache_path": 7}, "disk_cache_path must be a path"),
+        ({"host_cache_gb": 1, **DISK, "disk_cache_path": ""}, "disk_cache_path must be a path"),
         ({"num_host_blocks": 1}, "or both num_host_blocks and num_host_states, got 1 and None"),
         ({"host_cache_gb": 1, "disk_cache_gb": 1}, "give both disk_cache_path and disk_cache_gb"),
         ({"host_cache_gb": 1, "store": 7}, "store must be a stores.BlobStore or the URL of one"),
