@@ -70,7 +70,7 @@ from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import NOBODY_DECODES, CapturedExtractions, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.tier_memory import identity_of, with_secret
-from mamba_cache.context.tiering import Tiering, make_tiering
+from mamba_cache.context.tiering import NoTiers, Tiering, make_tiering
 from mamba_cache.context.verification import (
     HitToVerify,
     HitVerifier,
@@ -218,26 +218,28 @@ class DynamicInferenceContext:
         self.kv_cache, self._pins, self._counters = memory.kv_cache, memory.pins, memory.counters
         self.bytes_per_slot = self.slot_allocator.states.spec.bytes_per_slot
         self.listeners = self.kv_block_allocator.listeners
-        self._tells_admitted = shared is None  # an owner tells of its prompts
+        # The owner of shared memory tells of its prompts, verifies their hits, and has tiers.
+        self._has_owner = shared is not None
         live_rows = config.max_requests * config.live_rows_per_request
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(self.kv_block_allocator, config)
         self.step_buffers = StepBuffers(self.request_table, config, self.device)
         self._set_slot_fields()
         self._guard = CallGuard(self)
+        self._tiering: Tiering | NoTiers = NoTiers()
         if shared is None:
             self.kv_block_allocator.join(self._guard)
             self.slot_allocator.join(self._guard)
-        self._tiering = make_tiering(
-            config,
-            kv_blocks=self.kv_block_allocator,
-            slots=self.slot_allocator,
-            kv_cache=self.kv_cache,
-            planner=load_planner,
-            disk_planner=disk_planner,
-            identity=identity_of(identity, config, state_spec, kv_spec, self.device),
-            agreement=agreement,
-        )
+            self._tiering = make_tiering(
+                config,
+                kv_blocks=self.kv_block_allocator,
+                slots=self.slot_allocator,
+                kv_cache=self.kv_cache,
+                planner=load_planner,
+                disk_planner=disk_planner,
+                identity=identity_of(identity, config, state_spec, kv_spec, self.device),
+                agreement=agreement,
+            )
         self.agreement = agreement
         if isinstance(self._tiering, Tiering):
             self._tiering.host.join(self._guard)
@@ -279,7 +281,7 @@ class DynamicInferenceContext:
         config, slots = self.config, self.slot_allocator
         self._preparer = RequestPreparer(config)
         self._verifier: HitVerifier | None = None
-        if config.verify_hits:
+        if config.verify_hits and not self._has_owner:
             self._verifier = HitVerifier(
                 config.verify_hits,
                 self.kv_block_allocator,
@@ -428,7 +430,7 @@ class DynamicInferenceContext:
         self._guard.is_changing = True
         admission = self._admit(active, chunk_tokens)
         self.request_table.add(active)
-        if self._tells_admitted and self.listeners.wants(Admitted):
+        if not self._has_owner and self.listeners.wants(Admitted):
             digests, size = active.hashes.digests, self.block_size_tokens
             hint, salt = own.will_continue, own.cache_salt
             self.listeners.put(Admitted(own.request_id, len(tokens), digests, size, hint, salt))

@@ -68,15 +68,6 @@ _TOLERANCES = {True: 1e-3, False: 0.15}
 _MAX_TOLERANCE = 0.5
 """Of models that differ from themselves as much, by rounding alone."""
 
-_OF_STORE: dict[str, Any] = {
-    "host_cache_gb": None,
-    "disk_cache_path": None,
-    "disk_cache_gb": None,
-    "store": None,
-    "verify_hits": 0.0,
-}
-"""Settings that the store of prefixes serves itself."""
-
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
 
@@ -174,7 +165,6 @@ class Batcher:
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=saves_answers,
                 reuse_answers=saves_answers,
-                **_OF_STORE,
             ),
             layout.state_spec,
             layout.kv_spec(),
