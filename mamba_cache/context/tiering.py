@@ -272,19 +272,24 @@ class Tiering:
         """Keep the rows that a match resumes from; None if one of them is not there."""
         blocks, entries = match.state_matched_blocks, self._entries(sequence)
         first = min(match.kv_matched_blocks, blocks) if self._has_kv else blocks
-        wanted = [(EntryKind.KV, index) for index in range(first, blocks)]
+        needed = self._needed(first, blocks)
         load, is_refused = PlannedLoad([], first), True
         try:
-            for kind, index in [*wanted, (EntryKind.STATE, blocks - 1)]:
+            for kind, index in needed:
                 lease = self.host[kind].read(entries.facts(kind, index))
                 if isinstance(lease, Refusal):
                     break
                 load.leases.append(lease)
-            [is_refused] = self._on_any_rank([len(load.leases) <= len(wanted)])
+            [is_refused] = self._on_any_rank([len(load.leases) < len(needed)])
         finally:
             if is_refused:
                 self.cancel(load)
         return None if is_refused else load
+
+    def _needed(self, first: int, blocks: int) -> list[tuple[EntryKind, int]]:
+        """Return what a request resumes from that has the blocks before ``first``, state last."""
+        kv = range(first, blocks) if self._has_kv else ()
+        return [*((EntryKind.KV, index) for index in kv), (EntryKind.STATE, blocks - 1)]
 
     def _on_any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Say of each of some facts whether it holds on this rank or another one."""
@@ -688,9 +693,7 @@ class Tiering:
         tiers = [tier for tier in self.lower_tiers if blocks and tier.is_healthy]
         if not tiers:
             return
-        used = [(EntryKind.KV, index) for index in range(blocks)] if self._has_kv else []
-        used.append((EntryKind.STATE, blocks - 1))
-        entries = self._entries(active)
+        used, entries = self._needed(0, blocks), self._entries(active)
         keys = [entries.key(*each) for each in used]
         for tier in tiers:
             for each, key, is_stored in zip(used, keys, tier.has_many(keys), strict=True):
@@ -870,9 +873,8 @@ class Tiering:
         )
         if blocks == match.state_matched_blocks:
             return 0, []
-        needed = [(EntryKind.STATE, blocks - 1)]  # first: it takes longest to read and verify
-        if self._has_kv:
-            needed += [(EntryKind.KV, i) for i in range(match.kv_matched_blocks, blocks)]
+        *kv, state = self._needed(match.kv_matched_blocks, blocks)
+        needed = [state, *kv]  # the state first: it takes longest to read and verify
         return blocks, [(asked.entries.facts(*each), where[each]) for each in needed]
 
     def _usable_blocks(self, match: PrefixMatch) -> int:

@@ -83,9 +83,6 @@ class TierStats:
     opened: int = 0
 
 
-_NAMES = {EntryKind.KV: "kv", EntryKind.STATE: "state"}
-
-
 class HostTier:
     """Entries in host memory: ``tier[kind]`` has the rows of a kind.
 
@@ -235,7 +232,7 @@ class HostTier:
 
     def stats(self, name: str = "host") -> TierStats:
         """Return what the tier holds and did. Any thread may ask."""
-        rows = {_NAMES[kind]: each for kind, each in self._rows.items()}
+        rows = {kind.name.lower(): each for kind, each in self._rows.items()}
         return TierStats(
             name=name,
             entries={kind: len(each) for kind, each in rows.items()},
