@@ -201,6 +201,8 @@ class LowerTier:
         self._job_came = threading.Condition(self._lock)
         self._one_told = threading.Condition(self._lock)
         self._call_began = threading.Condition(self._lock)
+        # Calls of jobs that have begun, which come first, and of those that have not.
+        self._begun: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
         self._queues: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
         self._jobs: dict[Verb, set[Job]] = {verb: set() for verb in Verb}  # that are not over
         self._ready: set[Job] = set()  # of these, those whose calls are answered
@@ -341,7 +343,7 @@ class LowerTier:
             if self._is_closed:
                 return
             self._is_closing = True
-            ready = self._drop(begun=False)
+            ready = self._drop(self._queues)
             self._job_came.notify_all()
         self._go_on(ready)
         with self._lock:
@@ -382,8 +384,8 @@ class LowerTier:
         """Prove that the bookkeeping agrees with itself."""
         with self._lock:
             jobs = self._open_jobs(*Verb)
-            queued = [call for queue in self._queues.values() for call in queue]
-            calls = [*queued, *(call for worker in self._workers for call in worker.calls)]
+            calls = [call for verb in Verb for call in (*self._begun[verb], *self._queues[verb])]
+            calls += [call for worker in self._workers for call in worker.calls]
             left = Counter(call.job for call in calls if call.job is not None)
             puts = [job.facts.key for job in self._jobs[Verb.PUT] if job.facts is not None]
             statements = {
@@ -429,7 +431,7 @@ class LowerTier:
     @property
     def _owes_removals(self) -> bool:
         """Whether entries of a disk are to be removed: the next process would find them."""
-        return self._disk is not None and bool(self._queues[Verb.REMOVE])
+        return self._disk is not None and self._has_calls(Verb.REMOVE)
 
     def _find(self, keys: Sequence[EntryKey]) -> list[bool]:
         """Say of each key whether this process knows that it is there, without asking a store."""
@@ -478,15 +480,16 @@ class LowerTier:
         if job.verb is Verb.PUT and job.facts is not None:
             self._storing.discard(job.facts.key)
 
+    def _has_calls(self, verb: Verb) -> bool:
+        return bool(self._begun[verb] or self._queues[verb])
+
     def _queue(self, job: Job, calls: list[Call]) -> None:
-        """Queue the calls of a job's step: if it has begun, before those of others."""
+        """Queue the calls of a job's step."""
         job.calls, job.num_left = calls, len(calls)
         for call in calls:
             call.job = job
-        if job.is_begun:
-            self._queues[job.verb].extendleft(reversed(calls))
-        else:
-            self._queues[job.verb].extend(calls)
+        queues = self._begun if job.is_begun else self._queues
+        queues[job.verb].extend(calls)
         self._job_came.notify(len(calls))
 
     def _add_put(self, put: Job, payload: memoryview) -> bool:
@@ -555,20 +558,15 @@ class LowerTier:
                 ready += self._answer(worker.calls, [failure] * len(worker.calls))
         return ready
 
-    def _drop(self, *, begun: bool) -> list[Job]:
-        """Have jobs end that are queued, also if they have ``begun``; what a disk owes stays.
-
-        Return those that wait for no call under way.
-        """
+    def _drop(self, *queues: dict[Verb, deque[Call]]) -> list[Job]:
+        """Make no call of some queues, but what a disk owes; return the jobs that end so."""
         failure = _ABORTED if self._is_closing else (Refusal.IO_ERROR, "unhealthy")
-        ready: list[Job] = []
-        for verb, queue in self._queues.items():
-            if self._disk is None or verb is not Verb.REMOVE:
-                kept = [each for each in queue if not begun and each.job and each.job.is_begun]
-                calls = [each for each in queue if each not in kept]
-                self._queues[verb] = deque(kept)
-                ready += self._answer(calls, [failure] * len(calls))
-        return ready
+        calls: list[Call] = []
+        for verb in Verb:
+            for queue in queues if self._disk is None or verb is not Verb.REMOVE else ():
+                calls += queue[verb]
+                queue[verb].clear()
+        return self._answer(calls, [failure] * len(calls))
 
     def _answer(self, calls: Sequence[Call], answers: Sequence[Any]) -> list[Job]:
         """Answer calls; return the jobs that wait for no others, which are to go on."""
@@ -578,7 +576,7 @@ class LowerTier:
             if job is not None:
                 job.num_left -= 1
                 if call.is_failed and job.num_left:
-                    queue = self._queues[job.verb]
+                    queue = self._begun[job.verb]
                     for other in [each for each in queue if each.job is job]:
                         queue.remove(other)
                         job.num_left -= 1
@@ -700,13 +698,13 @@ class LowerTier:
                 self._rest()
                 worker.calls = [Call(_HEALTH)]
                 return worker.calls
-        elif self._queues[Verb.ASK]:
+        elif self._has_calls(Verb.ASK):
             verb = Verb.ASK
-        elif self._queues[Verb.LOAD] and self._has_room(self._num_threads - 1, Verb.LOAD):
+        elif self._has_calls(Verb.LOAD) and self._has_room(self._num_threads - 1, Verb.LOAD):
             verb = Verb.LOAD
-        elif self._queues[Verb.REMOVE]:
+        elif self._has_calls(Verb.REMOVE):
             verb = Verb.REMOVE
-        elif self._queues[Verb.PUT] and self._has_room(self._max_writers, Verb.PUT, Verb.REMOVE):
+        elif self._has_calls(Verb.PUT) and self._has_room(self._max_writers, Verb.PUT, Verb.REMOVE):
             verb = Verb.PUT  # after removals
         worker.verb, worker.calls = verb, [] if verb is None else self._take(verb)
         return worker.calls
@@ -717,7 +715,7 @@ class LowerTier:
 
     def _take(self, verb: Verb) -> list[Call]:
         """Take calls that one call of the store can answer, which has each key once."""
-        queue = self._queues[verb]
+        queue = self._begun[verb] or self._queues[verb]
         method, most, num_bytes = queue[0].method, len(queue), 0
         if verb is Verb.LOAD:  # a thread's share
             most = -(-most // (self._num_threads - 1))
@@ -740,7 +738,7 @@ class LowerTier:
         with self._lock:
             if self._is_usable and not self._failures:
                 return
-            ready = [] if self._is_usable else self._drop(begun=True)
+            ready = [] if self._is_usable else self._drop(self._begun, self._queues)
             # It has never answered, or fails again and again.
             has_failed = self._counts["opened"] or (self._failures and not self._has_answered)
             is_news = bool(has_failed) and not self._is_told and not self._is_closing
