@@ -115,6 +115,8 @@ def _password(parts: SplitResult, options: dict[str, str]) -> str | None:
 
 def _tls(options: dict[str, str]) -> ssl.SSLContext:
     certificate, key = options.get("cert"), options.get("key")
+    if key and not certificate:
+        raise InvalidArgumentError("the store's key needs a cert that it is of")
     try:
         context = ssl.create_default_context(cafile=options.get("ca"))
         if certificate:

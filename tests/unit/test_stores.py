@@ -64,6 +64,7 @@ def test_a_url_names_the_server_the_database_and_the_user(monkeypatch):
         ("valkey://host/first", "database, behind the host, must be a number"),
         ("valkey://host?ca=x", "has no other options than password_env"),
         ("valkeys://host?ca=/nowhere.pem", "files for TLS"),
+        ("valkeys://host?key=ours.key", "key needs a cert"),
         ("valkey://host?ttl=0", "ttl must be a number above 0"),
         ("valkey://host?ttl=0.5", "ttl_seconds"),
         ("mooncake://host:1?connect=0", "connect must be a number above 0"),
