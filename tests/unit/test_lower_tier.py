@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 from clocks import ManualClock
@@ -61,6 +62,24 @@ def test_queues_have_an_end(idle) -> None:
     assert idle.stats().dropped == {"queue_full": 1}
     loads = [idle.load(facts_of(1), buffer_for(facts_of(1)), Answer()) for _ in range(3)]
     assert loads == [True, True, False]
+
+
+def test_what_began_first_goes_on_first_and_before_what_has_not_begun(idle) -> None:
+    assert [add_put(idle, number) for number in (1, 2)] == [True, True]
+    with idle._lock:
+        calls = LowerTier._take_some(idle, idle._workers[0])
+        idle._workers[0].verb, idle._workers[0].calls = None, ()
+        ready = idle._answer(calls, [StoreFault.MISSING] * 2)
+    idle._max_queued = 3
+    assert add_put(idle, 3)
+    idle._go_on(ready)
+    with idle._lock:
+        calls = LowerTier._take_some(idle, idle._workers[0])
+        idle._workers[0].calls = ()
+    assert [replace(call.key, chunk=None) for call in calls] == [
+        facts_of(number).key for number in (1, 2)
+    ]
+    idle._go_on(idle._answer(calls, [(Refusal.IO_ERROR, "broken")] * 2))
 
 
 def breaches_of(tier):
