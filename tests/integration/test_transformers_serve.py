@@ -528,6 +528,27 @@ def test_a_model_that_is_cast_is_served_without_its_cache(
     assert re.search("is served without a prefix cache: .*bfloat16 now", second)
 
 
+def test_a_model_that_is_cast_while_it_is_batched_is_served_without_its_cache(
+    batching, folders, references, words, caplog
+):
+    """The thread of its batches ended, and every later request was told that it was dead."""
+    question, folder = words(100), folders["opening"]
+    batching.chat(folder, question)
+    pair = [batching.timed(folder).model, references["opening"]]
+    try:
+        for model in pair:
+            model.bfloat16()
+        expected = generated(references["opening"], prompt_ids(question, OPENING))
+        status, text = batching.post(CHATS, body_of(CHATS, folder, question))
+        assert (status, "bfloat16 now" in json.loads(text)["detail"]) == (500, True)
+        assert [said(batching.chat(folder, question)) for _ in range(2)] == [expected] * 2
+        assert '"ok"' in batching.get("/health")
+    finally:
+        references["opening"].float()
+        batching.timed(folder).delete_model()
+    assert re.search("is served without a prefix cache: .*bfloat16 now", warnings_in(caplog)[-1])
+
+
 def test_what_breaks_a_stream_is_its_error(server, folders, words, monkeypatch):
     """As without a cache; nothing is begun again once a token was heard."""
     main, question = folders["main"], words(100)

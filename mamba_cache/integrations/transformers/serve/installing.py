@@ -249,7 +249,8 @@ def _use_batches(
     if not original(state, model, modality):
         return False
     one = served.find(model)
-    return one is None or one.prepare() is None or one.batches() is not None
+    # The library batches what never had a cache.
+    return one is None or one.batches() is not None or one.serves_batches is None
 
 
 def _init_batches(

@@ -113,7 +113,7 @@ class ServedModel:
     manager: BatchManager | None = None
     max_sequence_length: int | None = None  # in tokens, of batches
     _is_tried: bool = False
-    _serves_batches: bool | None = None
+    serves_batches: bool | None = None  # None: not tried, or there is no cache
     _said: set[str] = field(default_factory=set)
 
     def prepare(self) -> PrefixCache | None:
@@ -134,14 +134,16 @@ class ServedModel:
     def batches(self) -> PrefixCache | None:
         """Return the cache if it serves the model in batches, else say why not, once."""
         cache = self.prepare()
-        if cache is not None and self._serves_batches is None:
+        if cache is not None and self.serves_batches is None:
             try:
                 self.max_sequence_length = cache.prepare_batches()
-                self._serves_batches = True
+                self.serves_batches = True
             except (MambaCacheError, torch.OutOfMemoryError) as error:
-                self._serves_batches = False
+                self.serves_batches = False
                 self._warn(f"is served request by request: {error}")
-        return cache if self._serves_batches else None
+        if self.manager is not None and isinstance(self.manager.ended_by, ModelChangedError):
+            self.serves_batches = False  # it was moved or cast
+        return cache if self.serves_batches else None
 
     def generate(self, request: ServedRequest, options: dict[str, Any]) -> Any:
         """Do what ``model.generate`` does, through the cache where it serves that.

@@ -136,7 +136,7 @@ class BatchManager:
         self._silent: dict[str, _Arrival] = {}  # without a listener yet
         self._wake = threading.Event()
         self._is_stopped = False
-        self._is_over = False  # the thread has ended
+        self.ended_by: BaseException | None = None  # why requests fail once the thread has ended
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.background_thread_status = SimpleNamespace(fatal_error=None)
         self.batch_processor = None
@@ -194,10 +194,10 @@ class BatchManager:
                 return
             arrival.deliver = deliver
             self._arrivals[request_id] = arrival
-            is_over = self._is_over
+            reason = self.ended_by
         self._wake.set()
-        if is_over:
-            self._fail_all(StepOrderError("the thread that runs requests has ended"))
+        if reason is not None:
+            self._fail_all(reason)
 
     def cancel_request(self, request_id: str) -> None:
         """Have nobody wait for a request; it ends with the step that runs."""
@@ -217,12 +217,14 @@ class BatchManager:
         reason: BaseException = StepOrderError("the thread that runs requests has ended")
         try:
             self._run_until_stopped()
+        except ModelChangedError as error:  # the server goes on, request by request
+            reason = error
         except BaseException as error:
             reason = self.background_thread_status.fatal_error = error
             raise
         finally:
             with self._lock:
-                self._is_over = True
+                self.ended_by = reason
             self._fail_all(reason)
             del self._cache  # the server keeps this object when the model is unloaded
             atexit.unregister(self._stop_at_exit)
