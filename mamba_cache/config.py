@@ -144,7 +144,7 @@ class CacheConfig:
     """
 
     block_size_tokens: int = _count(256)
-    max_requests: int = _count(64)
+    max_requests: int = _count(64, maximum=INT32_MAX // MAX_INTERMEDIATE_OFFSETS_PER_REQUEST)
     max_tokens: int = _count(8192)
     max_sequence_length: int = _count(32768)
     cache_gb: float | None = _number(None)

@@ -35,6 +35,11 @@ from mamba_cache.errors import (
 HOST = {"host_cache_gb": 0.01}
 SETTINGS = [
     ({"block_size_tokens": 0}, "block_size_tokens must be an int in .*, got 0"),
+    ({"block_size_tokens": 8193}, r"block_size_tokens must be an int in \[1, 8192\], got 8193"),
+    ({"block_size_tokens": 10**9}, r"block_size_tokens must be an int in \[1, 8192\]"),
+    ({"max_requests": 10**9}, r"max_requests must be an int in \[1, 715827882\], got"),
+    ({"mamba_cache_gb": 2.0**33}, "mamba_cache_gb must be at most .*,647 states of .* be numbered"),
+    ({"kv_cache_gb": 2.0**33}, "kv_cache_gb must be at most .*,647 KV blocks of .* be numbered"),
     ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
     ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a number in"),
     ({"reuse_answers": "no"}, "reuse_answers must be a bool, got 'no'"),

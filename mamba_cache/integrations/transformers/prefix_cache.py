@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import torch
 
 from mamba_cache._checks import (
+    INT32_MAX,
     as_items,
     check_choice,
     check_clock,
@@ -94,7 +95,7 @@ __all__ = ["PrefixCache", "check_settings"]
 _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
-_MAX_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch
+_MAX_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch; of a block
 _MIN_SLOTS = 4
 """From which on the default policy learns; with fewer, one chat would not go on where it ended."""
 
@@ -124,10 +125,10 @@ class PrefixCache:
             usable on its own.
         mamba_cache_gb: Budget for saved states in GiB (2**30 bytes).
         kv_cache_gb: Budget for keys and values in GiB. Not used by models without attention.
-        block_size_tokens: Tokens of a block. States lie at block boundaries, so that a hit computes
-            up to that many cached tokens again. With a multiple of the model's SSM chunk a hit
-            computes the same chunks as a miss, and gives the same bits; with other sizes the two
-            are equal to rounding.
+        block_size_tokens: Tokens of a block, at most 8,192. States lie at block boundaries, so that
+            a hit computes up to that many cached tokens again. With a multiple of the model's SSM
+            chunk a hit computes the same chunks as a miss, and gives the same bits; with other
+            sizes the two are equal to rounding.
         segment_tokens: The most that one forward computes of a prompt; a multiple of
             ``block_size_tokens``. Fewer need less memory. Default: all of it with kernels; 1,024
             with transformers' reference path, whose scans need much memory for each token; less
@@ -254,7 +255,7 @@ class PrefixCache:
         most_tokens = settings.segment_tokens or _default_segment(
             settings.block_size_tokens, self._capture
         )
-        self._chunk_tokens = max(min(most_tokens, _MAX_CHUNK_TOKENS), settings.block_size_tokens)
+        self._chunk_tokens = min(most_tokens, _MAX_CHUNK_TOKENS)
         self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.initial)
         self._store = PrefixStore(
             layout,
@@ -1039,6 +1040,10 @@ def check_settings(settings: Mapping[str, Any]) -> CacheConfig:
     """Check the settings that do not depend on the model; return those that a context has too."""
     for name in ("mamba_cache_gb", "kv_cache_gb", "disk_cache_gb"):
         check_number(name, settings[name], maximum=2**33)
+    # A block is computed at once when the model is probed, and with it so many rows of logits.
+    check_int(
+        "block_size_tokens", settings["block_size_tokens"], minimum=1, maximum=_MAX_CHUNK_TOKENS
+    )
     config = CacheConfig(
         num_kv_blocks=1,
         max_slots=1,
@@ -1075,5 +1080,10 @@ def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
         raise BudgetError(
             f"{name} must be at least {unit_bytes / _GIB:.3g} to hold one {unit} of "
             f"{unit_bytes} bytes, got {budget_gb}"
+        )
+    if count > INT32_MAX:
+        raise InvalidArgumentError(
+            f"{name} must be at most {INT32_MAX * unit_bytes / _GIB:.6g}, got {budget_gb}: no more "
+            f"than {INT32_MAX:,} {unit}s of {unit_bytes} bytes can be numbered"
         )
     return count
