@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextvars
 import threading
 from contextlib import ExitStack
 from functools import partial
@@ -236,8 +237,8 @@ class Clients:
 
     def forgot_all(self):
         """Whether nothing is left of any request."""
-        manager = self.manager
-        return not (manager._arrivals or manager._listeners or manager._silent)
+        served = current_request.get()
+        return not (self.manager._arrivals or served.arrival or served.deliver)
 
 
 @pytest.mark.parametrize("are_streaming", [(False, False), (True, True), (True, False)])
@@ -248,6 +249,22 @@ def test_requests_of_one_name_are_each_answered(nemotron, generator, are_streami
     found = [outputs[-1].generated_tokens for outputs in clients.ask(*requests)]
     assert found == [nemotron.answer(prompt, 5) for prompt in prompts]
     assert clients.forgot_all()
+
+
+def test_a_stream_that_never_began_answers_nobody_else(nemotron, generator):
+    """Another client's request of the same name got the answer to its prompt."""
+    prompts, clients = [tokens(generator, n) for n in (9, 12)], Clients(nemotron)
+    settings = current_request.get().settings
+    contextvars.copy_context().run(_begin_a_stream, clients.manager, prompts[0], settings)
+    [outputs] = clients.ask(("one name", prompts[1], False))
+    assert outputs[-1].generated_tokens == nemotron.answer(prompts[1], 5)
+    assert clients.forgot_all()
+
+
+def _begin_a_stream(manager, prompt, settings):
+    """The server's code raises before it registers a callback."""
+    current_request.set(ServedRequest(settings=settings))
+    manager.add_request(prompt, "one name", streaming=True)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -57,6 +57,9 @@ class ServedRequest:
     settings: Any = None  # ``AnswerSettings``
     checkpoints: Sequence[int] = ()
     error: BaseException | None = None
+    # The manager of batches is called twice for it; what the first call brings waits here.
+    arrival: _Arrival | None = None
+    deliver: Callable[[Any], None] | None = None
 
     @property
     def will_continue(self) -> bool | None:
@@ -132,8 +135,6 @@ class BatchManager:
         self._cache = cache
         self._lock = threading.Lock()
         self._arrivals: dict[str, _Arrival] = {}
-        self._listeners: dict[str, Callable[[Any], None]] = {}  # of requests not yet added
-        self._silent: dict[str, _Arrival] = {}  # without a listener yet
         self._wake = threading.Event()
         self._is_stopped = False
         self.ended_by: BaseException | None = None  # why requests fail once the thread has ended
@@ -165,16 +166,14 @@ class BatchManager:
         served = current_request.get() or ServedRequest()
         arrival = _Arrival(served, request_id, list(input_ids), streaming)
         with self._lock:
-            deliver = self._listeners.pop(request_id, None)
-            while arrival.request_id in self._arrivals or arrival.request_id in self._silent:
+            while arrival.request_id in self._arrivals:
                 arrival.request_id += "'"
-            self._silent[arrival.request_id] = arrival
-        if deliver is not None:
-            self._admit(arrival.request_id, deliver)
+        served.arrival = arrival
+        self._admit(served)
         return arrival.request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Register a request's callback, before or after ``add_request``; it runs after both.
+        """Register the current request's callback, before or after ``add_request``.
 
         ``callback`` is called in the running event loop with each ``GenerationOutput``.
         """
@@ -184,16 +183,18 @@ class BatchManager:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(callback, output)
 
-        self._admit(request_id, deliver)
+        served = current_request.get() or ServedRequest()
+        served.deliver = deliver
+        self._admit(served)
 
-    def _admit(self, request_id: str, deliver: Callable[[Any], None]) -> None:
+    def _admit(self, served: ServedRequest) -> None:
+        """Take in a request of which both calls have come."""
+        arrival, deliver = served.arrival, served.deliver
+        if arrival is None or deliver is None:
+            return
+        served.arrival, served.deliver, arrival.deliver = None, None, deliver
         with self._lock:
-            arrival = self._silent.pop(request_id, None)
-            if arrival is None:
-                self._listeners[request_id] = deliver
-                return
-            arrival.deliver = deliver
-            self._arrivals[request_id] = arrival
+            self._arrivals[arrival.request_id] = arrival
             reason = self.ended_by
         self._wake.set()
         if reason is not None:
