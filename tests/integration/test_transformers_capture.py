@@ -95,9 +95,10 @@ def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
     assert probe_capture(runner, layout) is not None
     original = capture_module.ScanRun
 
-    def shifted(num_rows, num_tokens, widths, **others):
+    def shifted(num_rows, num_tokens, widths, *others, **named):
         first, *middle, last = widths
-        return original(num_rows, num_tokens, (first + wrong, *middle, last - wrong), **others)
+        moved = (first + wrong, *middle, last - wrong)
+        return original(num_rows, num_tokens, moved, *others, **named)
 
     monkeypatch.setattr(capture_module, "ScanRun", shifted)
     assert probe_capture(runner, layout) is None
