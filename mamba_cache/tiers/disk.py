@@ -163,14 +163,15 @@ class DiskStore(BlobStore):
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of ``TierStats`` that only a disk has."""
-        with self._lock:
-            return {
-                "entries": {kind.name.lower(): self._num[kind] for kind in self._file_bytes},
-                "row_bytes": {kind.name.lower(): size for kind, size in self._file_bytes.items()},
-                "disk_bytes": self._bytes,
-                "recovered": self._num_recovered,
-                "evicted": self._num_evicted,
-            }
+        # Without the lock, which a fork may have left held; a copy is of one moment.
+        found, sizes = Counter(dict(self._num)), self._file_bytes
+        return {
+            "entries": {kind.name.lower(): found[kind] for kind in sizes},
+            "row_bytes": {kind.name.lower(): size for kind, size in sizes.items()},
+            "disk_bytes": sum(found[kind] * size for kind, size in sizes.items()),
+            "recovered": self._num_recovered,
+            "evicted": self._num_evicted,
+        }
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""

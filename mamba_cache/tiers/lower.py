@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
@@ -356,7 +356,7 @@ class LowerTier:
 
     def stats(self) -> TierStats:
         """Return what it did so far and what it holds now."""
-        with self._lock:
+        with nullcontext() if self._is_forked else self._lock:
             counts, dropped = self._counts, dict(self._not_written)
             stored = counts["known"] + counts["written"] + counts["found_stored"]
             return TierStats(
@@ -381,7 +381,12 @@ class LowerTier:
             )
 
     def check_invariants(self) -> None:
-        """Prove that the bookkeeping agrees with itself."""
+        """Prove that the bookkeeping agrees with itself.
+
+        In a forked process nothing is proved: the fork may have come in the middle of a change.
+        """
+        if self._is_forked:
+            return
         with self._lock:
             jobs = self._open_jobs(*Verb)
             calls = [call for verb in Verb for call in (*self._begun[verb], *self._queues[verb])]

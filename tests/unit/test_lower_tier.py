@@ -248,7 +248,11 @@ def test_a_forked_process_uses_nothing_of_it(tier, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
         patch.setattr(tier, "_lock", held)
+        if tier.name == "disk":
+            patch.setattr(tier.store, "_lock", held)
         assert not tier.is_healthy
+        assert (tier.stats().stored, tier.stats().is_healthy) == (1, False)
+        tier.check_invariants()
         assert tier.has_many([facts_of(1).key]) == [False]
         assert (load(tier, 1), put(tier, 2)) == (False, False)
         tier.remove(facts_of(1).key)
