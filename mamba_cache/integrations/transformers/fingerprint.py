@@ -792,8 +792,7 @@ class _Weights:
         self._versions = []
         if not self._checksums or any(each.device.type != "cuda" for each in self._checksums):
             return
-        # Where they lie is enough to read them; ``begin`` looks at all else.
-        if [_addresses(self._tensors.values())] == self._layout[:1]:  # pragma: no cover - tests/gpu
+        if self._look() == self._layout:  # pragma: no cover - tests/gpu run it
             self._start()
             self._versions = _versions(self._tensors.values())
 
@@ -883,7 +882,7 @@ class _Weights:
         """Return where tensors lie and how. Every call does it, so in C loops."""
         tensors = [*self._tensors.values()]
         return [
-            _addresses(tensors),
+            list(map(torch.Tensor.data_ptr, tensors)),
             list(map(torch.Tensor.size, tensors)),
             list(map(torch.Tensor.stride, tensors)),
             list(map(attrgetter("dtype"), tensors)),
@@ -900,10 +899,6 @@ def _is_readable(tensor: torch.Tensor) -> bool:
         return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() >= 0
     except (NotImplementedError, RuntimeError):
         return False
-
-
-def _addresses(tensors: Collection[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _version(tensor: torch.Tensor) -> int:
