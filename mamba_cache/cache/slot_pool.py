@@ -397,9 +397,12 @@ class SlotPool:
     def _reset(self) -> None:
         self._last_generation += 1
         self.generations.fill(self._last_generation)
-        gone = np.flatnonzero(self._slot_to_block >= 0).tolist()
-        self._put(Removed, gone, is_reset=True)
+        gone = np.flatnonzero(self._slot_to_block >= 0)
+        blocks: list[int] = self._slot_to_block[gone].tolist()
+        self._put(Removed, gone.tolist(), is_reset=True)
         self._clear()
+        if self._index is not None:
+            self._index.offer_for_eviction(blocks)
 
     def check_uses(self, reserved: Collection[int], leases: Iterable[SlotLease]) -> None:
         """Prove that just these slots are reserved and leased, and that no state is stale.

@@ -119,6 +119,21 @@ def test_states_that_nobody_has_any_more_order_no_blocks():
     assert pool.num_cached_blocks == 0
 
 
+def test_blocks_whose_states_a_reset_forgets_can_be_evicted():
+    """One was passed over while it had a state: after the reset nobody would have offered it."""
+    pool = KVBlockAllocator(5)
+    slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
+    pool.ask_states()
+    save(slots, *cache(pool, 1))
+    cache(pool, 2)
+    cache(pool, 3)
+    pool.allocate_memory_blocks(2)
+    slots.reset()
+    pool.check_invariants()
+    assert len(pool.allocate_memory_blocks(2)) == 2
+    assert pool.num_cached_blocks == 0
+
+
 def test_another_hash_for_a_registered_block_is_refused(pool):
     block_ids = pool.allocate_memory_blocks(2)
     pool.register_kv_block_hashes(block_ids[:1], prefix(1))
