@@ -405,6 +405,28 @@ def test_an_engine_goes_on_after_its_sampling_raised(monkeypatch, error):
     assert one.tokens == wanted[0]
 
 
+def test_an_interrupt_just_when_the_lock_is_acquired_leaves_it_free():
+    blocks = KVBlockAllocator(16)
+    lock = blocks._guard._lock
+
+    class Struck:
+        def acquire(self, *, blocking):
+            lock.acquire(blocking=blocking)
+            raise KeyboardInterrupt
+
+        release = staticmethod(lock.release)
+
+    blocks._guard._lock = Struck()
+    with pytest.raises(KeyboardInterrupt):
+        blocks.allocate_memory_blocks(1)
+    blocks._guard._lock = lock
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(blocks.allocate_memory_blocks(0)))
+    thread.start()
+    thread.join()
+    assert answers == [[]]
+
+
 def test_an_interrupt_between_two_lines_leaves_nothing_locked():
     """A signal comes at any moment, also while a call begins and ends."""
 

@@ -64,6 +64,23 @@ def test_queues_have_an_end(idle) -> None:
     assert loads == [True, True, False]
 
 
+def test_a_job_whose_queueing_breaks_off_leaves_nothing(idle, monkeypatch) -> None:
+    """An interrupt of the caller, once the job's calls are queued."""
+    queue = idle._queue
+
+    def broken(job, calls):
+        queue(job, calls)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(idle, "_queue", broken)
+        with pytest.raises(KeyboardInterrupt):
+            add_put(idle, 1)
+    idle.check_invariants()
+    assert idle.num_queued == 0
+    assert add_put(idle, 1)
+
+
 def test_what_began_first_goes_on_first_and_before_what_has_not_begun(idle) -> None:
     assert [add_put(idle, number) for number in (1, 2)] == [True, True]
     with idle._lock:

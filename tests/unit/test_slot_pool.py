@@ -5,6 +5,7 @@ from slot_rig import books, make_pool, save
 
 from mamba_cache.cache import RefZeroSlotPolicy, SlotPool
 from mamba_cache.errors import (
+    DoubleFreeError,
     InvalidArgumentError,
     InvariantError,
 )
@@ -148,3 +149,10 @@ def test_states_of_blocks_that_are_not_registered_are_stale():
     pool.kv_blocks.block_hashes[0] = -1
     with pytest.raises(InvariantError, match=r"blocks \[0\] hold what they held when"):
         pool.check_uses([], [])
+
+
+def test_a_lease_is_given_back_once(pool):
+    lease = pool.pin(3)
+    pool.unpin(lease)
+    with pytest.raises(DoubleFreeError, match="slot 3 is not pinned"):
+        pool.unpin(lease)
