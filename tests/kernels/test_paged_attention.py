@@ -14,6 +14,7 @@ SHAPES = {
     "grouped queries": {"heads": 6, "kv_heads": 2, "head_dim": 16, "block": 8},
     "one head, odd": {"heads": 1, "kv_heads": 1, "head_dim": 5, "block": 3},
     "as many heads": {"heads": 3, "kv_heads": 3, "head_dim": 24, "block": 16},
+    "blocks of two tiles": {"heads": 2, "kv_heads": 1, "head_dim": 16, "block": 32},
 }
 # Of each row the place of its request, the tokens before its first query, and its queries.
 CHUNKS = [(2, 0, 20), (0, 13, 7), (1, 40, 33), (3, 2, 1)]

@@ -105,7 +105,8 @@ def test_what_follows_a_forged_digest_stays_private(pool, forged):
     assert pool.match_prefix(by_id(6)) == []
 
 
-def test_states_that_nobody_has_any_more_order_no_blocks():
+def pool_that_asks_states():
+    """Of 5 blocks: the first is kept for its state, the second was evicted in its place."""
     pool = KVBlockAllocator(5)
     slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
     pool.ask_states()
@@ -113,6 +114,11 @@ def test_states_that_nobody_has_any_more_order_no_blocks():
     cache(pool, 2)
     cache(pool, 3)
     pool.allocate_memory_blocks(2)
+    return pool, slots
+
+
+def test_states_that_nobody_has_any_more_order_no_blocks():
+    pool, slots = pool_that_asks_states()
     assert [len(pool.match_prefix(prefix(token))) for token in (1, 2, 3)] == [1, 0, 1]
     del slots
     assert len(pool.allocate_memory_blocks(2)) == 2
@@ -120,14 +126,8 @@ def test_states_that_nobody_has_any_more_order_no_blocks():
 
 
 def test_blocks_whose_states_a_reset_forgets_can_be_evicted():
-    """One was passed over while it had a state: after the reset nobody would have offered it."""
-    pool = KVBlockAllocator(5)
-    slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
-    pool.ask_states()
-    save(slots, *cache(pool, 1))
-    cache(pool, 2)
-    cache(pool, 3)
-    pool.allocate_memory_blocks(2)
+    """Eviction passed over a block with a state. A reset takes the state and queues the block."""
+    pool, slots = pool_that_asks_states()
     slots.reset()
     pool.check_invariants()
     assert len(pool.allocate_memory_blocks(2)) == 2

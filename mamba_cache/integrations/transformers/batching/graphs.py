@@ -50,7 +50,7 @@ _SIZES: dict[int, tuple[int, ...]] = {
 """Rows of rectangles that may be captured, and tokens of each row."""
 
 _NUM_LAUNCHES = 15
-"""The last so many forwards tell what launches take; some of the first ones tune kernels."""
+"""The time of launches is the median of so many forwards: some of the first tune kernels."""
 _SHORT_TOKENS = 512
 """Of more tokens a forward's launches may wait for the GPU."""
 _LONG_TOKENS = 1024

@@ -16,14 +16,14 @@ __all__ = ["paged_attention"]
 _TILE = 64
 _QUERIES = 128
 _FEWEST_QUERIES = 16
-"""A matrix unit takes as many."""
+"""A matrix unit multiplies no fewer rows."""
 _SUMS_OF_4_WARPS = 128 * 128
 """The sums of so many queries and dimensions fit into the registers of four warps."""
 _PROGRAMS = 512
 """The keys of a request are split among programs up to so many, which fill a GPU."""
 _MAX_SPLITS = 32
 _LOG2_E = math.log2(math.e)
-"""Scores are in base 2, whose powers are quicker."""
+"""Scores are exponents of 2: a GPU computes powers of 2 without a multiplication."""
 _LOWEST = tl.constexpr(-3.0e38)
 """The peak of no scores: below all of them, and still a number to subtract from."""
 
@@ -134,7 +134,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     peak = tl.full([QUERIES], _LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     summed = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
-    # All queries see all of the tiles before the first one's own.
+    # Every query of the part sees the tiles before the first query whole: they need no mask.
     whole = tl.minimum(end, (start + first + 1) // TILE * TILE)
     for at in range(begin, whole, TILE):
         peak, total, summed = _add_tile(
