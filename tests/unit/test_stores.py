@@ -3,6 +3,7 @@
 import gc
 import importlib.machinery
 import os
+import select
 import socket
 import ssl
 import sys
@@ -212,6 +213,8 @@ def test_a_connection_that_ended_while_nobody_used_it_costs_no_call():
     with Speaker([*GREETING, b":1\r\n"], [*GREETING, b":0\r\n"]) as server:
         store = valkey(server)
         assert store.exists_many(["k"]) == [None]
+        [connection] = store._pool._available_connections
+        assert select.select([connection._sock], [], [], 60)[0]  # its end has arrived
         assert store.exists_many(["k"]) == [MISSING]
         store.close()
 
