@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
 
-from mamba_cache.errors import InvalidArgumentError, InvariantError, MambaCacheError
+from mamba_cache.errors import (
+    BudgetError,
+    InvalidArgumentError,
+    InvariantError,
+    MambaCacheError,
+)
 
 __all__ = [
     "INT32_MAX",
@@ -22,6 +28,7 @@ __all__ = [
     "check_kind",
     "check_names",
     "check_number",
+    "check_room",
     "check_secret",
     "is_unreadable",
     "require_all",
@@ -59,6 +66,26 @@ def check_number(name: str, value: Any, *, maximum: float) -> float:
     if not is_number or not 0 <= value <= maximum:
         raise InvalidArgumentError(f"{name} must be a number in [0, {maximum:g}], got {value!r}")
     return float(value)
+
+
+def check_room(
+    num_bytes: int,
+    settings: Mapping[str, object],
+    *,
+    room: int | None = None,
+    place: str = "this machine",
+) -> None:
+    """Check that memory can hold what settings ask for: the machine's, unless ``room`` is given."""
+    if room is None:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > room:
+        given = " and ".join(
+            f"{name}={each}" for name, each in settings.items() if each is not None
+        )
+        raise BudgetError(
+            f"{given} must fit into the memory of {place}: {num_bytes / 2**30:,.2f} GiB are "
+            f"needed, and {room / 2**30:,.2f} GiB are there"
+        )
 
 
 def require_all(statements: Mapping[str, bool], what: str = "does not hold") -> None:

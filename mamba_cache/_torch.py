@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
+from mamba_cache._checks import check_room
+
 __all__ = [
     "PAD_SLOT_ID",
     "ZERO_SOURCE",
     "all_digits",
+    "check_device_room",
     "float32_precision",
     "has_all_digits",
     "outside_inference_mode",
@@ -40,6 +43,22 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     # From pageable memory the transfer would wait. PyTorch keeps pinned memory until it is read.
     return tensor.pin_memory().to(device, non_blocking=True)  # pragma: no cover - tests/gpu run it
+
+
+def check_device_room(
+    num_bytes: int, settings: Mapping[str, object], device: torch.device | str
+) -> None:
+    """Check that a device has memory for what settings ask for.
+
+    Of a GPU only what is free counts; the host lends pages when they are written.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        check_room(num_bytes, settings)
+        return
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached  # PyTorch takes from either
+    check_room(num_bytes, settings, room=free, place=str(device))
 
 
 def float32_precision(device: torch.device) -> str:

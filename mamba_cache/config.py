@@ -150,7 +150,7 @@ class CacheConfig:
     cache_gb: float | None = _number(None)
     state_share: float = _number(0.25, 1)
     kv_cache_gb: float | None = _number(None)
-    num_kv_blocks: int | None = _count(None)
+    num_kv_blocks: int | None = _count(None, maximum=INT32_MAX - 1)
     mamba_cache_gb: float | None = _number(None)
     max_slots: int | None = _count(None, 0)
     ssm_chunk_size: int = _count(256)

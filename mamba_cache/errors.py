@@ -43,7 +43,7 @@ class InvalidArgumentError(MambaCacheError, ValueError):
 
 
 class BudgetError(InvalidArgumentError):
-    """A memory budget is too small to hold the least that the cache needs."""
+    """A memory budget does not hold the least that the cache needs, or is more than there is."""
 
 
 class SequenceLengthError(InvalidArgumentError):

@@ -9,7 +9,15 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ids, check_choice, check_int, check_kind, require_all
+from mamba_cache._checks import (
+    INT32_MAX,
+    as_ids,
+    check_choice,
+    check_int,
+    check_kind,
+    check_room,
+    require_all,
+)
 from mamba_cache._guard import CallGuard, guarded, query
 from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of, hash_ids_of
 from mamba_cache.cache.rows import NONE, EvictionQueue, RowIds, Rows, add_at, as_rows
@@ -25,10 +33,13 @@ from mamba_cache.events import Listeners, Removed, Stored
 if TYPE_CHECKING:
     from mamba_cache.cache.slot_pool import SlotPool
 
-__all__ = ["KVBlockAllocator"]
+__all__ = ["BYTES_PER_BLOCK", "KVBlockAllocator"]
 
 _FEW = 8
 """Up to so many blocks, a loop over them costs less than arithmetic with whole arrays."""
+
+BYTES_PER_BLOCK = 52
+"""What the arrays take for each block."""
 
 _LAST_RESORT = 1 << 62
 """Added to a timestamp, so that a block goes after all to whose timestamps it was not added."""
@@ -76,6 +87,7 @@ class KVBlockAllocator:
 
     Raises:
         InvalidArgumentError: ``pool_size`` is not an int >= 2, or the policy is unknown.
+        BudgetError: The machine's memory does not hold the arrays.
     """
 
     def __init__(
@@ -88,6 +100,7 @@ class KVBlockAllocator:
     ) -> None:
         check_choice("eviction_policy", eviction_policy, [p.value for p in EvictionPolicy])
         self.pool_size = check_int("pool_size", pool_size, minimum=2, maximum=INT32_MAX)
+        check_room(BYTES_PER_BLOCK * self.pool_size, {"pool_size": pool_size})
         self.dummy_block_id = self.pool_size - 1
         self.eviction_policy = EvictionPolicy(eviction_policy)
         self.enable_prefix_caching = enable_prefix_caching

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache._checks import INT32_MAX, as_ids, as_ints, check_int, require_all
+from mamba_cache._checks import INT32_MAX, as_ids, as_ints, check_int, check_room, require_all
 from mamba_cache._guard import CallGuard, guarded, outside, query
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.policies import (
@@ -31,6 +31,9 @@ from mamba_cache.events import Listeners, Removed, Stored
 from mamba_cache.protocols import KVBlockView
 
 __all__ = ["SlotLease", "SlotPool", "check_same_length"]
+
+_BYTES_PER_SLOT = 20
+"""What the tables take for each slot."""
 
 _ZERO = np.int32(0)  # of the arrays' own dtype: compared with Python's it takes three times as long
 
@@ -98,6 +101,7 @@ class SlotPool:
     Raises:
         InvalidArgumentError: ``max_slots`` or the number of KV blocks is not an int or out of
             range, or the policy is none.
+        BudgetError: The machine's memory does not hold the tables.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class SlotPool:
         as_tensor: Callable[[Any], Any] | None = None,
     ) -> None:
         self.max_slots = check_int("max_slots", max_slots, minimum=0, maximum=INT32_MAX)
+        check_room(_BYTES_PER_SLOT * self.max_slots, {"max_slots": max_slots})
         # Megatron Core called it ``total_count`` before.
         size = getattr(kv_blocks, "pool_size", getattr(kv_blocks, "total_count", None))
         self.num_blocks = check_int("the number of KV blocks", size, minimum=0, maximum=INT32_MAX)

@@ -23,9 +23,10 @@ from mamba_cache._checks import (
     check_int,
     check_kind,
     check_number,
+    check_room,
 )
 from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
-from mamba_cache._torch import outside_inference_mode
+from mamba_cache._torch import check_device_room, outside_inference_mode
 from mamba_cache.cache import (
     BlockHashChain,
     CheckpointPlacement,
@@ -174,7 +175,8 @@ class DynamicInferenceContext:
             ``config.live_rows_per_request`` rows each.
 
     Raises:
-        BudgetError: A budget is too small for one block, or for one slot.
+        BudgetError: A budget is too small for one block or one slot, or the settings ask for more
+            memory than there is.
         InvalidArgumentError: The settings do not fit each other, or one is of a wrong kind.
     """
 
@@ -210,6 +212,11 @@ class DynamicInferenceContext:
         config = with_secret(config, identity, agreement)
         self.config = config
         self.device = as_device(device)
+        # A row of blocks and the newest tokens of each request; a number for each position.
+        columns = config.max_blocks_per_request + config.block_size_tokens
+        num_bytes = 4 * config.max_requests * columns + 8 * config.max_sequence_length
+        rows = {name: getattr(config, name) for name in ("max_requests", "max_sequence_length")}
+        check_room(num_bytes, rows)
         memory = shared or make_memory(
             config, state_spec, kv_spec, device=self.device, policy=slot_policy, clock=clock
         )
@@ -221,6 +228,8 @@ class DynamicInferenceContext:
         # The owner of shared memory tells of its prompts, verifies their hits, and has tiers.
         self._has_owner = shared is not None
         live_rows = config.max_requests * config.live_rows_per_request
+        num_bytes = live_rows * state_spec.bytes_per_slot
+        check_device_room(num_bytes, {"max_requests": config.max_requests}, self.device)
         self.live_states = StatePool(state_spec, live_rows, device=self.device)
         self.request_table = RequestTable(self.kv_block_allocator, config)
         self.step_buffers = StepBuffers(self.request_table, config, self.device)

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache._checks import check_kind, check_number
+from mamba_cache._checks import check_kind, check_number, check_room
 from mamba_cache._guard import CallGuard, guarded, weak_callback
+from mamba_cache._torch import check_device_room
 from mamba_cache.cache import (
     SLOT_POLICIES,
     KVBlockAllocator,
@@ -23,6 +24,7 @@ from mamba_cache.cache import (
     SlotLease,
     SlotPool,
 )
+from mamba_cache.cache.kv_block_allocator import BYTES_PER_BLOCK
 from mamba_cache.cache.rows import as_rows
 from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.config import CacheConfig, EvictionPolicy
@@ -241,8 +243,23 @@ def make_memory(
     An owner reads a state by a copy that is enqueued at once. So a slot may be evicted although its
     block is held: the state that a prompt resumes from makes room for the one at its end.
     """
+    quantization, slot_spec = None, state_spec
+    if config.slot_quantization is not None:
+        quantization = SlotQuantization(config.quantized_tensors)
+        slot_spec = quantization.slot_spec(state_spec)
+    num_slots = config.max_slots if config.enable_prefix_caching else 0
+    if num_slots is None:
+        assert config.slot_budget_gb is not None
+        num_slots = slots_in_budget(config.slot_budget_gb, slot_spec)
+    pool_size = _kv_pool_size(config, kv_spec)
+    block_bytes = kv_spec.bytes_per_block(config.block_size_tokens) if kv_spec else 0
+    given = ("cache_gb", "kv_cache_gb", "num_kv_blocks", "mamba_cache_gb", "max_slots")
+    settings = {name: getattr(config, name) for name in given}
+    check_room(pool_size * BYTES_PER_BLOCK, settings)
+    num_bytes = pool_size * block_bytes + num_slots * slot_spec.bytes_per_slot
+    check_device_room(num_bytes, settings, device)
     kv_blocks = KVBlockAllocator(
-        _kv_pool_size(config, kv_spec),
+        pool_size,
         eviction_policy=config.eviction_policy,
         enable_prefix_caching=config.enable_prefix_caching,
         as_tensor=None if is_owners else torch.from_numpy,
@@ -256,14 +273,6 @@ def make_memory(
         max_requests=config.max_requests,
         max_mamba_intermediate_states_per_step=0,
     )
-    quantization, slot_spec = None, state_spec
-    if config.slot_quantization is not None:
-        quantization = SlotQuantization(config.quantized_tensors)
-        slot_spec = quantization.slot_spec(state_spec)
-    num_slots = config.max_slots if config.enable_prefix_caching else 0
-    if num_slots is None:
-        assert config.slot_budget_gb is not None
-        num_slots = slots_in_budget(config.slot_budget_gb, slot_spec)
     if policy is None:
         is_ref_zero = config.eviction_policy is EvictionPolicy.REF_ZERO
         policy_of = RefZeroSlotPolicy if is_ref_zero else SLOT_POLICIES["adaptive"]

@@ -288,7 +288,6 @@ class RequestTable:
         self._stamp_rows(np.arange(len(self.block_tables)))
         self._progress.fill(0)
         self.saves_states.fill(False)
-        self._tails.fill(0)
         self.scheduled_chunks.clear()
         self.num_scheduled_tokens = self.num_planned_checkpoints = 0
         self.decoding_rows.clear()

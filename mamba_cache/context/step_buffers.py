@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mamba_cache._torch import PAD_SLOT_ID, outside_inference_mode
+from mamba_cache._torch import PAD_SLOT_ID, check_device_room, outside_inference_mode
 from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.request_table import RequestTable
@@ -82,6 +82,8 @@ class StepBuffers:
             size = math.prod(shape) * dtype.itemsize
             num_bytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._table_offset, self._row_bytes = self._fields["block_tables"][0], 4 * blocks
+        sizes = "max_tokens", "max_requests", "max_sequence_length", "max_checkpoints_per_step"
+        check_device_room(num_bytes, {name: getattr(config, name) for name in sizes}, device)
         self._device_buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         # By name, those of every step's metadata: what a CUDA graph may read.
         self.tensors = _views(self._fields, self._device_buffer)

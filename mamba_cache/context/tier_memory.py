@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from mamba_cache._checks import check_kind
+from mamba_cache._checks import check_kind, check_room
 from mamba_cache.cache import AdaptiveSlotPolicy
 from mamba_cache.config import CacheConfig
 from mamba_cache.errors import BudgetError, InvalidArgumentError
@@ -167,6 +167,9 @@ def _formats(
     state_share = config.host_state_share if kv.payload_bytes else 1.0
     kv_rows = _num_rows(config, config.num_host_blocks, 1 - state_share, kv, "KV block")
     state_rows = _num_rows(config, config.num_host_states, state_share, states, "state")
+    given = ("host_cache_gb", "num_host_blocks", "num_host_states")
+    num_bytes = kv_rows * kv.row_bytes + state_rows * states.row_bytes
+    check_room(num_bytes, {name: getattr(config, name) for name in given})
     return (
         RowFormat(kv.row_bytes, kv.checksums, kv_rows),
         RowFormat(states.row_bytes, states.checksums, state_rows),

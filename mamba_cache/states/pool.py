@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mamba_cache._checks import INT32_MAX, check_int
-from mamba_cache._torch import outside_inference_mode
+from mamba_cache._torch import check_device_room, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.spec import StateSpec
 
@@ -45,6 +45,7 @@ class StatePool:
     Raises:
         InvalidArgumentError: ``num_rows`` is not an int >= 0, ``spec`` is none, or PyTorch knows no
             such device.
+        BudgetError: The device's memory does not hold so many.
     """
 
     @outside_inference_mode
@@ -54,6 +55,7 @@ class StatePool:
         self.spec = spec
         self.num_rows = check_int("num_rows", num_rows, minimum=0, maximum=INT32_MAX)
         device = as_device(device)
+        check_device_room(self.num_rows * spec.bytes_per_slot, {"num_rows": num_rows}, device)
         self.tensors: dict[str, torch.Tensor] = {
             tensor.name: torch.zeros(
                 (tensor.num_layers, self.num_rows, *tensor.shape), dtype=tensor.dtype, device=device

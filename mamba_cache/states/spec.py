@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mamba_cache._checks import as_items, check_int, check_names
-from mamba_cache._torch import outside_inference_mode
+from mamba_cache._torch import check_device_room, outside_inference_mode
 from mamba_cache.errors import BudgetError, InvalidArgumentError
 
 __all__ = [
@@ -323,9 +323,12 @@ class KVCacheSpec:
 
         Raises:
             InvalidArgumentError: A count is not a positive int.
+            BudgetError: The device's memory does not hold so many.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=1)
         block_size_tokens = check_int("block_size_tokens", block_size_tokens, minimum=1)
+        num_bytes = num_blocks * self.bytes_per_block(block_size_tokens)
+        check_device_room(num_bytes, {"num_blocks": num_blocks}, device)
         token_shape = (self.num_kv_heads, self.head_dim)
         shape = (self.num_layers, 2, num_blocks, block_size_tokens, *token_shape)
         return torch.zeros(shape, dtype=self.dtype, device=device)

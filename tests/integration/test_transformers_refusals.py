@@ -38,8 +38,15 @@ SETTINGS = [
     ({"block_size_tokens": 8193}, r"block_size_tokens must be an int in \[1, 8192\], got 8193"),
     ({"block_size_tokens": 10**9}, r"block_size_tokens must be an int in \[1, 8192\]"),
     ({"max_requests": 10**9}, r"max_requests must be an int in \[1, 715827882\], got"),
-    ({"mamba_cache_gb": 2.0**33}, "mamba_cache_gb must be at most .*,647 states of .* be numbered"),
-    ({"kv_cache_gb": 2.0**33}, "kv_cache_gb must be at most .*,647 KV blocks of .* be numbered"),
+    ({"mamba_cache_gb": 2.0**33}, "mamba_cache_gb=8589934592.0 and .* fit into the memory of this"),
+    (
+        {"kv_cache_gb": 2.0**33},
+        "kv_cache_gb=8589934592.0 must fit into .* are needed, .* are there",
+    ),
+    (
+        {"host_cache_gb": 2.0**33},
+        "host_cache_gb=8589934592.0 must fit into the memory of this mach",
+    ),
     ({"segment_tokens": 12}, r"segment_tokens must be .* \(8\), got 12"),
     ({"mamba_cache_gb": -1}, "mamba_cache_gb must be a number in"),
     ({"reuse_answers": "no"}, "reuse_answers must be a bool, got 'no'"),
@@ -78,8 +85,8 @@ def refusing():
 
 @pytest.mark.parametrize(("settings", "message"), SETTINGS)
 def test_settings_out_of_range(refusing, settings, message):
-    is_too_small = " hold one " in message or "too small" in message
-    error = BudgetError if is_too_small else InvalidArgumentError
+    is_budget = any(words in message for words in (" hold one ", "too small", " fit into "))
+    error = BudgetError if is_budget else InvalidArgumentError
     with pytest.raises(error, match=message):
         make_cache(refusing._runner.model, **settings)
 

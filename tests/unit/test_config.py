@@ -51,7 +51,8 @@ assert len(NUMBERS) == 9
 @pytest.mark.parametrize(("name", "least"), COUNTS.items())
 def test_counts_have_bounds(name: str, least: int) -> None:
     """The message names the setting, what was given and what is allowed."""
-    most = {"write_on_use": 2, "max_requests": (2**31 - 1) // 3}.get(name, 2**31 - 1)
+    most = {"write_on_use": 2, "max_requests": (2**31 - 1) // 3, "num_kv_blocks": 2**31 - 2}
+    most = most.get(name, 2**31 - 1)
     for value in (least - 1, -5, 2.5, "3", True, 2**31, 10**30):
         expected = re.escape(f"{name} must be an int in [{least}, {most}], got {value!r}")
         with pytest.raises(InvalidArgumentError, match=expected):

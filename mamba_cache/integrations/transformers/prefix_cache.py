@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import torch
 
 from mamba_cache._checks import (
-    INT32_MAX,
     as_items,
     check_choice,
     check_clock,
@@ -25,6 +24,7 @@ from mamba_cache._checks import (
     check_number,
 )
 from mamba_cache._guard import CallGuard, guarded
+from mamba_cache._torch import check_device_room
 from mamba_cache.cache import (
     SLOT_POLICIES,
     CheckpointPlacement,
@@ -181,7 +181,7 @@ class PrefixCache:
         InvalidArgumentError: The model is of a kind that cannot be cached, or a setting is out of
             range.
         UnresumableModelError: The model does not go on correctly from a saved state.
-        BudgetError: A budget does not hold one state, or one block.
+        BudgetError: A budget does not hold one state, or one block, or is more than there is.
         TierInUseError: Another process uses ``disk_cache_path``.
         OSError: It cannot be made or opened.
         MissingExtraError: transformers is not installed.
@@ -238,6 +238,10 @@ class PrefixCache:
         if hash_secret is None:
             path = settings.disk_cache_path
             hash_secret = secrets.token_bytes(32) if path is None else cache_secret(path)
+        budgets = {"mamba_cache_gb": settings.mamba_cache_gb}
+        if layout.bytes_per_block:
+            budgets["kv_cache_gb"] = settings.kv_cache_gb
+        check_device_room(int(sum(budgets.values()) * _GIB), budgets, layout.device)
         num_slots = _count(
             "mamba_cache_gb", settings.mamba_cache_gb, layout.state_spec.bytes_per_slot, "state"
         )
@@ -1080,10 +1084,5 @@ def _count(name: str, budget_gb: float, unit_bytes: int, unit: str) -> int:
         raise BudgetError(
             f"{name} must be at least {unit_bytes / _GIB:.3g} to hold one {unit} of "
             f"{unit_bytes} bytes, got {budget_gb}"
-        )
-    if count > INT32_MAX:
-        raise InvalidArgumentError(
-            f"{name} must be at most {INT32_MAX * unit_bytes / _GIB:.6g}, got {budget_gb}: no more "
-            f"than {INT32_MAX:,} {unit}s of {unit_bytes} bytes can be numbered"
         )
     return count
