@@ -175,9 +175,9 @@ class ServedModel:
                 if isinstance(error, InvalidArgumentError):
                     self._warn(f"answers such requests without its prefix cache: {error}")
                     break
-                self._warn(f"begins its prefix cache anew: {error}")
                 try:
                     cache.reset()
+                    self._warn(f"begins its prefix cache anew: {error}")
                 except ModelChangedError as reason:  # it was moved or cast
                     self._warn(f"is served without a prefix cache: {reason}")
                     cache.close()  # so that routers hear of it as well
