@@ -49,6 +49,11 @@ class QueuedRequest:
         """The context's id of it."""
         return self.prepared.request.request_id
 
+    @property
+    def name(self) -> Hashable:
+        """What its caller calls it."""
+        return self.key
+
     def note_admission(self, admission: Admission) -> None:
         """Note that it was admitted or resumed; for those that report it."""
 
@@ -381,7 +386,7 @@ class Scheduler(Generic[_Request]):
         if len(holding) > 1:
             self._context.preempt(holding[-1].key)
             return
-        detail = f"request {request.key!r} does not fit even alone"
+        detail = f"request {request.name!r} does not fit even alone"
         request.last_output = self.output(request)
         request.error = type(error)(error.required, error.available, detail)
         if request.key in self._context.statuses():

@@ -10,6 +10,7 @@ from engine_rig import BLOCK, MODEL, draw_prompt, greedy, make_engine, step_chec
 from mamba_cache.context import Admission, Request, RequestStatus
 from mamba_cache.context.scheduler import QueuedRequest, Scheduler, common_blocks
 from mamba_cache.errors import BlockCapacityError, UnknownRequestError
+from mamba_cache.integrations.transformers.batching.answers import BatchRequest
 
 
 @pytest.fixture
@@ -233,6 +234,18 @@ def test_a_request_keeps_its_place_under_a_new_id(rng):
     assert steps.run() == {"b": 1, "c": 1}
     steps.scheduler._make_room(first, BlockCapacityError(1, 0, "no block"))
     assert steps.context.status("b") is RequestStatus.PREEMPTED  # the younger one
+
+
+def test_a_request_that_does_not_fit_is_called_as_its_caller_calls_it(rng):
+    """A batch's was called by the context's number for it."""
+    steps = Steps()
+    prepared = steps.context.prepare(Request(request_id=17, prompt_tokens=draw_prompt(rng, 5)))
+    request = BatchRequest(
+        prepared=prepared, reusable_blocks=0, request_id="req_0", settings=None, seed=0
+    )
+    steps.scheduler.add(request)
+    steps.scheduler._make_room(request, BlockCapacityError(1, 0, "no block"))
+    assert str(request.error).endswith("request 'req_0' does not fit even alone")
 
 
 def test_requests_that_wait_cost_nothing_while_all_places_are_taken(rng, monkeypatch):

@@ -203,7 +203,7 @@ def _processors(model: Any, config: Any, prompt: torch.Tensor, device: str) -> A
 class BatchRequest(QueuedRequest):
     """One answer to one prompt."""
 
-    request_id: str  # its caller's name for it; ``key`` is the context's
+    request_id: str  # its name; ``key`` is the context's
     settings: AnswerSettings  # how the answer is made
     seed: int  # of its draws
     first_token: int | None = None  # of its answer, if that is known beforehand
@@ -223,6 +223,11 @@ class BatchRequest(QueuedRequest):
     # The library's processors of its answer; None: it has none.
     processors: Any = field(init=False, default=None)
     _prompt: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What its caller calls it."""
+        return self.request_id
 
     @property
     def prompt(self) -> list[int]:
