@@ -51,7 +51,7 @@ _FIELDS: Final = struct.Struct("<8sHBBIIQQQ32s16s32s16s16s")
 _PADDING: Final = HEADER_BYTES - _FIELDS.size - _CHECKSUM_BYTES
 
 
-class EntryKind(Enum):
+class EntryKind(str, Enum):
     """What an entry holds."""
 
     STATE = "s"

@@ -20,8 +20,8 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -54,7 +54,7 @@ _CHUNK_BYTES: Final = 2**21
 
 _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
-_JOBS_AT_ONCE: Final = 16
+_JOBS_AT_ONCE: Final = 64  # of small entries: bytes bound the others
 _MAX_THREADS: Final = 4  # for a store, unless more are asked for
 _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
@@ -76,13 +76,13 @@ _ABORTED: Final = (Refusal.ABORTED, "aborted")
 _Steps: TypeAlias = "Generator[list[Call], list[Any], _Outcome]"
 
 
-class Verb(Enum):
+class Verb(str, Enum):
     """What a job does."""
 
-    ASK = auto()
-    LOAD = auto()
-    REMOVE = auto()
-    PUT = auto()
+    ASK = "ask"
+    LOAD = "load"
+    REMOVE = "remove"
+    PUT = "put"
 
 
 _HEALTH: Final = "health"
@@ -100,7 +100,7 @@ class Call:
     """What a job needs of one blob."""
 
     method: str
-    key: EntryKey | None = None
+    name: str = ""  # of the blob
     buffer: memoryview = _NOTHING
     read: Callable[[memoryview], bytes] = bytes  # makes the answer of what was read
     job: Job | None = None  # of a probe nobody waits for the answer
@@ -218,6 +218,7 @@ class LowerTier:
         self._faults: Counter[str] = Counter()
         self._failures = 0  # in a row
         self._failed_at = self._rests_until = 0.0
+        self._watches_until = math.inf  # the earliest deadline that the watcher has seen
         self._has_answered = self._is_told = self._is_closing = self._is_closed = False
         self._num_hung = 0
         self._pid = os.getpid()
@@ -323,7 +324,7 @@ class LowerTier:
             self._stored.pop(key, None)
             _remember(self._bad, key, None)
             if self._takes_calls or self._disk is not None:
-                self._add(Job(Verb.REMOVE), self._remove([key]))
+                self._add(Job(Verb.REMOVE), self._remove([str(key)]))
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
         """Wait until what was queued so far is over, and ``done`` has been called for it."""
@@ -493,9 +494,11 @@ class LowerTier:
         job.calls, job.num_left = calls, len(calls)
         for call in calls:
             call.job = job
-        queues = self._begun if job.is_begun else self._queues
-        queues[job.verb].extend(calls)
-        self._job_came.notify(len(calls))
+        queue = (self._begun if job.is_begun else self._queues)[job.verb]
+        is_first = not queue
+        queue.extend(calls)
+        if is_first:
+            self._wake_one()
 
     def _add_put(self, put: Job, payload: memoryview) -> bool:
         """Queue an entry that is not there to be stored; False, counted, if it is not taken."""
@@ -628,7 +631,8 @@ class LowerTier:
                 is_closed = self._is_closed
                 if not is_closed:
                     deadlines = [w.deadline for w in self._workers if w.deadline is not None]
-                    left = min(deadlines) - time.monotonic() if deadlines else None
+                    self._watches_until = min(deadlines, default=math.inf)
+                    left = self._watches_until - time.monotonic() if deadlines else None
                     self._call_began.wait(left)
                 ready = self._give_up_late()
                 if not self._is_closing:
@@ -657,9 +661,6 @@ class LowerTier:
                 ready = [] if is_lost else self._answer(calls, answers)
                 worker.calls = ()
             self._go_on(ready)
-            with self._lock:
-                worker.verb = None
-                self._job_came.notify()  # one less reads or writes
             del calls, answers, ready  # they hold the caller's buffer
             self._end_unwanted()
         self._end_unwanted()
@@ -686,33 +687,45 @@ class LowerTier:
     def _wait(self, worker: _Worker) -> Sequence[Call]:
         """Wait until a worker has calls to make; none: the tier is closed."""
         with self._lock:
+            worker.verb = None  # one less reads or writes
             while not self._is_closing or (self._is_busy and not self._is_closed):
                 rest = self._rest_left  # before the look: so its end is not overslept
                 if calls := self._take_some(worker):
+                    self._wake_one()
                     return calls
                 self._job_came.wait(rest)
             return []
 
     def _take_some(self, worker: _Worker) -> Sequence[Call]:
-        """Have a worker take calls of one kind, those of questions and loads first."""
-        verb: Verb | None = None
-        if self._owes_removals:
-            verb = Verb.REMOVE
-        elif self._is_left_alone:
-            if self._rest_left is None:
-                self._rest()
-                worker.calls = [Call(_HEALTH)]
-                return worker.calls
-        elif self._has_calls(Verb.ASK):
-            verb = Verb.ASK
-        elif self._has_calls(Verb.LOAD) and self._has_room(self._num_threads - 1, Verb.LOAD):
-            verb = Verb.LOAD
-        elif self._has_calls(Verb.REMOVE):
-            verb = Verb.REMOVE
-        elif self._has_calls(Verb.PUT) and self._has_room(self._max_writers, Verb.PUT, Verb.REMOVE):
-            verb = Verb.PUT  # after removals
-        worker.verb, worker.calls = verb, [] if verb is None else self._take(verb)
+        """Have a worker take calls of one kind, or ask a store that was left alone for a while."""
+        worker.verb = self._next_verb()
+        if worker.verb is not None:
+            worker.calls = self._take(worker.verb)
+        elif self._is_left_alone and self._rest_left is None:
+            self._rest()
+            worker.calls = [Call(_HEALTH)]
+        else:
+            worker.calls = []
         return worker.calls
+
+    def _wake_one(self) -> None:
+        """Wake a thread if there are calls that it can make; it wakes the next one."""
+        if self._next_verb() is not None:
+            self._job_came.notify()
+
+    def _next_verb(self) -> Verb | None:
+        """Say of which jobs calls can be made now: of questions and loads first."""
+        if self._owes_removals or self._is_left_alone:
+            return Verb.REMOVE if self._owes_removals else None
+        if self._has_calls(Verb.ASK):
+            return Verb.ASK
+        if self._has_calls(Verb.LOAD) and self._has_room(self._num_threads - 1, Verb.LOAD):
+            return Verb.LOAD
+        if self._has_calls(Verb.REMOVE):
+            return Verb.REMOVE
+        if self._has_calls(Verb.PUT) and self._has_room(self._max_writers, Verb.PUT, Verb.REMOVE):
+            return Verb.PUT  # after removals
+        return None
 
     def _has_room(self, most: int, *verbs: Verb) -> bool:
         """Say whether one more thread may do jobs of some kinds: one is left for all else."""
@@ -724,18 +737,18 @@ class LowerTier:
         method, most, num_bytes = queue[0].method, len(queue), 0
         if verb is Verb.LOAD:  # a thread's share
             most = -(-most // (self._num_threads - 1))
-        calls: dict[EntryKey | None, Call] = {}
+        calls: dict[str, Call] = {}
         jobs: set[Job | None] = set()
         while len(calls) < most:
             call = queue[0]
             jobs.add(call.job)
             num_bytes += len(call.buffer)
             has_room = len(jobs) <= self._max_jobs and num_bytes <= self._max_bytes[verb]
-            if calls and (call.method != method or call.key in calls or not has_room):
+            if calls and (call.method != method or call.name in calls or not has_room):
                 break
             assert call.job is not None, "a probe is not queued"
             call.job.is_begun = True
-            calls[call.key] = queue.popleft()
+            calls[call.name] = queue.popleft()
         return list(calls.values())
 
     def _end_unwanted(self) -> None:
@@ -761,7 +774,7 @@ class LowerTier:
 
     def _make(self, worker: _Worker, calls: Sequence[Call]) -> Sequence[Any]:
         """Make calls, all of one method; return their answers."""
-        method, names = calls[0].method, [str(call.key) for call in calls]
+        method, names = calls[0].method, [call.name for call in calls]
         if method == _HEALTH:
             seconds = 0.0 if calls[0].job is None else _CONNECT_SECONDS
             return self._call(worker, lambda _: [self.store.health().fault], names, seconds=seconds)
@@ -791,18 +804,9 @@ class LowerTier:
 
         No lock is held.
         """
+        num_told = 0
         for job in jobs:
-            answers, calls = [call.answer for call in job.calls], list[Call]()
-            outcome = next((each for each in answers if isinstance(each, tuple)), None)
-            if outcome is None:
-                try:
-                    calls = job.steps.send(answers)
-                    assert calls, "a step calls the store"
-                except StopIteration as ended:
-                    outcome = ended.value
-                except Exception:  # a bug: it must not end the thread
-                    self._count_error()
-                    outcome = Refusal.IO_ERROR, "error"
+            calls, outcome = self._next_step(job)
             with self._lock:
                 self._ready.remove(job)
                 if outcome is None:
@@ -814,9 +818,27 @@ class LowerTier:
                     job.done(refusal)
                 except Exception:  # the caller's; it must not end the thread that others wait for
                     _report_error()
+            num_told += 1
+        if num_told:
             with self._lock:
-                self._num_telling -= 1
+                self._num_telling -= num_told
                 self._one_told.notify_all()
+
+    def _next_step(self, job: Job) -> tuple[list[Call], _Outcome | None]:
+        """Return the calls that a job needs next, or what came of it."""
+        answers = [call.answer for call in job.calls]
+        for answer in answers:
+            if isinstance(answer, tuple):
+                return [], answer
+        try:
+            calls = job.steps.send(answers)
+            assert calls, "a step calls the store"
+        except StopIteration as ended:
+            return [], ended.value
+        except Exception:  # a bug: it must not end the thread
+            self._count_error()
+            return [], (Refusal.IO_ERROR, "error")
+        return calls, None
 
     def _call(
         self,
@@ -833,7 +855,8 @@ class LowerTier:
             began = time.monotonic()
             if self._call_seconds is not None:
                 worker.deadline = began + max(seconds, self._call_seconds)
-                self._call_began.notify()
+                if worker.deadline < self._watches_until:
+                    self._call_began.notify()
         try:
             answers = call(names, *buffers)
         finally:
@@ -867,7 +890,7 @@ class LowerTier:
 
     def _ask(self, keys: Sequence[EntryKey] = ()) -> _Steps:
         """Ask which entries a store has; without keys, whether it is there."""
-        answers = yield [Call(_EXISTS, key) for key in keys] or [Call(_HEALTH)]
+        answers = yield [Call(_EXISTS, str(key)) for key in keys] or [Call(_HEALTH)]
         for key, fault in zip(keys, answers, strict=False):
             self._know(key, is_there=fault is None)
         return None, ""
@@ -875,15 +898,15 @@ class LowerTier:
     def _load(self, expected: EntryFacts, into: memoryview) -> _Steps:
         """Read the header of an entry, and its chunks if it matches; have what is bad removed."""
         key, macs = expected.key, list[bytes]()
-        header = Call(_GET, key, memoryview(bytearray(HEADER_BYTES)))
+        header = Call(_GET, str(key), memoryview(bytearray(HEADER_BYTES)))
         reads = [header]
         yield reads
         mac = Refusal.MISSING if header.is_failed else self._macs.open(header.answer, expected)
         if not isinstance(mac, Refusal):
-            pairs = enumerate(self._chunks(expected, into))
+            pairs = enumerate(self._chunks(self._names(expected), into))
             reads = [
-                Call(_GET, part, chunk, partial(mac.part, number))
-                for number, (part, chunk) in pairs
+                Call(_GET, name, chunk, partial(mac.part, number))
+                for number, (name, chunk) in pairs
             ]
             macs = yield reads
         failed = [each for each in reads if each.is_failed and each.answer is not None]
@@ -904,12 +927,12 @@ class LowerTier:
                 _remember(self._bad, key, None)
             # Without one of its chunks nobody can use the rest, and nobody would write it anew.
             if is_bad or (header not in reads and refusal is Refusal.MISSING):
-                self._add(Job(Verb.REMOVE), self._remove(self._parts(expected)))
+                self._add(Job(Verb.REMOVE), self._remove(self._names(expected)))
         return refusal, ""
 
-    def _remove(self, parts: Sequence[EntryKey]) -> _Steps:
+    def _remove(self, names: Sequence[str]) -> _Steps:
         """Remove an entry's parts, its header first."""
-        answers = yield [Call(_REMOVE, part) for part in parts]
+        answers = yield [Call(_REMOVE, name) for name in names]
         if any(answer not in (None, StoreFault.MISSING) for answer in answers):
             return Refusal.IO_ERROR, "not_removed"
         return None, ""
@@ -917,11 +940,13 @@ class LowerTier:
     def _put(self, put: Job, facts: EntryFacts, payload: memoryview) -> _Steps:
         """Write an entry: its chunks, and its header when all of them are there; each confirmed."""
         key = facts.key
-        [fault] = yield [Call(_EXISTS, key)]
+        # The payload bounds the number of puts of one call, which are sealed one after another.
+        [fault] = yield [Call(_EXISTS, str(key), payload)]
         if fault not in (None, StoreFault.MISSING):
             return _refusal_of(fault), fault.value
+        names = self._names(facts)
         if key in self._bad:  # a store keeps the first bytes
-            fault, outcome = StoreFault.MISSING, (yield from self._remove(self._parts(facts)))
+            fault, outcome = StoreFault.MISSING, (yield from self._remove(names))
             if outcome[0] is not None:
                 return outcome
         with self._lock:
@@ -931,9 +956,9 @@ class LowerTier:
         if fault is None:  # somebody has stored it meanwhile
             self._know(key, is_there=True)
             return None, "found_stored"
-        chunks = self._chunks(facts, payload)
+        chunks = self._chunks(names, payload)
         header = self._macs.seal(facts, [chunk for _, chunk in chunks])
-        parts = [*chunks, (key, memoryview(header))]
+        parts = [*chunks, (names[0], memoryview(header))]
         # A disk writes the whole file at once.
         for some in [parts] if self._disk else [parts[:-1], parts[-1:]]:
             outcome = yield from self._write(some)
@@ -941,32 +966,32 @@ class LowerTier:
                 return outcome
         self._know(key, is_there=True)
         if put.is_revoked:
-            yield from self._remove(self._parts(facts))
+            yield from self._remove(names)
         return None, "written"
 
-    def _write(self, parts: Sequence[tuple[EntryKey, memoryview]]) -> _Steps:
+    def _write(self, parts: Sequence[tuple[str, memoryview]]) -> _Steps:
         """Put parts of an entry.
 
         That a store took them does not say that they can be found: so it is asked.
         """
-        puts = [Call(_PUT, part, content) for part, content in parts]
-        asks = [Call(_EXISTS, part) for part, _ in parts]
+        puts = [Call(_PUT, name, content) for name, content in parts]
+        asks = [Call(_EXISTS, name) for name, _ in parts]
         for calls, missing in ((puts, StoreFault.MISSING.value), (asks, "unconfirmed")):
             faults = yield calls
             for fault in filter(None, faults):
                 return _refusal_of(fault), missing if fault is StoreFault.MISSING else fault.value
         return None, ""
 
-    def _parts(self, facts: EntryFacts) -> list[EntryKey]:
-        """Return the keys of an entry's header and of its chunks."""
-        chunks = range(-(-facts.payload_bytes // self._chunk_bytes))
-        return [facts.key, *(replace(facts.key, chunk=index) for index in chunks)]
+    def _names(self, facts: EntryFacts) -> list[str]:
+        """Return the names of an entry's header and of its chunks."""
+        header, num_chunks = str(facts.key), -(-facts.payload_bytes // self._chunk_bytes)
+        return [header, *(f"{header}/{number}" for number in range(num_chunks))]
 
-    def _chunks(self, facts: EntryFacts, payload: memoryview) -> list[tuple[EntryKey, memoryview]]:
-        """Return the chunks of an entry, with their keys."""
-        starts = range(0, facts.payload_bytes, self._chunk_bytes)
+    def _chunks(self, names: Sequence[str], payload: memoryview) -> list[tuple[str, memoryview]]:
+        """Return the chunks of an entry, with their names."""
+        starts = range(0, len(payload), self._chunk_bytes)
         chunks = [payload[start : start + self._chunk_bytes] for start in starts]
-        return list(zip(self._parts(facts)[1:], chunks, strict=True))
+        return list(zip(names[1:], chunks, strict=True))
 
     def _buffers(self, worker: _Worker, payloads: list[memoryview]) -> list[memoryview]:
         """Return what a call reads or writes: a disk the payloads, a store a worker's own memory.

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 from clocks import ManualClock
@@ -93,9 +92,7 @@ def test_what_began_first_goes_on_first_and_before_what_has_not_begun(idle) -> N
     with idle._lock:
         calls = LowerTier._take_some(idle, idle._workers[0])
         idle._workers[0].calls = ()
-    assert [replace(call.key, chunk=None) for call in calls] == [
-        facts_of(number).key for number in (1, 2)
-    ]
+    assert [call.name for call in calls] == [f"{facts_of(number).key}/0" for number in (1, 2)]
     idle._go_on(idle._answer(calls, [(Refusal.IO_ERROR, "broken")] * 2))
 
 
