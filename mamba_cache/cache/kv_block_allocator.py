@@ -190,10 +190,14 @@ class KVBlockAllocator:
             BlockCapacityError: Free and evictable blocks do not suffice; nothing is changed.
         """
         num_blocks = check_int("num_blocks", num_blocks, minimum=0)
+        self._guard.is_changing = True
+        return self.take(num_blocks)
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Do what ``allocate_memory_blocks`` does, for a context, which holds the guard."""
         num_short = num_blocks - self._rows.num_free
         if num_short > self._num_cached:
             raise BlockCapacityError(num_blocks, self._rows.num_free + self._num_cached)
-        self._guard.is_changing = True
         if num_short > 0:
             # If a listener raises, the victims are free and nothing was taken: no block leaks.
             self._evict(num_short)
@@ -295,34 +299,53 @@ class KVBlockAllocator:
         tokens = _check_registration(ids, block_hashes, tokens)
         digests = block_hashes.digests
         _check_carried_digests(ids, self._digests[blocks].tolist(), digests)
-        parent: int | None = self.dummy_block_id
         if parent_digest is not None:
-            parent = self._block_of.get(check_kind("parent_digest", parent_digest, bytes))
-        if not self.enable_prefix_caching or parent is None:
-            return [None] * len(ids)
+            check_kind("parent_digest", parent_digest, bytes)
         self._guard.is_changing = True
-        holders = self.find_prefix(block_hashes)
-        start, end = len(holders), len(ids)
-        new = digests[start:]
+        holders = self.register(ids, digests, parent_digest, tokens, extra_keys)
+        self.listeners.tell()
+        return holders
+
+    def register(
+        self,
+        block_ids: list[int],
+        digests: Sequence[bytes],
+        parent_digest: bytes | None,
+        tokens: npt.NDArray[np.int32] | None = None,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+    ) -> list[int | None]:
+        """Do what ``register_kv_block_hashes`` does, but do not tell listeners yet.
+
+        For a context, which holds the guard: its blocks are used, and carry no other digests.
+        """
+        block_of, count = self._block_of, len(block_ids)
+        parent = self.dummy_block_id
+        if parent_digest is not None:
+            parent = block_of.get(parent_digest, NONE)
+        if not self.enable_prefix_caching or parent == NONE:
+            return [None] * count
+        holders = self.find_prefix(digests)
+        start = end = len(holders)
         # All below a block go with it, so no known block follows a new one. A digest that is known,
         # then, is a forged one (xxh3_128), and what follows it cannot be matched.
-        if not self._block_of.keys().isdisjoint(new) or len(set(new)) < len(new):
-            place, known = {d: i for i, d in reversed([*enumerate(new)])}, self._block_of
-            end = start + next(i for i, d in enumerate(new) if d in known or place[d] < i)
+        while end < count and digests[end] not in block_of:
+            block_of[digests[end]] = block_ids[end]
+            end += 1
         if start < end:
-            added, parent = slice(start, end), holders[-1] if holders else parent
-            self._add_chain(ids[added], digests[added], parent)
+            added = slice(start, end)
+            parent = holders[-1] if holders else parent
+            self._add_chain(block_ids[added], digests[added], parent)
             if self.listeners.wants(Stored):
                 told: dict[str, Any] = {"parent_digest": self._digests[parent]}
                 if extra_keys is not None:
                     told["extra_keys"] = tuple(extra_keys[added])
                 if tokens is not None:  # as they are now
-                    size = len(tokens) // len(ids)
+                    size = len(tokens) // count
                     own = tokens[start * size : end * size].copy()
                     told |= {"tokens": own, "block_size_tokens": size}
-                self.listeners.put(Stored("block", (*ids[added],), digests[added], **told))
-        self.listeners.tell()
-        return [*holders, *ids[start:end], *[None] * (len(ids) - end)]
+                stored = Stored("block", (*block_ids[added],), (*digests[added],), **told)
+                self.listeners.put(stored)
+        return [*holders, *block_ids[start:end], *[None] * (count - end)]
 
     @query
     def match_prefix(self, hashes: BlockHashes) -> list[int]:
@@ -333,13 +356,13 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
         """
-        return self.find_prefix(_check_hashes(hashes))
+        return self.find_prefix(_check_hashes(hashes).iter_digests())
 
-    def find_prefix(self, hashes: BlockHashes) -> list[int]:
+    def find_prefix(self, digests: Iterable[bytes]) -> list[int]:
         """Do what ``match_prefix`` does, for a context, which holds the guard."""
         find = self._block_of.get
         block_ids: list[int] = []
-        for digest in hashes.iter_digests():
+        for digest in digests:
             block_id = find(digest)
             if block_id is None:
                 break
@@ -396,8 +419,7 @@ class KVBlockAllocator:
     # Registration. What follows trusts its arguments, and that the guard knows of the change.
 
     def _add_chain(self, block_ids: list[int], digests: Sequence[bytes], parent: int) -> None:
-        """Register different blocks without hashes, each below the one before it."""
-        self._block_of.update(zip(digests, block_ids, strict=True))
+        """Make different blocks without hashes nodes, each below the one before it."""
         if len(block_ids) <= _FEW:
             for block_id, digest in zip(block_ids, digests, strict=True):
                 self._hash_at[block_id], self._digests[block_id] = hash_id_of(digest), digest

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mamba_cache._checks import INT64_MAX, as_ids, as_items, check_hashable
+from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.cache.hashing import BlockHashChain, BlockHashes
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.placement import CheckpointPlacement, PlacementFacts, placed_positions
@@ -268,13 +269,13 @@ class PrefixIndex:
         self.refuses_states = True  # whether the policy may
 
     def match(
-        self, hashes: BlockHashes, prompt_tokens: int, min_computed_tokens: int
+        self, digests: Sequence[bytes], prompt_tokens: int, min_computed_tokens: int
     ) -> PrefixMatch:
         """Find how much of a prompt is cached; nothing changes."""
-        block_ids = self._kv_blocks.find_prefix(hashes)
+        block_ids = self._kv_blocks.find_prefix(digests)
         reason: MissReason | None = None
         if not block_ids:
-            reason = MissReason.NO_KV_MATCH if len(hashes) else MissReason.PROMPT_SHORTER_THAN_BLOCK
+            reason = MissReason.NO_KV_MATCH if digests else MissReason.PROMPT_SHORTER_THAN_BLOCK
             return PrefixMatch(prompt_tokens, (), 0, 0, reason)
         usable_blocks = max(0, prompt_tokens - min_computed_tokens) // self._block_size
         state_blocks = self._slots.num_blocks_to_state(block_ids[:usable_blocks])
@@ -293,9 +294,15 @@ class PrefixIndex:
         self._counters["state_matched_blocks"] += match.state_matched_blocks
         self._counters["skipped_tokens"] += match.skip_tokens
 
+    @property
+    def _guard(self) -> CallGuard:
+        return self._kv_blocks._guard
+
+    @guarded(nests=True, changes=True)
     def announce(self, sequence: CachedSequence, max_skipped: int) -> None:
         """Tell the policies of a sequence that was just matched, if they know prompts."""
-        if self._slots.prompt_policy is None:  # then no policy of a tier does
+        policy = self._slots.prompt_policy
+        if policy is None:  # then no policy of a tier does
             return
         request = sequence.request
         facts = PromptFacts(
@@ -306,7 +313,7 @@ class PrefixIndex:
             request.will_continue,
             request.source,
         )
-        sequence.prompt_seen = self._slots.begin_request(facts)
+        sequence.prompt_seen = policy.on_request(facts)
         sequence.prompt_seen_below = self.tiers.begin_request(facts)
 
     def positions(self, sequence: CachedSequence) -> set[int]:
@@ -315,28 +322,37 @@ class PrefixIndex:
         facts = PlacementFacts(num_tokens, size, sequence.num_shared_blocks, -(-num_tokens // size))
         return placed_positions(self._placement, facts) | sequence.wanted_boundaries
 
+    @guarded(nests=True, changes=True)
     def reserve(
         self, wanted: Sequence[tuple[CachedSequence, Sequence[int], Sequence[int]]]
-    ) -> list[list[Checkpoint]]:
+    ) -> list[Checkpoint | None]:
         """Reserve slots for states of sequences at positions, as far as they can be had.
 
-        With each position comes the block that ends there.
+        With each position comes the block that ends there. Returns what became of each position, in
+        order.
         """
-        block_ids = [block for _, _, blocks in wanted for block in blocks]
-        proposals = [each for seq, where, _ in wanted for each in self._proposals(seq, where)]
-        slots = iter(self._slots.reserve_slots(block_ids, proposals or None))
+        positions: list[int] = []
+        block_ids: list[int] = []
+        proposals: list[StateProposal] = []
+        for sequence, where, blocks in wanted:
+            positions += where
+            block_ids += blocks
+            proposals += self._proposals(sequence, where)
+        slots = self._slots.reserve(block_ids, proposals or None)
         return [
-            [Checkpoint(p, slot) for p in positions if (slot := next(slots)) is not None]
-            for _, positions, _ in wanted
+            None if slot is None else Checkpoint(position, slot)
+            for position, slot in zip(positions, slots, strict=True)
         ]
 
+    @guarded(nests=True, changes=True)
     def cancel(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Give reserved slots back."""
         if checkpoints:
-            self._slots.cancel_reserved([checkpoint.slot for checkpoint in checkpoints])
+            self._slots.cancel([checkpoint.slot for checkpoint in checkpoints])
 
+    @guarded(nests=True, changes=True)
     def publish(
-        self, written: Sequence[tuple[CachedSequence, Sequence[int], Sequence[Checkpoint]]]
+        self, written: Sequence[tuple[CachedSequence, list[int], Sequence[Checkpoint]]]
     ) -> None:
         """Publish new complete blocks of sequences, and states that were written.
 
@@ -348,14 +364,14 @@ class PrefixIndex:
         shared: list[tuple[CachedSequence, Checkpoint]] = []
         blocks: list[int] = []
         for sequence, new_blocks, checkpoints in written:
-            first, hashes = sequence.num_published, sequence.hashes
+            first = sequence.num_published
             holders = self._publish_blocks(sequence, new_blocks) if new_blocks else []
             for checkpoint in checkpoints:
                 index = checkpoint.position // self._block_size - 1
                 if index >= first:
                     block = holders[index - first]
                 else:
-                    block = self._kv_blocks.find_block(hashes.digest(index))
+                    block = self._kv_blocks.find_block(sequence.hashes.digest(index))
                 if block is None:
                     private.append(checkpoint)
                     continue
@@ -363,35 +379,36 @@ class PrefixIndex:
                 blocks.append(block)
         if private:
             self.cancel(private)
-        if not shared:
-            return
-        slots = [checkpoint.slot for _, checkpoint in shared]
-        lengths = [checkpoint.position for _, checkpoint in shared]
-        kept = self._slots.commit_reserved(slots, blocks, prefix_tokens=lengths)
-        for (sequence, (position, slot, is_loaded)), now in zip(shared, kept, strict=True):
+        if shared:
+            self._publish_states(shared, blocks)
+        self._kv_blocks.listeners.tell()
+
+    def _publish_blocks(self, sequence: CachedSequence, blocks: list[int]) -> list[int | None]:
+        first, digests, size = sequence.num_published, sequence.chain.digests, self._block_size
+        end, tokens, extra = first + len(blocks), None, None
+        if self._kv_blocks.listeners.wants(Stored) and sequence.request.tells_tokens is not False:
+            tokens = sequence.tokens(first * size, end * size)
+            extra = sequence.extra_keys(first, end, size)
+        parent = digests[first - 1] if first else None
+        holders = self._kv_blocks.register(blocks, digests[first:end], parent, tokens, extra)
+        sequence.num_published = end
+        self.tiers.offer_blocks(sequence, first, blocks, holders)
+        return holders
+
+    def _publish_states(
+        self, written: Sequence[tuple[CachedSequence, Checkpoint]], blocks: Sequence[int]
+    ) -> None:
+        """Publish states of sequences, each beside the block that it is found by."""
+        slots = [checkpoint.slot for _, checkpoint in written]
+        positions = [checkpoint.position for _, checkpoint in written]
+        kept = self._slots.commit(slots, blocks, positions)
+        for (sequence, (position, slot, is_loaded)), now in zip(written, kept, strict=True):
             if slot != now or is_loaded:
                 continue
             self._counters["saved_states"] += 1
             knows_prompt = sequence.prompt_seen_below is not None
             proposal = self._propose(sequence, position) if knows_prompt else None
             self.tiers.offer_state(sequence, position, slot, proposal)
-
-    def _publish_blocks(self, sequence: CachedSequence, blocks: Sequence[int]) -> list[int | None]:
-        first, hashes, size = sequence.num_published, sequence.hashes, self._block_size
-        end, tokens, extra = first + len(blocks), None, None
-        if self._kv_blocks.listeners.wants(Stored) and sequence.request.tells_tokens is not False:
-            tokens = sequence.tokens(first * size, end * size)
-            extra = sequence.extra_keys(first, end, size)
-        holders = self._kv_blocks.register_kv_block_hashes(
-            blocks,
-            hashes[first:end],
-            parent_digest=hashes.digest(first - 1) if first else None,
-            tokens=tokens,
-            extra_keys=extra,
-        )
-        sequence.num_published = end
-        self.tiers.offer_blocks(sequence, first, blocks, holders)
-        return holders
 
     def _propose(self, sequence: CachedSequence, position: int) -> StateProposal:
         """Describe a state inside a prompt, at its end, or of a sequence that decodes."""

@@ -15,7 +15,6 @@ from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.policies import (
     LruSlotPolicy,
     PrefixSlotPolicy,
-    PromptFacts,
     SlotEvictionPolicy,
     StateProposal,
     as_host_array,
@@ -233,16 +232,22 @@ class SlotPool:
             raise InvalidArgumentError(
                 f"give one proposal for each of {len(ids)} blocks, got {len(proposals)}"
             )
+        return self.reserve(ids, proposals)
+
+    def reserve(
+        self, block_ids: Sequence[int], proposals: Sequence[StateProposal] | None
+    ) -> list[int | None]:
+        """Do what ``reserve_slots`` does, for a context, which holds the guard."""
         slot_at, awaited = self._slot_at, set(self.reserved.values())
-        wanted: dict[int, Any] = dict(zip(ids, proposals or ids, strict=True))
+        wanted: dict[int, Any] = dict(zip(block_ids, proposals or block_ids, strict=True))
         new = [b for b in wanted if slot_at[b] < 0 and b not in awaited]
         if not new:
-            return [None] * len(ids)
+            return [None] * len(block_ids)
         policy = self.prompt_policy if proposals is not None else None
         if policy is None:
-            victims = self._choose_victims(len(new) - self.free_count, protected=ids)
+            victims = self._choose_victims(len(new) - self.free_count, protected=block_ids)
         else:
-            new, victims = self._admit(policy, new, [wanted[b] for b in new], ids)
+            new, victims = self._admit(policy, new, [wanted[b] for b in new], block_ids)
         kept = new[: self.free_count + len(victims)]
         try:
             taken = self._take(len(kept), victims)
@@ -255,7 +260,7 @@ class SlotPool:
         self.reserved.update(zip(taken, kept, strict=True))
         if policy is not None:
             policy.on_reserved([slots.get(block_id) for block_id in new])
-        return [slots.pop(block_id, None) for block_id in ids]
+        return [slots.pop(block_id, None) for block_id in block_ids]
 
     def _admit(
         self,
@@ -308,19 +313,29 @@ class SlotPool:
             lengths = as_ids("prefix_tokens", prefix_tokens, INT32_MAX + 1)
         check_same_length(slots=taken, block_ids=ids, prefix_tokens=lengths)
         self._guard.is_changing = True
+        kept = self.commit(taken, ids, lengths)
+        self.listeners.tell()
+        return kept
+
+    def commit(
+        self, slots: Sequence[int], block_ids: Sequence[int], prefix_tokens: Sequence[int]
+    ) -> list[int]:
+        """Do what ``commit_reserved`` does, but do not tell listeners yet.
+
+        For a context, which holds the guard.
+        """
         stored: dict[int, int] = {}
-        for slot, block_id, tokens in zip(taken, ids, lengths, strict=True):
+        for slot, block_id, tokens in zip(slots, block_ids, prefix_tokens, strict=True):
             del self.reserved[slot]
             if self._slot_at[block_id] >= 0:
                 self._release([slot])
             else:
                 self._slot_at[block_id], self._block_at[slot] = slot, block_id
                 stored[slot] = tokens
-        self._rows.release(as_rows(taken))  # those without a block become free
+        self._rows.release(as_rows(slots))  # those without a block become free
         if stored:
             self._note_stored(stored)
-        self.listeners.tell()
-        return self._slots_of(ids)
+        return self._slots_of(block_ids)
 
     def _note_stored(self, stored: dict[int, int]) -> None:
         """Tell the policy and the listeners of states: the tokens before each, by slot."""
@@ -346,20 +361,19 @@ class SlotPool:
         """
         taken = self._check_reserved(slots, DoubleFreeError)
         self._guard.is_changing = True
-        for slot in taken:
+        self.cancel(taken)
+
+    def cancel(self, slots: Sequence[int]) -> None:
+        """Do what ``cancel_reserved`` does, for a context, which holds the guard."""
+        for slot in slots:
             del self.reserved[slot]
-        self._rows.release(as_rows(taken))
-        self._release(taken)
+        self._rows.release(as_rows(slots))
+        self._release(slots)
 
     def _release(self, slots: Sequence[int]) -> None:
         """Tell a policy that knows prompts of slots that hold or await no state any more."""
         if self.prompt_policy is not None:
             self.prompt_policy.on_removed(slots)
-
-    @guarded(nests=True, changes=True)
-    def begin_request(self, facts: PromptFacts) -> Any:
-        """Tell a policy that knows prompts of a request; return what stands for its prompt."""
-        return None if self.prompt_policy is None else self.prompt_policy.on_request(facts)
 
     @guarded(nests=True)
     def invalidate_block(self, block_id: int) -> None:

@@ -309,6 +309,9 @@ class DynamicInferenceContext:
             counters=self._counters,
             tiers=self._tiering,
         )
+        live, saved = ([*pool.tensors.values()] for pool in (self.live_states, slots.states))
+        self._live_to_slots = StateCopier(live, saved)
+        self._slots_to_live = StateCopier(saved, live)
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
         self._speculation: Speculation | None = None
@@ -358,7 +361,7 @@ class DynamicInferenceContext:
         """Find how much of a sequence is cached on the GPU; nothing changes."""
         if not self.config.enable_prefix_caching:
             return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
-        return self._index.match(chain.hashes, num_tokens, self.config.min_computed_tokens)
+        return self._index.match(chain.digests, num_tokens, self.config.min_computed_tokens)
 
     @guarded()
     def prefetch(
@@ -526,7 +529,8 @@ class DynamicInferenceContext:
                 first = load.first_block
                 load.blocks = table.block_tables[row, first : first + load.num_blocks].tolist()
                 # The policy hears of the prompt when its chunk is planned: it refuses nothing yet.
-                [[reserved]] = self._reserve([(active, [start])])
+                [reserved] = self._reserve([(active, [start])])
+                assert reserved is not None, "can_reserve said so"
                 load.checkpoint = reserved._replace(is_loaded=True)
             self._plan(active, chunk, is_new=True)
         except BaseException:
@@ -561,15 +565,15 @@ class DynamicInferenceContext:
         without_room = max(0, len(positions) - (positions[-1] == end) - room)
         self.slot_allocator.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
-        [kept] = self._reserve([(active, positions[without_room:])])
-        if kept and kept[-1].position == end:
-            chunk.boundary = kept.pop()
-        chunk.inside = tuple(kept)
+        reserved = self._reserve([(active, positions[without_room:])])
+        if positions[-1] == end:
+            chunk.boundary = reserved.pop()
+        chunk.inside = tuple([checkpoint for checkpoint in reserved if checkpoint is not None])
 
     def _reserve(
         self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]
-    ) -> list[list[Checkpoint]]:
-        """Reserve slots for states of requests, as far as they can be had."""
+    ) -> list[Checkpoint | None]:
+        """Reserve slots for states of requests at positions, as far as they can be had."""
         tables, size = self.request_table.block_tables, self.block_size_tokens
         return self._index.reserve(
             [(a, where, [tables.item(a.row, p // size - 1) for p in where]) for a, where in wanted]
@@ -739,7 +743,7 @@ class DynamicInferenceContext:
                     self._speculation.describe(metadata, on_device, is_exact=is_exact)
                 # Without the padding, which a kernel would look at entry by entry.
                 if restores := self.step_buffers.entries("restores"):
-                    self.slot_allocator.restore_slots(*restores)
+                    self._slots_to_live.copy(*restores)
             self._tiering.begin_forward(metadata.num_prefill_tokens)
         except BaseException:
             self._release_all((*group.requests, *prefills))
@@ -763,8 +767,8 @@ class DynamicInferenceContext:
             is_wanted = self.config.save_decode_states or position in active.wanted_boundaries
             if is_wanted and active.checkpoint is None:
                 wanted.append((active, [position]))
-        for (active, _), kept in zip(wanted, self._reserve(wanted), strict=True):
-            active.checkpoint = kept[0] if kept else None
+        for (active, _), checkpoint in zip(wanted, self._reserve(wanted), strict=True):
+            active.checkpoint = checkpoint
         planned = ((place, requests[place].checkpoint) for place in places)
         return {place: checkpoint for place, checkpoint in planned if checkpoint is not None}
 
@@ -819,7 +823,7 @@ class DynamicInferenceContext:
             self._speculation.advance(step.metadata, sampled)
         # As planned: a request loses its checkpoint if the step before has reached it.
         if boundaries := self.step_buffers.entries("boundaries"):
-            self.slot_allocator.live_to_slots(*boundaries)
+            self._live_to_slots.copy(*boundaries)
         sent = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
             self._step = None

@@ -13,6 +13,7 @@ import numpy as np
 from mamba_cache._checks import as_items
 from mamba_cache.cache import BlockHashChain, KVBlockAllocator
 from mamba_cache.cache.rows import as_rows
+from mamba_cache.cache.sequence import TokenArray
 from mamba_cache.config import CacheConfig
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestStatus
 from mamba_cache.errors import (
@@ -43,6 +44,8 @@ class DecodingGroup:
         """Their ids, to compare with those of a mapping."""
         return frozenset(self.ids)
 
+
+_NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
 
 NO_REQUESTS = DecodingGroup(())
 """What decodes in a step of prefills alone."""
@@ -307,19 +310,24 @@ class RequestTable:
             self.num_scheduled_tokens += chunk.num_tokens
             self.num_planned_checkpoints += len(chunk.inside)
 
-    def collect(self, active: ActiveRequest) -> None:
-        """Take the newest tokens of a request over from its row, if it has one."""
-        if active.row >= 0:
-            newest = np.arange(active.num_known, self.num_tokens.item(active.row))
-            tail = self._tails[active.row].take(newest, mode="wrap")
-            active.generated.frombytes(tail.tobytes())
+    def collect(self, active: ActiveRequest) -> TokenArray:
+        """Take the newest tokens of a request over from its row, if it has one; return them."""
+        row = active.row
+        if row < 0:
+            return _NO_TOKENS
+        newest = np.arange(active.num_known, self.num_tokens.item(row))
+        tokens: TokenArray = self._tails[row].take(newest, mode="wrap")
+        active.generated.frombytes(tokens.tobytes())
+        return tokens
 
     def take_over(self, active: ActiveRequest) -> None:
         """Do the same, and hash the blocks that they complete."""
-        self.collect(active)
+        tokens = self.collect(active)
         if self._is_cached:
-            chain = active.chain
-            chain.append_checked(active.tokens(chain.num_tokens, active.num_known))
+            chain, num_known = active.chain, active.num_known
+            if chain.num_tokens < num_known - len(tokens):  # some were collected before
+                tokens = active.tokens(chain.num_tokens, num_known)
+            chain.append_checked(tokens)
 
     def computed_chain(self, active: ActiveRequest) -> BlockHashChain:
         """Return a chain of just the computed tokens of a request, which takes over the rest."""
@@ -459,7 +467,7 @@ class RequestTable:
     ) -> list[int]:
         """Take KV blocks."""
         try:
-            return self._kv_blocks.allocate_memory_blocks(num_blocks)
+            return self._kv_blocks.take(num_blocks)
         except BlockCapacityError as error:
             requests = list(names)
             listed = ", ".join(map(repr, requests[:8]))

@@ -38,6 +38,12 @@ _SIDE_BY_SIDE = {
 }
 """Tensors of equally many entries, one behind the other, that are written or padded together."""
 
+_PADDED = (
+    *("tokens", "requests", "decode_state_rows", "chunk_seq_idx", "last_chunk_indices"),
+    *("checkpoints", "restores", "boundaries"),
+)
+"""Groups and tensors that are padded beyond their entries."""
+
 _PADDINGS = {"tokens": (0, 0, PAD_SLOT_ID), "requests": (0, 0, -1, PAD_SLOT_ID)}
 """What pads the tensors of a group; all others are padded with -1."""
 
@@ -143,18 +149,22 @@ class StepBuffers:
         num_tokens, num_chunks, num_checkpoints = num_decode_tokens + bounds[-1], 0, 0
         if num_prefills or host.used["chunk_seq_idx"]:
             num_chunks, num_checkpoints = self._fill_chunks(host, chunks, bounds)
-        host.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
-        num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
-        host.pad(
-            tokens=num_tokens,
-            requests=num_requests,
-            decode_state_rows=num_decodes,
-            chunk_seq_idx=num_chunks,
-            last_chunk_indices=num_prefills,
-            checkpoints=num_checkpoints,
-            restores=num_restores,
-            boundaries=num_saved,
-        )
+        num_restores = num_saved = 0
+        if num_prefills or saved or host.used["boundaries"]:
+            num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
+        used = {
+            "tokens": num_tokens,
+            "requests": num_requests,
+            "decode_state_rows": num_decodes,
+            "chunk_seq_idx": num_chunks,
+            "last_chunk_indices": num_prefills,
+            "checkpoints": num_checkpoints,
+            "restores": num_restores,
+            "boundaries": num_saved,
+        }
+        if used != host.used:
+            host.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+            host.pad(used)
         host.send(self._table_offset + num_requests * self._row_bytes)
         return StepMetadata(  # by position: in a third of the time
             num_decodes,
@@ -185,14 +195,12 @@ class StepBuffers:
             if not is_same or host.width != width:
                 arrays["query_start_loc"][: count + 1] = np.arange(0, total + 1, width)
             host.width = width
-            first = np.arange(0, total, width)
         else:
             lengths = work.lengths
-            first = np.cumsum(lengths) - lengths
-            arrays["query_start_loc"][:count] = first
-            arrays["query_start_loc"][count] = total
+            arrays["query_start_loc"][1 : count + 1] = np.cumsum(lengths)
             host.width = -1
         positions, shifts = work.most, table.place_shifts[rows]
+        first = arrays["query_start_loc"][:count]
         if total > count:
             # Several times as fast as to add [n, 1] and [width]: numpy's inner loops are long.
             positions = (positions - first).repeat(lengths)
@@ -345,17 +353,17 @@ class _HostSide:
             (start, (count,), dtype), (second, *_) = (fields[each] for each in members[:2])
             rows = self._buffer[start : start + len(members) * (second - start)].view(dtype)
             self.arrays[name] = rows.view(len(members), -1)[:, :count].numpy().T
-        self.used = {name: len(array) for name, array in self.arrays.items()}  # not padding
+        self.used = {name: len(self.arrays[name]) for name in _PADDED}  # what is not padding
         self.rows: _IntArray | None = None
-        self.table_stamps = np.full(self.used["block_tables"], -1, dtype=np.int64)
+        self.table_stamps = np.full(len(self.arrays["block_tables"]), -1, dtype=np.int64)
         self.width = -1  # of decodes: tokens of each, if all have equally many
 
-    def pad(self, **counts: int) -> None:
+    def pad(self, used: dict[str, int]) -> None:
         """Write padding over what the last step had in each tensor beyond its entries of now."""
-        for name, count in counts.items():
-            if (used := self.used[name]) > count:
-                self.arrays[name][count:used] = _PADDINGS.get(name, PAD_SLOT_ID)
-        self.used.update(counts)
+        for name, count in used.items():
+            if (before := self.used[name]) > count:
+                self.arrays[name][count:before] = _PADDINGS.get(name, PAD_SLOT_ID)
+        self.used = used
 
     def wait(self) -> None:
         """Wait until the last copy from here is done; it is unless the host runs far ahead."""

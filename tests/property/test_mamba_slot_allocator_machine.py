@@ -208,7 +208,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         """The policy may refuse what nobody asked for; whatever it gives up could be evicted."""
         pool = self.allocator
         hash_ids = [10 * first + n for n in range(length)]
-        prompt = pool.begin_request(PromptFacts(hash_ids, 16, 0, length))
+        prompt = pool.policy.on_request(PromptFacts(hash_ids, 16, 0, length))
         proposals = [
             StateProposal(prompt, length - n, "inside" if n else "end", is_asked)
             for n in range(len(wanted))

@@ -84,8 +84,8 @@ class Broken(Injector):
 
     def functions(self):
         slots = self.context.slot_allocator
-        for name in ("restore_slots", "live_to_slots"):
-            yield slots, name
+        yield self.context._slots_to_live, "copy"
+        yield self.context._live_to_slots, "copy"
         yield self.context.step_buffers, "fill"
         yield self.context, "_copy_to_forks"
         for name in ("choose", "on_stored", "on_consumed"):
@@ -100,12 +100,11 @@ class Refused(Injector):
 
     def functions(self):
         for name in (
-            "allocate_memory_blocks", "hold", "release",
-            "register_kv_block_hashes",
+            "take", "hold", "release", "register",
         ):  # fmt: skip
             yield self.context.kv_block_allocator, name
         for name in (
-            "reserve_slots", "commit_reserved", "cancel_reserved", "pin", "unpin",
+            "reserve", "commit", "cancel", "pin", "unpin",
             "on_kv_blocks_deregistered",
         ):  # fmt: skip
             yield self.context.slot_allocator, name

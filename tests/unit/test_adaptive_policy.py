@@ -39,7 +39,7 @@ class Service:
         blocks = [self._block_of[h] for h in hash_ids[:matched]] + new
         hit = self.pool.num_blocks_to_state(blocks[:matched])
         facts = PromptFacts(hash_ids, 16, matched, len(hash_ids), **told)
-        prompt = self.pool.begin_request(facts)
+        prompt = self.pool.policy.on_request(facts)
         depths = sorted({d for d in (matched, len(hash_ids)) if d > hit})
         kinds = ["end" if depth == len(hash_ids) else "branch" for depth in depths]
         proposals = [StateProposal(prompt, d, kind) for d, kind in zip(depths, kinds, strict=True)]
@@ -82,7 +82,7 @@ def test_a_state_asked_for_by_its_position_is_not_refused():
     for _ in range(3):
         service.ask(range(1, 9))
     blocks = service.kv_blocks.allocate_memory_blocks(1)
-    prompt = service.pool.begin_request(PromptFacts([77], 16, 0, 1))
+    prompt = service.pool.policy.on_request(PromptFacts([77], 16, 0, 1))
     proposal = StateProposal(prompt, 1, "branch", is_asked=True)
     assert service.pool.reserve_slots(blocks, [proposal]) == [0]
     assert not service.has_state(8)
@@ -93,7 +93,7 @@ def test_a_state_asked_for_by_its_position_is_not_refused():
 def test_a_state_that_another_request_is_about_to_save_needs_no_second_slot():
     pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     facts = PromptFacts([1, 2], 16, 0, 2)
-    one, other = pool.begin_request(facts), pool.begin_request(facts)
+    one, other = pool.policy.on_request(facts), pool.policy.on_request(facts)
     assert pool.reserve_slots([3], [StateProposal(one, 2)]) == [3]
     assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [None]
     assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (1, 0)
@@ -107,7 +107,7 @@ def test_a_state_that_another_request_is_about_to_save_needs_no_second_slot():
 def test_what_finds_no_slot_because_all_are_held_is_skipped_not_refused():
     pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     facts = PromptFacts([1, 2, 3], 16, 0, 3)
-    prompt = pool.begin_request(facts)
+    prompt = pool.policy.on_request(facts)
     assert pool.reserve_slots([3], [StateProposal(prompt, 1)]) == [0]
     proposals = [StateProposal(prompt, 2), StateProposal(prompt, 3, is_asked=True)]
     assert pool.reserve_slots([4, 5], proposals) == [None, None]
@@ -118,7 +118,7 @@ def test_what_finds_no_slot_because_all_are_held_is_skipped_not_refused():
 def test_a_choice_that_the_pool_cannot_follow_is_taken_back(monkeypatch):
     service = Service(1)
     service.ask(range(1, 4))
-    prompt = service.pool.begin_request(PromptFacts([70], 16, 0, 1))
+    prompt = service.pool.policy.on_request(PromptFacts([70], 16, 0, 1))
     [block] = service.kv_blocks.allocate_memory_blocks(1)
     monkeypatch.setattr(service.pool, "_take", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -129,7 +129,7 @@ def test_a_choice_that_the_pool_cannot_follow_is_taken_back(monkeypatch):
 
 def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     pool = SlotPool(3, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
-    prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
+    prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
     growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
     assert pool.reserve_slots([7], [growing]) == [2]
     pool.kv_blocks.block_hashes[7] = 4
@@ -137,7 +137,7 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     assert pool.reserve_slots([8], [growing]) == [1]  # of another answer
     pool.cancel_reserved([1])
     pool.check_invariants()
-    again = pool.begin_request(PromptFacts([1, 2, 3, 4], 16, 4, 3))
+    again = pool.policy.on_request(PromptFacts([1, 2, 3, 4], 16, 4, 3))
     assert pool.reserve_slots([9], [StateProposal(again, 4)]) == [None]  # it is there already
 
 
@@ -146,7 +146,7 @@ def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     for block in (1, 2):
         pool.commit_reserved(pool.reserve_slots([block]), [block], prefix_tokens=[64])
     for _ in range(30):
-        pool.begin_request(PromptFacts([1], 16, 1, 1))
+        pool.policy.on_request(PromptFacts([1], 16, 1, 1))
     assert save(pool, 5) == [pool.get_slot(5)]
     assert pool.num_cached_slots == 2
     pool.check_invariants()
@@ -164,7 +164,7 @@ def test_a_slot_written_from_outside_goes_first():
     evictable = np.array([0, 1])
     assert service.policy.choose(1, evictable, pool.slot_to_block[evictable], None) == [slot]
     assert service.policy.least_loss(evictable) == slot
-    prompt = pool.begin_request(PromptFacts([60], 16, 0, 1))
+    prompt = pool.policy.on_request(PromptFacts([60], 16, 0, 1))
     assert service.policy.admit([StateProposal(prompt, 1)], 0, evictable).victims == [slot]
     service.policy.withdraw()
     assert service.has_state(3)
@@ -176,7 +176,7 @@ def test_invariants_notice_slots_that_nobody_told_of():
     service.policy.check_invariants([0, 1])
     with pytest.raises(InvariantError, match="are stray"):
         service.policy.check_invariants([])
-    prompt = service.pool.begin_request(PromptFacts([60], 16, 0, 1))
+    prompt = service.pool.policy.on_request(PromptFacts([60], 16, 0, 1))
     service.policy.admit([StateProposal(prompt, 1)], 1, np.empty(0, np.int64))
     with pytest.raises(InvariantError, match="are kept"):
         service.policy.check_invariants([0, 1])
@@ -225,7 +225,7 @@ def test_hints_help_as_far_as_they_are_right_and_random_ones_cost_nothing():
 
 def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_published():
     pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
-    prompt = pool.begin_request(PromptFacts([1, 2], 16, 0, 2))
+    prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
     asked = StateProposal(prompt, 2, "branch", is_asked=True)
     assert pool.reserve_slots([3], [asked]) == [3]
     assert pool.reserve_slots([5], [asked]) == [2]
@@ -242,14 +242,14 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
     [block] = service.kv_blocks.allocate_memory_blocks(1)
     service.kv_blocks.block_hashes[block] = 3
     pool.commit_reserved(pool.reserve_slots([block]), [block])
-    prompt = pool.begin_request(PromptFacts([1, 2, 3], 16, 0, 3))
+    prompt = pool.policy.on_request(PromptFacts([1, 2, 3], 16, 0, 3))
     [other] = service.kv_blocks.allocate_memory_blocks(1)
     [slot] = pool.reserve_slots([other], [StateProposal(prompt, 3)])
     pool.cancel_reserved([slot])
     pool.check_invariants()
     pool.invalidate_block(block)
     for number in range(1, 4_500):  # until both are forgotten
-        again = pool.begin_request(PromptFacts([10 * number], 16, 0, 1))
+        again = pool.policy.on_request(PromptFacts([10 * number], 16, 0, 1))
         pool.cancel_reserved(pool.reserve_slots([other], [StateProposal(again, 1)]))
     assert len(service.policy._tree.ghosts) <= 4_096 + FORGOTTEN_AT_ONCE
     pool.check_invariants()

@@ -262,7 +262,7 @@ def test_requests_that_end_a_block_together_reserve_and_commit_in_one_call(monke
         calls.append(given)
         return call(given, *others, **named)
 
-    for name in ("reserve_slots", "commit_reserved"):
+    for name in ("reserve", "commit"):
         monkeypatch.setattr(slots, name, partial(watched, getattr(slots, name)))
     context.begin_step()
     context.commit_step([1, 2, 1])

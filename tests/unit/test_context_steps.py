@@ -89,17 +89,17 @@ def test_tokens_are_skipped_by_the_first_chunk_alone(context):
 
 def moved(monkeypatch, context):
     """The pairs of each restore and of each copy to slots from now on."""
-    slots = context.slot_allocator
-    calls = {"restore_slots": [], "live_to_slots": []}
+    calls = {"_slots_to_live": [], "_live_to_slots": []}
 
     def watch(name):
-        function = getattr(slots, name)
+        copier = getattr(context, name)
+        function = copier.copy
 
         def watched(sources, targets):
             calls[name].append([(int(s), int(t)) for s, t in zip(sources, targets, strict=True)])
             function(sources, targets)
 
-        monkeypatch.setattr(slots, name, watched)
+        monkeypatch.setattr(copier, "copy", watched)
 
     for name in calls:
         watch(name)

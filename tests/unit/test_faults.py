@@ -86,7 +86,7 @@ def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
     if on_device:
         counts = torch.ones(1, dtype=torch.int32)
         new_tokens = DeviceTokens(torch.tensor([[token, 0, 0]]), counts)
-    patch(monkeypatch, context.slot_allocator, "live_to_slots", fail_on(1))
+    patch(monkeypatch, context._live_to_slots, "copy", fail_on(1))
     with pytest.raises(OSError, match="broken"):
         context.commit_step(new_tokens)
     with pytest.raises(StepOrderError, match="abort_step takes the step back"):
@@ -153,7 +153,7 @@ def test_slots_that_were_not_freed_with_their_blocks_make_the_context_unusable(m
         patches.setattr(context.slot_allocator, "free_states", broken)
         with pytest.raises(OSError, match="broken"):
             add(context, "x", OTHER[::-1] * 2)
-    with pytest.raises(PoisonedError, match="allocate_memory_blocks broke off"):
+    with pytest.raises(PoisonedError, match="add_request broke off"):
         add(context, "x", OTHER)
     context.reset()
     assert_same_run(generate(context, OTHER, 2), OTHER)

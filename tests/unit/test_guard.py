@@ -394,7 +394,7 @@ def test_an_engine_goes_on_after_its_sampling_raised(monkeypatch, error):
     assert [ends[request_id].tokens for request_id in ids] == wanted
     assert engine.context.stats().hits >= 1
     with monkeypatch.context() as patch:
-        strike(patch, engine.context.kv_block_allocator, "register_kv_block_hashes", error)
+        strike(patch, engine.context.kv_block_allocator, "register", error)
         engine.submit(PROMPT[::-1])
         with pytest.raises(error):
             engine.step()

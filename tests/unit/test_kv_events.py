@@ -195,13 +195,13 @@ def test_an_event_costs_the_cache_an_append_and_nothing_else():
 def test_without_an_observer_no_tokens_are_gathered(monkeypatch):
     engine = make_engine()
     seen = []
-    register = engine.context.kv_block_allocator.register_kv_block_hashes
+    register = engine.context.kv_block_allocator.register
 
-    def spy(*args, **kwargs):
-        seen.append(kwargs["tokens"])
-        return register(*args, **kwargs)
+    def spy(blocks, digests, parent, tokens, extra_keys):
+        seen.append(tokens)
+        return register(blocks, digests, parent, tokens, extra_keys)
 
-    monkeypatch.setattr(engine.context.kv_block_allocator, "register_kv_block_hashes", spy)
+    monkeypatch.setattr(engine.context.kv_block_allocator, "register", spy)
     engine.generate([[1] * 40], SamplingParams(max_new_tokens=20))
     assert len(seen) > 2
     assert set(map(type, seen)) == {type(None)}

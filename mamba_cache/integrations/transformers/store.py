@@ -233,7 +233,7 @@ class PrefixStore:
         sequence = CachedSequence(request, tokens, chain, wanted)
         if self.tiers is not None:
             self.tiers.bring(sequence, min_computed)
-        match = self.index.match(sequence.hashes, len(tokens), min_computed)
+        match = self.index.match(sequence.chain.digests, len(tokens), min_computed)
         sequence.num_shared_blocks = sequence.num_published = match.kv_matched_blocks
         sequence.num_initial = len(tokens)
         return SequenceRecord(self, sequence, match, match.block_ids)
@@ -366,7 +366,8 @@ class SequenceRecord:
         self._hold_up_to(max(positions) // self._size)
         where = [p for p in sorted(positions) if p // self._size <= len(self._blocks)]
         blocks = [self._blocks[p // self._size - 1] for p in where]
-        [kept] = self._store.index.reserve([(self.sequence, where, blocks)])
+        reserved = self._store.index.reserve([(self.sequence, where, blocks)])
+        kept = [checkpoint for checkpoint in reserved if checkpoint is not None]
         self._reserved += kept
         return {position: self._store.tensors.room(slot, position) for position, slot, _ in kept}
 
@@ -407,13 +408,13 @@ class SequenceRecord:
         block = self._store.kv_blocks.find_block(sequence.hashes.digest(last - 1))
         if block is None:
             return
-        [kept] = index.reserve([(sequence, [memory.num_tokens], [block])])
-        self._reserved += kept
-        for checkpoint in kept:
+        [checkpoint] = index.reserve([(sequence, [memory.num_tokens], [block])])
+        if checkpoint is not None:
+            self._reserved.append(checkpoint)
             tensors.save_state(checkpoint.slot, memory)
-            self._publish_written((), (checkpoint.position,))
+            self._publish_written([], (checkpoint.position,))
 
-    def _publish_written(self, blocks: Sequence[int], positions: Collection[int]) -> None:
+    def _publish_written(self, blocks: list[int], positions: Collection[int]) -> None:
         """Publish blocks, and the states at positions that were reserved for them."""
         written = [c for c in self._reserved if c.position in positions]
         self._reserved = [each for each in self._reserved if each not in written]

@@ -170,7 +170,7 @@ class PrefixTiers(Tiering):
     def _matched(self, sequence: CachedSequence, usable: int) -> PrefixMatch:
         """Match a sequence of which ``usable`` tokens may be skipped."""
         least = self._config.min_computed_tokens
-        return self._store.index.match(sequence.hashes, usable + least, least)
+        return self._store.index.match(sequence.chain.digests, usable + least, least)
 
     def _fetch(self, sequence: CachedSequence, usable: int) -> bool:
         """Bring what disk and store have to host memory; say whether it was damaged."""
@@ -186,7 +186,7 @@ class PrefixTiers(Tiering):
         """Bring what a match loads to blocks and a slot; say whether it is findable there."""
         store, depth = self._store, match.state_matched_blocks
         kv_blocks, index = store.kv_blocks, store.index
-        held, kept = list(match.block_ids[:depth]), list[Checkpoint]()
+        held, reserved = list(match.block_ids[:depth]), list[Checkpoint]()
         sequence.num_published = len(held)
         kv_blocks.retain_memory_blocks(held)
         try:
@@ -195,25 +195,26 @@ class PrefixTiers(Tiering):
             except BlockCapacityError:
                 return False
             held += blocks
-            [kept] = index.reserve([(sequence, [match.skip_tokens], held[-1:])])
-            if not kept:
+            [checkpoint] = index.reserve([(sequence, [match.skip_tokens], held[-1:])])
+            if checkpoint is None:
                 return False
-            load.blocks, load.checkpoint = blocks if self._has_kv else [], kept[0]
+            reserved.append(checkpoint)
+            load.blocks, load.checkpoint = blocks if self._has_kv else [], checkpoint
             if not self.load([load]):
                 return False
             self.end_loads([load])
             if load.is_damaged:
                 return False
-            written, kept = [kept[0]._replace(is_loaded=True)], []
-            index.publish([(sequence, blocks, written)])
+            reserved.clear()
+            index.publish([(sequence, blocks, [checkpoint._replace(is_loaded=True)])])
             return (
-                index.match(sequence.hashes, match.prompt_tokens, 0).skip_tokens
+                index.match(sequence.chain.digests, match.prompt_tokens, 0).skip_tokens
                 >= match.skip_tokens
             )
         finally:
             self.cancel(load)
             kv_blocks.release_memory_blocks(held)
-            index.cancel(kept)
+            index.cancel(reserved)
 
     def let_go(self) -> None:
         """Take back what a call held that broke off."""
