@@ -194,7 +194,11 @@ class KVBlockAllocator:
         return self.take(num_blocks)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Do what ``allocate_memory_blocks`` does, for a context, which holds the guard."""
+        """Do what ``allocate_memory_blocks`` does, for a context, which holds the guard.
+
+        Raises:
+            BlockCapacityError: As there.
+        """
         num_short = num_blocks - self._rows.num_free
         if num_short > self._num_cached:
             raise BlockCapacityError(num_blocks, self._rows.num_free + self._num_cached)
