@@ -7,10 +7,11 @@ import ast
 import builtins
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 
-from sources import PACKAGE, Source, definitions, is_public, sources
+from sources import PACKAGE, ROOT, Source, definitions, is_public, sources
 
 from mamba_cache import errors
 
@@ -96,6 +97,18 @@ def test_no_test_decides_by_a_clock() -> None:
         if CLOCK.search(line)
     ]
     assert found == []
+
+
+def test_explained_mutants_are_on_lines_that_exist() -> None:
+    """``python tests/mutation`` refuses to run otherwise: explanations go with their lines."""
+    explained = json.loads((ROOT / "tests/mutation/explained.json").read_text(encoding="utf-8"))
+    gone = [
+        f"{name}: {line}"
+        for name, lines in explained.items()
+        for line in lines
+        if line not in map(str.strip, (ROOT / name).read_text(encoding="utf-8").splitlines())
+    ]
+    assert gone == []
 
 
 def test_docstrings_promise_what_is_raised() -> None:
