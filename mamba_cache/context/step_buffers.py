@@ -107,6 +107,11 @@ class StepBuffers:
         """Return the fields of the first checkpoints inside prefill chunks; None: of all."""
         return tuple([self.tensors[name][:num_checkpoints] for name in CHECKPOINT_FIELDS])
 
+    @property
+    def host_arrays(self) -> dict[str, _IntArray]:
+        """The last step's tensors on the host, by name and by group: read only, until the next."""
+        return self._last.arrays
+
     def entries(self, name: str) -> list[Any]:
         """Return the "restores" or the "boundaries" of the last step, from and to; [] for none.
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from mamba_cache._torch import outside_inference_mode, to_device
@@ -177,20 +178,20 @@ class BatchForwards:
         computed, is_captured = [], True
         most = 0 if is_eager or self.why_eager else max_tokens
         for group in self._split(self._place(step), max_tokens, most):
-            shape, rows = self._describe(group)
+            shape = self._shape_of(group)
             size = self.costs.captured(shape.num_rows, shape.num_tokens, most)
             if size is None or shape.num_checkpoints > _MAX_CAPTURED_CHECKPOINTS:
-                inputs = to_device(torch.tensor(rows, device="cpu"), self._context.device)
+                inputs = self._inputs_of(shape, group)
                 with self.costs.computing(shape.num_rows * shape.num_tokens):
                     logits = self._forward(shape, inputs)
             else:
                 shape = _fit(shape, size)
-                logits = self._run(shape, rows)
+                logits = self._run(shape, group)
             is_captured &= self._has_all
             requests = tuple(chunk.request for chunk in group)
             num_tokens = sum(request.num_tokens for request in requests)
             num_padded = shape.num_rows * shape.num_tokens - num_tokens
-            computed.append(ComputedChunks(requests, logits[: len(rows)], num_padded))
+            computed.append(ComputedChunks(requests, logits[: len(group)], num_padded))
         metadata = step.metadata
         if metadata.num_checkpoints and is_captured:
             lengths = metadata.num_chunks, metadata.num_prefill_tokens
@@ -198,11 +199,11 @@ class BatchForwards:
             self._context.count_extractions(CapturedExtractions(dict.fromkeys(layers, lengths)))
         return computed
 
-    def _run(self, shape: RectangleShape, rows: list[list[int]]) -> torch.Tensor:
+    def _run(self, shape: RectangleShape, group: Sequence[_Placed]) -> torch.Tensor:
         """Compute a rectangle that may be captured; rows that are missing repeat the first one."""
         # Repeated rows write the same values to the same places.
-        numbers = torch.tensor(rows + rows[:1] * (shape.num_rows - len(rows)), device="cpu")
-        given = to_device(numbers, self._context.device)
+        rows = [*group, *[group[0]] * (shape.num_rows - len(group))]
+        given = self._inputs_of(shape, rows)
         inputs = self._room_for(shape, given).copy_(given)
         self._has_all = True  # or it raises
         compute = partial(self._forward, shape, inputs)
@@ -260,15 +261,9 @@ class BatchForwards:
             for begin, end in self.costs.split(lengths, max_tokens, most_captured):
                 yield sorted(group[begin:end], key=lambda chunk: chunk.place)
 
-    def _describe(self, group: Sequence[_Placed]) -> tuple[RectangleShape, list[list[int]]]:
-        """Return a rectangle's shape, and the numbers of its rows as ``forward`` takes them."""
+    def _shape_of(self, group: Sequence[_Placed]) -> RectangleShape:
         lengths = [chunk.request.num_tokens for chunk in group]
-        count = max(len(chunk.cuts) for chunk in group)
-        # A row with fewer checkpoints has empty pieces.
-        bounds = [
-            [0, *chunk.cuts, *[length] * (count + 1 - len(chunk.cuts))]
-            for chunk, length in zip(group, lengths, strict=True)
-        ]
+        bounds = _bounds_of(group, max(len(chunk.cuts) for chunk in group))
         widths = tuple(
             max(end - begin for begin, end in zip(*pair, strict=True))
             for pair in pairwise(zip(*bounds, strict=True))
@@ -278,55 +273,66 @@ class BatchForwards:
         least = self._min_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
         is_ragged = not is_alike or size < least
-        shape = RectangleShape(
+        return RectangleShape(
             len(group),
             max(size, least),
             widths if size >= least else (least,),
             is_ragged=is_ragged,
             is_fresh=not is_ragged and not any(chunk.request.start for chunk in group),
         )
-        rows = [
-            [chunk.place, chunk.first_token, own[-1], *own[1:-1]]
-            for chunk, own in zip(group, bounds, strict=True)
+
+    def _inputs_of(self, shape: RectangleShape, group: Sequence[_Placed]) -> torch.Tensor:
+        """Return what a rectangle reads, in one tensor on the device: see ``forward``."""
+        rows, arrays = len(group), self._context.step_buffers.host_arrays
+        bounds = np.array(_bounds_of(group, shape.num_checkpoints))
+        first, lengths = np.array([chunk.first_token for chunk in group]), bounds[:, -1]
+        places = np.array([chunk.place for chunk in group])
+        by_row = [
+            places,
+            np.array([chunk.request.start for chunk in group]),
+            lengths,
+            arrays["state_rows"][places],
+            np.arange(rows) * shape.num_tokens + lengths - 1,
         ]
-        for number in range(count):
+        for number in range(shape.num_checkpoints):
             # Rows without this checkpoint repeat the write of another row.
-            owners = [row for row, chunk in enumerate(group) if len(chunk.cuts) > number]
-            for row, numbers in enumerate(rows):
-                owner = row if row in owners else owners[0]
-                numbers += [owner, group[owner].request.checkpoints[number][1]]
-        return shape, rows
+            having = [row for row, chunk in enumerate(group) if len(chunk.cuts) > number]
+            owners = [row if row in having else having[0] for row in range(rows)]
+            by_row += [owners, [group[row].request.checkpoints[number][1] for row in owners]]
+        columns = np.arange(shape.num_tokens)
+        # Padding repeats a row's last token, at its position: no number of it is out of range.
+        at = first[:, None] + np.minimum(columns, lengths[:, None] - 1)
+        by_token = arrays["tokens"].T[:, at]
+        slots = by_token[2]
+        slots[(slots < 0) | (columns >= lengths[:, None])] = self._dummy_slot
+        numbers = np.concatenate([*by_row, bounds.ravel(), by_token.ravel()])
+        return to_device(torch.from_numpy(numbers), self._context.device)
 
     def forward(self, shape: RectangleShape, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Compute a rectangle whose step's metadata are on the device.
+        """Compute a rectangle whose step's block tables are on the device.
 
-        ``inputs`` are [rows, 3 + 3 * checkpoints] int64: each row's place in the step, its first
-        token there, how many it has; where it is cut, in tokens; and for each cut the row whose
-        state is saved, and the slot.
+        ``inputs`` are int64, one behind the other. [rows] each: places in the step, first
+        positions, lengths, rows of the live states, last tokens in the rectangle, and for each cut
+        the row whose state is saved, and the slot. [rows, cuts + 2]: where pieces begin, and the
+        last one ends. [rows, tokens] each: ids, positions, and where keys and values go.
 
         Return [rows, vocabulary] logits after each row's last token; and whether all checkpoints
         were saved whole.
         """
-        metadata, count = self._metadata, shape.num_checkpoints
-        # Each attention layer's kernel reads them as rows.
-        places, first, lengths = inputs[:, :3].t().contiguous().unbind()
-        columns = torch.arange(shape.num_tokens, device=inputs.device)
-        # Padding repeats a row's last token, at its position: no number of it is out of range.
-        at = first[:, None] + torch.minimum(columns, lengths[:, None] - 1)
-        slots = metadata["kv_slot_mapping"][at]
-        is_lost = (slots < 0) | (columns >= lengths[:, None])
-        slots = slots.masked_fill(is_lost, self._dummy_slot).flatten()
-        positions = metadata["positions"][at]
-        live_rows = metadata["state_rows"][places].long()
-        states = {name: self._rows_of(tensor, live_rows) for name, tensor in self._live.items()}
-        ends, bounds = inputs[:, 3 : 3 + count], None
-        if shape.is_ragged:
-            bounds = torch.cat([torch.zeros_like(lengths)[:, None], ends, lengths[:, None]], dim=1)
-        slots_by_owner = inputs[:, 3 + count :].unbind(1)
+        rows, size, count = shape.num_rows, shape.num_tokens, shape.num_checkpoints
+        sizes = [(5 + 2 * count) * rows, (count + 2) * rows, 3 * rows * size]
+        of_rows, of_pieces, of_tokens = torch.split(inputs, sizes)
+        places, starts, lengths, live_rows, last, *slots_by_owner = of_rows.view(-1, rows).unbind()
+        ids, positions, slots = of_tokens.view(3, rows, size).unbind()
+        bounds = of_pieces.view(rows, -1) if shape.is_ragged else None
+        states = {
+            name: self._rows_of(tensor, live_rows, are_copied=not shape.is_fresh)
+            for name, tensor in self._live.items()
+        }
         saved = self._layout.views(self._context.slot_allocator.states.tensors).states
         run = ScanRun(
-            shape.num_rows,
-            shape.num_tokens,
+            rows,
+            size,
             shape.widths,
             inputs.device,
             bounds,
@@ -335,29 +341,22 @@ class BatchForwards:
             is_kernel=self._has_kernels,
         )
         # Before the configuration is replaced.
-        cache = self._make_cache(shape.num_rows, None if shape.is_fresh else states)
+        cache = self._make_cache(rows, None if shape.is_fresh else states)
+        tables = self._metadata["block_tables"]
         with ExitStack() as during:
             during.enter_context(
-                self._attention.during(
-                    slots,
-                    metadata["block_tables"],
-                    places,
-                    metadata["positions"][first],
-                    lengths,
-                )
+                self._attention.during(slots.flatten(), tables, places, starts, lengths)
             )
-            if self._capture is not None and shape.num_tokens > 1:
+            if self._capture is not None and size > 1:
                 during.enter_context(self._capture.scanning(run, cache))
-            last = None
-            if shape.is_ragged:
-                last = torch.arange(shape.num_rows, device=inputs.device), lengths - 1
-                if self._head is not None:
-                    at_last = partial(_at_last_tokens, last, shape.num_tokens)
-                    during.enter_context(intercepted(self, self._head, "forward", at_last))
-            ids, needed = metadata["token_ids"][at], 0 if last else 1
+            if shape.is_ragged and self._head is not None:
+                at_last = partial(_at_last_tokens, last, (rows, size))
+                during.enter_context(intercepted(self, self._head, "forward", at_last))
+            needed = 0 if shape.is_ragged else 1
             logits = self._runner.forward_rows(ids, positions, cache, logits_to_keep=needed)
         # A model that does not call its head computes the logits of all tokens.
-        logits = logits[last] if last and logits.shape[1] > 1 else logits[:, -1]
+        has_others = shape.is_ragged and logits.shape[1] > 1
+        logits = logits.flatten(0, 1)[last] if has_others else logits[:, -1]
         has_all = self._capture is not None and run.num_written == self._capture.num_tensors
         if shape.is_ragged and not has_all:
             raise ModelChangedError(
@@ -369,10 +368,13 @@ class BatchForwards:
             self._pieces.copy_rows(states[name], tensor, to=live_rows)
         return logits, has_all or not count
 
-    def _rows_of(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return copies of rows of a live tensor."""
+    def _rows_of(
+        self, tensor: torch.Tensor, rows: torch.Tensor, *, are_copied: bool
+    ) -> torch.Tensor:
+        """Return room for rows of a live tensor, or copies of them."""
         copies = tensor.new_empty(len(tensor), len(rows), *tensor.shape[2:])
-        self._pieces.copy_rows(tensor, copies, rows)
+        if are_copied:
+            self._pieces.copy_rows(tensor, copies, rows)
         return copies
 
     def _make_cache(self, num_rows: int, states: dict[str, torch.Tensor] | None) -> Any:
@@ -410,15 +412,24 @@ def _fit(shape: RectangleShape, size: tuple[int, int]) -> RectangleShape:
     return RectangleShape(rows, tokens, (tokens, *widths[1:]), is_ragged=True)
 
 
+def _bounds_of(group: Sequence[_Placed], count: int) -> list[list[int]]:
+    """Return where each row's pieces begin, and its last one ends, with ``count`` cuts."""
+    # A row with fewer checkpoints has empty pieces.
+    return [
+        [0, *chunk.cuts, *[chunk.request.num_tokens] * (count + 1 - len(chunk.cuts))]
+        for chunk in group
+    ]
+
+
 def _at_last_tokens(
-    last: tuple[torch.Tensor, torch.Tensor],
-    num_tokens: int,
+    last: torch.Tensor,
+    size: tuple[int, int],
     forward: Callable[..., torch.Tensor],
     hidden: torch.Tensor,
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
     """Compute logits of each row's last token alone, in the place of a model's head."""
-    if hidden.dim() == 3 and hidden.shape[1] == num_tokens:
-        hidden = hidden[last][:, None]
+    if hidden.dim() == 3 and hidden.shape[:2] == size:
+        hidden = hidden.flatten(0, 1)[last][:, None]
     return forward(hidden, *args, **options)
