@@ -54,6 +54,11 @@ def _add_tile(  # type: ignore[no-untyped-def]
     if BLOCK % TILE == 0:  # the tile lies in one block
         block = tl.load(table + first // BLOCK).to(tl.int64)
         slots = block * BLOCK + first % BLOCK + tl.arange(0, TILE)
+    elif TILE % BLOCK == 0:  # it has whole blocks
+        own = tl.arange(0, TILE // BLOCK)
+        blocks = tl.load(table + first // BLOCK + own, mask=first + own * BLOCK < end, other=0)
+        slots = (blocks.to(tl.int64) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        slots = tl.reshape(slots, [TILE])
     else:
         blocks = tl.load(table + tokens // BLOCK, mask=is_token, other=0).to(tl.int64)
         slots = blocks * BLOCK + tokens % BLOCK
