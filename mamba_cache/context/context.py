@@ -96,7 +96,7 @@ from mamba_cache.states import (
     as_device,
     plan_extraction,
 )
-from mamba_cache.tiers import CacheIdentity, LoadPlanner, ModelIdentity, TierStats
+from mamba_cache.tiers import LoadPlanner, ModelIdentity, TierStats
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.lower import LowerTier
@@ -148,9 +148,8 @@ class DynamicInferenceContext:
         placement: Where states are saved. Default: Megatron's three positions.
         load_planner: Decides what is loaded from the host tier and what is computed. Default: by
             what either turns out to take.
-        disk_planner: Likewise what is brought from the disk to the host tier.
-        identity: What all processes that share entries have in common: what the embedder says of
-            the model, or all of it. Default: nobody shares.
+        identity: What the embedder says of the model, for processes that share entries. Default:
+            nobody shares.
         clock: Returns the seconds by which pins end, and never goes back. Processes that must
             decide alike need one whose readings are alike, or pins without an end.
         shared: Memory of an owner, which the settings describe; ``slot_policy`` and ``clock`` are
@@ -191,8 +190,7 @@ class DynamicInferenceContext:
         slot_policy: SlotEvictionPolicy | None = None,
         placement: CheckpointPlacement | None = None,
         load_planner: LoadPlanner | None = None,
-        disk_planner: LoadPlanner | None = None,
-        identity: CacheIdentity | ModelIdentity | None = None,
+        identity: ModelIdentity | None = None,
         clock: Callable[[], float] = time.monotonic,
         shared: CacheMemory | None = None,
         agreement: RankAgreement | None = None,
@@ -245,7 +243,6 @@ class DynamicInferenceContext:
                 slots=self.slot_allocator,
                 kv_cache=self.kv_cache,
                 planner=load_planner,
-                disk_planner=disk_planner,
                 identity=identity_of(identity, config, state_spec, kv_spec, self.device),
                 agreement=agreement,
             )

@@ -1,4 +1,4 @@
-"""Loads from disk and store into the host tier, and write-back."""
+"""What is being brought from disk and store to the host tier for a request, and how far it is."""
 
 from __future__ import annotations
 

@@ -45,9 +45,7 @@ Transfers: TypeAlias = PlainTransfers | CudaTransfers
 
 
 def with_secret(
-    config: CacheConfig,
-    identity: CacheIdentity | ModelIdentity | None,
-    agreement: RankAgreement | None,
+    config: CacheConfig, identity: ModelIdentity | None, agreement: RankAgreement | None
 ) -> CacheConfig:
     """Return settings with the secret of their disk cache, unless they have one."""
     if config.hash_secret is not None or config.disk_cache_path is None or identity is None:
@@ -60,7 +58,7 @@ def with_secret(
 
 
 def identity_of(
-    given: CacheIdentity | ModelIdentity | None,
+    given: ModelIdentity | None,
     config: CacheConfig,
     state_spec: StateSpec,
     kv_spec: KVCacheSpec | None,
@@ -69,17 +67,10 @@ def identity_of(
     """Return the identity of a context's entries."""
     if given is None:
         return None
-    if isinstance(given, ModelIdentity):
-        if device.type != "cpu" and given.numerics == Numerics.of("cpu"):
-            given = replace(given, numerics=Numerics.of(device))
-        return CacheIdentity.of(given, config, state_spec, kv_spec)
-    check_kind("identity", given, CacheIdentity)
-    own = CacheIdentity.of(given.model, config, state_spec, kv_spec)
-    if own != given:
-        raise InvalidArgumentError(
-            f"identity is of another context: it differs in {', '.join(given.differences(own))}"
-        )
-    return given
+    check_kind("identity", given, ModelIdentity)
+    if device.type != "cpu" and given.numerics == Numerics.of("cpu"):
+        given = replace(given, numerics=Numerics.of(device))
+    return CacheIdentity.of(given, config, state_spec, kv_spec)
 
 
 def make_host_tier(
@@ -111,7 +102,7 @@ def open_lower_tiers(
     for name in ("disk_cache_path", "store"):
         if identity is None and getattr(config, name) is not None:
             raise InvalidArgumentError(
-                f"{name} needs identity (tiers.CacheIdentity.of): other processes use its entries, "
+                f"{name} needs identity (tiers.ModelIdentity): other processes use its entries, "
                 "and nothing else says which model and weights they are of"
             )
     if identity is None:

@@ -122,7 +122,6 @@ class Tiering:
         *,
         identity: CacheIdentity | None,
         planner: LoadPlanner | None = None,
-        disk_planner: LoadPlanner | None = None,
         is_waited_for: bool = False,
         agreement: RankAgreement | None = None,
     ) -> None:
@@ -139,7 +138,7 @@ class Tiering:
         self.host, self.transfers = make_host_tier(config, tensors, device, policy)
         assumed = (_UNMEASURED,) * 3 if is_waited_for else _ASSUMED
         of_host, of_disk, of_store = (LoadPlanner(rates) for rates in assumed)
-        self.planners = Planners(planner or of_host, disk_planner or of_disk, of_store)
+        self.planners = Planners(planner or of_host, of_disk, of_store)
         self.disk, self.store = open_lower_tiers(config, identity, self.host)
         # A caller that waits for its copies has no others under way.
         self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
@@ -974,14 +973,12 @@ def make_tiering(
     slots: MambaSlotAllocator,
     kv_cache: torch.Tensor | None,
     planner: LoadPlanner | None,
-    disk_planner: LoadPlanner | None = None,
     identity: CacheIdentity | None,
     agreement: RankAgreement | None = None,
 ) -> Tiering | NoTiers:
     """Make the tiers of a context that the settings ask for."""
-    for name, given in (("load_planner", planner), ("disk_planner", disk_planner)):
-        if given is not None:
-            check_kind(name, given, LoadPlanner)
+    if planner is not None:
+        check_kind("load_planner", planner, LoadPlanner)
     if not config.has_host_tier or not config.enable_prefix_caching:
         return NoTiers()
     if kv_cache is None:
@@ -1003,6 +1000,5 @@ def make_tiering(
         slots,
         identity=identity,
         planner=planner,
-        disk_planner=disk_planner,
         agreement=agreement,
     )

@@ -39,14 +39,14 @@ NONCE_BYTES: Final = 16
 _MAGIC: Final = b"mambacE1"
 _VERSION: Final = 3
 _KEY_VERSION: Final = "mc1"
-_NO_CHUNK: Final = 2**32 - 1
+_WHOLE: Final = 2**32 - 1
 _CHECKSUM_BYTES: Final = 16
 _LAST_NONCE: Final = b"\xff" * 12
 _MAX_IDENTITIES: Final = 16
 _MAX_PREFIX_TOKENS: Final = 2**40
 
-# Magic, version, kind, bytes of the full digest, rank, chunk, generation, prefix tokens, payload
-# bytes, identity, tenant, full digest, nonce, payload tag.
+# Magic, version, kind, bytes of the full digest, rank, what marks a whole entry, generation, prefix
+# tokens, payload bytes, identity, tenant, full digest, nonce, payload tag.
 _FIELDS: Final = struct.Struct("<8sHBBIIQQQ32s16s32s16s16s")
 _PADDING: Final = HEADER_BYTES - _FIELDS.size - _CHECKSUM_BYTES
 
@@ -83,7 +83,7 @@ class Refusal(str, Enum):
     """Header or payload are not what a process with this secret wrote, on disk or in a store."""
 
     MALFORMED = "malformed"
-    """The checksum is right, and what is no field is not zero: another version wrote it."""
+    """The checksum is right and constant bytes are not: another version wrote it."""
 
     IDENTITY = "identity"
     """Another model, other weights, specs or numerics."""
@@ -96,9 +96,6 @@ class Refusal(str, Enum):
 
     RANK = "rank"
     """Another part of the model."""
-
-    CHUNK = "chunk"
-    """Another chunk of the entry."""
 
     DIGEST = "digest"
     """Another prefix."""
@@ -129,8 +126,8 @@ class Refusal(str, Enum):
 class EntryKey:
     """What an entry is found by.
 
-    Its spelling is ``mc1/<identity>/<tenant>/<s or k>/<full digest>/<rank>[/<chunk>]``, digests in
-    hexadecimal.
+    Its spelling is ``mc1/<identity>/<tenant>/<s or k>/<full digest>/<rank>``, digests in
+    hexadecimal; of one of its chunks, ``/<number>`` follows.
     """
 
     identity: bytes  # [32]
@@ -138,20 +135,10 @@ class EntryKey:
     kind: EntryKind
     digest: bytes  # [16 or 32], the full block digest: it names the whole prefix
     rank: int = 0
-    chunk: int | None = None  # of an entry that is stored in several
 
     def __str__(self) -> str:
-        parts = [
-            _KEY_VERSION,
-            self.identity.hex(),
-            self.tenant.hex(),
-            self.kind.value,
-            self.digest.hex(),
-            str(self.rank),
-        ]
-        if self.chunk is not None:
-            parts.append(str(self.chunk))
-        return "/".join(parts)
+        identity, tenant, digest = self.identity.hex(), self.tenant.hex(), self.digest.hex()
+        return f"{_KEY_VERSION}/{identity}/{tenant}/{self.kind.value}/{digest}/{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +169,7 @@ class EntryHeader(NamedTuple):
             ord(own.kind.value),
             len(own.digest),
             own.rank,
-            _NO_CHUNK if own.chunk is None else own.chunk,
+            _WHOLE,
             self.generation,
             facts.prefix_tokens,
             facts.payload_bytes,
@@ -204,7 +191,7 @@ class EntryHeader(NamedTuple):
         if len(content) < HEADER_BYTES:
             return Refusal.SHORT
         (
-            magic, version, kind, digest_size, rank, chunk, generation, prefix_tokens,
+            magic, version, kind, digest_size, rank, whole, generation, prefix_tokens,
             payload_bytes, identity, tenant, digest, nonce, payload_tag,
         ) = _FIELDS.unpack_from(content)  # fmt: skip
         if magic != _MAGIC:
@@ -220,12 +207,12 @@ class EntryHeader(NamedTuple):
             (tenant, own.tenant, Refusal.TENANT),
             (kind, ord(own.kind.value), Refusal.KIND),
             (rank, own.rank, Refusal.RANK),
-            (chunk, _NO_CHUNK if own.chunk is None else own.chunk, Refusal.CHUNK),
             (digest_size, len(own.digest), Refusal.DIGEST),
             (digest, own.digest.ljust(len(digest), b"\0"), Refusal.DIGEST),
             (prefix_tokens, expected.prefix_tokens, Refusal.PREFIX_TOKENS),
             (payload_bytes, expected.payload_bytes, Refusal.PAYLOAD_BYTES),
-            # Nothing that a later version means is read past.
+            # Nothing that another version means is read past.
+            (whole, _WHOLE, Refusal.MALFORMED),
             (content[_FIELDS.size : -_CHECKSUM_BYTES], bytes(_PADDING), Refusal.MALFORMED),
         ):
             if found != derived:

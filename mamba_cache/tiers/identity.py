@@ -267,19 +267,6 @@ class CacheIdentity:
         facts: dict[str, Any] = json.loads(self.canonical)
         return facts
 
-    @property
-    def model(self) -> ModelIdentity:
-        """What the embedder has said of the model."""
-        facts = self.facts
-        return ModelIdentity(
-            name=facts["model"],
-            weights=facts["weights"],
-            adapter=facts["adapter"],
-            settings=facts["settings"],
-            rank=ParallelRank(**facts["rank"]),
-            numerics=Numerics(**facts["numerics"]),
-        )
-
     def differences(self, other: CacheIdentity) -> tuple[str, ...]:
         """Name the facts in which two differ, so that a cache that never hits can be explained.
 

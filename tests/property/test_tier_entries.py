@@ -13,7 +13,6 @@ KEYS = st.builds(
     st.sampled_from(EntryKind),
     st.one_of(st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32)),
     st.integers(0, 2**31 - 1),
-    st.none() | st.integers(0, 2**31 - 1),
 )
 FACTS = st.builds(
     EntryFacts,

@@ -47,9 +47,14 @@ def facts_of(number, kind=EntryKind.STATE, *, identity=IDENTITY, num_bytes=None,
         "prefix_tokens": 256 * (number + 1),
         "payload_bytes": num_bytes or size,
     }
-    key |= {name: value for name, value in changes.items() if name in key or name == "chunk"}
+    key |= {name: value for name, value in changes.items() if name in key}
     own |= {name: value for name, value in changes.items() if name in own}
     return EntryFacts(EntryKey(**key), **own)
+
+
+def name_of(number, chunk=None):
+    """The name in a store of an entry's header, or of one of its chunks."""
+    return f"{facts_of(number).key}{'' if chunk is None else f'/{chunk}'}"
 
 
 def payload_of(number, kind=EntryKind.STATE):

@@ -18,6 +18,7 @@ from disk_rig import (
     file_of,
     load,
     make_identity,
+    name_of,
     open_tier,
     payload_of,
     put,
@@ -81,7 +82,7 @@ def test_an_entry_in_a_store_that_is_rewritten_without_the_secret_is_refused(
     facts = facts_of(1)
     if how == "with a checksum":
         blobs = bench.memory._blobs
-        names = [str(replace(facts.key, chunk=number)) for number in range(5)]
+        names = [f"{facts.key}/{number}" for number in range(5)]
         size = len(blobs[names[0]])
         for number, name in enumerate(names):
             blobs[name] = FORGED[number * size :][: len(blobs[name])]
@@ -136,7 +137,7 @@ def test_chunks_in_a_store_that_were_exchanged_are_refused(monkeypatch) -> None:
     bench = Bench(monkeypatch)
     for one, other in (((1, 0), (1, 1)), ((1, 2), (2, 2))):
         assert {bench.put(1), bench.put(2)} == {None}
-        names = [str(replace(facts_of(n).key, chunk=chunk)) for n, chunk in (one, other)]
+        names = [name_of(*each) for each in (one, other)]
         blobs = bench.memory._blobs
         blobs[names[0]], blobs[names[1]] = blobs[names[1]], blobs[names[0]]
         assert bench.load(1) is Refusal.MAC

@@ -43,7 +43,6 @@ def open_context(**changes):
     config, options = open_config(**changes), {}
     if config.has_host_tier:
         options = {"identity": IDENTITY, "load_planner": slow_prefill()}
-        options["disk_planner"] = options["load_planner"]
     return make_context(config, model=MODEL, **options)
 
 

@@ -148,7 +148,7 @@ def test_what_a_tier_needs():
     spec = MODEL.config.state_spec(torch.float64)
     with pytest.raises(InvalidArgumentError, match="a host tier needs kv_spec"):
         DynamicInferenceContext(config, spec)
-    wrongs = ("load_planner", 3), ("disk_planner", 3), ("identity", "me")
+    wrongs = ("load_planner", 3), ("identity", "me")
     for name, wrong in wrongs:
         with pytest.raises(InvalidArgumentError):
             make_context(config, **{name: wrong})

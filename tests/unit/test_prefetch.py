@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -479,16 +479,6 @@ def test_models_without_attention_bring_states_alone(tmp_path) -> None:
     assert (again[0], again[2].skip_tokens) == (tokens, 56)
 
 
-def test_who_decides_what_is_brought_may_be_given(tmp_path) -> None:
-    settings = {"num_host_blocks": 4, "num_host_states": 4, "hash_secret": b"s"}
-    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01}
-    planner = LoadPlanner(learns=False)
-    config = make_config(**settings, **on_disk)
-    context = make_context(config, identity=IDENTITY, disk_planner=planner)
-    assert context._tiering.planners.disk is planner
-    context.close()
-
-
 def test_a_disk_has_rows_of_the_kinds_that_the_host_has(tmp_path) -> None:
     """It writes from the host's rows and reads into them."""
     for number, (settings, kinds) in enumerate((
@@ -526,34 +516,24 @@ def test_arguments_are_checked(context, tmp_path) -> None:
         num_host_blocks=4, num_host_states=4, hash_secret=b"s",
         disk_cache_path=tmp_path / "x", disk_cache_gb=0.01,
     )  # fmt: skip
-    for options, message in (({}, "needs identity"), ({"identity": "m"}, "a CacheIdentity")):
+    for options, message in (({}, "needs identity"), ({"identity": "m"}, "a ModelIdentity")):
         with pytest.raises(InvalidArgumentError, match=message):
             make_context(on_disk, **options)
-
-
-def test_an_identity_must_be_this_contexts(tmp_path) -> None:
-    specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
-    config = make_config(hash_secret=b"s")
-    own = CacheIdentity.of(IDENTITY, config, *specs)
-    assert own.model == IDENTITY
-    cpu = torch.device("cpu")
-    assert identity_of(own, config, *specs, cpu) == own
-    assert identity_of(IDENTITY, config, *specs, cpu) == own
-    assert identity_of(None, config, *specs, cpu) is None
-    with pytest.raises(InvalidArgumentError, match=r"it differs in hash\.secret"):
-        identity_of(own, make_config(hash_secret=b"other"), *specs, cpu)
 
 
 def test_numerics_that_nobody_gave_are_those_of_the_contexts_device() -> None:
     """Not of the CPU beside it: two kinds of GPUs do not compute the same bits."""
     specs = MODEL.config.state_spec(MODEL.dtype), MODEL.config.kv_spec(MODEL.dtype)
     config = make_config(hash_secret=b"s")
-    device = torch.device("meta")  # stands for a GPU
+    cpu, device = torch.device("cpu"), torch.device("meta")  # which stands for a GPU
+    assert identity_of(None, config, *specs, cpu) is None
+    assert identity_of(IDENTITY, config, *specs, cpu) == CacheIdentity.of(IDENTITY, config, *specs)
     made = identity_of(IDENTITY, config, *specs, device)
-    assert made.model.numerics == Numerics.of(device) != IDENTITY.numerics
+    assert made.facts["numerics"] == asdict(Numerics.of(device)) != asdict(IDENTITY.numerics)
     for numerics in (Numerics.of(device, kernels="own"), Numerics.of("cpu", kernels="own")):
         given = replace(IDENTITY, numerics=numerics)
-        assert identity_of(given, config, *specs, device).model == given
+        own = CacheIdentity.of(given, config, *specs)
+        assert identity_of(given, config, *specs, device) == own
 
 
 def test_a_context_that_nobody_closes_lets_go_of_the_disk(tmp_path) -> None:

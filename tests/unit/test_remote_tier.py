@@ -3,12 +3,11 @@
 import re
 import sys
 import threading
-from dataclasses import replace
 from itertools import product
 
 import pytest
 from clocks import ManualClock
-from disk_rig import SECRET, Answer, buffer_for, facts_of, payload_of
+from disk_rig import SECRET, Answer, buffer_for, facts_of, name_of, payload_of
 from faulty_store import FaultyStore, Trouble
 from memory_store import MemoryStore
 from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
@@ -118,7 +117,7 @@ def damaged(blob, what):
 def test_damage_is_found_wherever_it_is(bench, what, chunk) -> None:
     """It is refused by reason, not asked for again, removed, and can be written anew."""
     bench.put(1)
-    name = str(replace(facts_of(1).key, chunk=chunk))
+    name = name_of(1, chunk)
     blob = damaged(bench.memory._blobs.pop(name), what)
     if blob is not None:
         bench.memory._blobs[name] = blob
@@ -143,7 +142,7 @@ def test_a_bad_entry_that_cannot_be_removed_is_not_believed_nor_written(bench) -
     """A store keeps the first bytes of a key, so putting it again would publish the bad ones."""
     bench.put(1)
     bench.faulty.inject("remove", Trouble.FAIL, fault=StoreFault.LEASED)
-    name = str(replace(facts_of(1).key, chunk=2))
+    name = name_of(1, 2)
     bench.memory._blobs[name] = damaged(bench.memory._blobs[name], "bit")
     assert bench.load(1) is Refusal.MAC
     bench.end()
@@ -167,7 +166,7 @@ def test_chunks_of_another_size_are_refused(bench, chunk_bytes) -> None:
 @pytest.mark.parametrize("trouble", [Trouble.DROP, Trouble.LOSE])
 def test_what_a_store_says_is_stored_is_not_believed(bench, lost, trouble) -> None:
     """A chunk is not there though the put returned 0, or the header is not."""
-    name = str(replace(facts_of(1).key, chunk=lost))
+    name = name_of(1, lost)
     bench.faulty.inject("put_many", trouble, matches=lambda key: key == name)
     assert bench.put(1) is Refusal.MISSING
     assert bench.tier.stats().dropped == {"unconfirmed": 1}

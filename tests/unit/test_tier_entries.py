@@ -31,16 +31,14 @@ def patched(offset: int, data: bytes) -> bytes:
     return bytes(content) + hashlib.blake2b(content, digest_size=16).digest()
 
 
-@pytest.mark.parametrize("chunk", [None, 0, 12])
 @pytest.mark.parametrize("kind", EntryKind)
 @pytest.mark.parametrize("digest", [b"d" * 16, b"\x00" * 32])
-def test_keys_are_spelled_and_read(chunk, kind, digest) -> None:
-    key = EntryKey(b"i" * 32, b"t" * 16, kind, digest, 3, chunk)
-    tail = "" if chunk is None else f"/{chunk}"
-    assert str(key) == f"mc1/{'69' * 32}/{'74' * 16}/{kind.value}/{digest.hex()}/3{tail}"
-    assert named_entry(IDENTITY, entry_name(replace(key, identity=IDENTITY.digest))) == (
-        replace(key, identity=IDENTITY.digest) if chunk is None else None
-    )
+def test_keys_are_spelled_and_read(kind, digest) -> None:
+    key = EntryKey(b"i" * 32, b"t" * 16, kind, digest, 3)
+    assert str(key) == f"mc1/{'69' * 32}/{'74' * 16}/{kind.value}/{digest.hex()}/3"
+    own = replace(key, identity=IDENTITY.digest)
+    assert named_entry(IDENTITY, entry_name(own)) == own
+    assert named_entry(IDENTITY, entry_name(f"{own}/0")) is None
 
 
 NAME = entry_name(KEY)
@@ -74,6 +72,7 @@ def test_the_bytes_of_a_header_do_not_change_within_their_version() -> None:
         (10, b"x", Refusal.KIND),
         (11, b"\x11", Refusal.DIGEST),  # its bytes
         (12, b"\xff\xff\xff\xff", Refusal.RANK),
+        (16, bytes(4), Refusal.MALFORMED),  # what marks a whole entry
         (28, bytes(8), Refusal.PREFIX_TOKENS),
         (36, b"\xff" * 8, Refusal.PAYLOAD_BYTES),
         (108, b"\x01", Refusal.DIGEST),  # beyond a digest of 16 bytes
@@ -89,7 +88,6 @@ CHANGES = {
     Refusal.TENANT: {"tenant": b"T" * 16},
     Refusal.KIND: {"kind": EntryKind.KV},
     Refusal.RANK: {"rank": 4},
-    Refusal.CHUNK: {"chunk": 0},
     Refusal.DIGEST: {"digest": b"D" * 16},
     Refusal.PREFIX_TOKENS: {"prefix_tokens": 513},
     Refusal.PAYLOAD_BYTES: {"payload_bytes": 1001},

@@ -53,11 +53,10 @@ def identity(model=(), rank=(), numerics=(), config=(), state=(), kv=()):
 
 
 def test_an_identity_says_what_it_was_told_of_the_model() -> None:
-    described = identity().model
-    assert (described.name, described.weights) == (MODEL["name"], MODEL["weights"])
-    assert (described.adapter, described.settings) == (MODEL["adapter"], MODEL["settings"])
-    assert dataclasses.asdict(described.rank) == RANK
-    assert dataclasses.asdict(described.numerics) == NUMERICS
+    facts = identity().facts
+    assert (facts["model"], facts["weights"]) == (MODEL["name"], MODEL["weights"])
+    assert (facts["adapter"], facts["settings"]) == (MODEL["adapter"], MODEL["settings"])
+    assert (facts["rank"], facts["numerics"]) == (RANK, NUMERICS)
     assert CacheIdentity(identity().canonical) == identity()
 
 
