@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from clocks import ManualClock
 from context_rig import BLOCK, MODEL, VOCAB, generate, make_config, make_context
 from memory_store import MemoryStore
 from tier_rig import always, make_tiered
@@ -25,7 +26,7 @@ from mamba_cache.context.verification import (
 )
 from mamba_cache.errors import InvalidArgumentError, StepOrderError
 from mamba_cache.reference.engine import compute_prefix
-from mamba_cache.tiers import ModelIdentity
+from mamba_cache.tiers import ModelIdentity, lower
 from mamba_cache.tiers.entry import EntryKind
 
 PROMPT = [token % VOCAB for token in range(3 * BLOCK + 3)]
@@ -111,8 +112,9 @@ def test_a_corrupted_entry_goes_from_the_host_tier_too():
 
 
 @pytest.mark.parametrize("below", ["disk", "store"])
-def test_a_corrupted_entry_goes_from_disk_and_store_too(tmp_path, below):
+def test_a_corrupted_entry_goes_from_disk_and_store_too(tmp_path, monkeypatch, below):
     """It alone: nobody else is to find it either."""
+    monkeypatch.setattr(lower, "time", ManualClock())  # on a busy machine no call is late
     memory = MemoryStore()
     disk = {"disk_cache_path": str(tmp_path), "disk_cache_gb": 1.0}
     context = make_context(
