@@ -54,16 +54,13 @@ class PromptEntries:
 
 
 class PrefetchState(str, Enum):
-    """How far a prefetch is."""
-
-    PENDING = "pending"
-    """Entries are on their way."""
-
-    READY = "ready"
-    """All have arrived and are verified: a match finds them."""
+    """How far a prefetch is. Of several ranks' states the last one here is that of all."""
 
     NOTHING = "nothing"
     """There is nothing to bring that would let the request skip more than it does anyway."""
+
+    READY = "ready"
+    """All have arrived and are verified: a match finds them."""
 
     INCOMPLETE = "incomplete"
     """All is over, and an entry was missing, damaged, or found no room. Or a tier failed: nobody
@@ -75,17 +72,11 @@ class PrefetchState(str, Enum):
     CANCELLED = "cancelled"
     """Somebody cancelled it. What arrives later is dropped."""
 
+    PENDING = "pending"
+    """Entries are on their way."""
 
-STATES: Final = (
-    PrefetchState.NOTHING,
-    PrefetchState.READY,
-    PrefetchState.INCOMPLETE,
-    PrefetchState.TIMED_OUT,
-    PrefetchState.CANCELLED,
-    PrefetchState.PENDING,
-)
-"""Of several ranks' states the last one here is that of all."""
 
+STATES: Final = tuple(PrefetchState)
 
 _FAILURES: Final = frozenset({Refusal.TIMEOUT, Refusal.IO_ERROR})
 """What a tier that is dead says; it would say the same of each entry, one after the other."""

@@ -35,7 +35,7 @@ from mamba_cache.tiers.directory import (
     open_own_file,
     remove_folder,
 )
-from mamba_cache.tiers.entry import EntryFacts, EntryKey, EntryKind, prefix_tokens_in
+from mamba_cache.tiers.entry import EntryKey, EntryKind, prefix_tokens_in
 from mamba_cache.tiers.identity import CacheIdentity
 
 __all__ = ["PAGE_BYTES", "DiskStore", "file_bytes"]
@@ -151,15 +151,6 @@ class DiskStore(BlobStore):
     def is_own(self, key: EntryKey) -> bool:
         """Say whether a key is of this identity and rank."""
         return (key.identity, key.rank) == (self._identity.digest, self._identity.rank)
-
-    def check_size(self, facts: EntryFacts) -> None:
-        """Check that an entry has the size of its kind."""
-        key, expected = facts.key, self._payload_bytes.get(facts.key.kind)
-        if facts.payload_bytes != expected:
-            raise InvalidArgumentError(
-                f"a {key.kind.name.lower()} must have {expected} bytes in this disk cache, got "
-                f"{facts.payload_bytes}"
-            )
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of ``TierStats`` that only a disk has."""

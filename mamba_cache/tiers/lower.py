@@ -273,7 +273,6 @@ class LowerTier:
 
         False: it is not taken, which is counted, and ``done`` is not called.
         """
-        self._check_size(facts, payload)
         if not self._is_own(facts.key):
             raise InvalidArgumentError(f"{facts.key} is of another identity than the disk cache's")
         if self._is_forked:  # without the lock, which a fork may have left held
@@ -292,7 +291,6 @@ class LowerTier:
 
         ``into`` holds it only if ``done`` is called with None. False: it is not taken.
         """
-        self._check_size(expected, into)
         if self._is_forked:
             return False
         with self._lock:
@@ -451,14 +449,6 @@ class LowerTier:
 
     def _is_own(self, key: EntryKey) -> bool:
         return self._disk is None or self._disk.is_own(key)
-
-    def _check_size(self, facts: EntryFacts, payload: memoryview) -> None:
-        if len(payload) != facts.payload_bytes:
-            raise InvalidArgumentError(
-                f"{facts.key} has {facts.payload_bytes} bytes, got a buffer of {len(payload)}"
-            )
-        if self._disk is not None:
-            self._disk.check_size(facts)
 
     def _open_jobs(self, *verbs: Verb) -> list[Job]:
         """Return the jobs of some kinds that are not over."""
