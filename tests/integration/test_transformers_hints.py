@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from batch_rig import batch, subject, tokens
@@ -118,6 +119,26 @@ def test_replays_hit_no_less_than_what_was_used_last(drawn):
         for policy in ("lru", "adaptive")
     }
     assert found["adaptive"] >= found["lru"] - 0.005
+
+
+def test_kv_blocks_go_by_the_worth_of_their_states(generator):
+    """By recency strangers took the blocks of a prompt that came every sixth time."""
+    layout = subject("nemotron_h").cache()._store.layout
+
+    def drawn(length):
+        return np.array(tokens(generator, length), np.int32)
+
+    shared, answer = drawn(10 * BLOCK + 3), drawn(2)
+    turns = []
+    for _ in range(20):
+        turns += [(np.append(shared, drawn(2)), answer)]
+        turns += [(drawn(4 * BLOCK + 3), answer) for _ in range(5)]
+    found = {
+        policy: replay(layout, turns, policy, slots=20, blocks=20)["token_hit_rate"]
+        for policy in ("lru", "adaptive")
+    }
+    assert found["lru"] == 0
+    assert found["adaptive"] > 0.2
 
 
 def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_path) -> None:
