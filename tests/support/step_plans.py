@@ -11,8 +11,13 @@ from mamba_cache.context.step_buffers import StepBuffers
 
 
 def make_buffers(table, device, **sizes):
-    """Step buffers over a table that ``make_table`` has made."""
-    return StepBuffers(table, SimpleNamespace(**sizes), device)
+    """Step buffers over a table that ``make_table`` has made.
+
+    Settings that an error would name, and nothing else reads, are its number of rows.
+    """
+    named = ("max_requests", "max_sequence_length", "max_checkpoints_per_step")
+    config = SimpleNamespace(**dict.fromkeys(named, len(table.block_tables)), **sizes)
+    return StepBuffers(table, config, device)
 
 
 def make_table(block_tables, stamps=None):
