@@ -251,6 +251,7 @@ class PromptPath:
     hint: int = 0  # the hint, as a part of the class of its end
     told: tuple[Hashable, bool] | None = None  # source and hint
     near: int = ROOT  # a candidate on its path to search from; it may be forgotten by now
+    answer: Sequence[int] = ()  # hash ids of the prompt and of an answer, up to its newest state
 
 
 class CandidateTree:
@@ -422,6 +423,23 @@ class CandidateTree:
         self._num_made += 1
         self.ghosts[node] = None
         return node
+
+    def rename(self, node: int, hash_id: int) -> bool:
+        """Name the last block of a candidate that was added in this request; say whether it is."""
+        edge, siblings = self._edges[node], self._children[self._parent_at[node]]
+        is_taken = len(edge) == 1 and hash_id in siblings
+        if is_taken or self._last_use_at[node] < self._clock:
+            return False
+        if len(edge) == 1:
+            del siblings[edge[0]]
+            siblings[hash_id] = node
+        del self._by_hash[edge[-1]]
+        edge[-1] = hash_id
+        self._by_hash[hash_id] = node
+        self._told.pop(node, None)
+        self._made_at[node] = self._num_made
+        self._num_made += 1
+        return True
 
     def find_or_add(self, hash_id: int, depth: int) -> int:
         """Return the candidate of a state that saves ``depth`` blocks of an unknown prompt."""
@@ -682,10 +700,13 @@ class AdaptiveSlotPolicy:
             node = self._candidate_at[slot]
             if node in self._incomplete and hash_id > 0:
                 prompt = self._incomplete[node]
-                self._release(node)
                 prompt.hash_ids[-1] = hash_id
-                node = self._tree.propose(prompt, len(prompt.hash_ids), "end")
-                self._tree.keep(node)
+                if self._tree.rename(node, hash_id):
+                    del self._incomplete[node]
+                else:  # another request has saved the same, or time has passed
+                    self._release(node)
+                    node = self._tree.propose(prompt, len(prompt.hash_ids), "end")
+                    self._tree.keep(node)
             elif node < 0:
                 node = self._tree.find_or_add(hash_id, max(1, tokens // self._block_size))
                 self._tree.keep(node)
@@ -741,9 +762,15 @@ class AdaptiveSlotPolicy:
             return self._tree.propose(prompt, depth, kind)
         self._num_incomplete += 1
         # Its last block gets a hash id that no other block has.
-        path, traits, hint = [*hash_ids, -(self._num_incomplete << 1)], prompt.traits, prompt.hint
+        known, traits, hint = prompt.answer, prompt.traits, prompt.hint
+        # A hash names all that is before it. Forks have other answers.
+        at = len(known)
+        if not 0 < at <= len(hash_ids) or known[-1] != hash_ids[at - 1]:
+            known = prompt.hash_ids
+        path = [*known, *hash_ids[len(known) :], -(self._num_incomplete << 1)]
         grown = PromptPath(path, prompt.turn, traits, hint, prompt.told, prompt.near)
         node = self._tree.propose(grown, len(path), kind)
+        prompt.near, prompt.answer = grown.near, path
         # The hint is counted once, and stays in the class.
         grown.traits, grown.told = traits + hint, None
         self._incomplete[node] = grown

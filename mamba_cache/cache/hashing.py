@@ -80,11 +80,11 @@ class BlockHashes(Sequence[int]):
             raise InvalidArgumentError(f"digests must be of one length, got {sorted(sizes)}")
 
     @classmethod
-    def _snapshot(cls, digests: list[bytes]) -> BlockHashes:
-        """Share a list that only ever grows: what is appended later stays out of sight."""
+    def first_of(cls, digests: list[bytes], length: int) -> BlockHashes:
+        """Share a list that only ever grows: what comes after ``length`` stays out of sight."""
         hashes = cls.__new__(cls)
         hashes._digests = digests
-        hashes._length = len(digests)
+        hashes._length = length
         return hashes
 
     @property
@@ -118,7 +118,8 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
-            return BlockHashes._snapshot(self._digests[: self._length][index])
+            digests = self._digests[: self._length][index]
+            return BlockHashes.first_of(digests, len(digests))
         return hash_id_of(self.digest(index))
 
     def __eq__(self, other: object) -> bool:
@@ -301,7 +302,7 @@ class BlockHashChain:
     @property
     def hashes(self) -> BlockHashes:
         """Those of the complete blocks so far; what is appended later does not change them."""
-        return BlockHashes._snapshot(self.digests)
+        return BlockHashes.first_of(self.digests, len(self.digests))
 
     @property
     def num_tokens(self) -> int:

@@ -121,7 +121,7 @@ class KVBlockAllocator:
         self._parents, self._first_children, self._next, self._previous = links
         self._num_cached_children = np.zeros(self.pool_size, np.int32)
         # Single elements are read and written several times faster through memoryviews.
-        self._hash_at, self._used_at = self._hashes.data, self._timestamps.data
+        self.hash_at, self._used_at = self._hashes.data, self._timestamps.data
         self._parent_at, self._first_child_at, self._next_at, self._previous_at = (
             link.data for link in links
         )
@@ -426,7 +426,7 @@ class KVBlockAllocator:
         """Make different blocks without hashes nodes, each below the one before it."""
         if len(block_ids) <= _FEW:
             for block_id, digest in zip(block_ids, digests, strict=True):
-                self._hash_at[block_id], self._digests[block_id] = hash_id_of(digest), digest
+                self.hash_at[block_id], self._digests[block_id] = hash_id_of(digest), digest
                 self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
                 self._attach(block_id, parent)
                 parent = block_id
@@ -447,7 +447,7 @@ class KVBlockAllocator:
         self._next_at[block_id], self._previous_at[block_id] = following, NONE
         if following != NONE:
             self._previous_at[following] = block_id
-        if not self._refs_at[parent] and self._hash_at[parent] != NONE:
+        if not self._refs_at[parent] and self.hash_at[parent] != NONE:
             self._offer(as_rows([parent]))
 
     # Eviction.
@@ -472,7 +472,7 @@ class KVBlockAllocator:
         if len(blocks) > _FEW:
             uses = self._rows.refs[blocks] | self._num_cached_children[blocks]
             blocks = blocks[uses == 0]
-        refs, children, hashes = self._refs_at, self._cached_children_at, self._hash_at
+        refs, children, hashes = self._refs_at, self._cached_children_at, self.hash_at
         ids = blocks.tolist()
         return [b for b in ids if not refs[b] and not children[b] and hashes[b] != NONE]
 
@@ -514,7 +514,7 @@ class KVBlockAllocator:
                     block_id = chosen
             victims.append(block_id)
             parent = self._detach(block_id)
-            is_cached = self._hash_at[parent] != NONE and not self._refs_at[parent]
+            is_cached = self.hash_at[parent] != NONE and not self._refs_at[parent]
             if is_cached and not self._cached_children_at[parent]:
                 leaf = parent, self._priority_of(parent)
         if leaf is not None:
@@ -611,7 +611,7 @@ class KVBlockAllocator:
         with_hash = np.flatnonzero(self._hashes != NONE).tolist()
         by_block = {self._digests[block_id]: block_id for block_id in with_hash}
         return by_block == self._block_of and all(
-            self._hash_at[block_id] == hash_id_of(digest) for digest, block_id in by_block.items()
+            self.hash_at[block_id] == hash_id_of(digest) for digest, block_id in by_block.items()
         )
 
 

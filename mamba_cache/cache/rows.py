@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -65,7 +65,7 @@ class Rows:
         self.refs[taken] = num_references
         return taken
 
-    def push(self, ids: list[int]) -> None:
+    def push(self, ids: Sequence[int]) -> None:
         """Put rows without references and names on the stack of free ones."""
         end = self.num_free + len(ids)
         self.free[self.num_free : end] = ids

@@ -416,7 +416,8 @@ class PrefixIndex:
         depth = position // size
         is_asked = not self.refuses_states or position in sequence.wanted_boundaries
         if position > end:  # the block need not be complete yet
-            return StateProposal(prompt, depth, "end", is_asked, sequence.hashes[: depth - 1])
+            hashes = BlockHashes.first_of(sequence.chain.digests, depth - 1)
+            return StateProposal(prompt, depth, "end", is_asked, hashes)
         # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
         if position >= (end - 1) // size * size:
             kind: Literal["end", "branch", "inside"] = "end"

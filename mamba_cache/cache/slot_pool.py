@@ -324,25 +324,28 @@ class SlotPool:
 
         For a context, which holds the guard.
         """
-        stored: dict[int, int] = {}
+        stored: list[int] = []
+        lengths: list[int] = []
         for slot, block_id, tokens in zip(slots, block_ids, prefix_tokens, strict=True):
             del self.reserved[slot]
+            self._rows.ref_at[slot] = 0
             if self._slot_at[block_id] >= 0:
+                self._rows.push([slot])
                 self._release([slot])
             else:
                 self._slot_at[block_id], self._block_at[slot] = slot, block_id
-                stored[slot] = tokens
-        self._rows.release(as_rows(slots))  # those without a block become free
+                stored.append(slot)
+                lengths.append(tokens)
         if stored:
-            self._note_stored(stored)
+            self._note_stored(stored, lengths)
         return self._slots_of(block_ids)
 
-    def _note_stored(self, stored: dict[int, int]) -> None:
-        """Tell the policy and the listeners of states: the tokens before each, by slot."""
-        slots, prefix_tokens = list(stored), list(stored.values())
+    def _note_stored(self, slots: Sequence[int], prefix_tokens: Sequence[int]) -> None:
+        """Tell the policy and the listeners of states, with the tokens before each."""
         if self.prompt_policy is not None:
-            hashes = as_host_array(self.kv_blocks.block_hashes)
-            hash_ids = [hashes.item(self._block_at[slot]) for slot in slots]
+            index = self._index
+            hashes = index.hash_at if index else as_host_array(self.kv_blocks.block_hashes).data
+            hash_ids = [hashes[self._block_at[slot]] for slot in slots]
             self.prompt_policy.on_published(slots, hash_ids, prefix_tokens)
         else:
             self.policy.on_stored(slots)
@@ -367,7 +370,8 @@ class SlotPool:
         """Do what ``cancel_reserved`` does, for a context, which holds the guard."""
         for slot in slots:
             del self.reserved[slot]
-        self._rows.release(as_rows(slots))
+            self._rows.ref_at[slot] = 0
+        self._rows.push(slots)
         self._release(slots)
 
     def _release(self, slots: Sequence[int]) -> None:
@@ -503,12 +507,14 @@ class SlotPool:
 
     def is_current(self, lease: SlotLease) -> bool:
         """Say whether a lease's slot still holds the state that it names."""
-        return lease.block_id >= 0 and self.lease_of(lease.slot) == lease
+        slot, block_id, generation = lease
+        is_same = self._block_at[slot] == block_id and self.generations.item(slot) == generation
+        return block_id >= 0 and is_same
 
     def free_unread(self, leases: Iterable[SlotLease]) -> None:
         """Free the states that leases name, but for those that are gone or being read."""
-        current = [x for x in leases if self.is_current(x)]
-        self.free_states([x.block_id for x in current if not self._rows.ref_at[x.slot]])
+        refs = self._rows.ref_at
+        self.free_states([x.block_id for x in leases if self.is_current(x) and not refs[x.slot]])
         self.listeners.tell()
 
     def free_cheapest(self, leaves_of: Callable[[npt.NDArray[Any]], list[int]]) -> int | None:

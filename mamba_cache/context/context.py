@@ -720,18 +720,13 @@ class DynamicInferenceContext:
             due = (work.ends > table.next_events[group.rows]).nonzero()[0]
             if len(due):
                 saving, crossing = table.open_blocks(group, work.ends, due)
-                work = work._replace(crossing=crossing)
+                if crossing:
+                    work = work._replace(crossing=crossing)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
         try:
             planned = self._plan_decodes(group.requests, saving) if saving else {}
-            for active in prefills:
-                lease = active.current_chunk.lease
-                if lease is not None and not self.slot_allocator.is_current(lease):
-                    self._plan_again(active)
-            for active in self._tiering.begin(prefills) if prefills else ():  # cannot load
-                self._plan_again(active)
-            chunks = [active.current_chunk for active in prefills]
+            chunks = self._begin_chunks(prefills) if prefills else []
             with outside:
                 metadata = self.step_buffers.fill(work, chunks, [*planned.items()])
                 if self._speculation is not None:
@@ -740,7 +735,7 @@ class DynamicInferenceContext:
                     self._speculation.describe(metadata, on_device, is_exact=is_exact)
                 # Without the padding, which a kernel would look at entry by entry.
                 if restores := self.step_buffers.entries("restores"):
-                    self._slots_to_live.copy(*restores)
+                    self._slots_to_live.copy_own(*restores)
             self._tiering.begin_forward(metadata.num_prefill_tokens)
         except BaseException:
             self._release_all((*group.requests, *prefills))
@@ -748,6 +743,16 @@ class DynamicInferenceContext:
         num_layers = len(self._layer_labels) if metadata.num_checkpoints else 0
         self._step = Step(work, prefills, chunks, planned, metadata, layers=range(num_layers))
         return self._step
+
+    def _begin_chunks(self, prefills: Sequence[ActiveRequest]) -> list[Chunk]:
+        """Begin the loads of chunks, and return the chunks, planned again where that is needed."""
+        for active in prefills:
+            lease = active.current_chunk.lease
+            if lease is not None and not self.slot_allocator.is_current(lease):
+                self._plan_again(active)
+        for active in self._tiering.begin(prefills):  # cannot load
+            self._plan_again(active)
+        return [active.current_chunk for active in prefills]
 
     def _plan_decodes(
         self, requests: Sequence[ActiveRequest], places: Sequence[int]
@@ -820,7 +825,7 @@ class DynamicInferenceContext:
             self._speculation.advance(step.metadata, sampled)
         # As planned: a request loses its checkpoint if the step before has reached it.
         if boundaries := self.step_buffers.entries("boundaries"):
-            self._live_to_slots.copy(*boundaries)
+            self._live_to_slots.copy_own(*boundaries)
         sent = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
             self._step = None
@@ -931,11 +936,22 @@ class DynamicInferenceContext:
         rows, after = rows[:num_decodes], after[:num_decodes]
         table.num_computed[rows] = after
         events = (after > table.next_events[rows]).nonzero()[0]
-        if not len(events) and not planned:
-            return
-        places = events.tolist()
-        if planned:
-            places = sorted({*places, *planned})
+        if len(events) or planned:
+            places = sorted({*events.tolist(), *planned})
+            self._end_blocks(requests, places, after, counts, planned)
+
+    def _end_blocks(
+        self,
+        requests: Sequence[ActiveRequest],
+        places: Sequence[int],
+        after: Int64Array,
+        counts: Int64Array | None,
+        planned: Mapping[int, Checkpoint],
+    ) -> None:
+        """Publish what decoding requests have filled, and the states that were ``planned``.
+
+        ``after`` are the tokens that each request of the batch has computed.
+        """
         in_flight = () if self._step is None else self._step._planned.values()
         written: list[tuple[ActiveRequest, Sequence[Checkpoint]]] = []
         saved: list[tuple[ActiveRequest, Checkpoint]] = []
@@ -949,7 +965,7 @@ class DynamicInferenceContext:
                 if checkpoint not in in_flight:
                     self._cancel_decode(active)
                 checkpoint = None
-            table.take_over(active)
+            self.request_table.take_over(active)
             if checkpoint is not None:
                 active.checkpoint = None
                 saved.append((active, checkpoint))

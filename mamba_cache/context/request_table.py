@@ -127,6 +127,8 @@ class RequestTable:
 
     def scheduled_requests(self) -> list[ActiveRequest]:
         """Return the requests that have a chunk for the next step, oldest first."""
+        if not self.scheduled_chunks:
+            return []
         newest = reversed(self._requests.values())  # they are among these
         scheduled = (active for active in newest if active.status is RequestStatus.SCHEDULED)
         return [*islice(scheduled, len(self.scheduled_chunks))][::-1]

@@ -337,8 +337,6 @@ class MambaSlotAllocator(SlotPool):
 
     def _forget_hashes(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable by hash: the ones registered here, and those they have now."""
-        if not self.hash_to_block_id:
-            return
         now = as_host_array(self.kv_blocks.block_hashes)
         for block_id in block_ids:
             for hash_id in (self._hash_of.pop(block_id, NONE), now.item(block_id)):
@@ -371,7 +369,8 @@ class MambaSlotAllocator(SlotPool):
         self.listeners.tell()
 
     def _unassign(self, slots: Sequence[int]) -> None:
-        self._forget_hashes([self._block_at[slot] for slot in slots])
+        if self.hash_to_block_id:
+            self._forget_hashes([self._block_at[slot] for slot in slots])
         super()._unassign(slots)
 
     @guarded(nests=True)

@@ -113,6 +113,14 @@ class StateCopier:
         for launch in self._launches:
             launch(sources, destinations, num_pairs)
 
+    def copy_own(self, source_rows: Any, destination_rows: Any) -> None:
+        """Do what ``copy`` does, without checks, for a context that has made the rows.
+
+        They are tensors on the device; on the CPU they are lists.
+        """
+        for launch in self._launches:
+            launch(source_rows, destination_rows, len(source_rows))
+
     def _real_rows(self, sources: list[int], destinations: list[int]) -> tuple[Any, Any, int]:
         """Check rows on the host, and return those to copy, where the launches read them."""
         if PAD_SLOT_ID in sources or PAD_SLOT_ID in destinations:

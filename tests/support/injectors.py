@@ -84,8 +84,8 @@ class Broken(Injector):
 
     def functions(self):
         slots = self.context.slot_allocator
-        yield self.context._slots_to_live, "copy"
-        yield self.context._live_to_slots, "copy"
+        yield self.context._slots_to_live, "copy_own"
+        yield self.context._live_to_slots, "copy_own"
         yield self.context.step_buffers, "fill"
         yield self.context, "_copy_to_forks"
         for name in ("choose", "on_stored", "on_consumed"):

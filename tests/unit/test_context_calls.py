@@ -215,7 +215,7 @@ def test_exception_while_saving_publishes_nothing(monkeypatch):
     def fail(rows, slots):
         raise OSError("launch failed")
 
-    monkeypatch.setattr(context._live_to_slots, "copy", fail)
+    monkeypatch.setattr(context._live_to_slots, "copy_own", fail)
     with pytest.raises(OSError, match="launch failed"):
         context.commit_step({"x": 1})
     assert context.match(context.prepare(request("y"))).kv_matched_blocks == 0

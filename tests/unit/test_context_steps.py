@@ -93,13 +93,13 @@ def moved(monkeypatch, context):
 
     def watch(name):
         copier = getattr(context, name)
-        function = copier.copy
+        function = copier.copy_own
 
         def watched(sources, targets):
             calls[name].append([(int(s), int(t)) for s, t in zip(sources, targets, strict=True)])
             function(sources, targets)
 
-        monkeypatch.setattr(copier, "copy", watched)
+        monkeypatch.setattr(copier, "copy_own", watched)
 
     for name in calls:
         watch(name)

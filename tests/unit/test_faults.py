@@ -86,7 +86,7 @@ def test_the_device_is_told_once_of_a_steps_tokens(monkeypatch, on_device):
     if on_device:
         counts = torch.ones(1, dtype=torch.int32)
         new_tokens = DeviceTokens(torch.tensor([[token, 0, 0]]), counts)
-    patch(monkeypatch, context._live_to_slots, "copy", fail_on(1))
+    patch(monkeypatch, context._live_to_slots, "copy_own", fail_on(1))
     with pytest.raises(OSError, match="broken"):
         context.commit_step(new_tokens)
     with pytest.raises(StepOrderError, match="abort_step takes the step back"):

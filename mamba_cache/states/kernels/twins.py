@@ -86,7 +86,7 @@ RowCopy: TypeAlias = Callable[[Any, Any, int], None]
 """Copies n rows, given the sources, the destinations, and n.
 
 Rows are [at least n] int32 or int64, contiguous, on the device of what is copied. The kernels'
-twins also take lists of n ints, none of which is to be skipped.
+twins also take lists of n ints.
 """
 
 Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]
@@ -134,12 +134,12 @@ def _copy_quantized(quantized: Quantized, source: int, target: int) -> None:
 
 def _real_pairs(source_rows: Any, destination_rows: Any, num_pairs: int) -> list[tuple[int, int]]:
     """Return the pairs of rows that are not to be skipped; it waits for rows on a device."""
-    if isinstance(source_rows, list):  # and so are the others
-        return list(zip(source_rows, destination_rows, strict=True))
-    both = source_rows[:num_pairs].tolist(), destination_rows[:num_pairs].tolist()
+    if not isinstance(source_rows, list):  # and neither are the others
+        source_rows = source_rows[:num_pairs].tolist()
+        destination_rows = destination_rows[:num_pairs].tolist()
     return [
         (source, destination)
-        for source, destination in zip(*both, strict=True)
+        for source, destination in zip(source_rows, destination_rows, strict=True)
         if destination >= 0 and (source >= 0 or source == ZERO_SOURCE)
     ]
 
