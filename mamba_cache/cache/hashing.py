@@ -109,8 +109,9 @@ class BlockHashes(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         digests = self._digests[: self._length]
-        few = len(digests) <= _FEW
-        return map(hash_id_of, digests) if few else iter(hash_ids_of(digests).tolist())
+        if len(digests) > _FEW:
+            return iter(hash_ids_of(digests).tolist())
+        return iter([int.from_bytes(one[:8], "little") & _ID_MASK or 1 for one in digests])
 
     @overload
     def __getitem__(self, index: int) -> int: ...

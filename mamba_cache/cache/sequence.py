@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -84,10 +85,13 @@ class Request:
             given = as_items("multimodal_keys", self.multimodal_keys, "(position, key) pairs")
             keys = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in given)
             object.__setattr__(self, "multimodal_keys", keys)
-        positions = check_positions(self.checkpoint_positions)
-        object.__setattr__(self, "checkpoint_positions", positions)
-        check_hint(self.will_continue, self.source)
-        _check_optional_bool("tells_tokens", self.tells_tokens)
+        if type(self.checkpoint_positions) is not tuple or self.checkpoint_positions:
+            positions = check_positions(self.checkpoint_positions)
+            object.__setattr__(self, "checkpoint_positions", positions)
+        if self.will_continue is not None or self.source is not None:
+            check_hint(self.will_continue, self.source)
+        if self.tells_tokens is not None:
+            _check_optional_bool("tells_tokens", self.tells_tokens)
 
 
 class Checkpoint(NamedTuple):
@@ -158,7 +162,7 @@ class CachedSequence:
     chain: BlockHashChain  # hashes of the blocks of all its known tokens
     wanted_boundaries: frozenset[int] = frozenset()  # where the caller wants a state
     # Tokens after the prompt, as far as they were taken over.
-    generated: array[int] = field(default_factory=lambda: array("i"))
+    generated: array[int] = field(default_factory=partial(array, "i"))
     num_shared_blocks: int = 0  # the first blocks, which it may not write
     num_published: int = 0  # the first blocks, which were registered
     num_initial: int = 0  # tokens when it was matched: what follows is decoded
@@ -272,6 +276,8 @@ class PrefixIndex:
         self, digests: Sequence[bytes], prompt_tokens: int, min_computed_tokens: int
     ) -> PrefixMatch:
         """Find how much of a prompt is cached; nothing changes."""
+        if not self._kv_blocks.enable_prefix_caching:
+            return PrefixMatch(prompt_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
         block_ids = self._kv_blocks.find_prefix(digests)
         reason: MissReason | None = None
         if not block_ids:
@@ -290,7 +296,7 @@ class PrefixIndex:
         """Count a sequence that began to run."""
         self._counters["requests"] += 1
         self._counters[match.miss_reason or "hits"] += 1
-        self._counters["kv_matched_blocks"] += match.kv_matched_blocks
+        self._counters["kv_matched_blocks"] += len(match.block_ids)
         self._counters["state_matched_blocks"] += match.state_matched_blocks
         self._counters["skipped_tokens"] += match.skip_tokens
 
@@ -306,7 +312,7 @@ class PrefixIndex:
             return
         request = sequence.request
         facts = PromptFacts(
-            sequence.hashes,
+            sequence.chain.hashes,
             self._block_size,
             sequence.num_shared_blocks,
             max(0, max_skipped) // self._block_size,

@@ -28,7 +28,6 @@ from mamba_cache._checks import (
 from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
 from mamba_cache._torch import check_device_room, outside_inference_mode
 from mamba_cache.cache import (
-    BlockHashChain,
     CheckpointPlacement,
     KVBlockAllocator,
     SlotEvictionPolicy,
@@ -37,7 +36,6 @@ from mamba_cache.cache import (
 from mamba_cache.cache.placement import check_placement
 from mamba_cache.cache.sequence import (
     Checkpoint,
-    MissReason,
     PrefixIndex,
     PrefixMatch,
     Request,
@@ -56,19 +54,21 @@ from mamba_cache.context.requests import (
     RequestPreparer,
     RequestStatus,
 )
-from mamba_cache.context.speculation import (
-    DeviceTokens,
+from mamba_cache.context.speculation import DeviceTokens, SentTokens, Speculation
+from mamba_cache.context.stats import CacheStats, collect_stats
+from mamba_cache.context.step import (
+    NOBODY_DECODES,
+    CapturedExtractions,
+    DecodeWork,
     Drafts,
+    Forks,
     NewTokens,
     Sampled,
-    SentTokens,
-    Speculation,
+    Step,
     check_accepted,
     plan_decodes,
     read_sampled,
 )
-from mamba_cache.context.stats import CacheStats, collect_stats
-from mamba_cache.context.step import NOBODY_DECODES, CapturedExtractions, DecodeWork, Forks, Step
 from mamba_cache.context.step_buffers import StepBuffers
 from mamba_cache.context.tier_memory import identity_of, with_secret
 from mamba_cache.context.tiering import NoTiers, Tiering, make_tiering
@@ -352,13 +352,8 @@ class DynamicInferenceContext:
         _, tokens, chain = self._preparer.read(request)
         # The host tier takes over what has arrived.
         self._guard.is_changing = self._tiering.host is not None
-        return self._tiering.find(self._match(chain, len(tokens)), chain.hashes)
-
-    def _match(self, chain: BlockHashChain, num_tokens: int) -> PrefixMatch:
-        """Find how much of a sequence is cached on the GPU; nothing changes."""
-        if not self.config.enable_prefix_caching:
-            return PrefixMatch(num_tokens, (), 0, 0, MissReason.CACHE_DISABLED)
-        return self._index.match(chain.digests, num_tokens, self.config.min_computed_tokens)
+        match = self._index.match(chain.digests, len(tokens), self.config.min_computed_tokens)
+        return self._tiering.find(match, chain.hashes)
 
     @guarded()
     def prefetch(
@@ -383,7 +378,8 @@ class DynamicInferenceContext:
             timeout_seconds = check_number("timeout_seconds", timeout_seconds, maximum=1e9)
         own, tokens, chain = self._preparer.read(request)
         self._guard.is_changing = True
-        match = self._tiering.find(self._match(chain, len(tokens)), chain.hashes)
+        match = self._index.match(chain.digests, len(tokens), self.config.min_computed_tokens)
+        match = self._tiering.find(match, chain.hashes)
         entries = self._tiering.entries(chain.hashes, own.cache_salt)
         handle = self._tiering.prefetch(own.request_id, match, entries, timeout_seconds)
         handle.go_on = weak_callback(self.poll_tiers)
@@ -489,12 +485,13 @@ class DynamicInferenceContext:
         self, active: ActiveRequest, chunk_tokens: int | None, *, loads: bool = True
     ) -> Admission:
         """Match a request, give it memory, and plan its first chunk for the next step."""
-        table = self.request_table
-        on_gpu = self._match(active.chain, active.num_known)
+        table, num_known = self.request_table, active.num_known
+        least = self.config.min_computed_tokens
+        on_gpu = self._index.match(active.chain.digests, num_known, least)
         match, load = self._tiering.resume(active, on_gpu) if loads else (on_gpu, None)
         start, lease = match.skip_tokens, None
         try:
-            num_tokens = self._chunk_tokens(active, start, chunk_tokens)
+            num_tokens = self._chunk_tokens(active, num_known - start, chunk_tokens)
             if load is None and match.state_matched_blocks:
                 state_block = match.block_ids[match.state_matched_blocks - 1]
                 lease = self.slot_allocator.pin(self.slot_allocator.slot_of(state_block))
@@ -503,13 +500,13 @@ class DynamicInferenceContext:
             self._give_back(lease, load)
             raise
         active.row = row
-        table.num_tokens[row], table.num_computed[row] = match.prompt_tokens, start
+        table.num_tokens[row], table.num_computed[row] = num_known, start
         found = {name: getattr(match, name) for name in PrefixMatch.__slots__}
         admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
         active.admission = admission
-        active.num_initial, active.num_published = match.prompt_tokens, match.kv_matched_blocks
+        active.num_initial, active.num_published = num_known, len(match.block_ids)
         # What is loaded is written by the load, and by nothing else.
-        active.num_shared_blocks = match.kv_matched_blocks + match.loaded_blocks
+        active.num_shared_blocks = len(match.block_ids) + match.loaded_blocks
         end = start + num_tokens
         chunk = active.chunk = Chunk(
             row,
@@ -517,7 +514,7 @@ class DynamicInferenceContext:
             active.tokens(start, end),
             active.num_shared_blocks * self.block_size_tokens,
             is_first=True,
-            samples=end == match.prompt_tokens,
+            samples=end == num_known,
             lease=lease,
             load=load,
         )
@@ -537,11 +534,11 @@ class DynamicInferenceContext:
         self._tiering.offer_used(active, match.state_matched_blocks)
         return admission
 
-    def _chunk_tokens(self, active: ActiveRequest, start: int, chunk_tokens: int | None) -> int:
+    def _chunk_tokens(self, active: ActiveRequest, num_left: int, chunk_tokens: int | None) -> int:
         """Return how many tokens a chunk has of those that are left."""
-        num_tokens, room = active.num_known - start, self.request_table.token_room()
+        num_tokens, room = num_left, self.request_table.token_room()
         if chunk_tokens is not None:
-            num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_tokens)
+            num_tokens = min(check_int("chunk_tokens", chunk_tokens, minimum=1), num_left)
         if num_tokens > room:
             hint = f"give {active.request_id!r} a shorter chunk"
             raise TokenCapacityError(num_tokens, room, hint)
@@ -555,7 +552,7 @@ class DynamicInferenceContext:
         positions = sorted([p for p in self._index.positions(active) if chunk.start < p <= end])
         # After the placement, which may be an embedder's and raise: a policy cannot forget again.
         if is_new:
-            self._index.announce(active, active.num_known - self.config.min_computed_tokens)
+            self._index.announce(active, active.num_initial - self.config.min_computed_tokens)
         if not positions:
             return
         room = self.config.checkpoints_per_step - self.request_table.num_planned_checkpoints
@@ -602,7 +599,8 @@ class DynamicInferenceContext:
             self._index.cancel(chunk.checkpoints)
             self._give_back(chunk.lease, chunk.load)
         table.set_status(active, RequestStatus.PREEMPTED)
-        self._cancel_decode(active)
+        if active.checkpoint is not None:
+            self._cancel_decode(active)
         active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
         active.num_shared_blocks = 0
         table.collect(active)
@@ -640,7 +638,7 @@ class DynamicInferenceContext:
         boundaries = self._boundaries(checkpoint_positions)
         self._guard.is_changing = True
         start = table.num_computed.item(active.row)
-        num_tokens = self._chunk_tokens(active, start, chunk_tokens)
+        num_tokens = self._chunk_tokens(active, active.num_known - start, chunk_tokens)
         table.grow(active.row, start + num_tokens, active.request_id)
         try:
             active.wanted_boundaries |= boundaries
@@ -775,10 +773,10 @@ class DynamicInferenceContext:
         return {place: checkpoint for place, checkpoint in planned if checkpoint is not None}
 
     def _cancel_decode(self, active: ActiveRequest) -> None:
-        """Give back the checkpoint of a decoding request, if it has one."""
+        """Give back the checkpoint that a decoding request has."""
         checkpoint, active.checkpoint = active.checkpoint, None
-        if checkpoint is not None:
-            self._index.cancel((checkpoint,))
+        assert checkpoint is not None, f"{active.request_id!r} saves no state"
+        self._index.cancel((checkpoint,))
 
     @guarded()
     def commit_step(
@@ -849,11 +847,13 @@ class DynamicInferenceContext:
                 self._counters["computed_tokens"] += work.num_tokens
             for active in damaged:
                 self._release(active)
+            if damaged:
+                prefills = [active for active in prefills if active not in damaged]
             if prefills:
-                self._end_chunks([active for active in prefills if active not in damaged])
+                self._end_chunks(prefills)
         self._guard.is_changing = True
         self._tiering.end_step()
-        return tuple([active.request_id for active in damaged])
+        return tuple([active.request_id for active in damaged]) if damaged else ()
 
     def _read_sampled(
         self, step: Step, new_tokens: object, counts: object
@@ -872,7 +872,8 @@ class DynamicInferenceContext:
         ids, group = step.sampling_ids, step._work.group
         id_set = group.id_set if ids is group.ids else frozenset(ids)
         sampled = read_sampled(new_tokens, counts, ids, id_set, self._preparer)
-        check_accepted(step._work, sampled, ids)
+        if sampled[1] is not None:
+            check_accepted(step._work, sampled[0], sampled[1], ids)
         if len(ids) == num_requests:
             return sampled
         tokens, taken = sampled
@@ -982,7 +983,7 @@ class DynamicInferenceContext:
         filled: list[tuple[ActiveRequest, list[int], Sequence[Checkpoint]]] = []
         for active, states in written:
             end = table.num_computed.item(active.row) // self.block_size_tokens
-            end = min(end, len(active.hashes))
+            end = min(end, len(active.chain.digests))
             blocks = table.block_tables[active.row, active.num_published : end].tolist()
             if blocks or states:
                 filled.append((active, blocks, states))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,7 +35,7 @@ class DecodingGroup:
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         self.requests = tuple(requests)  # in the order of the batch
-        self.ids = tuple(active.request_id for active in requests)  # their ids
+        self.ids = tuple([active.request_id for active in requests])  # their ids
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
 
     @cached_property
@@ -129,9 +128,13 @@ class RequestTable:
         """Return the requests that have a chunk for the next step, oldest first."""
         if not self.scheduled_chunks:
             return []
-        newest = reversed(self._requests.values())  # they are among these
-        scheduled = (active for active in newest if active.status is RequestStatus.SCHEDULED)
-        return [*islice(scheduled, len(self.scheduled_chunks))][::-1]
+        scheduled: list[ActiveRequest] = []
+        for active in reversed(self._requests.values()):  # they are among the newest
+            if active.status is RequestStatus.SCHEDULED:
+                scheduled.append(active)
+                if len(scheduled) == len(self.scheduled_chunks):
+                    break
+        return scheduled[::-1]
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:
         """Return the requests that decode in the next step."""
