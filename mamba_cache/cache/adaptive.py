@@ -251,7 +251,6 @@ class PromptPath:
     hint: int = 0  # the hint, as a part of the class of its end
     told: tuple[Hashable, bool] | None = None  # source and hint
     near: int = ROOT  # a candidate on its path to search from; it may be forgotten by now
-    answer: Sequence[int] = ()  # hash ids of the prompt and of an answer, up to its newest state
 
 
 class CandidateTree:
@@ -394,8 +393,9 @@ class CandidateTree:
         klass = self._class_at[node]
         if not klass // _PER_GROUP % 2:  # now another candidate extends it
             age = self._clock - self._last_use_at[node]
-            self._rates.count(klass, age, 1)
-            self._rates.count(klass + _PER_GROUP, age, -1)
+            if age:
+                self._rates.count(klass, age, 1)
+                self._rates.count(klass + _PER_GROUP, age, -1)
             self._class_at[node] = klass + _PER_GROUP
             self._weigh(node)
         return new
@@ -433,7 +433,8 @@ class CandidateTree:
         if len(edge) == 1:
             del siblings[edge[0]]
             siblings[hash_id] = node
-        del self._by_hash[edge[-1]]
+        if self._by_hash.get(edge[-1]) == node:  # as in ``forget``
+            del self._by_hash[edge[-1]]
         edge[-1] = hash_id
         self._by_hash[hash_id] = node
         self._told.pop(node, None)
@@ -762,15 +763,10 @@ class AdaptiveSlotPolicy:
             return self._tree.propose(prompt, depth, kind)
         self._num_incomplete += 1
         # Its last block gets a hash id that no other block has.
-        known, traits, hint = prompt.answer, prompt.traits, prompt.hint
-        # A hash names all that is before it. Forks have other answers.
-        at = len(known)
-        if not 0 < at <= len(hash_ids) or known[-1] != hash_ids[at - 1]:
-            known = prompt.hash_ids
-        path = [*known, *hash_ids[len(known) :], -(self._num_incomplete << 1)]
+        path, traits, hint = [*hash_ids, -(self._num_incomplete << 1)], prompt.traits, prompt.hint
         grown = PromptPath(path, prompt.turn, traits, hint, prompt.told, prompt.near)
         node = self._tree.propose(grown, len(path), kind)
-        prompt.near, prompt.answer = grown.near, path
+        prompt.near = grown.near  # the next block's search begins at this one's
         # The hint is counted once, and stays in the class.
         grown.traits, grown.told = traits + hint, None
         self._incomplete[node] = grown

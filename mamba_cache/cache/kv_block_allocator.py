@@ -448,16 +448,16 @@ class KVBlockAllocator:
         if following != NONE:
             self._previous_at[following] = block_id
         if not self._refs_at[parent] and self.hash_at[parent] != NONE:
-            self._offer(as_rows([parent]))
+            self._offer([parent])
 
     # Eviction.
 
     def offer_for_eviction(self, block_ids: Sequence[int]) -> None:
         """Reconsider blocks that lost their states; ``SlotPool`` calls it."""
         if self._follows_states:
-            self._offer(as_rows(block_ids))
+            self._offer(block_ids)
 
-    def _offer(self, blocks: RowIds) -> None:
+    def _offer(self, blocks: RowIds | Sequence[int]) -> None:
         """Queue those of some blocks that are cached, and none of whose children are."""
         for block_id in self._leaves_of(blocks):
             self._leaves.push(block_id, self._priority_of(block_id))
@@ -467,13 +467,14 @@ class KVBlockAllocator:
         has_children = self._first_child_at[block_id] != NONE  # which are all used
         return self._used_at[block_id] + (_LAST_RESORT if has_children else 0)
 
-    def _leaves_of(self, blocks: npt.NDArray[Any]) -> list[int]:
+    def _leaves_of(self, blocks: npt.NDArray[Any] | Sequence[int]) -> list[int]:
         """Return those of [n] blocks that are cached, and none of whose children are."""
         if len(blocks) > _FEW:
+            blocks = np.asarray(blocks)
             uses = self._rows.refs[blocks] | self._num_cached_children[blocks]
             blocks = blocks[uses == 0]
         refs, children, hashes = self._refs_at, self._cached_children_at, self.hash_at
-        ids = blocks.tolist()
+        ids = blocks.tolist() if isinstance(blocks, np.ndarray) else blocks
         return [b for b in ids if not refs[b] and not children[b] and hashes[b] != NONE]
 
     def _count_cached(self, blocks: RowIds, step: int) -> RowIds:
@@ -540,7 +541,7 @@ class KVBlockAllocator:
         """Make registered blocks unfindable, with all that lies below them, and tell listeners."""
         parents = [self._detach(block_id) for block_id in block_ids]
         self._forget(block_ids)
-        self._offer(as_rows(parents))
+        self._offer(parents)
         self.listeners.tell()
 
     def _forget(self, block_ids: list[int]) -> int:

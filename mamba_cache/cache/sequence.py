@@ -166,6 +166,7 @@ class CachedSequence:
     num_shared_blocks: int = 0  # the first blocks, which it may not write
     num_published: int = 0  # the first blocks, which were registered
     num_initial: int = 0  # tokens when it was matched: what follows is decoded
+    _hash_ids: list[int] = field(default_factory=list)  # of the first blocks
     prompt_seen: object = None  # what the policy of the slots knows it by
     prompt_seen_below: object = None  # likewise that of the host tier
 
@@ -178,6 +179,13 @@ class CachedSequence:
     def hashes(self) -> BlockHashes:
         """Hashes of the complete blocks of its known tokens; none without a cache."""
         return self.chain.hashes
+
+    def hash_ids(self) -> list[int]:
+        """Return the hash id of each complete block of its known tokens; the list grows."""
+        known, digests = self._hash_ids, self.chain.digests
+        if len(known) < len(digests):
+            known += BlockHashes.first_of(digests[len(known) :], len(digests) - len(known))
+        return known
 
     def tokens(self, start: int, end: int) -> TokenArray:
         """Return known tokens from ``start`` to ``end``, int32."""
@@ -312,7 +320,7 @@ class PrefixIndex:
             return
         request = sequence.request
         facts = PromptFacts(
-            sequence.chain.hashes,
+            tuple(sequence.hash_ids()),
             self._block_size,
             sequence.num_shared_blocks,
             max(0, max_skipped) // self._block_size,
@@ -422,8 +430,7 @@ class PrefixIndex:
         depth = position // size
         is_asked = not self.refuses_states or position in sequence.wanted_boundaries
         if position > end:  # the block need not be complete yet
-            hashes = BlockHashes.first_of(sequence.chain.digests, depth - 1)
-            return StateProposal(prompt, depth, "end", is_asked, hashes)
+            return StateProposal(prompt, depth, "end", is_asked, sequence.hash_ids()[: depth - 1])
         # Of a prompt that ends with a block, the next to last is what the same prompt resumes from.
         if position >= (end - 1) // size * size:
             kind: Literal["end", "branch", "inside"] = "end"

@@ -244,11 +244,13 @@ class SlotPool:
         if not new:
             return [None] * len(block_ids)
         policy = self.prompt_policy if proposals is not None else None
-        if policy is None:
-            victims = self._choose_victims(len(new) - self.free_count, protected=block_ids)
-        else:
+        victims: list[int] = []
+        if policy is not None:
             new, victims = self._admit(policy, new, [wanted[b] for b in new], block_ids)
-        kept = new[: self.free_count + len(victims)]
+        elif len(new) > self._rows.num_free:
+            num_short = len(new) - self._rows.num_free
+            victims = self._choose_victims(num_short, protected=block_ids)
+        kept = new[: self._rows.num_free + len(victims)]
         try:
             taken = self._take(len(kept), victims)
         except BaseException:
@@ -271,9 +273,10 @@ class SlotPool:
     ) -> tuple[list[int], list[int]]:
         """Ask a policy which blocks get a slot, and which slots are evicted for them."""
         self._guard.is_changing = True
-        is_short = len(blocks) > self.free_count
+        num_free = self._rows.num_free
+        is_short = len(blocks) > num_free
         evictable = self._evictable(protected) if is_short else np.empty(0, np.intp)
-        accepted, victims = policy.admit(proposals, self.free_count, evictable)
+        accepted, victims = policy.admit(proposals, num_free, evictable)
         admitted = [block for block, is_in in zip(blocks, accepted, strict=True) if is_in]
         if is_short and not len(evictable):
             self.skipped_checkpoints_total += len(blocks) - len(admitted)
@@ -326,6 +329,7 @@ class SlotPool:
         """
         stored: list[int] = []
         lengths: list[int] = []
+        kept: list[int] = []
         for slot, block_id, tokens in zip(slots, block_ids, prefix_tokens, strict=True):
             del self.reserved[slot]
             self._rows.ref_at[slot] = 0
@@ -336,20 +340,18 @@ class SlotPool:
                 self._slot_at[block_id], self._block_at[slot] = slot, block_id
                 stored.append(slot)
                 lengths.append(tokens)
-        if stored:
-            self._note_stored(stored, lengths)
-        return self._slots_of(block_ids)
-
-    def _note_stored(self, slots: Sequence[int], prefix_tokens: Sequence[int]) -> None:
-        """Tell the policy and the listeners of states, with the tokens before each."""
+            kept.append(self._slot_at[block_id])
+        if not stored:
+            return kept
         if self.prompt_policy is not None:
             index = self._index
             hashes = index.hash_at if index else as_host_array(self.kv_blocks.block_hashes).data
-            hash_ids = [hashes[self._block_at[slot]] for slot in slots]
-            self.prompt_policy.on_published(slots, hash_ids, prefix_tokens)
+            hash_ids = [hashes[self._block_at[slot]] for slot in stored]
+            self.prompt_policy.on_published(stored, hash_ids, lengths)
         else:
-            self.policy.on_stored(slots)
-        self._put(Stored, slots)
+            self.policy.on_stored(stored)
+        self._put(Stored, stored)
+        return kept
 
     @guarded(nests=True)
     def cancel_reserved(self, slots: Sequence[int]) -> None:
@@ -514,8 +516,10 @@ class SlotPool:
     def free_unread(self, leases: Iterable[SlotLease]) -> None:
         """Free the states that leases name, but for those that are gone or being read."""
         refs = self._rows.ref_at
-        self.free_states([x.block_id for x in leases if self.is_current(x) and not refs[x.slot]])
-        self.listeners.tell()
+        slots = [x.slot for x in leases if self.is_current(x) and not refs[x.slot]]
+        if slots:
+            self._unassign(slots)
+            self._rows.push(slots)
 
     def free_cheapest(self, leaves_of: Callable[[npt.NDArray[Any]], list[int]]) -> int | None:
         """Free the state whose loss frees KV blocks most cheaply; for the blocks' allocator.
@@ -640,7 +644,7 @@ class SlotPool:
 
     def _put(self, kind: type[Stored | Removed], slots: Sequence[int], **options: Any) -> None:
         """Queue an event of the states of registered blocks."""
-        if self._index is None or not self.listeners.wants(kind):
+        if self._index is None or not self._index.listeners.wants(kind):
             return
         blocks = [self._block_at[slot] for slot in slots]
         found = zip(blocks, map(self._index.digest_of, blocks), slots, strict=True)

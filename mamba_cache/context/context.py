@@ -767,10 +767,15 @@ class DynamicInferenceContext:
             is_wanted = self.config.save_decode_states or position in active.wanted_boundaries
             if is_wanted and active.checkpoint is None:
                 wanted.append((active, [position]))
-        for (active, _), checkpoint in zip(wanted, self._reserve(wanted), strict=True):
-            active.checkpoint = checkpoint
-        planned = ((place, requests[place].checkpoint) for place in places)
-        return {place: checkpoint for place, checkpoint in planned if checkpoint is not None}
+        if wanted:
+            for (active, _), checkpoint in zip(wanted, self._reserve(wanted), strict=True):
+                active.checkpoint = checkpoint
+        planned: dict[int, Checkpoint] = {}
+        for place in places:
+            checkpoint = requests[place].checkpoint
+            if checkpoint is not None:
+                planned[place] = checkpoint
+        return planned
 
     def _cancel_decode(self, active: ActiveRequest) -> None:
         """Give back the checkpoint that a decoding request has."""
