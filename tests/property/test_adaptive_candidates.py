@@ -81,6 +81,15 @@ def test_the_tree_decides_as_its_rules_say_through_refits() -> None:
     _run(1, num_requests=300, max_ghosts=12, max_kept=4)
 
 
+def test_a_prompt_that_comes_very_often_stays_in_the_last_class_of_its_kind() -> None:
+    tree, model = CandidateTree(500), ModelTree(500)
+    for _ in range(8):
+        prompt = tree.begin_request(PromptFacts([1], 16, 1, 1))
+        node = tree.propose(prompt, 1, "end")
+        path = model.propose(model.begin_request([1], 1, 1), 1, "end")
+        assert tree._class_at[node] == model.known[path].klass
+
+
 def test_a_candidate_serves_all_of_many_below_it() -> None:
     tree, model = CandidateTree(500), ModelTree(500)
     nodes = {}

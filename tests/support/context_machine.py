@@ -315,6 +315,10 @@ class ContextMachine(RuleBasedStateMachine):
         for request_id, token in new_tokens.items():
             if request_id not in self.damaged:
                 self.requests[request_id].generated.append(token)
+        for request in step.requests:
+            if request.request_id not in self.damaged:
+                seen = self.requests[request.request_id]
+                self.check_found(seen, request.start + request.num_tokens)
         self.remember_states()
         self.finish_those_with(self.longest_answer)
 
@@ -414,7 +418,9 @@ class ContextMachine(RuleBasedStateMachine):
         ]
         if holding:
             chosen = data.draw(st.sampled_from(holding))
+            before = self.context.stats().preemptions
             self.context.preempt(chosen)
+            assert self.context.stats().preemptions == before + 1
             self.forget_uncollected(chosen)
 
     @precondition(lambda self: self.requests)
@@ -579,6 +585,13 @@ class ContextMachine(RuleBasedStateMachine):
                 if seen.prefix(end) in self.surely_saved
             ]
             assert skipped >= max(sure, default=0)
+
+    def check_found(self, seen, end):
+        """What was computed of a request is found by the next one, its answer too."""
+        tokens = seen.tokens[:end][: self.longest]
+        if self.keeps_all:
+            match = self.context.match(seen.request("next", list(tokens)))
+            assert match.kv_matched_blocks == len(tokens) // BLOCK
 
     def publish(self, seen, request):
         tokens, end = seen.tokens, request.start + request.num_tokens

@@ -193,6 +193,7 @@ class SpeculationMachine(ContextMachine):
         for boundary in range(BLOCK, len(seen.tokens), BLOCK):
             self.published.add(seen.prefix(boundary))
             self.perhaps_saved.add(seen.prefix(boundary))
+        self.check_found(seen, len(seen.tokens) - 1)
         newest = (len(seen.tokens) - 1) // BLOCK * BLOCK
         is_reached = newest >= self.lengths_before[request_id] and not seen.tenant
         if is_reached and self.keeps_all and self.context.config.save_decode_states:

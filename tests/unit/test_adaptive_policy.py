@@ -147,6 +147,8 @@ def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
         pool.commit_reserved(pool.reserve_slots([block]), [block], prefix_tokens=[64])
     for _ in range(30):
         pool.policy.on_request(PromptFacts([1], 16, 1, 1))
+    both = np.arange(2)
+    assert sorted(pool.policy.choose(2, both, pool.slot_to_block, None)) == [0, 1]
     assert save(pool, 5) == [pool.get_slot(5)]
     assert pool.num_cached_slots == 2
     pool.check_invariants()
@@ -168,6 +170,19 @@ def test_a_slot_written_from_outside_goes_first():
     assert service.policy.admit([StateProposal(prompt, 1)], 0, evictable).victims == [slot]
     service.policy.withdraw()
     assert service.has_state(3)
+
+
+def test_for_kv_blocks_the_state_goes_that_is_worth_least_for_each_of_them():
+    """The state of one block serves a ghost: it is worth two states of one block, for one block."""
+    service = Service(4)
+    service.ask(range(10, 21))
+    service.ask([1])
+    longer = service.policy.on_request(PromptFacts([1, 2], 16, 1, 2))
+    [block] = service.kv_blocks.allocate_memory_blocks(1)
+    service.pool.cancel_reserved(service.pool.reserve_slots([block], [StateProposal(longer, 2)]))
+    slots = [service.pool.get_slot(service._block_of[last]) for last in (1, 20)]
+    assert service.policy.choose(1, np.array(slots), None, None) == slots[:1]
+    assert service.policy.least_loss(np.array(slots)) == 1
 
 
 def test_invariants_notice_slots_that_nobody_told_of():
@@ -253,6 +268,12 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
         pool.cancel_reserved(pool.reserve_slots([other], [StateProposal(again, 1)]))
     assert len(service.policy._tree.ghosts) <= 4_096 + FORGOTTEN_AT_ONCE
     pool.check_invariants()
+
+
+def test_states_of_blocks_without_hashes_are_candidates_of_their_own():
+    tree = CandidateTree(10)
+    assert tree.find_or_add(0, 1) != tree.find_or_add(0, 1)
+    tree.check_invariants()
 
 
 def test_more_candidates_than_there_is_room_for_make_the_arrays_grow():

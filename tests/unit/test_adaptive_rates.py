@@ -164,6 +164,14 @@ def test_hints_are_trusted_as_far_as_they_come_true():
     assert [trust.level_of("liar", hint) for hint in (False, True)] == [0, 0]
 
 
+def test_a_source_is_trusted_from_three_deviations_on():
+    for more, level in ((16, 0), (17, 2)):
+        trust = SourceTrust()
+        told(trust, "x", False, 60, 21)
+        told(trust, "x", True, 60, 21 + more)
+        assert trust.level_of("x", True) == level
+
+
 def test_a_source_can_lose_trust():
     trust = SourceTrust()
     told(trust, "x", True, 200, 180)
@@ -174,6 +182,14 @@ def test_a_source_can_lose_trust():
         trust.count("x", False)
         trust.count_return("x", False)
     assert trust.level_of("x", True) == 0
+
+
+def test_what_a_source_said_is_halved_in_time():
+    trust = SourceTrust()
+    told(trust, "x", False, 1_000, 101)
+    told(trust, "x", True, 2_048, 1_500)
+    trust.count("x", True)
+    assert trust._records["x"] == [500, 1_024, 50, 750]
 
 
 def test_the_longest_unused_sources_are_forgotten():

@@ -23,6 +23,7 @@ from context_rig import (
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
     InvalidArgumentError,
+    RequestCapacityError,
     StepOrderError,
     TokenCapacityError,
     UnknownRequestError,
@@ -268,6 +269,23 @@ def test_forks_leave_the_room_that_scheduled_chunks_have():
         add(context, "more", [8] * 18)
     context.fork("parent", range(2, 5))
     assert len(run_step(context)) == 7
+
+
+def test_forks_find_no_room_beside_chunks_that_take_all():
+    context = make_context(make_config(max_tokens=20, max_requests=8))
+    parent_of(context)
+    add(context, "scheduled", [7] * 19)
+    with refused(context, TokenCapacityError, "1 tokens in one step .*, but only 0 are available"):
+        context.fork("parent", ["fork"])
+
+
+def test_forks_need_rows():
+    context = make_context(make_config(max_requests=4))
+    parent_of(context)
+    with refused(context, RequestCapacityError, "finish or preempt") as caught:
+        context.fork("parent", range(4))
+    assert (caught.value.required, caught.value.available) == (4, 3)
+    context.fork("parent", range(3))
 
 
 def test_forks_may_be_more_than_one_step_holds():

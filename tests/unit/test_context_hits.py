@@ -184,8 +184,21 @@ def test_more_checkpoints_than_the_buffers_hold_are_skipped():
     assert context.stats().skipped_checkpoints == 3
 
 
+@pytest.mark.parametrize("save_decode_states", [True, False])
+def test_blocks_of_an_answer_are_found_while_it_goes_on(save_decode_states):
+    """Whether or not its states are saved."""
+    context = make_context(make_config(save_decode_states=save_decode_states))
+    add(context, "x", PROMPT)
+    for number in range(1, 2 * BLOCK):
+        run_step(context)
+        computed = len(PROMPT) + number - 1
+        probe = prepared(context, [*PROMPT, *context.output("x")])
+        assert context.match(probe).kv_matched_blocks == computed // BLOCK
+
+
 def test_disabled_cache_says_so():
     context = make_context(make_config(enable_prefix_caching=False))
+    assert context.stats().free_slots == 0, "slots would hold nothing"
     found = context.match(prepared(context, PROMPT))
     assert (found.prompt_tokens, found.miss_reason) == (len(PROMPT), MissReason.CACHE_DISABLED)
     add(context, "x", PROMPT)

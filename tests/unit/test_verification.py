@@ -158,6 +158,18 @@ def test_hits_whose_entries_are_gone_are_passed_over():
     assert context.verification_stats().skipped == 2
 
 
+def test_a_hit_of_which_a_shorter_one_is_left_is_passed_over():
+    """The state of the shorter one is right, and not what the hit resumed from."""
+    context, hit = make_verified()
+    generate(context, PROMPT[: 2 * BLOCK + 1], 1, request_id="shorter")
+    blocks = blocks_of(context, hit)
+    context.kv_block_allocator.deregister_blocks(blocks[2:])
+    assert context.slot_allocator.has_state(blocks[1])
+    assert verify(context, hit) == []
+    assert context.verification_stats().skipped == 1
+    assert context.slot_allocator.has_state(blocks[1])
+
+
 def test_what_cannot_be_computed_is_counted():
     context, _ = make_verified()
     answers = iter([None, torch.OutOfMemoryError("too much")])
