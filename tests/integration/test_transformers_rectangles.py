@@ -4,7 +4,8 @@ import importlib
 import itertools
 import math
 from collections import Counter
-from functools import partial
+from dataclasses import replace
+from functools import partial, partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +150,38 @@ def test_each_row_of_a_rectangle_is_computed_as_alone(name, monkeypatch, generat
     assert any(one.num_padded for _, computed in rows.steps for one in computed) is (
         name not in ONE_LENGTH
     )
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5"])
+def test_rows_in_order_are_computed_where_they_lie_and_to_the_bit_as_in_copies(
+    name, monkeypatch, generator
+):
+    prompts, found, firsts = prompts_of(generator, *LENGTHS), [], []
+    shape_of, seed = BatchForwards._shape_of, generator.initial_seed()
+
+    def noted(self, group, *, in_copies):
+        shape = shape_of(self, group)
+        firsts.append(shape.first_live_row)
+        return replace(shape, first_live_row=-1) if in_copies else shape
+
+    for in_copies in (False, True):
+        shaped = partialmethod(noted, in_copies=in_copies)
+        monkeypatch.setattr(BatchForwards, "_shape_of", shaped)
+        rows, seen = Rows(name, monkeypatch), []
+        for _ in rows.run(prompts, generator.manual_seed(seed)):
+            live = rows.context.live_states.tensors
+            parts, computed = rows.steps[-1]
+            at = [part.row for part in parts]
+            logits = {
+                part.request_id: one.logits[number]
+                for one in computed
+                for number, part in enumerate(one.requests)
+            }
+            seen += [tensor[:, at].clone() for tensor in live.values()]
+            seen += [logits[part.request_id] for part in parts]
+        found.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert min(firsts) == -1 < max(firsts)  # requests that are over leave gaps
 
 
 FAULTS = [
@@ -485,7 +518,7 @@ def test_batches_with_a_gpus_kernels_answer_as_with_their_twins(family, generato
     found = []
     for uses_triton in (False, True):
         if uses_triton:
-            for module in (paged, forwards):
+            for module in (paged, forwards, capturing):
                 monkeypatch.setattr(module, "kernels_for", kernels_in_triton)
         cache = make_cache(make_model(family), max_requests=4)
         found.append([answers(batch(cache, one, max_new_tokens=3)) for one in rounds])

@@ -65,6 +65,9 @@ class RectangleShape:
     is_ragged: bool
     # Whether all rows begin at position 0: the model is given no states.
     is_fresh: bool = False
+    # Where the rows lie in the live states, if one behind the other: they are computed there, and
+    # not in copies, as decode steps are. -1: anywhere, as in a graph.
+    first_live_row: int = -1
 
     @property
     def num_checkpoints(self) -> int:
@@ -74,11 +77,12 @@ class RectangleShape:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A chunk and where it lies in the step: its place among the requests, and its first token."""
+    """A chunk and where it lies."""
 
     request: ScheduledRequest
-    place: int
-    first_token: int
+    place: int  # in the step
+    first_token: int  # likewise
+    live_row: int  # of its request
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -92,10 +96,9 @@ class BatchForwards:
     All tensors that they read have fixed addresses and nothing waits for the device, so both can be
     captured in CUDA graphs.
 
-    A few numbers per row tell a rectangle where its metadata is. It starts from copies of its rows'
-    live states, writes the final states back, and writes keys, values and checkpoints to their
-    blocks and slots. Padding is neutral: scans are given zeros, windows are taken at each row's own
-    end, and its keys and values go to the dummy block.
+    A rectangle starts from its rows' live states, leaves the final ones there, and writes keys,
+    values and checkpoints to their blocks and slots. Padding is neutral: scans are given zeros,
+    windows are taken at each row's own end, and its keys and values go to the dummy block.
 
     Where a model's states are not what functions return, and ``capture`` is None, the rows of a
     rectangle have one length.
@@ -239,10 +242,10 @@ class BatchForwards:
 
     def _place(self, step: Step) -> list[_Placed]:
         metadata, first = step.metadata, step.metadata.num_decode_tokens
+        live_rows = self._context.step_buffers.host_arrays["state_rows"]
         placed = []
-        for place in range(metadata.num_decodes, metadata.num_requests):
-            request = step.prefills[place - metadata.num_decodes]
-            placed.append(_Placed(request, place, first))
+        for place, request in enumerate(step.prefills, metadata.num_decodes):
+            placed.append(_Placed(request, place, first, live_rows.item(place)))
             first += request.num_tokens
         return placed
 
@@ -259,7 +262,7 @@ class BatchForwards:
             group.sort(key=lambda chunk: -chunk.request.num_tokens)
             lengths = [chunk.request.num_tokens for chunk in group]
             for begin, end in self.costs.split(lengths, max_tokens, most_captured):
-                yield sorted(group[begin:end], key=lambda chunk: chunk.place)
+                yield sorted(group[begin:end], key=lambda chunk: chunk.live_row)
 
     def _shape_of(self, group: Sequence[_Placed]) -> RectangleShape:
         lengths = [chunk.request.num_tokens for chunk in group]
@@ -273,25 +276,27 @@ class BatchForwards:
         least = self._min_tokens if self._capture is not None else 1
         is_alike = all(own == bounds[0] for own in bounds)
         is_ragged = not is_alike or size < least
+        first = group[0].live_row
+        is_in_order = group[-1].live_row - first == len(group) - 1
         return RectangleShape(
             len(group),
             max(size, least),
             widths if size >= least else (least,),
             is_ragged=is_ragged,
             is_fresh=not is_ragged and not any(chunk.request.start for chunk in group),
+            first_live_row=first if is_in_order else -1,
         )
 
     def _inputs_of(self, shape: RectangleShape, group: Sequence[_Placed]) -> torch.Tensor:
         """Return what a rectangle reads, in one tensor on the device: see ``forward``."""
-        rows, arrays = len(group), self._context.step_buffers.host_arrays
+        rows = len(group)
         bounds = np.array(_bounds_of(group, shape.num_checkpoints))
         first, lengths = np.array([chunk.first_token for chunk in group]), bounds[:, -1]
-        places = np.array([chunk.place for chunk in group])
         by_row = [
-            places,
+            np.array([chunk.place for chunk in group]),
             np.array([chunk.request.start for chunk in group]),
             lengths,
-            arrays["state_rows"][places],
+            np.array([chunk.live_row for chunk in group]),
             np.arange(rows) * shape.num_tokens + lengths - 1,
         ]
         for number in range(shape.num_checkpoints):
@@ -302,7 +307,7 @@ class BatchForwards:
         columns = np.arange(shape.num_tokens)
         # Padding repeats a row's last token, at its position: no number of it is out of range.
         at = first[:, None] + np.minimum(columns, lengths[:, None] - 1)
-        by_token = arrays["tokens"].T[:, at]
+        by_token = self._context.step_buffers.host_arrays["tokens"].T[:, at]
         slots = by_token[2]
         slots[(slots < 0) | (columns >= lengths[:, None])] = self._dummy_slot
         numbers = np.concatenate([*by_row, bounds.ravel(), by_token.ravel()])
@@ -325,8 +330,9 @@ class BatchForwards:
         places, starts, lengths, live_rows, last, *slots_by_owner = of_rows.view(-1, rows).unbind()
         ids, positions, slots = of_tokens.view(3, rows, size).unbind()
         bounds = of_pieces.view(rows, -1) if shape.is_ragged else None
+        in_place = slice(shape.first_live_row, shape.first_live_row + rows)
         states = {
-            name: self._rows_of(tensor, live_rows, are_copied=not shape.is_fresh)
+            name: self._copied(tensor, live_rows) if in_place.start < 0 else tensor[:, in_place]
             for name, tensor in self._live.items()
         }
         saved = self._layout.views(self._context.slot_allocator.states.tensors).states
@@ -364,17 +370,14 @@ class BatchForwards:
                 "made: make a new prefix cache"
             )
         self._keep(cache, states)
-        for name, tensor in self._live.items():
+        for name, tensor in self._live.items() if in_place.start < 0 else ():
             self._pieces.copy_rows(states[name], tensor, to=live_rows)
         return logits, has_all or not count
 
-    def _rows_of(
-        self, tensor: torch.Tensor, rows: torch.Tensor, *, are_copied: bool
-    ) -> torch.Tensor:
-        """Return room for rows of a live tensor, or copies of them."""
+    def _copied(self, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return copies of rows of a live tensor."""
         copies = tensor.new_empty(len(tensor), len(rows), *tensor.shape[2:])
-        if are_copied:
-            self._pieces.copy_rows(tensor, copies, rows)
+        self._pieces.copy_rows(tensor, copies, rows)
         return copies
 
     def _make_cache(self, num_rows: int, states: dict[str, torch.Tensor] | None) -> Any:
