@@ -1,8 +1,6 @@
 """Batches on a GPU: decode steps from CUDA graphs, and what they fall back to."""
 
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 
@@ -240,14 +238,6 @@ def ssd_kernel(generator, rows, size):
     return scan.mamba_chunk_scan_combined, (x, dt, a, b, c), options, "initial_states", states
 
 
-@pytest.fixture
-def tuned_alike(monkeypatch):
-    """fla tunes its sums of gates for each number of rows, and other warps add in another order."""
-    if find_spec("fla") is not None:
-        sums = import_module("fla.ops.utils.cumsum").chunk_local_cumsum_scalar_kernel.fn
-        monkeypatch.setattr(sums, "configs", sums.configs[:1])
-
-
 def delta_kernel(generator, rows, size):
     rule = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs fla")
 
@@ -255,8 +245,11 @@ def delta_kernel(generator, rows, size):
         return torch.randn(rows, size, *shape, generator=generator).to("cuda", torch.bfloat16)
 
     args = draw(4, 64), draw(4, 64), draw(4, 64)
+    # fla adds up the gates of a chunk in a tree: at the end of a chunk, whose rest is padding, in
+    # another order than at a row's own end. Of 256ths all sums are exact, in any order.
+    gates = (draw(4).float().exp() * 256).round() / 256
     options = {
-        "g": -draw(4).float().exp(), "beta": draw(4).sigmoid(), "output_final_state": True,
+        "g": -gates, "beta": draw(4).sigmoid(), "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
     }  # fmt: skip
     states = torch.randn(rows, 4, 64, 64, generator=generator).cuda()
@@ -265,7 +258,6 @@ def delta_kernel(generator, rows, size):
 
 @pytest.mark.parametrize("make", [ssd_kernel, delta_kernel])
 @pytest.mark.parametrize("low", [0.0, 0.01])
-@pytest.mark.usefixtures("tuned_alike")
 def test_a_kernel_computes_each_row_of_a_rectangle_as_alone_to_the_bit(make, low, generator):
     lengths, cuts = [130, 256, 300, 384], [[64, 96], [128, 256], [37, 300], [352, 384]]
     scan, args, options, initial, states = make(generator, len(lengths), max(lengths))

@@ -21,6 +21,7 @@ from transformers_rig import (
 )
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
+from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.probe import probe
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
@@ -140,6 +141,26 @@ def test_a_model_of_float64_that_forgets_a_little_is_refused(name, monkeypatch):
 
     monkeypatch.setattr(layer, "update_recurrent_state", forgetful)
     assert "differ from those of an unbroken run" in (refusal(model) or "")
+
+
+@pytest.mark.parametrize(
+    ("has_kernels", "kept", "is_refused"), [(True, 1, False), (True, 0.98, True), (False, 1, True)]
+)
+def test_kernels_of_a_gpu_may_multiply_float32_with_ten_bits(
+    has_kernels, kept, is_refused, monkeypatch
+):
+    """A float32 model with mamba_ssm was refused, but with blocks of its chunks."""
+    model, layer = make_model("nemotron_h"), transformers.cache_utils.LinearAttentionLayer
+    update = layer.update_recurrent_state
+
+    def rounded(self, states, *args, **kwargs):
+        digits = (states.view(torch.int32) & ~0x1FFF).view(torch.float32)
+        return update(self, digits * kept, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "update_recurrent_state", rounded)
+    monkeypatch.setattr(ModelRunner, "placement", lambda _: (torch.device("cuda"), torch.float32))
+    monkeypatch.setattr(StateCapture, "has_kernels", has_kernels)
+    assert (refusal(model) is not None) is is_refused
 
 
 def test_large_states_that_round_much_are_no_fault():
