@@ -185,15 +185,15 @@ class CacheConfig:
     hash_secret: bytes | None = _setting(None, check_secret, repr=False)
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            value, check = getattr(self, setting.name), setting.metadata.get("check")
+            if check is not None and (value is not None or setting.default is not None):
+                object.__setattr__(self, setting.name, check(setting.name, value))
         if self.max_checkpoints_per_step is None:
             limit = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * self.max_requests
             object.__setattr__(self, "max_checkpoints_per_step", limit)
         if not self.enable_prefix_caching and self.max_slots is self.mamba_cache_gb is None:
             object.__setattr__(self, "max_slots", 0)
-        for setting in fields(self):
-            value, check = getattr(self, setting.name), setting.metadata.get("check")
-            if check is not None and (value is not None or setting.default is not None):
-                object.__setattr__(self, setting.name, check(setting.name, value))
         object.__setattr__(self, "eviction_policy", EvictionPolicy(self.eviction_policy))
         self._check_budgets()
         self._check_tiers()

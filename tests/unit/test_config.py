@@ -59,6 +59,17 @@ def test_counts_have_bounds(name: str, least: int) -> None:
             make(**{name: value})
 
 
+@pytest.mark.parametrize("name", LIMITS)
+def test_values_of_other_types_are_refused_by_the_settings_name(name: str) -> None:
+    """What follows from a setting was computed before the setting was checked."""
+    others = {"host_cache_gb": 1.0, "disk_cache_path": "folder", "disk_cache_gb": 1.0}
+    if name in {"cache_gb", "kv_cache_gb", "mamba_cache_gb"}:
+        others |= {"num_kv_blocks": None, "max_slots": None}
+    for value in (object(), {}, [None], np.arange(2), 2j, b""):
+        with pytest.raises(InvalidArgumentError, match=name):
+            make(**(others | {name: value}))
+
+
 @pytest.mark.parametrize(("name", "most"), NUMBERS.items())
 def test_numbers_have_bounds(name: str, most: float) -> None:
     allowed = re.escape(f"{name} must be a number in [0, {most:g}]")
