@@ -54,7 +54,7 @@ _CHUNK_BYTES: Final = 2**21
 
 _CHUNKS_AT_ONCE: Final = 8
 _CHUNKS_READ_AT_ONCE: Final = 4  # a call of more may take so long that a store seems dead
-_JOBS_AT_ONCE: Final = 64  # of small entries: bytes bound the others
+_JOBS_AT_ONCE: Final = 64
 _MAX_THREADS: Final = 4  # for a store, unless more are asked for
 _CONNECT_SECONDS: Final = 30.0
 _BELIEVED_SECONDS: Final = 60.0
@@ -930,8 +930,7 @@ class LowerTier:
     def _put(self, put: Job, facts: EntryFacts, payload: memoryview) -> _Steps:
         """Write an entry: its chunks, and its header when all of them are there; each confirmed."""
         key = facts.key
-        # The payload bounds the number of puts of one call, which are sealed one after another.
-        [fault] = yield [Call(_EXISTS, str(key), payload)]
+        [fault] = yield [Call(_EXISTS, str(key))]
         if fault not in (None, StoreFault.MISSING):
             return _refusal_of(fault), fault.value
         names = self._names(facts)
