@@ -135,6 +135,7 @@ class BatchForwards:
         )
         self._min_tokens = context.config.min_computed_tokens
         self._live = context.live_states.tensors
+        self._saved = layout.views(context.slot_allocator.states.tensors).states
         self._metadata = context.step_buffers.tensors
         self._head = runner.model.get_output_embeddings()
         allocator = context.kv_block_allocator
@@ -335,7 +336,6 @@ class BatchForwards:
             name: self._copied(tensor, live_rows) if in_place.start < 0 else tensor[:, in_place]
             for name, tensor in self._live.items()
         }
-        saved = self._layout.views(self._context.slot_allocator.states.tensors).states
         run = ScanRun(
             rows,
             size,
@@ -343,7 +343,7 @@ class BatchForwards:
             inputs.device,
             bounds,
             saved=[*zip(slots_by_owner[::2], slots_by_owner[1::2], strict=True)],
-            states=[iter(saved) for _ in range(count)],
+            states=[iter(self._saved) for _ in range(count)],
             is_kernel=self._has_kernels,
         )
         # Before the configuration is replaced.
