@@ -290,8 +290,7 @@ class CandidateTree:
         """Count a request as a use of the deepest candidate that it could have resumed from."""
         self._clock = clock = self._clock + 1
         size = len(self._edges)
-        # Early on the counts double soon: a chat or two are over before the first full interval.
-        if clock % REQUESTS_PER_REFIT == 0 or clock.bit_count() == 1:
+        if clock % REQUESTS_PER_REFIT == 0:
             uses, classes = self._arrays[[_LAST_USE, _CLASS]][:, self._arrays[_DEPTH] > 0]
             self._rates.refit(classes, clock - uses, oldest=clock + REQUESTS_PER_REFIT)
         elif clock % max(REQUESTS_PER_SWEEP, size // _SWEPT_PER_REQUEST) == 0:

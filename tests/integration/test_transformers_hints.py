@@ -141,21 +141,6 @@ def test_kv_blocks_go_by_the_worth_of_their_states(generator):
     assert found["adaptive"] > 0.2
 
 
-def test_a_lone_chat_of_a_few_turns_goes_on_where_it_ended(generator):
-    """Nothing was learned before 256 requests: with 4 slots a sixth of its tokens was lost."""
-    turns, prompt = [], np.empty(0, np.int32)
-    for _ in range(15):
-        prompt = np.append(prompt, np.array(tokens(generator, 20), np.int32))
-        turns.append((prompt, np.array(tokens(generator, 30), np.int32)))
-        prompt = np.append(*turns[-1])
-    layout = subject("nemotron_h").cache()._store.layout
-    found = {
-        policy: replay(layout, turns, policy, slots=4)["token_hit_rate"]
-        for policy in ("lru", "adaptive")
-    }
-    assert found["adaptive"] == found["lru"] > 0.9
-
-
 def test_prompts_of_generate_and_of_batches_are_logged(model, generator, tmp_path) -> None:
     path = tmp_path / "requests.jsonl"
     head = text(generator, 3 * BLOCK + 1)

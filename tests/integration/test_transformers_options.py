@@ -471,9 +471,9 @@ def test_a_cache_is_not_copied(cache, prompt, copied):
 def test_each_policy_has_a_name(model):
     for name, kind in SLOT_POLICIES.items():
         assert type(make_cache(model, slot_policy=name).slot_allocator.policy) is kind
-    for slots in (1, 4):
+    for slots, name in ((3, "lru"), (4, "adaptive")):
         made = make_cache(model, **budgets(make_cache(model), slots=slots, blocks=4))
-        assert type(made.slot_allocator.policy) is SLOT_POLICIES["adaptive"]
+        assert type(made.slot_allocator.policy) is SLOT_POLICIES[name]
     assert make_cache(model, placement=EveryNthBlock(2), slot_policy=LruSlotPolicy())
 
 

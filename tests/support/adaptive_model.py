@@ -61,7 +61,7 @@ class ModelTree:
 
     def begin_request(self, path: Sequence[int], num_matched: int, num_usable: int) -> _Prompt:
         self.clock += 1
-        if self.clock % REQUESTS_PER_REFIT == 0 or self.clock.bit_count() == 1:
+        if self.clock % REQUESTS_PER_REFIT == 0:
             self.rates.refit(
                 np.array([c.klass for c in self.known.values()], np.int64),
                 np.array([self.clock - c.last_use for c in self.known.values()], np.int64),

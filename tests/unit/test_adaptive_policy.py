@@ -173,14 +173,13 @@ def test_a_slot_written_from_outside_goes_first():
 
 
 def test_for_kv_blocks_the_state_goes_that_is_worth_least_for_each_of_them():
-    """The state of one block serves two ghosts: it is worth more than one, for one block."""
+    """The state of one block serves a ghost: it is worth two states of one block, for one block."""
     service = Service(4)
     service.ask(range(10, 21))
     service.ask([1])
-    for last in (2, 3):
-        longer = service.policy.on_request(PromptFacts([1, last], 16, 1, 2))
-        blocks = service.kv_blocks.allocate_memory_blocks(1)
-        service.pool.cancel_reserved(service.pool.reserve_slots(blocks, [StateProposal(longer, 2)]))
+    longer = service.policy.on_request(PromptFacts([1, 2], 16, 1, 2))
+    [block] = service.kv_blocks.allocate_memory_blocks(1)
+    service.pool.cancel_reserved(service.pool.reserve_slots([block], [StateProposal(longer, 2)]))
     slots = [service.pool.get_slot(service._block_of[last]) for last in (1, 20)]
     assert service.policy.choose(1, np.array(slots), None, None) == slots[:1]
     assert service.policy.least_loss(np.array(slots)) == 1

@@ -96,6 +96,9 @@ _GIB = 2**30
 _SEGMENT_WITH_KERNELS = 2**20
 _SEGMENT_OF_REFERENCE = 1024
 _MAX_CHUNK_TOKENS = 8192  # of prompts, beside those that decode in one step of a batch; of a block
+_MIN_SLOTS = 4
+"""From which on the default policy learns; with fewer, one chat would not go on where it ended."""
+
 _BLOCKS_WITHOUT_MEMORY = 2**18
 """KV blocks of a model without attention: only their books take room."""
 
@@ -132,7 +135,7 @@ class PrefixCache:
             from then on once a forward has run out of memory, after which it is tried again.
         slot_policy: Which saved states are given up first: a policy, or the name of one as
             ``CacheConfig.slot_policy`` has it. Default: "adaptive", which learns what comes back,
-            and may refuse a state before it is saved.
+            and may refuse a state before it is saved; "lru" where there is no room for 4.
         placement: Where states inside a prompt are saved, beside those at its end and at the end
             of the answer, which cost nothing. Default: where a prompt branches off from an
             earlier one (``BranchPoint``).
@@ -261,7 +264,7 @@ class PrefixCache:
         self._store = PrefixStore(
             layout,
             config,
-            slot_policy=_read_policy(settings.slot_policy),
+            slot_policy=_read_policy(settings.slot_policy, num_slots),
             listeners=listeners,
             placement=settings.placement,
             clock=settings.clock,
@@ -1014,10 +1017,10 @@ class PrefixCache:
 
 
 def _read_policy(
-    slot_policy: SlotEvictionPolicy | SlotPolicyName | None,
+    slot_policy: SlotEvictionPolicy | SlotPolicyName | None, num_slots: int
 ) -> SlotEvictionPolicy:
     if slot_policy is None:
-        slot_policy = "adaptive"
+        slot_policy = "adaptive" if num_slots >= _MIN_SLOTS else "lru"
     if isinstance(slot_policy, str):
         check_choice("slot_policy", slot_policy, get_args(SlotPolicyName))
         return SLOT_POLICIES[slot_policy]()
@@ -1056,7 +1059,7 @@ def check_settings(settings: Mapping[str, Any]) -> CacheConfig:
         raise InvalidArgumentError(
             "store needs hash_secret, the same bytes in all processes that share it"
         )
-    _read_policy(settings["slot_policy"])
+    _read_policy(settings["slot_policy"], _MIN_SLOTS)
     check_placement(settings["placement"])
     check_clock(settings["clock"])
     check_variant(settings["variant"])
