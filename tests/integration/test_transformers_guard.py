@@ -98,7 +98,7 @@ def test_a_listener_may_not_call_in(warm, generator):
     ("owner", "name"),
     [
         ("kv_blocks", "_add_chain"),
-        ("slots", "_note_stored"),
+        ("slots", "_put"),
         ("kv_blocks", "_offer"),
     ],
 )

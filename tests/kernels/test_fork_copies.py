@@ -39,8 +39,6 @@ def snapshot(tensor):
 def make(backend, device, monkeypatch, generator):
     """Makes contexts whose memory is random bits, and which decode, with no model computed."""
 
-    monkeypatch.setattr(module, "StateCopier", partial(StateCopier, backend=backend))
-
     def make_context(specs, prompt):
         context = DynamicInferenceContext(
             make_config(enable_prefix_caching=False, max_requests=7), *specs, device=device
@@ -49,6 +47,8 @@ def make(backend, device, monkeypatch, generator):
         context.add_request(Request(request_id="parent", prompt_tokens=prompt))
         context.begin_step()
         context.commit_step({"other": 5, "parent": 5})
+        # Of the copies of forks alone: on the CPU a step gives its own copies lists.
+        monkeypatch.setattr(module, "StateCopier", partial(StateCopier, backend=backend))
         for tensor in (context.kv_cache, *context.live_states.tensors.values()):
             data = as_bytes(tensor)
             random = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=generator)

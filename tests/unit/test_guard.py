@@ -235,7 +235,7 @@ def change(slots):
     ("owner", "name"),
     [
         *((KVBlockAllocator, name) for name in ("_add_chain", "_count_cached", "_forget")),
-        *((SlotPool, name) for name in ("_unassign", "_note_stored")),
+        *((SlotPool, name) for name in ("_unassign", "_put")),
         *((Rows, name) for name in ("take", "push", "hold", "release")),
         *((LastUsedPolicy, name) for name in ("on_stored",)),
     ],
