@@ -433,8 +433,7 @@ class CandidateTree:
         if len(edge) == 1:
             del siblings[edge[0]]
             siblings[hash_id] = node
-        if self._by_hash.get(edge[-1]) == node:  # as in ``forget``
-            del self._by_hash[edge[-1]]
+        del self._by_hash[edge[-1]]
         edge[-1] = hash_id
         self._by_hash[hash_id] = node
         self._told.pop(node, None)

@@ -126,14 +126,12 @@ class RequestTable:
 
     def scheduled_requests(self) -> list[ActiveRequest]:
         """Return the requests that have a chunk for the next step, oldest first."""
-        if not self.scheduled_chunks:
-            return []
+        newest = reversed(self._requests.values())  # they are among these
         scheduled: list[ActiveRequest] = []
-        for active in reversed(self._requests.values()):  # they are among the newest
+        while len(scheduled) < len(self.scheduled_chunks):
+            active = next(newest)
             if active.status is RequestStatus.SCHEDULED:
                 scheduled.append(active)
-                if len(scheduled) == len(self.scheduled_chunks):
-                    break
         return scheduled[::-1]
 
     def decoding_group(self, request_ids: Iterable[Hashable] | None) -> DecodingGroup:

@@ -234,10 +234,7 @@ class MambaSlotAllocator(SlotPool):
         self._has_intermediates = False
 
     def live_to_slots(self, rows: RowIndices, slots: RowIndices) -> None:
-        """Save live states by their rows, in one launch; ``PAD_SLOT_ID`` skips.
-
-        A context calls it in its own step, whose guard it has.
-        """
+        """Save live states by their rows, in one launch; ``PAD_SLOT_ID`` skips."""
         self._bind_live_states()
         self._live_to_slots.copy(rows, slots)
 

@@ -141,6 +141,27 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     assert pool.reserve_slots([9], [StateProposal(again, 4)]) == [None]  # it is there already
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_two_requests_that_save_the_same_answer_have_one_candidate(is_late):
+    """The second finds the first's under its hash; or a request came before they were saved."""
+    pool = SlotPool(3, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
+    growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
+    slots = pool.reserve_slots([7, 8], [growing, growing])
+    assert slots == [1, 2]
+    if is_late:
+        pool.policy.on_request(PromptFacts([9], 16, 0, 1))
+    for block, slot in zip([7, 8], slots, strict=True):
+        pool.kv_blocks.block_hashes[block] = 4
+        pool.commit_reserved([slot], [block])
+        pool.check_invariants()
+    for block in (7, 8):
+        pool.invalidate_block(block)
+    pool.check_invariants()
+    again = pool.policy.on_request(PromptFacts([1, 2, 3, 4], 16, 4, 4))
+    assert again.near != 0, "it has used the candidate of both"
+
+
 def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     for block in (1, 2):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from context_rig import make_config
 from slot_rig import (
     CONV,
     DTYPES,
@@ -21,6 +22,7 @@ from slot_rig import (
     state_bits,
 )
 
+from mamba_cache import DynamicInferenceContext
 from mamba_cache.cache import (
     LruSlotPolicy,
     RefZeroSlotPolicy,
@@ -240,6 +242,20 @@ def test_live_states_may_be_viewed_anew_at_each_look(allocator, context):
     allocator.restore_to_live(0, 6)
     assert allocator._slots_to_live is copier
     assert live_bits(context, 3) == slot_bits(allocator, 2)
+
+
+def test_states_of_other_names_than_mambas_are_saved_and_restored(generator):
+    kinds = (("delta", (3, 4)), ("window", (2,)))
+    tensors = tuple(StateTensorSpec(n, 2, shape, torch.float32) for n, shape in kinds)
+    context = DynamicInferenceContext(make_config(max_slots=2), StateSpec(tensors), device="cpu")
+    slots, live = context.slot_allocator, context.live_states.tensors
+    for name, _ in kinds:
+        live[name].copy_(torch.randn(live[name].shape, generator=generator))
+    slots.live_to_slots([0], [1])
+    slots.restore_slots([1], [2])
+    for name, _ in kinds:
+        assert torch.equal(live[name][:, 2], live[name][:, 0])
+        assert torch.equal(slots.states.tensors[name][:, 1], live[name][:, 0])
 
 
 FITTING = {
