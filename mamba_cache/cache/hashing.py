@@ -109,9 +109,8 @@ class BlockHashes(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         digests = self._digests[: self._length]
-        if len(digests) > _FEW:
-            return iter(hash_ids_of(digests).tolist())
-        return iter([int.from_bytes(one[:8], "little") & _ID_MASK or 1 for one in digests])
+        few = len(digests) <= _FEW
+        return map(hash_id_of, digests) if few else iter(hash_ids_of(digests).tolist())
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -155,7 +154,9 @@ class BlockHasher:
     Attributes:
         algorithm: As given.
         digest_size_bytes: Length of a digest: 32 with "sha256", else 16.
-        start: Returns a hash object with ``update`` and ``digest``, for one block.
+        start: Returns a new hash object for one block. Its input is the digest of the parent, the
+            block's tokens as little-endian int32, and the encoded multimodal keys of the block, if
+            any.
 
     Raises:
         InvalidArgumentError: Unknown algorithm, or a secret that is empty or not ``bytes``.
@@ -182,18 +183,6 @@ class BlockHasher:
 
     def __repr__(self) -> str:
         return f"BlockHasher({self.algorithm!r}, secret=...)"
-
-    def digest(self, data: bytes) -> bytes:
-        """Return the digest of one block.
-
-        Args:
-            data: The digest of the parent, the block's tokens as little-endian int32, and the
-                encoded multimodal keys of the block, if any.
-        """
-        state = self.start()
-        state.update(data)
-        digest: bytes = state.digest()
-        return digest
 
     def root(self, block_size_tokens: int, cache_salt: ExtraKey, lora_id: ExtraKey) -> bytes:
         """Return the digest that block 0 is chained on: all that concerns a whole sequence.

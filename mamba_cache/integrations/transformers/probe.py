@@ -38,8 +38,8 @@ _KERNEL_ROUNDINGS = 8
 beside the noise: fla's gated delta rule differs by 7 (H200)."""
 
 _TF32 = 2.0**-11
-"""Rounding of the factors that kernels of scans multiply on a GPU, those of float32 too: PyTorch's
-switches for that are not theirs. mamba_ssm's, cut within a chunk, differ by 0.4 of it (H200)."""
+"""On a GPU kernels of scans multiply float32 with ten bits, whatever PyTorch's switches say. States
+of mamba_ssm whose tokens were divided within a chunk differ by 0.4 of this (H200)."""
 
 _ROUNDED_SHARE = 1 / 64
 """Of the embeddings' values in half precision. There a sum in another order mostly rounds to the

@@ -65,8 +65,8 @@ class RectangleShape:
     is_ragged: bool
     # Whether all rows begin at position 0: the model is given no states.
     is_fresh: bool = False
-    # Where the rows lie in the live states, if one behind the other: they are computed there, and
-    # not in copies, as decode steps are. -1: anywhere, as in a graph.
+    # The live row of the first row, if those of the others follow: they are computed in place.
+    # -1: they are computed in copies.
     first_live_row: int = -1
 
     @property
