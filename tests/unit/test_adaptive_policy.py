@@ -155,6 +155,8 @@ def test_two_requests_that_save_the_same_answer_have_one_candidate(is_late):
         pool.kv_blocks.block_hashes[block] = 4
         pool.commit_reserved([slot], [block])
         pool.check_invariants()
+        tree, node = pool.policy._tree, pool.policy._candidate_at[slot]
+        assert tree._last_use_at[node] == tree._clock, "a state counts as used when it is saved"
     for block in (7, 8):
         pool.invalidate_block(block)
     pool.check_invariants()
