@@ -15,11 +15,8 @@ from mamba_cache._checks import check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
 from mamba_cache.stores.protocols import (
-    MAX_BLOB_BYTES,
     StoreFault,
     StoreHealth,
-    check_blobs,
-    check_keys,
 )
 
 __all__ = ["MooncakeStore"]
@@ -81,7 +78,6 @@ class MooncakeStore:
     """
 
     name = "mooncake"
-    max_blob_bytes = MAX_BLOB_BYTES
 
     def __init__(
         self,
@@ -140,7 +136,6 @@ class MooncakeStore:
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Ask the master which keys can be read."""
-        check_keys(keys)
         names = list(keys)
         codes = self._codes(names, lambda client: client.batch_is_exist(names))
         answers = {0: StoreFault.MISSING, 1: None}
@@ -150,21 +145,17 @@ class MooncakeStore:
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """Store blobs; what is there stays as it is, also if it has another size."""
-        check_blobs(keys, buffers, writable=False)
-        sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
-        names = [keys[i] for i in sent]
-        addresses, sizes = _spans([buffers[i] for i in sent])
+        names = list(keys)
+        addresses, sizes = _spans(buffers)
         codes = self._codes(
             names, lambda client: client.batch_put_from(names, addresses, sizes, self._replicas)
         )
-        by_index = dict(zip(sent, (self._fault_unless_0(code) for code in codes), strict=True))
-        return [by_index.get(i, StoreFault.TOO_LARGE) for i in range(len(keys))]
+        return [self._fault_unless_0(code) for code in codes]
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
         """Read blobs straight into the buffers."""
-        check_blobs(keys, buffers, writable=True)
         names = list(keys)
         addresses, sizes = _spans(buffers)
         codes = self._codes(names, lambda client: client.batch_get_into(names, addresses, sizes))
@@ -175,7 +166,6 @@ class MooncakeStore:
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Remove blobs that nobody reads: the store keeps a lease for some seconds after a read."""
-        check_keys(keys)
         names = list(keys)
         codes = self._codes(names, lambda client: client.batch_remove(names))
         faults = [self._fault_unless_0(code) for code in codes]

@@ -1,27 +1,17 @@
-"""What a store is: blobs by key, in a place that several processes share; checks of its calls."""
+"""What a store is: blobs by key, in a place that several processes share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
-
-from mamba_cache.errors import InvalidArgumentError
+from typing import Protocol
 
 __all__ = [
-    "MAX_BLOB_BYTES",
     "BlobStore",
     "StoreFault",
     "StoreHealth",
-    "check_blobs",
-    "check_keys",
 ]
-
-_MAX_KEY_LENGTH: Final = 512
-
-MAX_BLOB_BYTES: Final = 512 * 2**20
-"""The longest blob of the stores here: what Valkey takes unless it is told otherwise."""
 
 
 class StoreFault(str, Enum):
@@ -44,9 +34,6 @@ class StoreFault(str, Enum):
 
     LEASED = "leased"
     """Somebody reads the blob, so that it cannot be removed now."""
-
-    TOO_LARGE = "too_large"
-    """No blob may be as long, in this store."""
 
     TRANSFER_FAILED = "transfer_failed"
     """Bytes were lost on the way; a buffer that was to be filled is partly written."""
@@ -100,13 +87,12 @@ class StoreHealth:
 
 
 class BlobStore(Protocol):
-    """Blobs of bytes by key, such as chunks of 1 to 4 MB, in a store that other processes share.
+    """Blobs of bytes by key, of at most 2 MiB, in a store that other processes share.
 
     Calls are plain and block; they come from any thread, and several at once. **None raises because
-    of the store**: what went wrong is a ``StoreFault`` at the place of its key. Wrong arguments
-    raise ``InvalidArgumentError``. A call may take as long as the store pleases, or never return:
-    deadlines are the caller's, who lets a thread wait. Until a call returns, its buffers are in
-    use.
+    of the store**: what went wrong is a ``StoreFault`` at the place of its key. A call may take as
+    long as the store pleases, or never return: deadlines are the caller's, who lets a thread wait.
+    Until a call returns, its buffers are in use.
 
     A blob is never overwritten: whoever puts a key that is there leaves the first bytes. What comes
     back need not be what was put, and "stored" need not be true: verify bytes by a digest, and ask
@@ -118,11 +104,9 @@ class BlobStore(Protocol):
 
     Attributes:
         name: What stats and messages call it, such as "valkey".
-        max_blob_bytes: The longest blob that it takes.
     """
 
     name: str
-    max_blob_bytes: int
 
     def register(self, memory: memoryview) -> StoreFault | None:
         """Tell it of memory that buffers of later calls will lie in.
@@ -189,33 +173,3 @@ class BlobStore(Protocol):
 
     def close(self) -> None:
         """Let go of the store; later calls answer ``CLOSED``. What was stored stays."""
-
-
-def check_keys(keys: Sequence[str]) -> None:
-    """Check the keys of a call."""
-    if isinstance(keys, str):
-        raise InvalidArgumentError(f"keys must be a sequence of keys, got the string {keys!r}")
-    for key in keys:
-        if not isinstance(key, str) or not 0 < len(key) <= _MAX_KEY_LENGTH:
-            raise InvalidArgumentError(
-                f"a key must be a string of 1 to {_MAX_KEY_LENGTH} characters, got {key!r:.200}"
-            )
-        if not (key.isascii() and key.isprintable()) or " " in key:
-            raise InvalidArgumentError(f"a key must be printable ASCII without spaces, got {key!r}")
-    if len(set(keys)) < len(keys):
-        raise InvalidArgumentError("a key must come once in a call, and one came twice")
-
-
-def check_blobs(keys: Sequence[str], buffers: Sequence[memoryview], *, writable: bool) -> None:
-    """Check the keys and buffers of a call."""
-    check_keys(keys)
-    if len(buffers) != len(keys):
-        raise InvalidArgumentError(f"{len(keys)} keys need as many buffers, got {len(buffers)}")
-    for key, buffer in zip(keys, buffers, strict=True):
-        if not isinstance(buffer, memoryview):
-            kind = type(buffer).__name__
-            raise InvalidArgumentError(f"the buffer of {key!r} must be a memoryview, got a {kind}")
-        if not buffer.nbytes or not buffer.c_contiguous:
-            raise InvalidArgumentError(f"the buffer of {key!r} must be contiguous and not empty")
-        if writable and buffer.readonly:
-            raise InvalidArgumentError(f"the buffer of {key!r} must be writable, and is read-only")

@@ -11,12 +11,9 @@ from mamba_cache._checks import check_int, check_number
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError
 from mamba_cache.stores.protocols import (
-    MAX_BLOB_BYTES,
     BlobStore,
     StoreFault,
     StoreHealth,
-    check_blobs,
-    check_keys,
 )
 
 __all__ = ["ValkeyStore"]
@@ -64,7 +61,6 @@ class ValkeyStore(BlobStore):
     """
 
     name = "valkey"
-    max_blob_bytes = MAX_BLOB_BYTES
 
     def __init__(
         self,
@@ -106,7 +102,6 @@ class ValkeyStore(BlobStore):
 
     def exists_many(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """Ask EXISTS of each key."""
-        check_keys(keys)
 
         def judge(index: int, number: object) -> StoreFault | None:
             if number == 1:
@@ -119,17 +114,14 @@ class ValkeyStore(BlobStore):
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[StoreFault | None]:
         """SET each key that is not there."""
-        check_blobs(keys, buffers, writable=False)
-        sent = [i for i, buffer in enumerate(buffers) if buffer.nbytes <= self.max_blob_bytes]
-        commands = [("SET", keys[i], buffers[i].cast("B"), *self._options) for i in sent]
-        by_index = dict(zip(sent, self._call(commands, _nothing), strict=True))
-        return [by_index.get(i, StoreFault.TOO_LARGE) for i in range(len(keys))]
+        pairs = zip(keys, buffers, strict=True)
+        commands = [("SET", key, buffer.cast("B"), *self._options) for key, buffer in pairs]
+        return self._call(commands, _nothing)
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[memoryview]
     ) -> list[int | StoreFault]:
         """GET each key into its buffer, if STRLEN says that it fits: nothing else is received."""
-        check_blobs(keys, buffers, writable=True)
         views = [buffer.cast("B") for buffer in buffers]
 
         def measure(index: int, size: object) -> int | StoreFault:
@@ -156,7 +148,6 @@ class ValkeyStore(BlobStore):
 
     def remove(self, keys: Sequence[str]) -> list[StoreFault | None]:
         """UNLINK each key."""
-        check_keys(keys)
         return self._call([("UNLINK", key) for key in keys], _nothing)
 
     def health(self) -> StoreHealth:

@@ -54,8 +54,6 @@ _SECRET_FILE: Final = "secret"
 _SECRET_BYTES: Final = 32
 _PREFIX: Final = "mc1-"
 _ENTRY: Final = re.compile(r"([0-9a-f]{32})-([sk])-((?:[0-9a-f]{32}){1,2})-(0|[1-9][0-9]{0,9})")
-_FORMER: Final = ("states.slab", "kv.slab")
-"""Files of former versions, which nothing reads any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ def open_folder(path: Path, identity: CacheIdentity) -> tuple[Path, FolderLock]:
         lock = FolderLock(folder, fd)
         try:
             _put_marker(fd, folder, identity)
-            _delete(fd, [*_FORMER, *(name for name in os.listdir(fd) if name.endswith(NEW))])
+            _delete(fd, [name for name in os.listdir(fd) if name.endswith(NEW)])
             os.utime(folder)
         except OSError:
             lock.release()
@@ -219,7 +217,7 @@ def remove_folder(folder: CacheFolder) -> None:
         try:
             entries = [name for name in os.listdir(fd) if _is_entry(identity, name)]
             # The marker goes after the files that it vouches for.
-            _delete(fd, [*entries, *_FORMER, _IDENTITY_FILE + NEW, _IDENTITY_FILE, _LOCK_FILE])
+            _delete(fd, [*entries, _IDENTITY_FILE + NEW, _IDENTITY_FILE, _LOCK_FILE])
         finally:
             lock.release()
     try:

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import stat
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -35,7 +34,7 @@ from mamba_cache.tiers.directory import (
     open_own_file,
     remove_folder,
 )
-from mamba_cache.tiers.entry import EntryKey, EntryKind, prefix_tokens_in
+from mamba_cache.tiers.entry import EntryKind, prefix_tokens_in
 from mamba_cache.tiers.identity import CacheIdentity
 
 __all__ = ["PAGE_BYTES", "DiskStore", "file_bytes"]
@@ -59,7 +58,6 @@ class DiskStore(BlobStore):
     """
 
     name = "disk"
-    max_blob_bytes = sys.maxsize
 
     def __init__(
         self,
@@ -147,10 +145,6 @@ class DiskStore(BlobStore):
     def close(self) -> None:
         """Let another process have the folder."""
         self._folder_lock.release()
-
-    def is_own(self, key: EntryKey) -> bool:
-        """Say whether a key is of this identity and rank."""
-        return (key.identity, key.rank) == (self._identity.digest, self._identity.rank)
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of ``TierStats`` that only a disk has."""

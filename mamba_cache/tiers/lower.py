@@ -28,7 +28,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.errors import InvariantError
 from mamba_cache.stores import BlobStore, StoreFault
 from mamba_cache.tiers.disk import DiskStore
 from mamba_cache.tiers.entry import (
@@ -184,11 +184,6 @@ class LowerTier:
             self.name, default_threads = "store", max(2, min(_MAX_THREADS, num_cpus))
             self._max_jobs, num_chunks = _JOBS_AT_ONCE, _CHUNKS_AT_ONCE
             num_read_chunks = _CHUNKS_READ_AT_ONCE
-        if chunk_bytes > store.max_blob_bytes:
-            raise InvalidArgumentError(
-                f"chunk_bytes={chunk_bytes} is more than {store.name} takes as one blob "
-                f"({store.max_blob_bytes})"
-            )
         self.store, self._owns_store = store, owns_store
         self._macs = macs
         self._write_on_use, self._max_queued = write_on_use, max_queued
@@ -273,8 +268,6 @@ class LowerTier:
 
         False: it is not taken, which is counted, and ``done`` is not called.
         """
-        if not self._is_own(facts.key):
-            raise InvalidArgumentError(f"{facts.key} is of another identity than the disk cache's")
         if self._is_forked:  # without the lock, which a fork may have left held
             return self._refuse_put("unhealthy")
         with self._lock:
@@ -296,14 +289,11 @@ class LowerTier:
         with self._lock:
             if not self._takes_calls or len(self._jobs[Verb.LOAD]) >= self._max_queued:
                 return False
-            is_own = self._is_own(expected.key)
-            if is_own and expected.key not in self._bad:
-                job = Job(Verb.LOAD, done, expected)
-                self._add(job, self._load(expected, into))
+            if expected.key not in self._bad:
+                self._add(Job(Verb.LOAD, done, expected), self._load(expected, into))
                 return True
-            refusal = Refusal.MISSING if is_own else Refusal.IDENTITY
-            self._refused[refusal] += 1
-        done(refusal)
+            self._refused[Refusal.MISSING] += 1
+        done(Refusal.MISSING)
         return True
 
     def remove(self, key: EntryKey) -> None:
@@ -446,9 +436,6 @@ class LowerTier:
         now = time.monotonic()
         # What was learnt does not hold for ever: others use the store, too.
         return [now - self._stored.get(key, -math.inf) < _BELIEVED_SECONDS for key in keys]
-
-    def _is_own(self, key: EntryKey) -> bool:
-        return self._disk is None or self._disk.is_own(key)
 
     def _open_jobs(self, *verbs: Verb) -> list[Job]:
         """Return the jobs of some kinds that are not over."""

@@ -26,7 +26,6 @@ from store_rig import (
     valkey_server,
 )
 
-from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import (
     MooncakeStore,
     StoreFault,
@@ -618,16 +617,3 @@ def test_the_command_that_kills_a_valkey_runs_with_damaged_reads():
     command += ["--only", "valkey", "reader"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_wrong_keys_raise_everywhere_and_read_only_memory_is_not_read_into(store):
-    """What else is wrong is listed in tests/unit/test_stores.py."""
-    for call in (store.exists_many, store.remove):
-        with pytest.raises(InvalidArgumentError):
-            call(["a b"])
-    for call in (store.put_many, store.get_many_into):
-        for keys in (["a b"], ["k", "l"]):
-            with pytest.raises(InvalidArgumentError):
-                call(keys, [memoryview(bytearray(1))])
-    with pytest.raises(InvalidArgumentError):
-        store.get_many_into(["k"], [memoryview(b"1")])

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from mamba_cache.stores.protocols import BlobStore, StoreFault, StoreHealth, check_blobs, check_keys
+from memory_store import check_blobs, check_keys
+
+from mamba_cache.stores import BlobStore, StoreFault, StoreHealth
 
 __all__ = ["FaultyStore", "Trouble"]
 
@@ -92,7 +94,6 @@ class FaultyStore:
         self, store: BlobStore, *, seed: int = 0, sleep: Callable[[float], object] = time.sleep
     ) -> None:
         self.name = store.name
-        self.max_blob_bytes = store.max_blob_bytes
         self.injected: Counter[tuple[str, Trouble]] = Counter()
         self.num_hanging = 0  # calls that hang now
         self._store = store

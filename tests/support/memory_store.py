@@ -5,23 +5,38 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from mamba_cache.stores.protocols import (
-    MAX_BLOB_BYTES,
-    BlobStore,
-    StoreFault,
-    StoreHealth,
-    check_blobs,
-    check_keys,
-)
+from mamba_cache.stores import BlobStore, StoreFault, StoreHealth
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryStore", "check_blobs", "check_keys"]
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Check that a tier keeps its word about keys: printable ASCII, each once in a call."""
+    assert not isinstance(keys, str)
+    for key in keys:
+        assert isinstance(key, str)
+        assert 0 < len(key) <= 512
+        assert key.isascii()
+        assert key.isprintable()
+        assert " " not in key
+    assert len(set(keys)) == len(keys)
+
+
+def check_blobs(keys: Sequence[str], buffers: Sequence[memoryview], *, writable: bool) -> None:
+    """Check that a tier keeps its word about keys and buffers."""
+    check_keys(keys)
+    assert len(buffers) == len(keys)
+    for buffer in buffers:
+        assert isinstance(buffer, memoryview)
+        assert buffer.nbytes
+        assert buffer.c_contiguous
+        assert not (writable and buffer.readonly)
 
 
 class MemoryStore(BlobStore):
     """A ``BlobStore`` that no other process sees, and that is never full."""
 
     name = "memory"
-    max_blob_bytes = MAX_BLOB_BYTES
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
@@ -80,8 +95,6 @@ class MemoryStore(BlobStore):
         fault = self._fault_of(key)
         if fault is not StoreFault.MISSING:
             return fault
-        if buffer.nbytes > self.max_blob_bytes:
-            return StoreFault.TOO_LARGE
         self._blobs[key] = bytes(buffer)
         return None
 

@@ -57,7 +57,7 @@ class Store:
 
     def __init__(self, watch, store):
         self._watch, self._store = watch, store
-        self.name, self.max_blob_bytes = store.name, store.max_blob_bytes
+        self.name = store.name
 
     def __getattr__(self, name):
         return self._watch.called(name, getattr(self._store, name))

@@ -12,7 +12,6 @@ from faulty_store import FaultyStore, Trouble
 from memory_store import MemoryStore
 from remote_rig import CHUNK_BYTES, PATIENCE, Bench, wait_until
 
-from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.stores import StoreFault
 from mamba_cache.tiers import Refusal, lower
 from mamba_cache.tiers.entry import HEADER_BYTES, EntryKind, EntryMacs
@@ -637,13 +636,6 @@ def test_closing_leaves_memory_registered_that_a_call_still_uses(monkeypatch) ->
     assert bench.memory.registered == [memory.data]
     bench.faulty.heal()
     wait_until(lambda: not bench.memory.registered)
-
-
-def test_arguments_are_checked(bench) -> None:
-    most = bench.memory.max_blob_bytes
-    with pytest.raises(InvalidArgumentError, match="is more than memory takes as one blob"):
-        LowerTier(bench.memory, macs=EntryMacs(SECRET), chunk_bytes=most + 1)
-    LowerTier(bench.memory, macs=EntryMacs(SECRET), chunk_bytes=most).close()
 
 
 def test_a_store_that_never_answered_is_told_of_once(monkeypatch, caplog) -> None:

@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from memory_store import MemoryStore
 from store_rig import LOOPBACK, Speaker, free_port
 
 from mamba_cache.errors import InvalidArgumentError, MissingExtraError
@@ -245,20 +244,6 @@ def test_a_buffer_of_other_items_than_bytes_is_sent_and_filled_whole():
         store.close()
 
 
-def test_a_blob_that_is_too_large_is_not_sent():
-    with Speaker([*GREETING, OK]) as server:
-        store = valkey(server)
-        assert store.put_many([], []) == []
-        store.max_blob_bytes = 10
-        answers = store.put_many(["a", "b"], [buffer(11), buffer(10)])
-        assert answers == [StoreFault.TOO_LARGE, None]
-        store.close()
-    memory = MemoryStore()
-    memory.max_blob_bytes = 10
-    answers = memory.put_many(["a", "b"], [buffer(11), buffer(10)])
-    assert answers == [StoreFault.TOO_LARGE, None]
-
-
 def test_nobody_listens_or_nobody_answers():
     store = ValkeyStore(LOOPBACK, free_port())
     assert store.exists_many(["k"]) == [StoreFault.UNREACHABLE]
@@ -423,11 +408,6 @@ def test_what_is_no_fault_of_mooncake(master, monkeypatch):
     assert store.get_many_into(["a", "b"], [buffer(), buffer()]) == [10, StoreFault.SHORT]
     monkeypatch.setattr(Client, "codes", 0)
     assert store.get_many_into(["a"], [buffer()]) == [0]  # no bytes: whoever verifies refuses them
-    monkeypatch.setattr(Client, "codes", 0)
-    store.max_blob_bytes = 10
-    answers = store.put_many(["a", "b"], [buffer(11), buffer(10)])
-    assert answers == [StoreFault.TOO_LARGE, None]
-    assert store.put_many(["a"], [buffer(11)]) == [StoreFault.TOO_LARGE]
 
 
 def test_answers_for_other_keys_than_were_asked_for_are_not_believed(master, monkeypatch):
@@ -539,38 +519,6 @@ def test_without_mooncake_the_error_names_what_brings_it(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Finder])
     with pytest.raises(MissingExtraError, match="libibverbs1"):
         open_store("mooncake://host:1")
-
-
-# Arguments
-
-
-@pytest.mark.parametrize(
-    ("keys", "buffers", "said"),
-    [
-        ("ab", [buffer(), buffer()], "a sequence of keys, got the string"),
-        ([b"a"], [buffer()], "1 to 512 characters, got b'a'"),
-        ([""], [buffer()], "1 to 512 characters, got ''"),
-        (["a" * 513], [buffer()], "1 to 512 characters"),
-        (["\u00e9"], [buffer()], "printable ASCII without spaces"),
-        (["a\n"], [buffer()], "printable ASCII without spaces"),
-        (["a b"], [buffer()], "printable ASCII without spaces"),
-        (["a", "a"], [buffer(), buffer()], "must come once in a call"),
-        (["a", "b"], [buffer()], "2 keys need as many buffers, got 1"),
-        (["a"], [bytearray(10)], "must be a memoryview, got a bytearray"),
-        (["a"], [buffer(0)], "contiguous and not empty"),
-        (["a"], [buffer()[::2]], "contiguous and not empty"),
-        (["a"], [memoryview(b"read-only")], "must be writable"),
-    ],
-)
-def test_arguments_are_checked_at_the_door(keys, buffers, said):
-    store = MemoryStore()
-    with pytest.raises(InvalidArgumentError, match=said):
-        store.get_many_into(keys, buffers)
-
-
-def test_the_longest_key_and_memory_that_is_only_read_are_taken():
-    key = "k" * 512
-    assert MemoryStore().put_many([key, "a"], [memoryview(b"abc"), buffer()]) == [None, None]
 
 
 def test_a_forked_process_has_connections_of_its_own(monkeypatch):

@@ -275,7 +275,7 @@ def test_after_any_single_change_nothing_is_found_on_the_disk(tmp_path) -> None:
         for refusal in (Refusal.MISSING, Refusal.MAC):
             tier = open_tier(tmp_path / "others", identity=other)
             assert load(tier, 1, identity=other) is refusal
-            assert load(tier, 1, identity=usual) is Refusal.IDENTITY
+            assert load(tier, 1, identity=usual) is Refusal.MISSING
             tier.close()
             moved = file_of(tmp_path / "others", identity=other)
             shutil.copy(file_of(tmp_path, identity=usual), moved)
