@@ -42,7 +42,7 @@ current_request: ContextVar[ServedRequest | None] = ContextVar("current_request"
 """The request that is being answered, also in tasks that it begins, such as that of a stream."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ServedRequest:
     """One request of a model."""
 
@@ -53,13 +53,18 @@ class ServedRequest:
     # Tokens of the prompt that were not computed; None: not known yet, or there is no cache.
     cached_tokens: int | None = None
     # Of a request that is batched: how its answer is made, positions at which other prompts will
-    # branch off, and why it failed.
+    # branch off, why it failed, and how far it is.
     settings: Any = None  # ``AnswerSettings``
     checkpoints: Sequence[int] = ()
     error: BaseException | None = None
-    # The manager of batches is called twice for it; what the first call brings waits here.
-    arrival: _Arrival | None = None
-    deliver: Callable[[Any], None] | None = None
+    request_id: str = ""
+    tokens: list[int] = field(default_factory=list)  # of its prompt
+    is_streaming: bool = False  # an output is delivered for every token
+    deliver: Callable[[Any], None] | None = None  # result callback; None until registered
+    request: BatchRequest | None = None  # its request in the batch
+    is_cancelled: bool = False  # the client has gone away
+    num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
+    was_restarted: bool = False  # it was submitted again after a call that broke off
 
     @property
     def will_continue(self) -> bool | None:
@@ -105,21 +110,6 @@ SERVER = "transformers server"
 """Whose hints they are: each source is trusted as far as its hints come true."""
 
 
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """A request of a client, and how far it is."""
-
-    served: ServedRequest  # is told what comes of it
-    request_id: str
-    tokens: list[int]
-    is_streaming: bool  # an output is delivered for every token
-    request: BatchRequest | None = None  # its request in the batch
-    is_cancelled: bool = False  # the client has gone away
-    deliver: Callable[[Any], None] = field(init=False)  # result callback, once it is registered
-    num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
-    was_restarted: bool = False  # it was submitted again after a call that broke off
-
-
 class BatchManager:
     """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
 
@@ -134,7 +124,7 @@ class BatchManager:
         self.batching_config = batching_config
         self._cache = cache
         self._lock = threading.Lock()
-        self._arrivals: dict[str, _Arrival] = {}
+        self._arrivals: dict[str, ServedRequest] = {}
         self._wake = threading.Event()
         self._is_stopped = False
         self.ended_by: BaseException | None = None  # why requests fail once the thread has ended
@@ -163,14 +153,14 @@ class BatchManager:
         With ``streaming`` there is an output with each token. Return the request's name: another
         one if a request of this name runs, for clients may choose it.
         """
-        served = current_request.get() or ServedRequest()
-        arrival = _Arrival(served, request_id, list(input_ids), streaming)
+        arrival = current_request.get() or ServedRequest()
         with self._lock:
-            while arrival.request_id in self._arrivals:
-                arrival.request_id += "'"
-        served.arrival = arrival
-        self._admit(served)
-        return arrival.request_id
+            while request_id in self._arrivals:
+                request_id += "'"
+        arrival.request_id, arrival.tokens = request_id, list(input_ids)
+        arrival.is_streaming = streaming
+        self._admit(arrival)
+        return request_id
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
         """Register the current request's callback, before or after ``add_request``.
@@ -183,16 +173,14 @@ class BatchManager:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(callback, output)
 
-        served = current_request.get() or ServedRequest()
-        served.deliver = deliver
-        self._admit(served)
+        arrival = current_request.get() or ServedRequest()
+        arrival.deliver = deliver
+        self._admit(arrival)
 
-    def _admit(self, served: ServedRequest) -> None:
+    def _admit(self, arrival: ServedRequest) -> None:
         """Take in a request of which both calls have come."""
-        arrival, deliver = served.arrival, served.deliver
-        if arrival is None or deliver is None:
+        if not arrival.request_id or arrival.deliver is None:
             return
-        served.arrival, served.deliver, arrival.deliver = None, None, deliver
         with self._lock:
             self._arrivals[arrival.request_id] = arrival
             reason = self.ended_by
@@ -281,49 +269,50 @@ class BatchManager:
             batcher.step()
             self._tell(known)
 
-    def _submit(self, batcher: Batcher, arrival: _Arrival) -> None:
+    def _submit(self, batcher: Batcher, arrival: ServedRequest) -> None:
         try:
             [arrival.request] = batcher.submit(
                 arrival.request_id,
                 arrival.tokens,
-                arrival.served.settings,
+                arrival.settings,
                 seed=int(torch.randint(2**62, (), device="cpu")),
-                cache_salt=arrival.served.cache_salt,
-                checkpoint_positions=arrival.served.checkpoints,
-                will_continue=arrival.served.will_continue,
+                cache_salt=arrival.cache_salt,
+                checkpoint_positions=arrival.checkpoints,
+                will_continue=arrival.will_continue,
                 source=SERVER,
             )
         except Exception as error:  # of this request alone: nothing was submitted
             self._fail(arrival, error)
 
-    def _cancel(self, batcher: Batcher, arrival: _Arrival) -> None:
+    def _cancel(self, batcher: Batcher, arrival: ServedRequest) -> None:
         if arrival.request is not None and not arrival.request.is_over:
             batcher.end(arrival.request)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
 
-    def _tell(self, arrivals: Sequence[_Arrival]) -> None:
+    def _tell(self, arrivals: Sequence[ServedRequest]) -> None:
         for arrival in arrivals:
             request = arrival.request
             if request is None or arrival.is_cancelled:
                 continue
             if request.answer and not arrival.num_told:
-                arrival.served.cached_tokens = request.cached_tokens
+                arrival.cached_tokens = request.cached_tokens
             is_new = len(request.answer) > arrival.num_told
             arrival.num_told = len(request.answer)
             if request.is_over:
-                arrival.served.error = request.error
+                arrival.error = request.error
                 self._end(arrival, answer_output(request))
-            elif is_new and arrival.is_streaming:
+            elif is_new and arrival.is_streaming and arrival.deliver is not None:
                 arrival.deliver(answer_output(request))
 
-    def _end(self, arrival: _Arrival, output: Any) -> None:
+    def _end(self, arrival: ServedRequest, output: Any) -> None:
+        assert arrival.deliver is not None  # or it would not have been admitted
         arrival.deliver(output)
         with self._lock:
             self._arrivals.pop(arrival.request_id, None)
 
-    def _fail(self, arrival: _Arrival, error: BaseException) -> None:
-        arrival.served.error = error
+    def _fail(self, arrival: ServedRequest, error: BaseException) -> None:
+        arrival.error = error
         self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
 
     def _fail_all(self, error: BaseException) -> None:
