@@ -13,7 +13,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
 from mamba_cache.integrations.transformers.batching.kernels import (
-    decode_inputs_torch,
+    kv_writes_torch,
     paged_attention_torch,
 )
 from mamba_cache.integrations.transformers.library import transformers
@@ -104,7 +104,7 @@ class PagedAttention:
             kernels_for("auto", kv_cache.device, kernels=f"{_KERNELS}.{name}", twins=twins)
             for name, twins in (
                 ("paged_attention", paged_attention_torch),
-                ("decode_inputs", decode_inputs_torch),
+                ("kv_writes", kv_writes_torch),
             )
         )
         of_modules: list[Any] = [getattr(module, "config", None) for module in model.modules()]
