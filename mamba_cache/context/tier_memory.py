@@ -22,7 +22,7 @@ from mamba_cache.tiers.disk import DiskStore
 from mamba_cache.tiers.entry import EntryKind, EntryMacs
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.lower import LowerTier
-from mamba_cache.tiers.rows import RowFormat
+from mamba_cache.tiers.memory import RowMemory
 from mamba_cache.tiers.transfers import PlainTicket, PlainTransfers, RowLayout
 
 __all__ = [
@@ -86,7 +86,7 @@ def make_host_tier(
     on_gpu = device.type == "cuda"
     layouts = {kind: RowLayout(each, sums_chunks=on_gpu) for kind, each in tensors.items()}
     host = HostTier(
-        *_formats(config, layouts),
+        *_row_memory(config, layouts),
         state_policy=policy,
         pinner=pinner_for(device) if on_gpu else None,
     )
@@ -129,9 +129,7 @@ def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> L
     """Open the disk tier that the settings ask for."""
     assert config.disk_cache_path is not None, "the caller has looked"
     assert config.disk_cache_gb is not None, "the settings have both or none"
-    sizes = {
-        kind: host[kind].format.row_bytes if host[kind].format.num_rows else 0 for kind in EntryKind
-    }
+    sizes = {kind: rows.row_bytes if rows.num_rows else 0 for kind, rows in host.memory.items()}
     assert config.hash_secret is not None, "the identity has it"
     macs = EntryMacs(config.hash_secret)  # what is missing for it is said before a folder is made
     store = DiskStore(
@@ -150,9 +148,9 @@ def open_disk(config: CacheConfig, identity: CacheIdentity, host: HostTier) -> L
     )
 
 
-def _formats(
+def _row_memory(
     config: CacheConfig, layouts: Mapping[EntryKind, RowLayout]
-) -> tuple[RowFormat, RowFormat]:
+) -> tuple[RowMemory, RowMemory]:
     """Divide the budget into rows of KV blocks and of states."""
     kv, states = layouts[EntryKind.KV], layouts[EntryKind.STATE]
     state_share = config.host_state_share if kv.payload_bytes else 1.0
@@ -162,8 +160,8 @@ def _formats(
     num_bytes = kv_rows * kv.row_bytes + state_rows * states.row_bytes
     check_room(num_bytes, {name: getattr(config, name) for name in given})
     return (
-        RowFormat(kv.row_bytes, kv.checksums, kv_rows),
-        RowFormat(states.row_bytes, states.checksums, state_rows),
+        RowMemory(kv.row_bytes, kv.checksums, kv_rows),
+        RowMemory(states.row_bytes, states.checksums, state_rows),
     )
 
 

@@ -142,8 +142,8 @@ class Tiering:
         self.disk, self.store = open_lower_tiers(config, identity, self.host)
         # A caller that waits for its copies has no others under way.
         self._max_copies = sys.maxsize if is_waited_for else _MAX_COPIES
-        self._row_bytes = {kind: self.host[kind].format.row_bytes for kind in EntryKind}
-        self._keeps_kv = self._has_kv and bool(self.host[EntryKind.KV].format.num_rows)
+        self._row_bytes = {kind: self.host[kind].memory.row_bytes for kind in EntryKind}
+        self._keeps_kv = self._has_kv and bool(self.host[EntryKind.KV].memory.num_rows)
         self._most_pins = slots.max_slots // 2
         self._is_waited_for, self._num_prefetches = is_waited_for, 0
         self._asked: list[Asked] = []  # in the order in which all ranks have begun them
@@ -176,11 +176,6 @@ class Tiering:
     def num_offers(self) -> int:
         """Entries that were offered and are not copied yet."""
         return len(self._offers)
-
-    @property
-    def num_copies(self) -> int:
-        """Entries whose copies to the host tier are under way."""
-        return sum(len(offers) for _, offers in self._spills)
 
     def find(self, match: PrefixMatch, hashes: BlockHashes) -> PrefixMatch:
         """Return a match with what tiers have by now, and with what is on the way."""
@@ -227,7 +222,7 @@ class Tiering:
         if first >= usable:
             return first
         on_gpu = min(match.kv_matched_blocks, usable) if self._has_kv else usable
-        most_blocks = self.host[EntryKind.KV].format.num_rows  # that are there at once
+        most_blocks = self.host[EntryKind.KV].memory.num_rows  # that are there at once
         # Ranks compare boundary by boundary, so each says something of all that there could be.
         takes = [seconds] + [math.inf] * (usable - first)
         of_blocks: Counter[_Place] = Counter()  # bytes of the blocks before a boundary
@@ -476,7 +471,7 @@ class Tiering:
         self.poll()
         if not self._offers:
             return
-        room = self._max_copies - self.num_copies
+        room = self._max_copies - sum(len(offers) for _, offers in self._spills)
         jobs: list[CopyJob] = []
         taken: list[_Offer] = []
         for offer in self._offers:
@@ -491,8 +486,9 @@ class Tiering:
             )
             if offer.lease is None:
                 continue
-            if offer.proposal is not None:
-                self._pin(offer)
+            may_pin = self._agreement is None and len(self.pins) < self._most_pins
+            if offer.proposal is not None and may_pin:
+                offer.pin = self._slots.pin(offer.place)
             taken.append(offer)
             jobs.append(CopyJob(offer.facts.key.kind, offer.place, offer.lease.row))
         self._offers = []
@@ -613,7 +609,9 @@ class Tiering:
     def _end_spill(self, offer: _Offer, failure: str | None = None) -> None:
         """End a copy that is over; it counts only if what it read was there all the time."""
         assert offer.lease is not None, "it has a row since it was begun"
-        self._unpin(offer)
+        pin, offer.pin = offer.pin, None
+        if pin is not None:
+            self._slots.unpin(pin)
         if failure is None and not self._is_there(offer):
             failure = "gone"
         is_kept = False
@@ -629,15 +627,6 @@ class Tiering:
     def pins(self) -> list[SlotLease]:
         """What keeps slots from eviction that copies read."""
         return [o.pin for _, offers in self._spills for o in offers if o.pin is not None]
-
-    def _pin(self, offer: _Offer) -> None:
-        if self._agreement is None and len(self.pins) < self._most_pins:
-            offer.pin = self._slots.pin(offer.place)
-
-    def _unpin(self, offer: _Offer) -> None:
-        pin, offer.pin = offer.pin, None
-        if pin is not None:
-            self._slots.unpin(pin)
 
     def _on_removed(self, event: Removed) -> None:
         """Have spills of removed blocks not count."""

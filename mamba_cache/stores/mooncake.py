@@ -68,7 +68,6 @@ class MooncakeStore:
         device: The RDMA devices, such as "mlx5_0"; empty lets Mooncake choose.
         host: The name under which other processes reach this one. Default: the address from which
             it reaches the master.
-        metadata_server: Where processes find each other; the default needs no server.
         num_replicas: In how many segments each blob is kept.
         connect_seconds: How long the master may take for the sign of life.
 
@@ -87,7 +86,6 @@ class MooncakeStore:
         protocol: str = "tcp",
         device: str = "",
         host: str | None = None,
-        metadata_server: str = "P2PHANDSHAKE",
         num_replicas: int = 1,
         connect_seconds: float = 1.0,
     ) -> None:
@@ -97,7 +95,6 @@ class MooncakeStore:
         self._protocol = protocol
         self._device = device
         self._host = host
-        self._metadata_server = metadata_server
         self._connect_seconds = check_number(
             "connect_seconds", connect_seconds, maximum=_MAX_SECONDS
         )
@@ -219,7 +216,7 @@ class MooncakeStore:
                 client = self._module.MooncakeDistributedStore()
                 code = client.setup(
                     self._host or own_address,
-                    self._metadata_server,
+                    "P2PHANDSHAKE",  # processes find each other without a server
                     self._segment_bytes,
                     _LOCAL_BUFFER_BYTES,
                     self._protocol,

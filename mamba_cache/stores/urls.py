@@ -24,7 +24,7 @@ def open_store(url: str) -> BlobStore:
 
     ``mooncake://HOST:PORT`` (the master; extra ``mooncake``), with the options ``segment`` (memory
     that this process gives, such as ``4GiB``), ``protocol`` (``tcp``, ``rdma``), ``device``,
-    ``host``, ``metadata``, ``replicas`` and ``connect`` (seconds).
+    ``host``, ``replicas`` and ``connect`` (seconds).
 
     ``valkey://[USER[:PASSWORD]@]HOST[:PORT][/DB]``, or ``valkeys://`` with TLS; ``redis://`` and
     ``rediss://`` are the same. Options: ``password_env`` (the variable of the environment that
@@ -78,7 +78,6 @@ def _mooncake(parts: SplitResult, port: int | None, options: dict[str, str]) -> 
         protocol=options.get("protocol", "tcp"),
         device=options.get("device", ""),
         host=options.get("host"),
-        metadata_server=options.get("metadata", "P2PHANDSHAKE"),
         num_replicas=int(_number(options, "replicas", "1")),
         connect_seconds=_number(options, "connect", "1"),
     )
@@ -149,7 +148,6 @@ _OF_MOONCAKE: Final = (
     "protocol",
     "device",
     "host",
-    "metadata",
     "replicas",
     "connect",
 )

@@ -215,7 +215,11 @@ def remove_folder(folder: CacheFolder) -> None:
         identity = _read_marker(fd, folder.path)
         lock = FolderLock(folder.path, fd)
         try:
-            entries = [name for name in os.listdir(fd) if _is_entry(identity, name)]
+            entries = [
+                name
+                for name in os.listdir(fd)
+                if named_entry(identity, name.removesuffix(NEW)) is not None
+            ]
             # The marker goes after the files that it vouches for.
             _delete(fd, [*entries, _IDENTITY_FILE + NEW, _IDENTITY_FILE, _LOCK_FILE])
         finally:
@@ -225,10 +229,6 @@ def remove_folder(folder: CacheFolder) -> None:
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
-
-
-def _is_entry(identity: CacheIdentity, name: str) -> bool:
-    return named_entry(identity, name.removesuffix(NEW)) is not None
 
 
 def _delete(folder: int, names: list[str]) -> None:

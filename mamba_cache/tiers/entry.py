@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from mamba_cache._extras import install_hint
-from mamba_cache.errors import InvalidArgumentError, MissingExtraError
+from mamba_cache.errors import MissingExtraError
 
 __all__ = [
     "HEADER_BYTES",
@@ -227,8 +227,6 @@ class EntryMacs:
     """
 
     def __init__(self, secret: bytes) -> None:
-        if not isinstance(secret, bytes) or not secret:
-            raise InvalidArgumentError("secret must be bytes, one or more of them")
         try:
             from cryptography.hazmat.primitives import hashes  # noqa: PLC0415
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415

@@ -13,7 +13,7 @@ import torch
 from mamba_cache._guard import CallGuard, guarded
 from mamba_cache.tiers.entry import EntryKind, Refusal
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
-from mamba_cache.tiers.rows import HostRows, RowFormat, RowLease
+from mamba_cache.tiers.rows import HostRows, RowLease
 
 __all__ = ["HostTier", "TierStats"]
 
@@ -92,8 +92,8 @@ class HostTier:
 
     def __init__(
         self,
-        kv: RowFormat,
-        states: RowFormat,
+        kv: RowMemory,
+        states: RowMemory,
         *,
         state_policy: Any = None,
         pinner: Pinner | None = None,
@@ -113,7 +113,16 @@ class HostTier:
             kind: deque() for kind in self._rows
         }
         self._inbox: deque[tuple[RowLease, Refusal | None]] = deque()
-        self._begin_memory()
+        # All slabs are made, or begun to be made: those of both kinds in turn.
+        for index in range(max(rows.memory.num_slabs for rows in self._rows.values())):
+            for kind, rows in self._rows.items():
+                if index >= rows.memory.num_slabs:
+                    continue
+                num_bytes = rows.memory.slab_bytes(index)
+                if pinner is None:
+                    rows.add_slab(plain_slab(num_bytes))
+                else:
+                    self._slabs_to_come[kind].append(pinner.make(num_bytes))
 
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards: it is used with the other parts."""
@@ -124,19 +133,6 @@ class HostTier:
     def __getitem__(self, kind: EntryKind) -> HostRows:
         """Return the rows of a kind."""
         return self._rows[kind]
-
-    def _begin_memory(self) -> None:
-        """Make all slabs, or have them made: those of both kinds in turn."""
-        most = max(rows.memory.num_slabs for rows in self._rows.values())
-        for index in range(most):
-            for kind, rows in self._rows.items():
-                if index >= rows.memory.num_slabs:
-                    continue
-                num_bytes = rows.memory.slab_bytes(index)
-                if self._pinner is None:
-                    rows.add_slab(plain_slab(num_bytes))
-                else:
-                    self._slabs_to_come[kind].append(self._pinner.make(num_bytes))
 
     @property
     def memory(self) -> dict[EntryKind, RowMemory]:
@@ -177,16 +173,12 @@ class HostTier:
                     futures.popleft()
         while self._inbox:
             lease, refusal = self._inbox[0]
-            self._end_lower(lease, refusal)
+            if lease.rows.is_held(lease):  # otherwise it was ended since
+                if lease.writes and refusal is None:
+                    lease.rows.complete(lease)
+                else:
+                    lease.rows.release(lease)
             self._inbox.popleft()
-
-    def _end_lower(self, lease: RowLease, refusal: Refusal | None) -> None:
-        if not lease.rows.is_held(lease):
-            return  # ended since: nobody waits for it
-        if lease.writes and refusal is None:
-            lease.rows.complete(lease)
-        else:
-            lease.rows.release(lease)
 
     @guarded(nests=True, changes=True)
     def use(self, leases: Sequence[RowLease]) -> None:
@@ -236,9 +228,9 @@ class HostTier:
         return TierStats(
             name=name,
             entries={kind: len(each) for kind, each in rows.items()},
-            rows={kind: each.format.num_rows for kind, each in rows.items()},
+            rows={kind: each.memory.num_rows for kind, each in rows.items()},
             ready_rows={kind: each.rows.num_rows for kind, each in rows.items()},
-            row_bytes={kind: each.format.row_bytes for kind, each in rows.items()},
+            row_bytes={kind: each.memory.row_bytes for kind, each in rows.items()},
             stored=sum(each.stored_total for each in rows.values()),
             restored=self.restored_total,
             evicted=sum(each.evicted_total for each in rows.values()),

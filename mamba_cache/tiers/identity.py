@@ -16,7 +16,7 @@ from mamba_cache._checks import check_int, check_kind
 from mamba_cache._extras import installed_version
 from mamba_cache._torch import float32_precision
 from mamba_cache._version import __version__
-from mamba_cache.config import CacheConfig, HashAlgorithm
+from mamba_cache.config import CacheConfig
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states import KVCacheSpec, StateSpec
 
@@ -227,7 +227,7 @@ class CacheIdentity:
                 "hash_secret must be given to share entries between processes: one that is drawn "
                 "in each process makes every hash another, and nothing would ever be found"
             )
-        quantization = None
+        quantization, algorithm = None, config.hash_algorithm
         if config.slot_quantization is not None:
             quantization = {
                 "kind": config.slot_quantization,
@@ -255,17 +255,11 @@ class CacheIdentity:
             "ssm_chunk_size": config.ssm_chunk_size,
             "quantization": quantization,
             "hash": {
-                "algorithm": config.hash_algorithm,
-                "secret": _secret_digest(config.hash_secret, config.hash_algorithm),
+                "algorithm": algorithm,
+                "secret": _keyed(config.hash_secret, b"identity " + algorithm.encode()).hex(),
             },
         }  # fmt: skip
         return cls(_canonical(facts))
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The facts by name, made anew in each call."""
-        facts: dict[str, Any] = json.loads(self.canonical)
-        return facts
 
     def differences(self, other: CacheIdentity) -> tuple[str, ...]:
         """Name the facts in which two differ, so that a cache that never hits can be explained.
@@ -273,7 +267,7 @@ class CacheIdentity:
         Returns:
             Names with dots, such as "numerics.torch_version", sorted.
         """
-        mine, theirs = _flat(self.facts), _flat(other.facts)
+        mine, theirs = (_flat(json.loads(each.canonical)) for each in (self, other))
         return tuple(
             sorted(
                 name
@@ -302,10 +296,6 @@ def tenant_digest(secret: bytes, cache_salt: str | bytes | int | None) -> bytes:
 
 def _keyed(secret: bytes, content: bytes) -> bytes:
     return hmac.new(secret, b"mamba_cache " + content, hashlib.sha256).digest()
-
-
-def _secret_digest(secret: bytes, algorithm: HashAlgorithm) -> str:
-    return _keyed(secret, b"identity " + algorithm.encode()).hex()
 
 
 def _canonical(facts: dict[str, Any]) -> bytes:
@@ -343,10 +333,6 @@ def _processor() -> str:
         lines = _CPU_FACTS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    facts = dict(reversed([_fact(line) for line in lines]))  # of the first processor
+    parts = [line.partition(":") for line in reversed(lines)]  # the first processor's come last
+    facts = {name.strip(): value.strip() for name, _, value in parts}
     return " ".join(facts[name] for name in _CPU_NAMES if name in facts) or platform.processor()
-
-
-def _fact(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()

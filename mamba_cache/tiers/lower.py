@@ -200,7 +200,6 @@ class LowerTier:
         self._begun: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
         self._queues: dict[Verb, deque[Call]] = {verb: deque() for verb in Verb}
         self._jobs: dict[Verb, set[Job]] = {verb: set() for verb in Verb}  # that are not over
-        self._ready: set[Job] = set()  # of these, those whose calls are answered
         self._storing: set[EntryKey] = set()  # an entry is stored once at a time
         self._num_telling = 0
         self._first_uses: OrderedDict[EntryKey, None] = OrderedDict()
@@ -390,9 +389,6 @@ class LowerTier:
                 "jobs wait for their calls": (
                     left == {job: job.num_left for job in jobs if job.num_left}
                 ),
-                "a job without calls goes on": (
-                    self._ready == {job for job in jobs if not job.num_left}
-                ),
                 "each job is told of once": self._num_telling >= 0,
                 "threads are lost to nothing but a store that hangs": self._num_hung >= 0,
             }
@@ -567,7 +563,6 @@ class LowerTier:
                         job.num_left -= 1
                 if not job.num_left:
                     ready.append(job)
-        self._ready.update(ready)
         return ready
 
     def _count_over(self, job: Job, refusal: Refusal | None, reason: str) -> Refusal | None:
@@ -785,7 +780,6 @@ class LowerTier:
         for job in jobs:
             calls, outcome = self._next_step(job)
             with self._lock:
-                self._ready.remove(job)
                 if outcome is None:
                     self._queue(job, calls)
                     continue

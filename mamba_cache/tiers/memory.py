@@ -36,8 +36,11 @@ class RowMemory:
     while the driver pins one, others of its calls wait, those of a forward among them.
     """
 
-    def __init__(self, row_bytes: int, num_rows: int, *, slab_bytes: int = _SLAB_BYTES) -> None:
+    def __init__(
+        self, row_bytes: int, checksums: slice, num_rows: int, *, slab_bytes: int = _SLAB_BYTES
+    ) -> None:
         self.row_bytes, self.num_rows = row_bytes, num_rows
+        self.checksums = checksums  # where in a row those of what is before them stand
         self.rows_per_slab = max(1, slab_bytes // row_bytes)
         self.num_ready = 0
         self._addresses: list[int] = []

@@ -25,16 +25,7 @@ from mamba_cache.tiers.entry import (
 )
 from mamba_cache.tiers.memory import RowMemory
 
-__all__ = ["HostRows", "RowFormat", "RowLease"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """Rows of one kind of entry."""
-
-    row_bytes: int
-    checksums: slice  # where in a row the checksums of what is before them stand
-    num_rows: int
+__all__ = ["HostRows", "RowLease"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,33 +56,32 @@ class HostRows:
 
     def __init__(
         self,
-        rows: RowFormat,
+        memory: RowMemory,
         dropped: Counter[str],
         refused: Counter[str],
         *,
         policy: Any = None,
     ) -> None:
         self._guard = CallGuard(self)
-        self.format = rows
-        self.memory = RowMemory(rows.row_bytes, rows.num_rows)
-        self.headers: npt.NDArray[np.uint8] = np.zeros((rows.num_rows, HEADER_BYTES), np.uint8)
+        self.memory, num_rows = memory, memory.num_rows
+        self.headers: npt.NDArray[np.uint8] = np.zeros((num_rows, HEADER_BYTES), np.uint8)
         self.policy = policy  # a ``PrefixSlotPolicy``, to which a row is a slot
         self._dropped, self._refused = dropped, refused  # why entries got no row, or did not match
-        self.generations: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
-        self._used_at: npt.NDArray[np.int64] = np.zeros(rows.num_rows, np.int64)
+        self.generations: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self._used_at: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         # A row that can be found is its own name.
-        self._names: npt.NDArray[np.int64] = np.full(rows.num_rows, NONE, np.int64)
-        self.rows = Rows("row", rows.num_rows, self._names)
+        self._names: npt.NDArray[np.int64] = np.full(num_rows, NONE, np.int64)
+        self.rows = Rows("row", num_rows, self._names)
         self.rows.num_rows = self.rows.num_free = 0  # of those that are there already
         self.evicted_total = self.stored_total = 0
-        self._digests: list[bytes] = [b""] * rows.num_rows
+        self._digests: list[bytes] = [b""] * num_rows
         self._row_of: dict[bytes, int] = {}
         self._awaited: dict[bytes, RowLease] = {}
         self._queue = EvictionQueue()
         self._leases: dict[RowLease, None] = {}
         self._clock = 0
         if policy is not None:
-            policy.reset(rows.num_rows)
+            policy.reset(num_rows)
 
     def join(self, guard: CallGuard) -> None:
         """Become a part of what ``guard`` guards."""
@@ -260,7 +250,7 @@ class HostRows:
         self.rows.push((self.rows.refs[: self.rows.num_rows] == 0).nonzero()[0][::-1].tolist())
         self.evicted_total = 0
         if self.policy is not None:
-            self.policy.reset(self.format.num_rows)
+            self.policy.reset(self.memory.num_rows)
 
     def check_invariants(self) -> None:
         """Prove that the bookkeeping agrees with itself."""
@@ -290,7 +280,7 @@ class HostRows:
 
     def _references(self) -> npt.NDArray[np.intp]:
         """Count the leases of each row."""
-        return np.bincount([lease.row for lease in self._leases], minlength=self.format.num_rows)
+        return np.bincount([lease.row for lease in self._leases], minlength=self.memory.num_rows)
 
     def _lease(self, row: int, facts: EntryFacts, *, writes: bool, is_lower: bool) -> RowLease:
         lease = RowLease(row, self.generations.item(row), facts, writes, is_lower, self)
@@ -309,7 +299,7 @@ class HostRows:
 
     def _digest_of_checksums(self, row: int) -> bytes:
         """Return what binds a row's checksums to its header."""
-        return payload_digest(self.memory.array(row)[self.format.checksums])
+        return payload_digest(self.memory.array(row)[self.memory.checksums])
 
     def _use(self, rows: Sequence[int]) -> None:
         """Stamp rows, the first one as the most recent."""

@@ -52,7 +52,7 @@ from mamba_cache.tiers.cuda import CudaTransfers, cuda_rectangles, pinner_for
 from mamba_cache.tiers.disk import PAGE_BYTES
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.rows import RowFormat
+from mamba_cache.tiers.memory import RowMemory
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 PARTS = ("copies", "steps", "model", "first", "disk", "ready")
@@ -147,11 +147,11 @@ class _Copies:
         }
         self.layouts = layouts
         counts = {EntryKind.KV: shape.num_blocks, EntryKind.STATE: shape.num_states}
-        formats = [
-            RowFormat(layouts[kind].row_bytes, layouts[kind].checksums, count)
+        memory = [
+            RowMemory(layouts[kind].row_bytes, layouts[kind].checksums, count)
             for kind, count in counts.items()
         ]
-        self.host = HostTier(*formats, pinner=pinner_for(device) if self.on_gpu else None)
+        self.host = HostTier(*memory, pinner=pinner_for(device) if self.on_gpu else None)
         self.host.wait_for_memory()
         self.transfers: Transfers = (
             CudaTransfers(layouts, self.host.memory, device)
@@ -539,8 +539,8 @@ class _FirstTokens:
         host = self.context.host_tier
         assert host is not None
         return (
-            host[EntryKind.STATE].format.row_bytes
-            + _PREFIX_BLOCKS * host[EntryKind.KV].format.row_bytes
+            host[EntryKind.STATE].memory.row_bytes
+            + _PREFIX_BLOCKS * host[EntryKind.KV].memory.row_bytes
         )
 
     def forget(self, *, host: bool) -> None:

@@ -11,7 +11,7 @@ from tier_rig import KV, STATE, cached_rows, flip, host_stats, make_tiered
 from mamba_cache.context import Request, RequestStatus
 from mamba_cache.tiers.cuda import PIECE_BYTES, CudaTransfers, pinner_for
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.rows import RowFormat
+from mamba_cache.tiers.memory import RowMemory
 from mamba_cache.tiers.transfers import CopyJob, RowLayout
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +41,11 @@ class Rig:
             for kind, each in shapes.items()
         }
         self.layouts = {kind: RowLayout(t, sums_chunks=True) for kind, t in self.tensors.items()}
-        formats = [
-            RowFormat(self.layouts[kind].row_bytes, self.layouts[kind].checksums, count)
+        memory = [
+            RowMemory(self.layouts[kind].row_bytes, self.layouts[kind].checksums, count)
             for kind, count in ((KV, 50), (STATE, 20))
         ]
-        self.host = HostTier(*formats, pinner=pinner_for(DEVICE))
+        self.host = HostTier(*memory, pinner=pinner_for(DEVICE))
         self.host.wait_for_memory()
         self.transfers = CudaTransfers(
             self.layouts, self.host.memory, DEVICE, piece_bytes=piece_bytes

@@ -13,7 +13,7 @@ from mamba_cache.tiers import cuda
 from mamba_cache.tiers.cuda import CudaTransfers
 from mamba_cache.tiers.entry import EntryKind
 from mamba_cache.tiers.host import HostTier
-from mamba_cache.tiers.rows import RowFormat
+from mamba_cache.tiers.memory import RowMemory
 from mamba_cache.tiers.transfers import CopyJob, RowLayout
 
 KV, STATE = EntryKind.KV, EntryKind.STATE
@@ -81,11 +81,11 @@ class Rig:
             ],
         }
         self.layouts = {kind: RowLayout(t, sums_chunks=True) for kind, t in self.tensors.items()}
-        formats = [
-            RowFormat(self.layouts[kind].row_bytes, self.layouts[kind].checksums, count)
+        memory = [
+            RowMemory(self.layouts[kind].row_bytes, self.layouts[kind].checksums, count)
             for kind, count in ((KV, 11), (STATE, 5))
         ]
-        self.host = HostTier(*formats)
+        self.host = HostTier(*memory)
         self.transfers = CudaTransfers(
             self.layouts, self.host.memory, device, piece_bytes=piece_bytes
         )

@@ -299,7 +299,7 @@ def test_a_header_of_another_entry_is_not_believed():
     entries.generations[row] += 1
     assert entries._refusal(row, facts) is Refusal.GENERATION
     entries.generations[row] -= 1
-    flip(context, STATE, row, 8 * entries.format.checksums.start)
+    flip(context, STATE, row, 8 * entries.memory.checksums.start)
     assert entries._refusal(row, facts) is Refusal.PAYLOAD_DIGEST
     lease.rows.release(lease)
 

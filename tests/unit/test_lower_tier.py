@@ -103,7 +103,6 @@ def breaches_of(tier):
     yield "each call is there once", [call, call], []
     yield "an entry is stored once at a time", [], puts
     yield "jobs wait for their calls", [call], [load]
-    yield "a job without calls goes on", [], [load]
 
 
 def test_breaches_of_the_invariants_are_noticed(idle) -> None:

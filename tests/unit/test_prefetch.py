@@ -1,6 +1,7 @@
 """Prefetches: what lies below the host tier is brought there, and nothing of it is wrong."""
 
 import gc
+import json
 import weakref
 from dataclasses import asdict, replace
 
@@ -529,7 +530,11 @@ def test_numerics_that_nobody_gave_are_those_of_the_contexts_device() -> None:
     assert identity_of(None, config, *specs, cpu) is None
     assert identity_of(IDENTITY, config, *specs, cpu) == CacheIdentity.of(IDENTITY, config, *specs)
     made = identity_of(IDENTITY, config, *specs, device)
-    assert made.facts["numerics"] == asdict(Numerics.of(device)) != asdict(IDENTITY.numerics)
+    assert (
+        json.loads(made.canonical)["numerics"]
+        == asdict(Numerics.of(device))
+        != asdict(IDENTITY.numerics)
+    )
     for numerics in (Numerics.of(device, kernels="own"), Numerics.of("cpu", kernels="own")):
         given = replace(IDENTITY, numerics=numerics)
         own = CacheIdentity.of(given, config, *specs)

@@ -29,7 +29,7 @@ from mamba_cache.tiers import memory as memory_module
 from mamba_cache.tiers.entry import EntryFacts, EntryKey
 from mamba_cache.tiers.host import HostTier
 from mamba_cache.tiers.memory import Pinner, RowMemory, plain_slab
-from mamba_cache.tiers.rows import HostRows, RowFormat
+from mamba_cache.tiers.rows import HostRows
 from mamba_cache.tiers.transfers import CopyJob, PlainTransfers, RowLayout
 
 
@@ -42,9 +42,12 @@ def facts(number, kind=KV, num_bytes=4096):
     return EntryFacts(key, 8, num_bytes)
 
 
-def make_rows(num_rows, **options):
-    rows = RowFormat(4096, slice(4000, 4016), num_rows)
-    return HostRows(rows, Counter(), Counter(), **options)
+SUMS = slice(4000, 4016)
+
+
+def make_rows(num_rows, slab_bytes=2**28, **options):
+    memory = RowMemory(4096, SUMS, num_rows, slab_bytes=slab_bytes)
+    return HostRows(memory, Counter(), Counter(), **options)
 
 
 def grow(rows, count):
@@ -71,11 +74,10 @@ class RowMachine(RuleBasedStateMachine):
         policy=st.sampled_from([None, AdaptiveSlotPolicy]),
     )
     def start(self, num_rows, policy):
-        self.pool = make_rows(num_rows, policy=policy and policy())
-        self.pool.memory = RowMemory(4096, num_rows, slab_bytes=4096)
+        self.pool = make_rows(num_rows, 4096, policy=policy and policy())
         self.stored, self.readers, self.writers = {}, [], []
 
-    @precondition(lambda self: self.pool.rows.num_rows < self.pool.format.num_rows)
+    @precondition(lambda self: self.pool.rows.num_rows < self.pool.memory.num_rows)
     @rule()
     def grow(self):
         grow(self.pool, 1)
@@ -292,7 +294,7 @@ def test_contradictions_are_found(spoil):
 
 
 def test_rows_lie_in_slabs():
-    memory = RowMemory(4096, 5, slab_bytes=8192)
+    memory = RowMemory(4096, SUMS, 5, slab_bytes=8192)
     assert memory.num_slabs == 3
     assert [memory.slab_bytes(i) for i in range(3)] == [8192, 8192, 4096]
     for index in range(3):
@@ -303,12 +305,12 @@ def test_rows_lie_in_slabs():
     assert [memory.array(row)[4095] for row in range(5)] == [1, 2, 3, 4, 5]
     memory.array(3)[0] = 9
     assert memory.row(3)[0] == 9
-    assert RowMemory(4096, 0).num_slabs == 0
+    assert RowMemory(4096, SUMS, 0).num_slabs == 0
 
 
 def make_tier(num_rows=3, **options):
-    rows = RowFormat(4096, slice(4000, 4016), num_rows)
-    return HostTier(rows, rows, **options)
+    memory = [RowMemory(4096, SUMS, num_rows) for _ in range(2)]
+    return HostTier(*memory, **options)
 
 
 class Gate:
@@ -462,7 +464,7 @@ def test_entries_lie_in_rows_to_the_bit():
     assert RowLayout([torch.zeros(1, 2, 70_000)], sums_chunks=True).checksums == slice(
         280064, 280064 + 40
     )
-    memory = RowMemory(layout.row_bytes, 2)
+    memory = RowMemory(layout.row_bytes, layout.checksums, 2)
     memory.add_slab(plain_slab(memory.slab_bytes(0)))
     transfers = PlainTransfers({KV: layout}, {KV: memory})
     before = [tensor.clone() for tensor in tensors]
