@@ -120,7 +120,7 @@ class Generation:
         self._keeps_answers &= is_same
         if not self._is_batched:
             # The first token is not kept waiting, where its rows go on with the same cache.
-            if not (is_first and is_same and self.follows_rows):
+            if not (self._are_published or (is_first and is_same and self.follows_rows)):
                 self._publish_prompts()
             if is_same and (is_first or self._keeps_answers):
                 self._keep_boundaries()
@@ -142,7 +142,8 @@ class Generation:
                     "what is cached may come from both models"
                 )
             return
-        self._publish_prompts()
+        if not self._are_published:
+            self._publish_prompts()
         if self._ids is None or not self._keeps_answers:
             return
         # Where the host does not wait for each token, as on MPS, the last one may be taken back.
@@ -390,7 +391,7 @@ class Generation:
     def _publish_prompts(self) -> None:
         """Cache what the first forward completed, if that is still to be done."""
         # A call that bypasses the cache has no rows.
-        if self._are_published or self._ids is None or not self._rows:
+        if self._ids is None or not self._rows:
             return
         self._are_published = True
         memory = self._memory()

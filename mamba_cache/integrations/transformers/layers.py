@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -76,9 +78,13 @@ class SequenceMemory:
         """How many sequences it holds."""
         return self.states[0].shape[0]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, in the order of the attributes."""
+        return [*self.states, *self.windows, *self.tokens]
+
     def dtypes(self) -> list[torch.dtype]:
-        """Return the dtype of each tensor, in the order of the attributes."""
-        return [tensor.dtype for tensor in (*self.states, *self.windows, *self.tokens)]
+        """Return the dtype of each tensor."""
+        return list(map(attrgetter("dtype"), self.tensors()))
 
     def copy_states(self) -> SequenceMemory:
         """Return copies of the states and windows, without the other tokens."""
@@ -123,7 +129,7 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
             "prefix and crop it, or use an engine with a prefix cache of its own"
         )
     memory = read_layers(cache, layers, 0)
-    devices = {str(t.device) for t in (*memory.states, *memory.windows, *memory.tokens)}
+    devices = {str(tensor.device) for tensor in memory.tensors()}
     if len(devices) > 1:
         raise InvalidArgumentError(
             f"all layers of the model must be on one device, got {sorted(devices)}"
@@ -135,13 +141,19 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
     """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
     memory, filled = SequenceMemory(num_tokens), _layers_like(cache, layers)
     for layer, parts in zip(filled, layers, strict=True):
-        for i in parts.convs:
-            conv = numbered(layer.conv_states)[i]
+        if parts.convs:
+            convs = list(map(numbered(layer.conv_states).__getitem__, parts.convs))
             # A cache that can take tokens back keeps the windows before them as well.
-            if conv is not None and getattr(layer, "record_past", False):
-                conv = conv[..., -numbered(layer.conv_kernel_size)[i] :]
-            memory.states.append(conv)
-        memory.states += [numbered(layer.recurrent_states)[i] for i in parts.recurrents]
+            if getattr(layer, "record_past", False):
+                widths, pairs = (
+                    numbered(layer.conv_kernel_size),
+                    zip(convs, parts.convs, strict=True),
+                )
+                convs = [x if x is None else x[..., -widths[i] :] for x, i in pairs]
+            memory.states += convs
+        if parts.recurrents:
+            kept = numbered(layer.recurrent_states)
+            memory.states += map(kept.__getitem__, parts.recurrents)
         if parts.window:
             if layer.sliding_window != parts.window + 1:  # what a slot has room for
                 raise ModelChangedError(
@@ -150,8 +162,8 @@ def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> 
                 )
             memory.windows += [_last(x, parts.window) for x in (layer.keys, layer.values)]
         elif parts.has_tokens:
-            memory.tokens += [layer.keys, layer.values]
-    if any(tensor is None for tensor in (*memory.states, *memory.windows, *memory.tokens)):
+            memory.tokens += layer.keys, layer.values
+    if any(map(is_, memory.tensors(), repeat(None))):
         raise _nothing_left(filled, layers)
     return memory
 
@@ -239,8 +251,10 @@ class CacheFiller:
             vars(layer).update(plain)
             for name, value in nested:
                 setattr(layer, name, value.copy())
-            _put(layer, "conv_states", parts.convs, states)
-            _put(layer, "recurrent_states", parts.recurrents, states)
+            if parts.convs:
+                _put(layer, "conv_states", parts.convs, states)
+            if parts.recurrents:
+                _put(layer, "recurrent_states", parts.recurrents, states)
             if parts.window:
                 layer.keys, layer.values = next(windows), next(windows)
                 layer.cumulative_length = memory.num_tokens
@@ -252,7 +266,7 @@ _TENSORS = {"conv_states", "recurrent_states", "keys", "values"}
 
 
 def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.Tensor]) -> None:
-    kept = getattr(layer, name, None)
+    kept = getattr(layer, name)
     for index in indices:
         if isinstance(kept, dict):
             kept[index] = next(states)
@@ -263,7 +277,8 @@ def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.T
 def _layers_like(cache: Any, layers: Sequence[LayerParts]) -> list[Any]:
     """Return the layers of a cache, which must be of the kinds that were learned."""
     filled = _layers(cache)
-    kinds, expected = [type(layer).__name__ for layer in filled], [parts.kind for parts in layers]
+    kinds = list(map(attrgetter("__class__.__name__"), filled))
+    expected = list(map(attrgetter("kind"), layers))
     if kinds != expected:
         raise ModelChangedError(
             f"the layers of the model's cache were {expected} when the prefix cache was made and "

@@ -285,7 +285,7 @@ class PrefixCache:
         self._vocabulary = self._runner.vocabulary
         self._runner.fingerprint.begin()
         if settings.host_cache_gb is not None:
-            self._store.tiers = PrefixTiers(self._store, self._runner)
+            self._store.add_tiers(PrefixTiers(self._store, self._runner))
         self._is_closed = False
 
     if not TYPE_CHECKING:  # which would take any name for an attribute

@@ -78,6 +78,7 @@ class PrefixStore:
         kv_blocks: The books of KV blocks.
         slots: The books of slots.
         tensors: What is in them.
+        tiers: The tiers below; None without any.
         pins: Prompts that stay cached.
         placement: Where states of prompts are saved.
         counters: What was done so far.
@@ -114,7 +115,7 @@ class PrefixStore:
         self.tensors = PrefixTensors(layout, memory.slots.states, self.kv_blocks.pool_size)
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
-        self._tiers: PrefixTiers | None = None
+        self.tiers: PrefixTiers | None = None
         self.placement = PromptEnds(placement, config.min_computed_tokens)
         self.index = self._make_index()
         self.verifier: HitVerifier | None = None
@@ -138,17 +139,11 @@ class PrefixStore:
             tiers=NoTiers(),
         )
 
-    @property
-    def tiers(self) -> PrefixTiers | None:
-        """The tiers below; None without any."""
-        return self._tiers
-
-    @tiers.setter
-    def tiers(self, tiers: PrefixTiers | None) -> None:
-        self._tiers = tiers
-        self.index.tiers = NoTiers() if tiers is None else tiers
+    def add_tiers(self, tiers: PrefixTiers) -> None:
+        """Have prefixes kept below as well, until the store is closed."""
+        self.tiers = self.index.tiers = tiers
         # What lies in tiers may come back from there, so each state is to be saved once.
-        self.index.refuses_states = tiers is None
+        self.index.refuses_states = False
 
     @outside_inference_mode
     def share(self) -> CacheMemory:
@@ -383,11 +378,13 @@ class SequenceRecord:
                 self._publish(memory, num_tokens)
         except torch.OutOfMemoryError:  # keeping is optional: the answer is not lost for it
             self._store.slots.skipped_checkpoints_total += 1
-        self._cancel_reserved()
+        if self._reserved:
+            self._cancel_reserved()
 
     def close(self) -> None:
         """Let go of all blocks; what was published stays findable until it is evicted."""
-        self._cancel_reserved()
+        if self._reserved:
+            self._cancel_reserved()
         held, self._blocks = self._blocks, []
         self._store.kv_blocks.release_memory_blocks(held)
         if self._store.tiers is not None:

@@ -56,6 +56,7 @@ class PrefixLayout:
         self.block_tensors = StateSpec.of(*kinds).tensors if kinds else ()
         self.bytes_per_block = sum(one.num_layers * one.layer_bytes for one in self.block_tensors)
         self.device = sample.states[0].device
+        self.has_attention = any(parts.has_tokens or parts.window for parts in layers)
         self.initial = SequenceMemory(  # what a cache holds before the first token: one row
             0,
             [torch.zeros_like(state) for state in sample.states],
@@ -67,11 +68,6 @@ class PrefixLayout:
     def description(self) -> str:
         """Name all that says how slots and blocks are laid out."""
         return f"{self.layers} {self._widths} {self.state_places} {self.block_tensors}"
-
-    @property
-    def has_attention(self) -> bool:
-        """Whether any layer keeps keys and values."""
-        return any(parts.has_tokens or parts.window for parts in self.layers)
 
     def views(self, tensors: Mapping[str, torch.Tensor], num_tokens: int = 0) -> SequenceMemory:
         """Return the states in tensors of a ``StatePool``, [num_layers, rows, *shape] by name.
