@@ -154,14 +154,14 @@ def test_a_replayed_rectangle_is_the_eager_one_to_the_bit(family, dtype, generat
     written += context.slot_allocator.states.tensors.values()
     written.append(context.kv_cache)
 
-    def run_both(self, key, compute, *, is_eager=""):
+    def run_both(self, key, compute):
         if key not in self._graphs or isinstance(key, int):
-            return replay(self, key, compute, is_eager=is_eager)
+            return replay(self, key, compute)
         before = [tensor.clone() for tensor in written]
         expected = [compute().clone(), *(tensor.clone() for tensor in written)]
         for tensor, kept in zip(written, before, strict=True):
             tensor.copy_(kept)
-        logits = replay(self, key, compute, is_eager=is_eager)
+        logits = replay(self, key, compute)
         # All padding is written to the last block, in any order.
         found = [logits, *written[:-1], written[-1][:, :, :-1]]
         pairs = zip(found, [*expected[:-1], expected[-1][:, :, :-1]], strict=True)

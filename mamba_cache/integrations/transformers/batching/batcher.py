@@ -363,7 +363,7 @@ class Batcher:
     def begin(self) -> None:
         """Drop graphs if the weights have moved; call it before the first step of each call."""
         fingerprint = self._runner.fingerprint
-        self._graphs.begin((fingerprint.key, fingerprint.addresses()))
+        self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
     def warm_up(self, most_requests: int | None = None, *, shows_progress: bool = False) -> None:
         """Capture decode steps of up to ``most_requests`` rows; call it while no request runs.
@@ -372,9 +372,8 @@ class Batcher:
         """
         count = min(self._scheduler.max_requests, max(most_requests or self.num_unfinished, 1))
         largest = self._size_for(count)
-        sizes = [] if self._is_eager else [size for size in self._sizes if size <= largest]
         self._graphs.prepare(
-            sizes,
+            [size for size in self._sizes if size <= largest],
             self._forwards.decode,
             self._forwards.clear_decodes,
             shows_progress=shows_progress,
@@ -384,7 +383,7 @@ class Batcher:
         """Capture all sizes; call it while no request runs. Nothing of it stays cached."""
         self.begin()
         self.warm_up(self.context.max_requests, shows_progress=True)
-        if not self._is_eager and not self._forwards.why_eager:
+        if not self._forwards.why_eager:
             self._capture_rectangles()  # pragma: no cover - tests/gpu run it
 
     def _capture_rectangles(self) -> None:  # pragma: no cover - tests/gpu run it
@@ -409,16 +408,16 @@ class Batcher:
         size = min(_TUNED_TOKENS, longest)
         rows = min(self.context.max_requests, most // size)
         for lengths in ([size] * rows, [size - 1 - row % 2 for row in range(rows)]):
-            self._compute_drawn(lengths, saves_states=True, is_eager="kernels are tuned")
+            self._compute_drawn(lengths, saves_states=True)
         self._graphs.warm_up_seconds = counted + time.perf_counter() - began
 
     def _compute_drawn(  # pragma: no cover - tests/gpu run it
-        self, lengths: Sequence[int], saves_states: bool, is_eager: str = ""
+        self, lengths: Sequence[int], saves_states: bool
     ) -> None:
         """Compute random prompts of these lengths in one step, and forget them."""
         with suppress(CapacityError), self._unseen(self._draw(lengths), saves_states):
             step = self.context.begin_step()
-            self._forwards.prefill(step, self.chunk_tokens, is_eager=is_eager)
+            self._forwards.prefill(step, self.chunk_tokens)
             self.context.commit_step([0] * len(lengths))
 
     def step(self) -> list[BatchRequest]:
@@ -456,7 +455,7 @@ class Batcher:
         """Compute a step: what is computed of prompts, and the logits of decoding requests."""
         computed, most = [], self._scheduler.max_chunk_tokens
         if step.prefills:
-            computed = self._forwards.prefill(step, most, is_eager=self._is_eager)
+            computed = self._forwards.prefill(step, most)
         return computed, self._compute_decodes(step)
 
     def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
@@ -523,7 +522,7 @@ class Batcher:
         size = decoding.size
         compute = partial(self._forwards.decode, size)
         with self._kept(idle) if idle else nullcontext():
-            logits = self._graphs.run(size, compute, is_eager=self._is_eager)
+            logits = self._graphs.run(size, compute)
         self.counts["decode_steps"] += 1
         return logits
 
@@ -742,7 +741,7 @@ class Batcher:
         """
         with self._unseen([tokens[:-1] for tokens in sequences]):
             step = self.context.begin_step()
-            self._forwards.prefill(step, self.context.config.max_tokens, is_eager="it is tried out")
+            self._forwards.prefill(step, self.context.config.max_tokens)
             self.context.commit_step([tokens[-1] for tokens in sequences])
             rows = self.context.begin_step().decode_rows.tolist()
             logits = self._forwards.decode(self._size_for(max(rows) + 1))
@@ -785,7 +784,7 @@ class Batcher:
             graph_bytes=graphs.num_bytes,
             warm_up_seconds=graphs.warm_up_seconds,
             eager_reason=graphs.eager_reason,
-            prefill_eager_reason=self._is_eager or self._forwards.why_eager,
+            prefill_eager_reason=self._forwards.why_eager,
         )
 
     def drop(self) -> None:

@@ -167,14 +167,13 @@ class BatchForwards:
         """Mark every row as idle until the next step's metadata arrive."""
         self._metadata["decode_state_rows"].fill_(-1)
 
-    def prefill(self, step: Step, max_tokens: int, *, is_eager: str = "") -> list[ComputedChunks]:
+    def prefill(self, step: Step, max_tokens: int) -> list[ComputedChunks]:
         """Compute all chunks of a step: keys, values, live states and checkpoints are written.
 
-        A forward with more than one row has at most ``max_tokens``, padding included. ``is_eager``
-        is the reason for using no CUDA graphs, if any.
+        A forward with more than one row has at most ``max_tokens``, padding included.
         """
         computed, is_captured = [], True
-        most = 0 if is_eager or self.why_eager else max_tokens
+        most = 0 if self.why_eager else max_tokens
         for group in self._split(self._place(step), max_tokens, most):
             shape = self._shape_of(group)
             size = self.costs.captured(shape.num_rows, shape.num_tokens, most)

@@ -97,24 +97,27 @@ class StepGraphs:
         """How many shapes of rectangles have a graph now."""
         return len(self._graphs) - len(self.sizes)
 
-    def begin(self, made_for: Hashable) -> None:
+    def begin(self, made_for: Hashable, is_eager: str = "") -> None:
         """Drop graphs that are no longer right; call it before each call's first step.
 
-        ``made_for`` are the addresses of the weights and the key of the settings.
+        ``made_for`` are the addresses of the weights and the key of the settings. ``is_eager`` is
+        the reason for using no graphs in this call, if any.
         """
         is_moved = self._made_for is not None and made_for != self._made_for
         self._moves = self._moves + 1 if is_moved else 0
         if made_for != self._made_for:
             self._drop()
             self._made_for = made_for
-        self._reason = ""
+        self._reason = is_eager
+        if is_eager:
+            return
         if self.device.type not in GRAPH_DEVICES:
             self._reason = f"CUDA graphs need a CUDA device, the model is on {self.device}"
         elif self._moves >= _MAX_MOVES:
             self._reason = "the model's weights move, or its settings change, from call to call"
 
     def why_eager(self, kind: str) -> str:
-        """Return why no steps of a kind, "decode" or "prefill", are captured; empty if they are."""
+        """Return why no steps of a kind, "decode" or "prefill", use graphs; empty if they do."""
         return self._reason or self._refusals.get(kind, "")
 
     def prepare(
@@ -132,34 +135,26 @@ class StepGraphs:
         idle, so that ``compute``, which is given a size, changes no request.
         """
         missing = [size for size in sorted(sizes, reverse=True) if size not in self._graphs]
-        if missing and not self.why_eager("decode"):
-            self._capture_all(missing, compute, quiet, shows_progress)
-
-    def _capture_all(  # pragma: no cover - tests/gpu run it
-        self,
-        sizes: Sequence[int],
-        compute: Callable[[int], torch.Tensor],
-        quiet: Callable[[], None],
-        shows_progress: bool,
-    ) -> None:
-        began = time.perf_counter()
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with progress_bar(sizes, disable=not shows_progress, desc="Capturing decode steps") as bar:
-            for size in bar:  # the largest first, so that the others fit into its memory
-                try:
-                    stream.wait_stream(torch.cuda.current_stream(self.device))
-                    with torch.cuda.stream(stream):
-                        for _ in range(_WARM_UPS):
-                            quiet()
-                            compute(size)
-                    torch.cuda.current_stream(self.device).wait_stream(stream)
-                except Exception as error:
-                    self._refuse("decode", error)
-                if self.why_eager("decode") or not self.capture(size, partial(compute, size)):
-                    break
-        quiet()
-        torch.cuda.synchronize(self.device)
-        self.warm_up_seconds += time.perf_counter() - began
+        if missing and not self.why_eager("decode"):  # pragma: no cover - tests/gpu run it
+            began = time.perf_counter()
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            options = {"disable": not shows_progress, "desc": "Capturing decode steps"}
+            with progress_bar(missing, **options) as bar:
+                for size in bar:  # the largest first, so that the others fit into its memory
+                    try:
+                        stream.wait_stream(torch.cuda.current_stream(self.device))
+                        with torch.cuda.stream(stream):
+                            for _ in range(_WARM_UPS):
+                                quiet()
+                                compute(size)
+                        torch.cuda.current_stream(self.device).wait_stream(stream)
+                    except Exception as error:
+                        self._refuse("decode", error)
+                    if self.why_eager("decode") or not self.capture(size, partial(compute, size)):
+                        break
+            quiet()
+            torch.cuda.synchronize(self.device)
+            self.warm_up_seconds += time.perf_counter() - began
 
     def capture(  # pragma: no cover - tests/gpu run it
         self, key: Hashable, compute: Callable[[], torch.Tensor]
@@ -205,21 +200,17 @@ class StepGraphs:
             self.warm_up_seconds += time.perf_counter() - began
         self._used.add(key)
 
-    def run(
-        self, key: Hashable, compute: Callable[[], torch.Tensor], *, is_eager: str = ""
-    ) -> torch.Tensor:
+    def run(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Compute a step; return its logits, which the next step may overwrite.
 
-        ``compute`` computes it from tensors that live as long as the graph; ``is_eager`` is the
-        reason for using no graph, if any.
+        ``compute`` computes it from tensors that live as long as the graph.
         """
         kind = _kind_of(key)
-        found = None if is_eager else self._graphs.get(key)
+        reason = self.why_eager(kind)
+        found = None if reason else self._graphs.get(key)
         if found is None:
             if kind == "decode":
-                self.eager_reason = (
-                    is_eager or self.why_eager(kind) or f"no graph was captured for {key} rows"
-                )
+                self.eager_reason = reason or f"no graph was captured for {key} rows"
             self.counts["eager_steps" if kind == "decode" else "eager_prefills"] += 1
             return compute()
         found.graph.replay()  # pragma: no cover - tests/gpu run it
