@@ -18,6 +18,7 @@ from transformers_rig import BLOCK, FAMILIES, compute_in_double, make_cache, mak
 from mamba_cache import Request
 from mamba_cache.integrations.transformers import capture as capturing
 from mamba_cache.integrations.transformers.batching import forwards, graphs, paged
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards
 from mamba_cache.integrations.transformers.batching.graphs import split_rows
 from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
@@ -44,7 +45,8 @@ class Rows:
         model = make_model(name).double()
         model.set_experts_implementation("eager")  # the default knows no float64
         cache = make_cache(model, max_requests=8, segment_tokens=32 * BLOCK)
-        self.batcher = cache._make_batcher()
+        monkeypatch.setattr(Batcher, "check", lambda _: None)
+        self.batcher = cache._ready_batcher()
         self.runner, self.context = cache._runner, self.batcher.context
         self.layers, self.layout = cache._store.layout.layers, cache._store.layout
         self.steps = []  # what was computed in each

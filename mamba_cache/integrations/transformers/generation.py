@@ -23,6 +23,7 @@ from mamba_cache.integrations.transformers.layers import (
     stack_memories,
 )
 from mamba_cache.integrations.transformers.library import transformers
+from mamba_cache.integrations.transformers.options import ServedOptions
 from mamba_cache.integrations.transformers.prefill import Prefiller
 from mamba_cache.integrations.transformers.prompts import Prompt, split_rows
 from mamba_cache.integrations.transformers.replacement import intercepted, replaced
@@ -54,8 +55,8 @@ class Generation:
     replays their decode steps; the cache stays empty. Otherwise this fills the cache in the first
     forward and passes on only the tokens that are left, and later forwards are the model's own.
 
-    Answers are cached if each row goes on with its own tokens, ``follows_rows`` (in beam search
-    rows change places), and if what is computed token by token is to be kept, ``keeps_decoded``.
+    Answers are cached if each row goes on with its own tokens (in beam search rows change places),
+    and if what is computed token by token is to be kept, ``keeps_decoded``.
     """
 
     runner: ModelRunner
@@ -63,17 +64,16 @@ class Generation:
     store: PrefixStore
     fields: dict[str, Any]  # of the prompts, as ``Request`` has them
     checkpoints: Sequence[Sequence[int]]
-    eos_token_ids: frozenset[int]
-    follows_rows: bool
+    served: ServedOptions
     keeps_decoded: bool
     variant: str | None
     # None: no batch can compute what the options ask for.
     find_batcher: Callable[[], Batcher | None] | None = None
-    max_length: int = 0  # columns of prompts and answers
     has_streamer: bool = False
     cache: Any = None  # that ``generate`` is to use
     bypass: BypassReason | None = None  # why nothing was looked up or is kept
     _batcher: Batcher | None = None
+    _follows_rows: bool = False  # each row goes on with its own tokens, as prompts are computed
     _is_batched: bool = False  # the forwards are steps of a batch
     _is_stacked: bool = False  # rows are stacked in one cache: several, or one that is padded
     _rows: list[_Row] = field(default_factory=list)
@@ -87,7 +87,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.cache = self.runner.new_cache()
-        self._keeps_answers = self.follows_rows and self.keeps_decoded
+        self._follows_rows = self.served.follows_rows and self.prefiller.min_tokens == 1
+        self._keeps_answers = self._follows_rows and self.keeps_decoded
 
     def __enter__(self) -> Generation:
         """Arm the first forward."""
@@ -120,7 +121,7 @@ class Generation:
         self._keeps_answers &= is_same
         if not self._is_batched:
             # The first token is not kept waiting, where its rows go on with the same cache.
-            if not (self._are_published or (is_first and is_same and self.follows_rows)):
+            if not (self._are_published or (is_first and is_same and self._follows_rows)):
                 self._publish_prompts()
             if is_same and (is_first or self._keeps_answers):
                 self._keep_boundaries()
@@ -238,8 +239,11 @@ class Generation:
         can_wait = min(len(prompt.tokens) for prompt in prompts) > 1
         if not is_single and (self.prefiller.min_tokens > 1 or not can_wait):
             return False
+        most = self.served.max_length  # columns of prompts and answers
+        if self.served.max_new_tokens is not None:
+            most = prompts[0].padding + len(prompts[0].tokens) + self.served.max_new_tokens
         self._batcher = batcher = self.find_batcher()
-        if batcher is None or not self._is_quicker(batcher, prompts):
+        if batcher is None or not self._is_quicker(batcher, prompts, most):
             return False
         counts, named = Counter(prompt.key for prompt in prompts), self._checkpoints_of(prompts)
         made: dict[bytes, Iterator[BatchRequest]] = {}
@@ -248,9 +252,9 @@ class Generation:
                 continue
             tokens = prompt.tokens if is_single else prompt.tokens[:-1]
             settings = AnswerSettings(
-                max_new_tokens=self.max_length,
+                max_new_tokens=most,
                 num_answers=counts[prompt.key],
-                eos_token_ids=self.eos_token_ids,
+                eos_token_ids=frozenset(self.served.eos_token_ids),
                 is_greedy=True,
             )
             requests = batcher.submit(
@@ -266,12 +270,12 @@ class Generation:
         batcher.begin_rows([next(made[prompt.key]) for prompt in prompts])
         return True
 
-    def _is_quicker(self, batcher: Batcher, prompts: Sequence[Prompt]) -> bool:
+    def _is_quicker(self, batcher: Batcher, prompts: Sequence[Prompt], max_length: int) -> bool:
         """Return whether a batch has room for the rows, and graphs for what they decode.
 
         Of more new tokens than a step takes the library's own forward is the quicker one.
         """
-        lengths = [self.max_length - prompt.padding for prompt in prompts]
+        lengths = [max_length - prompt.padding for prompt in prompts]
         own = {prompt.key: prompt.tokens for prompt in prompts}.values()
         most = batcher.chunk_tokens
         if not batcher.has_room(lengths) or (
@@ -442,6 +446,6 @@ class Generation:
 
     def _answer(self, index: int) -> list[int]:
         """Return the tokens of a row that were generated and went through the model, to its end."""
-        tokens = self._answers[index]
-        ends = [position for position, token in enumerate(tokens, 1) if token in self.eos_token_ids]
+        tokens, eos = self._answers[index], self.served.eos_token_ids
+        ends = [position for position, token in enumerate(tokens, 1) if token in eos]
         return tokens[: ends[0]] if ends else tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,39 +24,24 @@ from mamba_cache.integrations.transformers.store import PrefixStore, SequenceRec
 __all__ = ["Prefiller"]
 
 
+@dataclass(slots=True)
 class Prefiller:
-    """Computes prompts into transformers caches.
+    """Computes prompts into transformers caches."""
 
-    Args:
-        runner: The model.
-        store: What is cached.
-        filler: Puts what is restored into caches.
-        capture: Takes states out of a forward; None: a prompt is cut at its checkpoints.
-        segment_tokens: The most that one forward computes, a multiple of the block size.
-        may_shrink: ``segment_tokens`` is a guess, which a forward that ran out of memory corrects.
+    _runner: ModelRunner
+    _store: PrefixStore
+    filler: CacheFiller  # puts what is restored into caches
+    _capture: StateCapture | None  # of states in a forward; None: prompts are cut at checkpoints
+    _segment_tokens: int  # of one forward at most, a multiple of the block size
+    _may_shrink: bool  # that is a guess, which a forward that ran out of memory corrects
 
-    Attributes:
-        min_tokens: What a forward of a prompt is given at least: 2 if single tokens are not
-            exact, else 1. A prompt of one token is computed at once all the same.
-    """
+    @property
+    def min_tokens(self) -> int:
+        """What a forward of a prompt is given at least: 2 if single tokens are not exact, else 1.
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        store: PrefixStore,
-        *,
-        filler: CacheFiller,
-        capture: StateCapture | None,
-        segment_tokens: int,
-        may_shrink: bool,
-    ) -> None:
-        self._runner = runner
-        self._store = store
-        self.filler = filler
-        self._capture = capture
-        self._segment_tokens = segment_tokens
-        self._may_shrink = may_shrink
-        self.min_tokens = store.config.min_computed_tokens
+        A prompt of one token is computed at once all the same.
+        """
+        return self._store.config.min_computed_tokens
 
     def compute(
         self,
@@ -67,24 +53,14 @@ class Prefiller:
         last_forward: Callable[[int], Any] | None = None,
         **fields: Any,
     ) -> tuple[SequenceRecord, Any]:
-        """Restore the longest cached prefix of a prompt, and compute the rest.
+        """Restore the longest cached prefix of a prompt into a fresh cache, and compute the rest.
 
-        A prompt whose forward runs out of memory begins again in smaller segments, if it can.
+        The last tokens, as many as are ``left``, are neither restored nor computed; at least
+        ``min_computed``, those included, are not restored. ``last_forward`` computes the last
+        segment, given its first position, in the place of the model; the caller publishes what that
+        completes. A prompt whose forward runs out of memory begins again in smaller segments.
 
-        Args:
-            tokens: Token ids of the prompt.
-            cache: A fresh transformers cache; it is filled.
-            left: How many of the tokens, the last ones, are neither restored nor computed.
-            min_computed: How many are not restored, those that are left included.
-            last_forward: Computes the last segment, given its first position, in the place of the
-                model. The caller publishes what that completes.
-            fields: Further ones of ``Request``.
-
-        Returns:
-            The prompt's record, to be closed when it is done; and what ``last_forward`` returned.
-
-        Raises:
-            InvalidArgumentError: The tokens or the salt are of a wrong kind, or the cache is.
+        Return the prompt's record, to be closed, and what ``last_forward`` returned.
         """
         end, is_retry = len(tokens) - left, False
         while True:
@@ -174,11 +150,7 @@ class Prefiller:
                 yield
 
     def recompute(self, tokens: npt.NDArray[np.int32]) -> SequenceMemory:
-        """Compute a prefix without what is cached, and keep nothing of it.
-
-        Returns:
-            What the model's layers keep of it.
-        """
+        """Compute a prefix without the cache; return what the model's layers keep of it."""
         end, cache = len(tokens), self._runner.new_cache()
         for start, stop in self._plan((), 0, end):
             self._runner.forward(tokens[start:stop], cache, start)

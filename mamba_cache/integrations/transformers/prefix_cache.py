@@ -270,13 +270,9 @@ class PrefixCache:
             clock=settings.clock,
         )
         self._store.join(self._guard)
+        may_shrink = settings.segment_tokens is None
         self._prefiller = Prefiller(
-            self._runner,
-            self._store,
-            filler=self._filler,
-            capture=self._capture,
-            segment_tokens=most_tokens,
-            may_shrink=settings.segment_tokens is None,
+            self._runner, self._store, self._filler, self._capture, most_tokens, may_shrink
         )
         self._batcher: Batcher | None = None
         # Without capture the context saves no states inside of prompts.
@@ -375,14 +371,10 @@ class PrefixCache:
             store=self._store,
             fields={"cache_salt": cache_salt, "will_continue": will_continue, "source": source},
             checkpoints=named,
-            eos_token_ids=frozenset(served.eos_token_ids),
-            follows_rows=served.follows_rows and self._prefiller.min_tokens == 1,
+            served=served,
             keeps_decoded=self._settings.reuse_answers,
             variant=check_variant(variant),
             find_batcher=self._find_batcher if self._may_batch(served, options) else None,
-            max_length=served.max_length
-            if served.max_new_tokens is None
-            else ids.shape[1] + served.max_new_tokens,
             has_streamer=options.get("streamer") is not None,
         ) as generation:
             own = options.get("stopping_criteria") or ()
@@ -662,13 +654,7 @@ class PrefixCache:
             )
         if self._batcher is not None:
             return self._batcher
-        batcher = self._make_batcher()
-        batcher.check()
-        self._batcher = batcher
-        return batcher
-
-    def _make_batcher(self) -> Batcher:
-        return Batcher(
+        batcher = Batcher(
             self._runner,
             self._store,
             self._filler,
@@ -676,6 +662,9 @@ class PrefixCache:
             chunk_tokens=self._chunk_tokens,
             is_eager=self._why_eager(),
         )
+        batcher.check()
+        self._batcher = batcher
+        return batcher
 
     @guarded(waits=True)
     def prefill(

@@ -69,22 +69,7 @@ class PromptEnds:
 
 
 class PrefixStore:
-    """Blocks and slots, their books and their tensors.
-
-    Attributes:
-        layout: What blocks and slots are made of.
-        config: How many there are, and the settings of ``PrefixCache`` that a context has too.
-        hasher: Makes the digests of blocks.
-        kv_blocks: The books of KV blocks.
-        slots: The books of slots.
-        tensors: What is in them.
-        tiers: The tiers below; None without any.
-        pins: Prompts that stay cached.
-        placement: Where states of prompts are saved.
-        counters: What was done so far.
-        live_dtypes: For each adapter key the dtypes of what a model's cache holds, where they are
-            not those of the layout: under autocast, for example.
-    """
+    """Blocks and slots: who has which, what is in them, and what was done so far."""
 
     def __init__(
         self,
@@ -113,6 +98,8 @@ class PrefixStore:
         self.slots: SlotPool = memory.slots
         self.pins, self.counters = memory.pins, memory.counters
         self.tensors = PrefixTensors(layout, memory.slots.states, self.kv_blocks.pool_size)
+        # By adapter key the dtypes of what the model's cache holds, where they are not those of the
+        # layout: under autocast, for example.
         self.live_dtypes: dict[ExtraKey, list[torch.dtype]] = {}
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
@@ -301,14 +288,7 @@ class PrefixStore:
 
 
 class SequenceRecord:
-    """A sequence that the library's own loop computes, and the blocks that it holds.
-
-    Attributes:
-        sequence: Its tokens, and what of it is published.
-        match: What of it was found.
-        positions: Block boundaries after which states are wanted.
-        captured: Of these, where the last forward wrote them into the slots reserved for them.
-    """
+    """A sequence that the library's own loop computes, and the blocks that it holds."""
 
     def __init__(
         self,
@@ -322,7 +302,8 @@ class SequenceRecord:
         self._size = store.layout.block_size_tokens
         self.sequence = sequence
         self.match = match
-        self.positions = positions
+        self.positions = positions  # block boundaries after which states are to be saved
+        # Of these, where the last forward wrote them into the slots reserved for them.
         self.captured: Collection[int] = ()
         self._blocks = [*blocks]  # in the order of the sequence
         store.kv_blocks.retain_memory_blocks(self._blocks)
