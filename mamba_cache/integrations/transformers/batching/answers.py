@@ -272,19 +272,6 @@ class BatchRequest(QueuedRequest):
             self.error.__cause__ = error
 
 
-@dataclass(slots=True)
-class _Limits:
-    """The settings of a batch's rows on the device, and what of them anybody uses."""
-
-    settings: tuple[AnswerSettings | None, ...]
-    is_greedy: torch.Tensor
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    most: int
-
-
 def uniforms(seeds: npt.NDArray[np.uint64], numbers: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
     """Return a number in [0, 1) for each seed and token number: splitmix64's.
 
@@ -305,7 +292,6 @@ class Sampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._limits: _Limits | None = None
 
     def choose(self, logits: torch.Tensor, requests: Sequence[BatchRequest | None]) -> torch.Tensor:
         """Choose the next token of each row's request, if it has one, by [rows, vocabulary] logits.
@@ -324,67 +310,45 @@ class Sampler:
                     scores[index : index + 1] = one.processors(ids, scores[index : index + 1])
                 except Exception as error:  # of this request alone: the others go on
                     one.refuse(error)
-        limits = self._limits_of(requests)
-        greedy = scores.argmax(-1)
-        if all(one is None or one.settings.is_greedy for one in requests):
+        greedy, settings = scores.argmax(-1), [one.settings if one else None for one in requests]
+        are_greedy = [one is None or one.is_greedy for one in settings]
+        if all(are_greedy):
             return greedy
         seeds = np.array([one.seed if one else 0 for one in requests], dtype=np.uint64)
         numbers = np.array([len(one.answer) if one else 0 for one in requests], dtype=np.uint64)
         uniform = to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
-        return torch.where(limits.is_greedy, greedy, _draw(scores, limits, uniform))
-
-    def _limits_of(self, requests: Sequence[BatchRequest | None]) -> _Limits:
-        settings = tuple(one.settings if one else None for one in requests)
-        known = self._limits
-        if known is not None and len(known.settings) == len(settings):  # noqa: SIM102
-            if all(a is b for a, b in zip(known.settings, settings, strict=True)):
-                return known
-        # Those of the library's processors are applied by now.
-        rows = [one if one and one.make_processors is None else None for one in settings]
-        drawn = [row for one, row in zip(settings, rows, strict=True) if one and not one.is_greedy]
-        most = 0
-        if any(row is not None and _is_limited(row) for row in drawn):
-            counts = [row.top_k if row else 0 for row in drawn]
-            most = max(counts) if all(counts) else -1
-
-        def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
-            values = [getattr(s, name) if s else default for s in rows]
-            return to_device(torch.tensor(values, dtype=dtype, device="cpu"), self._device)
-
-        is_greedy = torch.tensor([s is None or s.is_greedy for s in settings], device="cpu")
-        self._limits = _Limits(
-            settings,
-            to_device(is_greedy, self._device),
-            column("temperature", 1.0, torch.float32),
-            column("top_k", 0, torch.int64),
-            column("top_p", 1.0, torch.float64),
-            column("min_p", 0.0, torch.float64),
-            most,
-        )
-        return self._limits
+        is_greedy = to_device(torch.tensor(are_greedy, device="cpu"), self._device)
+        return torch.where(is_greedy, greedy, _draw(scores, settings, uniform))
 
 
-def _is_limited(settings: AnswerSettings) -> bool:
-    return bool(settings.top_k) or settings.top_p < 1 or settings.min_p > 0
-
-
-def _draw(scores: torch.Tensor, limits: _Limits, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(
+    scores: torch.Tensor, settings: Sequence[AnswerSettings | None], uniform: torch.Tensor
+) -> torch.Tensor:
     """Draw a token from each row: where the sum of probabilities passes the row's number."""
-    scores = scores / limits.temperature[:, None]
-    if not limits.most:
+    # Those of the library's processors are applied by now.
+    rows = [one if one and one.make_processors is None else None for one in settings]
+
+    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
+        values = [getattr(row, name) if row else default for row in rows]
+        return to_device(torch.tensor(values, dtype=dtype, device="cpu"), scores.device)
+
+    scores = scores / column("temperature", 1.0, torch.float32)[:, None]
+    drawn = [row for one, row in zip(settings, rows, strict=True) if one and not one.is_greedy]
+    if not any(row and (row.top_k or row.top_p < 1 or row.min_p > 0) for row in drawn):
         return _pass(scores.double().softmax(-1), uniform)
     size = scores.shape[-1]
-    count = size if limits.most < 0 else min(limits.most, size)
-    # Whoever has no limit of his own has as many as there are; if one has none, all are sorted.
+    # Rows without a limit have as many tokens as there are; if one has none, all are sorted.
+    limits = [row.top_k if row else 0 for row in drawn]
+    count = min(max(limits), size) if all(limits) else size
     values, ids = scores.topk(count, dim=-1)
     values = values.double()
     order = torch.arange(count, device=scores.device)
-    top_k = torch.where(limits.top_k > 0, limits.top_k, size)[:, None]
-    values = values.masked_fill(order >= top_k, -math.inf)
+    top_k, top_p = column("top_k", 0, torch.int64), column("top_p", 1.0, torch.float64)[:, None]
+    values = values.masked_fill(order >= torch.where(top_k > 0, top_k, size)[:, None], -math.inf)
     shares = values.softmax(-1)
     before = shares.cumsum(-1) - shares
-    is_out = (before >= limits.top_p[:, None]) & (limits.top_p < 1)[:, None]
-    is_out |= shares < limits.min_p[:, None] * shares[:, :1]
+    is_out = (before >= top_p) & (top_p < 1)
+    is_out |= shares < column("min_p", 0.0, torch.float64)[:, None] * shares[:, :1]
     is_out[:, 0] = False
     values = values.masked_fill(is_out, -math.inf)
     return ids.gather(-1, _pass(values.softmax(-1), uniform)[:, None])[:, 0]
