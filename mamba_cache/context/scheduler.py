@@ -146,11 +146,6 @@ class Scheduler(Generic[_Request]):
         if not known or request_id in self._context.statuses():
             self._context.finish(request_id)
 
-    def forget(self, request: _Request) -> None:
-        """Forget a request that was not admitted, if it is the one of its id."""
-        if self.knows(request):
-            del self._requests[request.key]
-
     def rename(self, request_id: Hashable, request: _Request) -> None:
         """Note that ``request`` was ``request_id``; its place in the order stays."""
         del self._requests[request_id]

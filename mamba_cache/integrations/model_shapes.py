@@ -18,12 +18,12 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, MambaCacheError
 from mamba_cache.integrations.transformers.layers import (
+    PrefixLayout,
     SequenceMemory,
     learn_layers,
     read_layers,
 )
 from mamba_cache.integrations.transformers.library import transformers
-from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.states import KVCacheSpec, StateSpec
 
 __all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]

@@ -372,13 +372,8 @@ class Engine:
         for request in requests:
             if request.key in self._scheduler:
                 raise InvalidArgumentError(f"request id {request.key!r} is in use")
-        try:
-            for request in requests:
-                self._scheduler.add(request)
-        except BaseException:  # an interrupt
-            for request in requests:
-                self._scheduler.forget(request)
-            raise
+        for request in requests:
+            self._scheduler.add(request)
 
     @guarded()
     def _end_all(self) -> None:

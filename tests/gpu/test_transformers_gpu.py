@@ -9,10 +9,9 @@ from gpu_models import BLOCK, make_model
 
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import read_layers
+from mamba_cache.integrations.transformers.layers import PrefixTensors, read_layers
 from mamba_cache.integrations.transformers.probe import probe, probe_capture
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import PrefixTensors
 from mamba_cache.states import StatePool
 
 pytestmark = pytest.mark.gpu

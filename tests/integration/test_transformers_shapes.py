@@ -12,9 +12,8 @@ from transformers_rig import make_model
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.model_shapes import load_shape
-from mamba_cache.integrations.transformers.layers import learn_layers, read_layers
+from mamba_cache.integrations.transformers.layers import PrefixLayout, learn_layers, read_layers
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import PrefixLayout
 
 BLOCK = 16
 

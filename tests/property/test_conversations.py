@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers")
 from conversations import SUBJECTS, Conversation, WrongAnswerError, family_of
 from transformers_rig import FAMILIES
 
-from mamba_cache.integrations.transformers.tensors import PrefixTensors
+from mamba_cache.integrations.transformers.layers import PrefixTensors
 
 
 @pytest.mark.parametrize("name", FAMILIES)

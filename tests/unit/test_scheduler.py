@@ -288,7 +288,6 @@ def test_forks_of_a_request_that_failed_are_computed_by_themselves(rng):
     assert steps.scheduler.failed == [first]
     assert "does not fit even alone" in str(first.error)
     assert [*steps.scheduler.output(first)] == [7, 7]
-    steps.scheduler.forget(first)
-    steps.scheduler.forget(first)
+    steps.scheduler.remove("a")
     assert steps.run() == {"b": BLOCK - 1}  # it finds the first block
     assert steps.scheduler.find("b") is fork

@@ -15,12 +15,13 @@ from mamba_cache.errors import UnresumableModelError
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
     CacheFiller,
+    PrefixLayout,
+    PrefixTensors,
     SequenceMemory,
     learn_layers,
     read_layers,
 )
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
 from mamba_cache.states import StatePool
 
 __all__ = ["distance", "probe", "probe_capture", "random_tokens"]

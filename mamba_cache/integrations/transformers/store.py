@@ -38,8 +38,7 @@ from mamba_cache.context.tiering import NoTiers
 from mamba_cache.context.verification import HitVerifier
 from mamba_cache.errors import BlockCapacityError, InvariantError
 from mamba_cache.events import Admitted, Listeners, Stored
-from mamba_cache.integrations.transformers.layers import SequenceMemory
-from mamba_cache.integrations.transformers.tensors import PrefixLayout, PrefixTensors
+from mamba_cache.integrations.transformers.layers import PrefixLayout, PrefixTensors, SequenceMemory
 from mamba_cache.slots import MambaSlotAllocator
 from mamba_cache.tiers.entry import EntryKind
 

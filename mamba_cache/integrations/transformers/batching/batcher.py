@@ -38,12 +38,11 @@ from mamba_cache.integrations.transformers.batching.answers import (
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards, ComputedChunks
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import CacheFiller
+from mamba_cache.integrations.transformers.layers import CacheFiller, ints_to_device
 from mamba_cache.integrations.transformers.library import progress_bar
 from mamba_cache.integrations.transformers.probe import distance, random_tokens
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
-from mamba_cache.integrations.transformers.tensors import ints_to_device
 
 __all__ = ["BatchStats", "Batcher"]
 

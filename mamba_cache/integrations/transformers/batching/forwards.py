@@ -26,12 +26,12 @@ from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import (
     CacheFiller,
+    PrefixLayout,
     SequenceMemory,
     read_layers,
 )
 from mamba_cache.integrations.transformers.replacement import intercepted, put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
-from mamba_cache.integrations.transformers.tensors import PrefixLayout
 from mamba_cache.states import kernels_for
 
 __all__ = ["BatchForwards", "ComputedChunks", "RectangleShape"]
