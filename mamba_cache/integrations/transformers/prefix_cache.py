@@ -277,8 +277,7 @@ class PrefixCache:
         self._batcher: Batcher | None = None
         # Without capture the context saves no states inside of prompts.
         self._can_batch = self._capture is not None  # False too once no batcher could be made
-        self._home = self._runner.placement()
-        self._vocabulary = self._runner.vocabulary
+        self._home = (*self._runner.placement(), self._runner.vocabulary)
         self._runner.fingerprint.begin()
         if settings.host_cache_gb is not None:
             self._store.add_tiers(PrefixTiers(self._store, self._runner))
@@ -974,16 +973,14 @@ class PrefixCache:
     def _check_home(self) -> None:
         if self._is_closed:
             raise StepOrderError("the cache is closed: make a new one")
-        device, dtype = self._runner.placement()
-        if (device, dtype) != self._home:
-            raise ModelChangedError(
-                f"the model was on {self._home[0]} in {self._home[1]} when the cache was made and "
-                f"is on {device} in {dtype} now: make a new cache"
+        now = (*self._runner.placement(), self._runner.vocabulary)
+        if now != self._home:
+            was, has_become = (
+                "on {} in {} with {} embeddings".format(*home) for home in (self._home, now)
             )
-        if self._runner.vocabulary != self._vocabulary:
             raise ModelChangedError(
-                f"the model had {self._vocabulary} embeddings when the cache was made and has "
-                f"{self._runner.vocabulary} now: make a new cache"
+                f"the model was {was} when the cache was made and is {has_become} now: make a new "
+                "cache"
             )
 
     def _read_prompts(

@@ -108,13 +108,9 @@ class PagedAttention:
             )
         )
         of_modules: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-        configs = {id(c): c for c in of_modules if hasattr(c, _FIELD)}
-        of_text = [
-            c.get_text_config(decoder=True)
-            for c in configs.values()
-            if hasattr(c, "get_text_config")
-        ]
-        configs |= {id(c): c for c in of_text if hasattr(c, _FIELD)}
+        whole = {id(c): c for c in of_modules if hasattr(c, "get_text_config")}.values()
+        of_text = [config.get_text_config(decoder=True) for config in whole]
+        configs = {id(c): c for c in (*of_modules, *of_text) if hasattr(c, _FIELD)}
         self._configs = list(configs.values())
         self._layer = -1
         self._written: set[int] = set()  # layers of which the forward wrote keys and values
