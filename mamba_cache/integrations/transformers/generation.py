@@ -77,6 +77,7 @@ class Generation:
     _is_batched: bool = False  # the forwards are steps of a batch
     _is_stacked: bool = False  # rows are stacked in one cache: several, or one that is padded
     _rows: list[_Row] = field(default_factory=list)
+    _ends: set[int] = field(default_factory=set)  # columns of rows' block ends, modulo a block
     _records: dict[bytes, SequenceRecord] = field(default_factory=dict)
     _ids: torch.Tensor | None = None
     _columns: list[torch.Tensor] = field(default_factory=list)
@@ -123,7 +124,8 @@ class Generation:
             # The first token is not kept waiting, where its rows go on with the same cache.
             if not (self._are_published or (is_first and is_same and self._follows_rows)):
                 self._publish_prompts()
-            if is_same and (is_first or self._keeps_answers):
+            size, num_columns = self.store.layout.block_size_tokens, input_ids.shape[1] - 1
+            if is_same and (is_first or self._keeps_answers) and num_columns % size in self._ends:
                 self._keep_boundaries()
             if self._keeps_answers:
                 # A copy: processors and criteria are given these ids, and may write to them.
@@ -355,6 +357,7 @@ class Generation:
                     read_layers(cache, layout.layers, end) if end else layout.initial
                 )
         self._rows = [_Row(each, self._records[each.key]) for each in prompts]
+        self._ends = {each.padding % layout.block_size_tokens for each in prompts}
         if not self._is_stacked:
             return output
         num_columns = prompts[0].padding + len(prompts[0].tokens)

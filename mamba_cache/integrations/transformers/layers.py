@@ -71,7 +71,7 @@ class SequenceMemory:
 
     def row(self, row: int, padding: int = 0) -> SequenceMemory:
         """Return views of one row without the ``padding`` tokens on its left."""
-        if not padding and self.num_rows == 1:
+        if not padding and len(self.states[0]) == 1:
             return self
         num_tokens = self.num_tokens - padding
         one = slice(row, row + 1)
@@ -81,11 +81,6 @@ class SequenceMemory:
             [window[one, :, max(window.shape[2] - num_tokens, 0) :] for window in self.windows],
             [tokens[one, :, padding:] for tokens in self.tokens],
         )
-
-    @property
-    def num_rows(self) -> int:
-        """How many sequences it holds."""
-        return self.states[0].shape[0]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, in the order of the attributes."""
@@ -97,8 +92,8 @@ class SequenceMemory:
 
     def copy_states(self) -> SequenceMemory:
         """Return copies of the states and windows, without the other tokens."""
-        states, windows = ([x.clone() for x in own] for own in (self.states, self.windows))
-        return SequenceMemory(self.num_tokens, states, windows)
+        clones = (list(map(torch.clone, own)) for own in (self.states, self.windows))
+        return SequenceMemory(self.num_tokens, *clones)
 
     def to_dtypes(self, dtypes: Sequence[torch.dtype]) -> SequenceMemory:
         """Return copies with the dtypes that ``dtypes`` of another one returned."""
@@ -384,6 +379,7 @@ class PrefixLayout:
             [window[:, :, :0].clone() for window in sample.windows],
             [tokens[:, :, :0].clone() for tokens in sample.tokens],
         )
+        self.dtypes = self.initial.dtypes()
 
     @property
     def description(self) -> str:

@@ -256,7 +256,8 @@ class OptionsReader:
         }
         # The object itself is a value too; what is in it counts.
         values.pop("generation_config", None)
-        parts = [values, *(getattr(c, "__dict__", {}) for c in (given, _own_config(self._model)))]
+        own = _own_config(self._model)
+        parts = [values, getattr(given, "__dict__", {}), getattr(own, "__dict__", {})]
         methods = [getattr(self._model, name, None) for name in _READ_BY]
         readers = [getattr(method, "__func__", method) for method in methods]
         return parts, [list(map(type, part.values())) for part in parts], readers

@@ -404,7 +404,7 @@ class SequenceRecord:
 
     def _can_be_kept(self, memory: SequenceMemory) -> bool:
         """Say whether the store's dtypes hold what is given, and remember what it came in."""
-        kept, given = self._store.layout.initial.dtypes(), memory.dtypes()
+        kept, given = self._store.layout.dtypes, memory.dtypes()
         if given == kept:
             return True
         if any(torch.promote_types(*pair) != pair[0] for pair in zip(kept, given, strict=True)):

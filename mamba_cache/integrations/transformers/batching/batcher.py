@@ -187,7 +187,7 @@ class Batcher:
         )
         self._decoding = _Decoding()
         self._num_requests = 0
-        self._faulty: list[BatchRequest] = []  # requests whose last step failed
+        self._has_faults = False  # the last step of some requests may have failed
         self._rows: list[BatchRequest] = []  # of a call of ``generate``
         self._untold: list[PreparedRequest] = []  # prompts that listeners are still to be told of
         # The step that waits for their tokens, those that sample, and what it computed of prompts.
@@ -471,7 +471,7 @@ class Batcher:
                 self.end(request)
                 over.append(request)
             request.fault = fault
-        self._faulty += requests
+        self._has_faults = True
         return over
 
     def _find(self, request: BatchRequest) -> int:
@@ -618,14 +618,9 @@ class Batcher:
         decoded = self._decoding.requests if num_decodes else []
         chunks = [(self._scheduler.find(part.request_id), part) for part in step.prefills]
         self.context.commit_step(tokens)
-        if self._faulty:
-            computed_ids = {one.request_id for one in step.requests}
-            for request in self._faulty:
-                if request.key in computed_ids:
-                    request.fault = None
-            self._faulty = [
-                one for one in self._faulty if one.fault is not None and not one.is_over
-            ]
+        if self._has_faults:
+            for one in step.requests:
+                self._scheduler.find(one.request_id).fault = None
         self.counts["steps"] += 1
         self.counts["prefill_forwards"] += len(computed)
         self.counts["rectangles"] += sum(len(chunks.requests) > 1 for chunks in computed)
@@ -807,7 +802,7 @@ class Batcher:
     def _clear(self) -> None:
         self._scheduler.reset()
         self._decoding = _Decoding()
-        self._faulty.clear()
+        self._has_faults = False
         self._rows, self._untold, self._open = [], [], None
         self._has_listeners = False
 
