@@ -584,7 +584,8 @@ class Batcher:
                     sampling.append(one)
             if sampling:
                 chosen += sampling
-                parts.append((_rows_of(chunks.logits, numbers), sampling))
+                rows = [chunks.logits[number : number + 1] for number in numbers]
+                parts.append((torch.cat(rows), sampling))
         if not parts:
             return np.zeros(0, dtype=np.int64), {}
         pieces = [self._sampler.choose(*part) for part in parts]
@@ -810,12 +811,6 @@ class Batcher:
 def _fetch(pieces: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
     whole = torch.cat([*pieces]) if len(pieces) > 1 else pieces[0]
     return np.asarray(whole.cpu().numpy())
-
-
-def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    if list(rows) == [*range(len(logits))]:
-        return logits
-    return torch.cat([logits[row : row + 1] for row in rows])
 
 
 def _longest(runner: ModelRunner, num_tokens: int) -> int:

@@ -312,15 +312,12 @@ class RectangleCosts:
         if not self._is_cuda or num_tokens < _LONG_TOKENS:
             yield
             return
-        begin, end = (_event() for _ in range(2))  # pragma: no cover - tests/gpu run it
-        begin.record()  # pragma: no cover - tests/gpu run it
+        kind = partial(torch.cuda.Event, enable_timing=True)  # pragma: no cover - tests/gpu run it
+        begin, end = kind(), kind()  # pragma: no cover
+        begin.record()  # pragma: no cover
         yield  # pragma: no cover
         end.record()  # pragma: no cover
         self._timed.append((num_tokens, begin, end))  # pragma: no cover
-
-
-def _event() -> Any:  # pragma: no cover - tests/gpu run it
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def split_rows(sizes: Sequence[int], max_tokens: int, cost: Callable[[int, int], int]) -> list[int]:
