@@ -15,7 +15,7 @@ from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers import PrefixCache
 from mamba_cache.integrations.transformers.batching import batcher as batcher_module
 from mamba_cache.integrations.transformers.batching.graphs import RectangleCosts, StepGraphs
-from mamba_cache.integrations.transformers.batching.kernels import kv_writes
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention
 from mamba_cache.integrations.transformers.capture import ScanRun
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_keys_and_values_past_the_reach_of_32_bits_are_written(generator):
     pool = torch.zeros(2, 2_200_000, 8, 128, dtype=torch.uint8, device="cuda")
     slots = torch.tensor([5, 2_199_999, 2_100_000], device="cuda")
     new = torch.randint(1, 99, (2, 3, 8, 1, 128), generator=generator).to("cuda", torch.uint8)
-    kv_writes.write_tokens(pool, slots, *new.unbind())
+    paged_attention.write_tokens(pool, slots, *new.unbind())
     assert torch.equal(pool[:, slots], new[:, :, :, 0])
     assert int((pool.view(torch.int64) != 0).any(-1).sum()) == 2 * 3 * 8
 

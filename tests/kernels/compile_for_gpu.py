@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mamba_cache.integrations.transformers.batching.kernels import kv_writes, paged_attention
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention
 from mamba_cache.integrations.vllm import align_kernels
 from mamba_cache.states.kernels import checksum, copy, extract, quantize
 
@@ -149,8 +149,8 @@ def combination():
 def writing():
     types = dict.fromkeys(("keys", "values", "pool"), "*bf16")
     types |= {"slots": "*i64", "half_stride": "i64"}
-    constants = {"SIZE": 1024, "TILE": kv_writes._TILE}
-    kernel = kv_writes._write_kernel
+    constants = {"SIZE": 1024, "TILE": paged_attention._WRITE_TILE}
+    kernel = paged_attention._write_kernel
     return stores(build(kernel, types, constants, aligned=tuple(types)[:3], num_warps=4))
 
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from mamba_cache.integrations.transformers.batching.kernels import kv_writes, kv_writes_torch
+from mamba_cache.integrations.transformers.batching.kernels import (
+    paged_attention,
+    paged_attention_torch,
+)
 
 
 @pytest.fixture(params=["torch", "triton"])
 def kernels(request):
-    return {"torch": kv_writes_torch, "triton": kv_writes}[request.param]
+    return {"torch": paged_attention_torch, "triton": paged_attention}[request.param]
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 5), (3, 24), (9, 128)])

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 
 from mamba_cache.errors import InvalidArgumentError, ModelChangedError
-from mamba_cache.integrations.transformers.batching.kernels import (
-    kv_writes_torch,
-    paged_attention_torch,
-)
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.replacement import original, replaced
 from mamba_cache.states import kernels_for
@@ -25,7 +22,7 @@ __all__ = ["PAGED", "PagedAttention", "register_attention"]
 PAGED = "mamba_cache_paged"
 """The name of the attention function in transformers' registries."""
 
-_KERNELS = "mamba_cache.integrations.transformers.batching.kernels"
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.paged_attention"
 _UNSERVED = ("softcap", "sliding_window", "s_aux", "position_bias", "block_sequence_ids")
 _FIELD = "_attn_implementation_internal"
 
@@ -100,12 +97,8 @@ class PagedAttention:
     def __init__(self, model: torch.nn.Module, kv_cache: torch.Tensor) -> None:
         self._kv_cache = kv_cache
         self._flat = kv_cache.flatten(2, 3)
-        self._kernels, self._writes = (
-            kernels_for("auto", kv_cache.device, kernels=f"{_KERNELS}.{name}", twins=twins)
-            for name, twins in (
-                ("paged_attention", paged_attention_torch),
-                ("kv_writes", kv_writes_torch),
-            )
+        self._kernels = kernels_for(
+            "auto", kv_cache.device, kernels=_KERNELS, twins=paged_attention_torch
         )
         of_modules: list[Any] = [getattr(module, "config", None) for module in model.modules()]
         whole = {id(c): c for c in of_modules if hasattr(c, "get_text_config")}.values()
@@ -156,7 +149,7 @@ class PagedAttention:
         """
         self._layer = layer
         self._written.add(layer)
-        self._writes.write_tokens(self._flat[layer], self._slots, keys, values)
+        self._kernels.write_tokens(self._flat[layer], self._slots, keys, values)
         return keys, values
 
     def attend(self, query: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

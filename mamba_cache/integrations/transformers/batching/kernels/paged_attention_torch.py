@@ -1,4 +1,4 @@
-"""The PyTorch twin of the attention to KV blocks: it says what is right."""
+"""The PyTorch twins of the attention to KV blocks, and of what writes these: they are right."""
 
 # As many arguments as the kernel has tensors.
 # ruff: noqa: PLR0917
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "write_tokens"]
 
 
 def paged_attention(
@@ -90,3 +90,19 @@ def _attend_once(
         query, k, v, attn_mask=mask[:, None, None], scale=scale
     )
     return output.masked_fill(is_idle[:, :, None, None], 0).transpose(1, 2)
+
+
+def write_tokens(
+    pool: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write the keys and values of some tokens of each row.
+
+    Args:
+        pool: [2, tokens, kv_heads, head_dim] keys and values of one layer, contiguous.
+        slots: [rows * n] int64 where each token's go, row by row; of tokens that go to the same
+            place any is kept.
+        keys: [rows, kv_heads, n, head_dim] of the pool's dtype.
+        values: Likewise.
+    """
+    for half, new in zip(pool, (keys, values), strict=True):
+        half.index_copy_(0, slots, new.transpose(1, 2).flatten(0, 1))
