@@ -975,12 +975,12 @@ class PrefixCache:
             raise StepOrderError("the cache is closed: make a new one")
         now = (*self._runner.placement(), self._runner.vocabulary)
         if now != self._home:
-            was, has_become = (
-                "on {} in {} with {} embeddings".format(*home) for home in (self._home, now)
+            had, has = (
+                f"{rows} embeddings on {device} in {dtype}"
+                for device, dtype, rows in (self._home, now)
             )
             raise ModelChangedError(
-                f"the model was {was} when the cache was made and is {has_become} now: make a new "
-                "cache"
+                f"the model had {had} when the cache was made and has {has} now: make a new cache"
             )
 
     def _read_prompts(
