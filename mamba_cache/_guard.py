@@ -53,10 +53,6 @@ class CallGuard:
         """Whether a call of any thread is running."""
         return bool(self._call)
 
-    def belongs_to(self, thing: object) -> bool:
-        """Return whether the guard was made for ``thing``."""
-        return self._owner() is thing
-
     def enter(self, name: str, *, waits: bool) -> None:
         """Begin a call; ``waits`` is that of ``guarded``."""
         if self._thread == get_ident():
@@ -138,7 +134,7 @@ def guarded(
             if not is_nested:
                 guard.enter(name, waits=waits)
             try:
-                if guard.poison and not is_nested and not (renews and guard.belongs_to(self)):
+                if guard.poison and not is_nested and not (renews and guard._owner() is self):
                     (guard._heal or guard.check)()
                 guard.is_changing = was_changing or changes
                 if guard.first is not None and not is_nested and not renews:
