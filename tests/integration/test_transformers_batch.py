@@ -20,7 +20,6 @@ from mamba_cache.errors import (
     UnresumableModelError,
 )
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
-from mamba_cache.integrations.transformers.batching.forwards import _sort_by_row
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 
@@ -140,28 +139,6 @@ def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
     assert (sizes[0], sizes[-1]) == (8, 1)
     assert sizes.count(2) >= 10
     assert cache.batch_stats().moves >= 2
-
-
-@pytest.mark.parametrize("num_rows", [1, 5, 16, 33])
-@pytest.mark.parametrize("num_places", [1, 7, 40])
-def test_each_row_of_a_decode_step_gets_what_is_packed_for_it(generator, num_rows, num_places):
-    """Rows of nobody, requests in rows beyond the batch, and places of the table that are empty."""
-    order = torch.randperm(45, generator=generator)[:num_places]
-    used = num_places - num_places // 3
-    table = torch.full((num_places, 2), 3, dtype=torch.int32)  # the second column is not read
-    table[:, 0] = -1
-    table[:used, 0] = order[:used]
-    packed = torch.randint(1, 99, (3, num_places + 4), generator=generator)
-    packed[2, ::4] = -1
-    found = _sort_by_row(table[:, 0], *packed, num_rows=num_rows, dummy_slot=777)
-    place_of = {int(row): place for place, row in enumerate(table[:, 0]) if row >= 0}
-    expected = []
-    for row in range(num_rows):
-        place = place_of.get(row, -1)
-        token, position, slot = packed[:, place].tolist() if place >= 0 else (0, 0, -1)
-        expected.append([place, token, position, 777 if slot < 0 else slot])
-    assert torch.stack(found, 1).tolist() == expected
-    assert {tensor.dtype for tensor in found} == {torch.int64}
 
 
 def test_rows_of_nobody_write_to_the_dummy_block_alone(nemotron, generator):

@@ -21,7 +21,10 @@ from mamba_cache.context import (
 )
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers.batching.graphs import RectangleCosts, StepGraphs
-from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
+from mamba_cache.integrations.transformers.batching.kernels import (
+    decode_inputs_torch,
+    pieces_torch,
+)
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -37,7 +40,7 @@ from mamba_cache.states import kernels_for
 __all__ = ["BatchForwards", "ComputedChunks", "RectangleShape"]
 
 _MAX_CAPTURED_CHECKPOINTS = 3
-_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,10 @@ class BatchForwards:
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
-        self._pieces = kernels_for("auto", context.device, kernels=_KERNELS, twins=pieces_torch)
+        self._kernels, self._pieces = (
+            kernels_for("auto", context.device, kernels=f"{_KERNELS}.{name}", twins=twins)
+            for name, twins in (("decode_inputs", decode_inputs_torch), ("pieces", pieces_torch))
+        )
         self._min_tokens = context.config.min_computed_tokens
         self._live = context.live_states.tensors
         self._saved = layout.views(context.slot_allocator.states.tensors).states
@@ -148,13 +154,13 @@ class BatchForwards:
             first = {name: tensor[:, :num_rows] for name, tensor in self._live.items()}
             self._decode_caches[num_rows] = self._make_cache(num_rows, first)
         cache, metadata = self._decode_caches[num_rows], self._metadata
-        places, tokens, positions, slots = _sort_by_row(
+        places, tokens, positions, slots = self._kernels.sort_by_row(
             metadata["decode_state_rows"][:, 0],
             metadata["token_ids"],
             metadata["positions"],
             metadata["kv_slot_mapping"],
-            num_rows=num_rows,
-            dummy_slot=self._dummy_slot,
+            num_rows,
+            self._dummy_slot,
         )
         is_known = (places >= 0).long()
         with self._attention.during(
@@ -398,30 +404,6 @@ class BatchForwards:
         for view, now in zip(self._layout.views(states).states, left.states, strict=True):
             if now.data_ptr() != view.data_ptr():
                 view.copy_(now)
-
-
-def _sort_by_row(
-    rows_of_places: torch.Tensor,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    kv_slots: torch.Tensor,
-    *,
-    num_rows: int,
-    dummy_slot: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort a decode step's places, token ids, positions and KV slots by rows of the live states.
-
-    The results are [num_rows] int64. A row without a request has place -1, and the dummy slot.
-    """
-    numbers = torch.arange(num_rows, device=rows_of_places.device)
-    is_own = rows_of_places[None, :] == numbers[:, None]
-    is_known, at = is_own.any(1), is_own.int().argmax(1)
-    tokens, own_positions = (
-        torch.where(is_known, packed[at], 0) for packed in (token_ids, positions)
-    )
-    slots = torch.where(is_known, kv_slots[at], -1)
-    places = torch.where(is_known, at, -1)
-    return places, tokens, own_positions, torch.where(slots < 0, dummy_slot, slots)
 
 
 def _fit(shape: RectangleShape, size: tuple[int, int]) -> RectangleShape:
