@@ -6,7 +6,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Final, TypeAlias, get_args, overload
 
 import numpy as np
@@ -28,6 +27,7 @@ __all__ = [
     "encode_keys",
     "hash_id_of",
     "hash_ids_of",
+    "list_hash_ids",
 ]
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -65,11 +65,10 @@ class BlockHashes(Sequence[int]):
         InvalidArgumentError: A digest is not ``bytes``, or their lengths differ or are others.
     """
 
-    __slots__ = ("_digests", "_length")
+    __slots__ = ("_digests",)
 
     def __init__(self, digests: Iterable[bytes] = ()) -> None:
-        self._digests: list[bytes] = as_items("digests", digests, "bytes")
-        self._length = len(self._digests)
+        self._digests: tuple[bytes, ...] = (*as_items("digests", digests, "bytes"),)
         for digest in self._digests:
             if not isinstance(digest, bytes) or len(digest) not in _DIGEST_SIZES:
                 raise InvalidArgumentError(
@@ -80,21 +79,16 @@ class BlockHashes(Sequence[int]):
             raise InvalidArgumentError(f"digests must be of one length, got {sorted(sizes)}")
 
     @classmethod
-    def first_of(cls, digests: list[bytes], length: int) -> BlockHashes:
-        """Share a list that only ever grows: what comes after ``length`` stays out of sight."""
+    def of_own(cls, digests: tuple[bytes, ...]) -> BlockHashes:
+        """Take digests that this package has made."""
         hashes = cls.__new__(cls)
         hashes._digests = digests
-        hashes._length = length
         return hashes
 
     @property
     def digests(self) -> tuple[bytes, ...]:
         """The full digest of each block."""
-        return tuple(self._digests[: self._length])
-
-    def iter_digests(self) -> Iterator[bytes]:
-        """Return the digests one by one, without a copy of them all."""
-        return islice(self._digests, self._length)
+        return self._digests
 
     def digest(self, index: int) -> bytes:
         """Return the full digest of one block, in O(1).
@@ -102,15 +96,13 @@ class BlockHashes(Sequence[int]):
         Raises:
             IndexError: There is no such block.
         """
-        return self._digests[range(self._length)[index]]
+        return self._digests[index]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._digests)
 
     def __iter__(self) -> Iterator[int]:
-        digests = self._digests[: self._length]
-        few = len(digests) <= _FEW
-        return map(hash_id_of, digests) if few else iter(hash_ids_of(digests).tolist())
+        return iter(list_hash_ids(self._digests))
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -118,13 +110,12 @@ class BlockHashes(Sequence[int]):
     def __getitem__(self, index: slice) -> BlockHashes: ...
     def __getitem__(self, index: int | slice) -> int | BlockHashes:
         if isinstance(index, slice):
-            digests = self._digests[: self._length][index]
-            return BlockHashes.first_of(digests, len(digests))
-        return hash_id_of(self.digest(index))
+            return BlockHashes.of_own(self._digests[index])
+        return hash_id_of(self._digests[index])
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockHashes):
-            return self.digests == other.digests
+            return self._digests == other._digests
         if isinstance(other, (list, tuple)):
             return list(self) == list(other)
         return NotImplemented
@@ -212,6 +203,13 @@ def hash_id_of(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little") & _ID_MASK or 1
 
 
+def list_hash_ids(digests: Sequence[bytes]) -> list[int]:
+    """Return the hash id of each of few or many digests."""
+    few = len(digests) <= _FEW
+    ids: list[int] = [*map(hash_id_of, digests)] if few else hash_ids_of(digests).tolist()
+    return ids
+
+
 def encode_keys(*values: ExtraKey) -> bytes:
     """Encode values so that no other list of values gives the same bytes: type, length, content."""
     encoded = b""
@@ -292,7 +290,7 @@ class BlockHashChain:
     @property
     def hashes(self) -> BlockHashes:
         """Those of the complete blocks so far; what is appended later does not change them."""
-        return BlockHashes.first_of(self.digests, len(self.digests))
+        return BlockHashes.of_own(tuple(self.digests))
 
     @property
     def num_tokens(self) -> int:

@@ -360,7 +360,7 @@ class KVBlockAllocator:
         Raises:
             InvalidArgumentError: ``hashes`` is not a ``BlockHashes``: ids alone prove nothing.
         """
-        return self.find_prefix(_check_hashes(hashes).iter_digests())
+        return self.find_prefix(_check_hashes(hashes).digests)
 
     def find_prefix(self, digests: Iterable[bytes]) -> list[int]:
         """Do what ``match_prefix`` does, for a context, which holds the guard."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from mamba_cache._checks import INT64_MAX, as_ids, as_items, check_hashable
 from mamba_cache._guard import CallGuard, guarded
-from mamba_cache.cache.hashing import BlockHashChain, BlockHashes
+from mamba_cache.cache.hashing import BlockHashChain, BlockHashes, list_hash_ids
 from mamba_cache.cache.kv_block_allocator import KVBlockAllocator
 from mamba_cache.cache.placement import CheckpointPlacement, PlacementFacts, placed_positions
 from mamba_cache.cache.policies import PromptFacts, StateProposal
@@ -184,7 +184,7 @@ class CachedSequence:
         """Return the hash id of each complete block of its known tokens; the list grows."""
         known, digests = self._hash_ids, self.chain.digests
         if len(known) < len(digests):
-            known += BlockHashes.first_of(digests[len(known) :], len(digests) - len(known))
+            known += list_hash_ids(digests[len(known) :])
         return known
 
     def tokens(self, start: int, end: int) -> TokenArray:
@@ -385,7 +385,7 @@ class PrefixIndex:
                 if index >= first:
                     block = holders[index - first]
                 else:
-                    block = self._kv_blocks.find_block(sequence.hashes.digest(index))
+                    block = self._kv_blocks.find_block(sequence.chain.digests[index])
                 if block is None:
                     private.append(checkpoint)
                     continue
