@@ -196,7 +196,6 @@ class MambaSlotAllocator(SlotPool):
         scratch = StatePool(spec, self.max_intermediate_count, device=device)
         self.states, self._scratch = states, scratch
         self._is_mamba = spec.is_mamba
-        self._live_places: list[tuple[int, int]] = []
         self._live_storage: Sequence[object] = []
         copied = (list(pool.tensors.values()) for pool in (scratch, states))
         self._scratch_to_slots = StateCopier(*copied)
@@ -241,18 +240,12 @@ class MambaSlotAllocator(SlotPool):
     def _bind_live_states(self) -> None:
         """Make the copiers anew if the embedder has put other tensors in place, or other memory."""
         live = list(self._live_states())
-        # Of the same tensors at the same memory the rest is the same, and takes longer to ask for.
-        places = [(id(tensor), tensor.data_ptr()) for tensor in live]
-        if places == self._live_places:
-            return
         storage = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in live]
         if storage != self._live_storage:
             saved = list(self.states.tensors.values())
             self._live_to_slots = StateCopier(live, saved)
             self._slots_to_live = StateCopier(saved, live)
             self._live_storage = storage
-        # The tensors are kept so that no others get their ids.
-        self._live, self._live_places = live, places
 
     def _live_states(self) -> Sequence[torch.Tensor]:
         if self._is_mamba:

@@ -71,7 +71,7 @@ _SKIPPED = (
     # What was answered last, kept for the next time it is asked; a tensor's array among it.
     *("_group", "_named", "_made"),
     # Plans of copies, made anew for other live states.
-    *("_live", "_live_places", "_live_storage", "_live_to_slots", "_slots_to_live"),
+    *("_live_storage", "_live_to_slots", "_slots_to_live"),
 )
 
 _PLAIN = {int, float, str, bytes}
