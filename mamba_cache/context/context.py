@@ -42,7 +42,7 @@ from mamba_cache.cache.sequence import (
     check_positions,
 )
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.memory import SLOT_FIELDS, CacheMemory, Pin, make_memory
+from mamba_cache.context.memory import CacheMemory, Pin, make_memory
 from mamba_cache.context.prefetch import Prefetch
 from mamba_cache.context.request_table import Int64Array, RequestTable
 from mamba_cache.context.requests import (
@@ -54,7 +54,7 @@ from mamba_cache.context.requests import (
     RequestPreparer,
     RequestStatus,
 )
-from mamba_cache.context.speculation import DeviceTokens, SentTokens, Speculation
+from mamba_cache.context.speculation import DeviceTokens, Speculation, send_to_host
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import (
     NOBODY_DECODES,
@@ -116,7 +116,9 @@ class _Uncollected(NamedTuple):
     lengths: Int64Array  # [n] tokens that each takes at most
     num_releases: Int64Array  # [n] how often each row had been given back by then
     planned: dict[int, Checkpoint]
-    sent: SentTokens  # the tokens on their way
+    tokens: torch.Tensor  # [n, k] what was sampled, on its way to the host
+    counts: torch.Tensor  # [n] likewise
+    arrived: torch.Event | None  # what to wait for; None: they are there
 
 
 class DynamicInferenceContext:
@@ -279,7 +281,8 @@ class DynamicInferenceContext:
         self.batch_dimensions = SimpleNamespace(prefill_req_count=0, decode_req_count=0)
         self.paused_request_count = 0
         # Slots get its fields, not this: it would keep all tensors until a garbage collection.
-        fields = SimpleNamespace(**{name: getattr(self, name) for name in SLOT_FIELDS})
+        names = *SlotContext.__annotations__, "kv_block_allocator", "device"
+        fields = SimpleNamespace(**{name: getattr(self, name) for name in names})
         self.slot_allocator.embed(cast(SlotContext, fields))
 
     def _make_parts(self, placement: CheckpointPlacement, memory: CacheMemory) -> None:
@@ -736,7 +739,8 @@ class DynamicInferenceContext:
                     self._slots_to_live.copy_own(*restores)
             self._tiering.begin_forward(metadata.num_prefill_tokens)
         except BaseException:
-            self._release_all((*group.requests, *prefills))
+            for active in (*group.requests, *prefills):
+                self._release(active)
             raise
         num_layers = len(self._layer_labels) if metadata.num_checkpoints else 0
         self._step = Step(work, prefills, chunks, planned, metadata, layers=range(num_layers))
@@ -829,7 +833,7 @@ class DynamicInferenceContext:
         # As planned: a request loses its checkpoint if the step before has reached it.
         if boundaries := self.step_buffers.entries("boundaries"):
             self._live_to_slots.copy_own(*boundaries)
-        sent = SentTokens(sampled) if isinstance(sampled, DeviceTokens) else None
+        sent = send_to_host(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
             self._step = None
             requests, rows, count = step._requests, work.group.rows, len(work.group.ids)
@@ -841,7 +845,7 @@ class DynamicInferenceContext:
                 lengths[count:] = [chunk.samples for chunk in step._chunks]
                 releases = table.num_releases[rows]
                 self._uncollected = _Uncollected(
-                    requests, count, rows, lengths, releases, step._planned, sent
+                    requests, count, rows, lengths, releases, step._planned, *sent
                 )
             else:
                 tokens, taken = cast(Sampled, sampled)
@@ -1058,8 +1062,10 @@ class DynamicInferenceContext:
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
         table = self.request_table
-        requests, count, rows, lengths, num_releases, planned, sent = self._uncollected
-        tokens, given = sent.wait()
+        requests, count, rows, lengths, num_releases, planned, *sent, arrived = self._uncollected
+        if arrived is not None:  # pragma: no cover - tests/gpu run it
+            arrived.synchronize()
+        tokens, given = (tensor.numpy() for tensor in sent)
         counts = lengths.copy()
         counts[:count] = np.clip(given[:count], 0, lengths[:count])
         kept = ((table.num_releases[rows] == num_releases) & (lengths > 0)).nonzero()[0]
@@ -1099,14 +1105,10 @@ class DynamicInferenceContext:
         return step.request_ids
 
     def _abort(self, step: Step) -> None:
-        self._release_all(step._requests)
-        self._counters["aborted_steps"] += 1
-
-    def _release_all(self, requests: Iterable[ActiveRequest]) -> None:
-        """Preempt all requests of a step, which is in flight no longer."""
-        for active in requests:
+        for active in step._requests:
             self._release(active)
         self._step = None
+        self._counters["aborted_steps"] += 1
 
     def _require_step(self) -> Step:
         """Return the step in flight."""
@@ -1562,6 +1564,7 @@ class DynamicInferenceContext:
                 )
         step._missing.difference_update(captured.lengths)
 
+    @guarded(renews=True)
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """End all requests, and a step in flight with them.
 
@@ -1577,33 +1580,25 @@ class DynamicInferenceContext:
                 f"preserve_prefix_cache must be a bool, got {preserve_prefix_cache!r}"
             )
         if preserve_prefix_cache:
-            self._reset_requests()
-        else:
-            self._reset_everything()
-
-    @guarded()
-    def _reset_requests(self) -> None:
-        with self._guard.ending(self.listeners):
-            if self._step is not None:
-                self._abort(self._step)
+            self._guard.check()
+        with self._guard.ending(self.listeners, renews=not preserve_prefix_cache):
             self._uncollected = None
-            for active in self.request_table:
-                self._end(active)
-
-    @guarded(renews=True)
-    def _reset_everything(self) -> None:
-        with self._guard.ending(self.listeners, renews=True):
-            self._step = None
-            self._uncollected = None
-            self.request_table.reset()
-            # Before the KV blocks, which tell the slots: these may contradict each other by now.
-            self.slot_allocator.reset()
-            self._pins.forget()
-            self.kv_block_allocator.reset()
-            self._counters.clear()
-            if self._verifier is not None:
-                self._verifier.reset()
-            self._tiering.reset()
+            if preserve_prefix_cache:
+                if self._step is not None:
+                    self._abort(self._step)
+                for active in self.request_table:
+                    self._end(active)
+            else:
+                self._step = None
+                self.request_table.reset()
+                # Before the KV blocks, which tell the slots: these may contradict each other.
+                self.slot_allocator.reset()
+                self._pins.forget()
+                self.kv_block_allocator.reset()
+                self._counters.clear()
+                if self._verifier is not None:
+                    self._verifier.reset()
+                self._tiering.reset()
 
     def verify_pending(
         self,

@@ -46,17 +46,7 @@ from mamba_cache.states import (
     slots_in_budget,
 )
 
-__all__ = ["SLOT_FIELDS", "CacheMemory", "Pin", "Pins", "make_memory"]
-
-SLOT_FIELDS = (
-    "device", "kv_block_allocator", "max_requests", "block_size_tokens",
-    "prefix_caching_eviction_policy", "mamba_chunk_size", "ssm_chunk_alignment",
-    "max_mamba_intermediate_states_per_step", "request_to_kv_block_ids", "mamba_metadata",
-    "mamba_conv_states", "mamba_ssm_states", "live_states", "batch_dimensions",
-    "paused_request_count",
-)  # fmt: skip
-"""What slots read: ``protocols.SlotContext``, and where the tensors are."""
-
+__all__ = ["CacheMemory", "Pin", "Pins", "make_memory"]
 
 _LONGEST = 1e9
 _ADVICE = "unpin another prompt, or raise max_pinned_share"

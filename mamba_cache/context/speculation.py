@@ -17,7 +17,7 @@ from mamba_cache.context.step import Sampled, check_on_device
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import kernels_for
 
-__all__ = ["DeviceTokens", "SentTokens", "Speculation"]
+__all__ = ["DeviceTokens", "Speculation", "send_to_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,18 @@ class DeviceTokens:
     counts: torch.Tensor
 
 
-class SentTokens:
-    """Tokens on their way to the host."""
-
-    def __init__(self, given: DeviceTokens) -> None:
-        # Of what is not waited for PyTorch makes copies in pinned memory.
-        self._tokens, self._counts = (
-            tensor.to("cpu", non_blocking=True, copy=True)
-            for tensor in (given.tokens, given.counts)
-        )
-        self._event: torch.Event | None = None
-        if given.tokens.is_cuda:  # pragma: no cover - tests/gpu run it
-            self._event = torch.Event(given.tokens.device)
-            self._event.record()
-
-    def wait(self) -> tuple[Int64Array, np.ndarray[Any, np.dtype[np.int32]]]:
-        """Wait until they are there; return each request's tokens, unused ones too, and counts."""
-        if self._event is not None:  # pragma: no cover - tests/gpu run it
-            self._event.synchronize()
-        return self._tokens.numpy(), self._counts.numpy()
+def send_to_host(
+    given: DeviceTokens,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Event | None]:
+    """Enqueue copies of tokens and counts to the host; return them, and what to wait for."""
+    # Of what is not waited for PyTorch makes copies in pinned memory.
+    tokens = given.tokens.to("cpu", non_blocking=True, copy=True)
+    counts = given.counts.to("cpu", non_blocking=True, copy=True)
+    arrived: torch.Event | None = None
+    if given.tokens.is_cuda:  # pragma: no cover - tests/gpu run it
+        arrived = torch.Event(given.tokens.device)
+        arrived.record()
+    return tokens, counts, arrived
 
 
 class Speculation:

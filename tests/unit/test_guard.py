@@ -338,8 +338,7 @@ CALLS = {
     "abort_step": DynamicInferenceContext.abort_step,
     "preempt": lambda context: context.preempt("x"),
     "finish": lambda context: context.finish("x"),
-    "reset_requests": lambda context: context.reset(preserve_prefix_cache=True),
-    "reset_everything": DynamicInferenceContext.reset,
+    "reset": DynamicInferenceContext.reset,
 }
 
 
