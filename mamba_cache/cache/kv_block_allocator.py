@@ -170,16 +170,11 @@ class KVBlockAllocator:
     def attach_slots(self, slots: SlotPool) -> None:
         """Free the slots of blocks whenever the blocks are deregistered; ``SlotPool`` calls it.
 
-        Only a weak reference is kept. Slots attached earlier are forgotten.
+        Only a weak reference is kept. Slots attached earlier are forgotten. If their policy knows
+        prompts, blocks with states are evicted after those without, in the order of their worth.
         """
         self._find_slots = ref(slots)
-
-    def ask_states(self) -> None:
-        """Have blocks with states evicted after those without, and in the order of their worth.
-
-        The slots attached last are asked, whose policy must be one that knows prompts.
-        """
-        self._follows_states = True
+        self._follows_states = slots.prompt_policy is not None
 
     @guarded(nests=True)
     def allocate_memory_blocks(self, num_blocks: int) -> list[int]:
@@ -271,7 +266,6 @@ class KVBlockAllocator:
         *,
         parent_digest: bytes | None = None,
         tokens: Any = None,
-        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[int | None]:
         """Make consecutive blocks of one sequence findable by their hashes.
 
@@ -283,7 +277,6 @@ class KVBlockAllocator:
             parent_digest: Digest of the block before the first one; None at a sequence's start.
             tokens: What the blocks hold, equally many in each, for listeners; of any kind that
                 ``compute_block_hashes`` takes. Not needed unless ``listeners.wants(Stored)``.
-            extra_keys: What ``Stored.extra_keys`` says of each block.
 
         Returns:
             For each block the one that now stands for its hash: itself; or another that was
@@ -306,7 +299,7 @@ class KVBlockAllocator:
         if parent_digest is not None:
             check_kind("parent_digest", parent_digest, bytes)
         self._guard.is_changing = True
-        holders = self.register(ids, digests, parent_digest, tokens, extra_keys)
+        holders = self.register(ids, digests, parent_digest, tokens)
         self.listeners.tell()
         return holders
 

@@ -203,11 +203,7 @@ class SlotPool:
         return self.get_slot(block_id) >= 0
 
     @guarded(nests=True)
-    def reserve_slots(
-        self,
-        block_ids: Iterable[int],
-        proposals: Sequence[StateProposal] | None = None,
-    ) -> list[int | None]:
+    def reserve_slots(self, block_ids: Iterable[int]) -> list[int | None]:
         """Reserve a slot for each block, to be written and then committed or cancelled.
 
         Blocks are served in order while there are free or evictable slots; those left over are
@@ -215,9 +211,6 @@ class SlotPool:
 
         Args:
             block_ids: The blocks.
-            proposals: What the state of each is, for a policy that knows prompts: it may refuse
-                some, which are counted in ``refused_states_total``. None, or with another policy:
-                none is refused.
 
         Returns:
             For each block its reserved slot, or None: it has a slot or a reservation already, or
@@ -225,19 +218,17 @@ class SlotPool:
 
         Raises:
             UnknownBlockError: An id is outside the KV pool; nothing was reserved.
-            InvalidArgumentError: There are not as many proposals as blocks.
         """
-        ids = self._block_ids(block_ids)
-        if proposals is not None and len(proposals) != len(ids):
-            raise InvalidArgumentError(
-                f"give one proposal for each of {len(ids)} blocks, got {len(proposals)}"
-            )
-        return self.reserve(ids, proposals)
+        return self.reserve(self._block_ids(block_ids), None)
 
     def reserve(
         self, block_ids: Sequence[int], proposals: Sequence[StateProposal] | None
     ) -> list[int | None]:
-        """Do what ``reserve_slots`` does, for a context, which holds the guard."""
+        """Do what ``reserve_slots`` does, for a context, which holds the guard.
+
+        With ``proposals``, one for each block, a policy that knows prompts may refuse some of the
+        states, which are counted in ``refused_states_total``.
+        """
         slot_at, awaited = self._slot_at, set(self.reserved.values())
         wanted: dict[int, Any] = dict(zip(block_ids, proposals or block_ids, strict=True))
         new = [b for b in wanted if slot_at[b] < 0 and b not in awaited]
@@ -285,38 +276,27 @@ class SlotPool:
         return admitted, self._as_victims(victims)
 
     @guarded(nests=True)
-    def commit_reserved(
-        self,
-        slots: Sequence[int],
-        block_ids: Iterable[int],
-        *,
-        prefix_tokens: Sequence[int] | None = None,
-    ) -> list[int]:
+    def commit_reserved(self, slots: Sequence[int], block_ids: Iterable[int]) -> list[int]:
         """Make reserved slots findable, after the work that writes them has been enqueued.
 
         Args:
             slots: Reserved slots.
             block_ids: The block of each, which need not be the one that it was reserved for. If
                 that block has a slot by now, the reserved one becomes free.
-            prefix_tokens: For each, the tokens of the prefix that its state ends, for policies
-                that know prompts; None: unknown.
 
         Returns:
             The slot that caches each block now: the reserved one, or the one that it had.
 
         Raises:
             UnknownBlockError: A block id is outside the KV pool.
-            InvalidArgumentError: The lists differ in length, a number of tokens is no int from 0
-                to 2**31 - 1, or a slot is not reserved or comes twice. Nothing was committed.
+            InvalidArgumentError: The lists differ in length, or a slot is not reserved or comes
+                twice. Nothing was committed.
         """
         ids = self._block_ids(block_ids)
         taken = self._check_reserved(slots, InvalidArgumentError)
-        lengths = [1] * len(taken)
-        if prefix_tokens is not None:
-            lengths = as_ids("prefix_tokens", prefix_tokens, INT32_MAX + 1)
-        check_same_length(slots=taken, block_ids=ids, prefix_tokens=lengths)
+        check_same_length(slots=taken, block_ids=ids)
         self._guard.is_changing = True
-        kept = self.commit(taken, ids, lengths)
+        kept = self.commit(taken, ids, [1] * len(taken))
         self.listeners.tell()
         return kept
 
@@ -325,7 +305,7 @@ class SlotPool:
     ) -> list[int]:
         """Do what ``commit_reserved`` does, but do not tell listeners yet.
 
-        For a context, which holds the guard.
+        For a context, which holds the guard, and says how many tokens the prefix of each state has.
         """
         stored: list[int] = []
         lengths: list[int] = []

@@ -275,8 +275,6 @@ def make_memory(
         quantization=quantization,
         evicts_held=is_owners,
     )
-    if slots.prompt_policy is not None:
-        kv_blocks.ask_states()
     pins = Pins(kv_blocks, slots, max_share=config.max_pinned_share, clock=clock)
     return CacheMemory(slots=slots, kv_cache=kv_cache, pins=pins)
 

@@ -304,7 +304,6 @@ class FollowsStatesMachine(AllocatorMachine):
         policy = LowestFirst()
         self.slots = SlotPool(4, self.pool, policy=policy)
         policy.slot_to_block = self.slots.slot_to_block
-        self.pool.ask_states()
 
     def hear(self, event):
         if event.kind == "block":

@@ -217,7 +217,7 @@ class MambaSlotAllocatorMachine(RuleBasedStateMachine):
         pending = {*self.cached.values(), *self.reserved.values()}
         new = [b for b in wanted if b not in pending]
         refused, num_free = pool.refused_states_total, self.num_free
-        got = self.allocator.reserve_slots(wanted, proposals)
+        got = self.allocator.reserve(wanted, proposals)
         taken = {b: s for b, s in zip(wanted, got, strict=True) if s is not None}
         assert set(taken) <= set(new)
         now = pool.slot_to_block.tolist()

@@ -256,9 +256,7 @@ TARGETS = {
     "slots.commit_reserved": Target(
         slot_allocator,
         lambda it, **given: it.commit_reserved(**given),
-        lambda it: {
-            "slots": list(it.reserved), "block_ids": [7], "prefix_tokens": [8],
-        },
+        lambda it: {"slots": list(it.reserved), "block_ids": [7]},
     ),
     "slots.cancel_reserved": Target(
         slot_allocator,

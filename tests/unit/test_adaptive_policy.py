@@ -16,7 +16,7 @@ from mamba_cache.cache import (
     StateProposal,
 )
 from mamba_cache.cache.adaptive import FORGOTTEN_AT_ONCE, NO_CANDIDATE, CandidateTree
-from mamba_cache.errors import InvalidArgumentError, InvariantError
+from mamba_cache.errors import InvariantError
 
 
 class Service:
@@ -43,7 +43,7 @@ class Service:
         depths = sorted({d for d in (matched, len(hash_ids)) if d > hit})
         kinds = ["end" if depth == len(hash_ids) else "branch" for depth in depths]
         proposals = [StateProposal(prompt, d, kind) for d, kind in zip(depths, kinds, strict=True)]
-        slots = self.pool.reserve_slots([blocks[d - 1] for d in depths], proposals)
+        slots = self.pool.reserve([blocks[d - 1] for d in depths], proposals)
         kept = [(s, d) for s, d in zip(slots, depths, strict=True) if s is not None]
         if new:
             self.kv_blocks.register_kv_block_hashes(blocks, by_id(*hash_ids))
@@ -84,7 +84,7 @@ def test_a_state_asked_for_by_its_position_is_not_refused():
     blocks = service.kv_blocks.allocate_memory_blocks(1)
     prompt = service.pool.policy.on_request(PromptFacts([77], 16, 0, 1))
     proposal = StateProposal(prompt, 1, "branch", is_asked=True)
-    assert service.pool.reserve_slots(blocks, [proposal]) == [0]
+    assert service.pool.reserve(blocks, [proposal]) == [0]
     assert not service.has_state(8)
     service.pool.cancel_reserved([0])
     service.pool.check_invariants()
@@ -94,13 +94,11 @@ def test_a_state_that_another_request_is_about_to_save_needs_no_second_slot():
     pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     facts = PromptFacts([1, 2], 16, 0, 2)
     one, other = pool.policy.on_request(facts), pool.policy.on_request(facts)
-    assert pool.reserve_slots([3], [StateProposal(one, 2)]) == [3]
-    assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [None]
+    assert pool.reserve([3], [StateProposal(one, 2)]) == [3]
+    assert pool.reserve([5], [StateProposal(other, 2)]) == [None]
     assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (1, 0)
-    with pytest.raises(InvalidArgumentError, match="one proposal for each of 2 blocks, got 1"):
-        pool.reserve_slots([5, 6], [StateProposal(other, 2)])
     pool.cancel_reserved([3])
-    assert pool.reserve_slots([5], [StateProposal(other, 2)]) == [3]
+    assert pool.reserve([5], [StateProposal(other, 2)]) == [3]
     pool.check_invariants()
 
 
@@ -108,9 +106,9 @@ def test_what_finds_no_slot_because_all_are_held_is_skipped_not_refused():
     pool = SlotPool(1, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     facts = PromptFacts([1, 2, 3], 16, 0, 3)
     prompt = pool.policy.on_request(facts)
-    assert pool.reserve_slots([3], [StateProposal(prompt, 1)]) == [0]
+    assert pool.reserve([3], [StateProposal(prompt, 1)]) == [0]
     proposals = [StateProposal(prompt, 2), StateProposal(prompt, 3, is_asked=True)]
-    assert pool.reserve_slots([4, 5], proposals) == [None, None]
+    assert pool.reserve([4, 5], proposals) == [None, None]
     assert (pool.refused_states_total, pool.skipped_checkpoints_total) == (0, 2)
     pool.check_invariants()
 
@@ -122,7 +120,7 @@ def test_a_choice_that_the_pool_cannot_follow_is_taken_back(monkeypatch):
     [block] = service.kv_blocks.allocate_memory_blocks(1)
     monkeypatch.setattr(service.pool, "_take", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        service.pool.reserve_slots([block], [StateProposal(prompt, 1, is_asked=True)])
+        service.pool.reserve([block], [StateProposal(prompt, 1, is_asked=True)])
     assert service.pool.slot_to_block.tolist() == [2]
     service.policy.check_invariants([0])
 
@@ -131,14 +129,14 @@ def test_the_state_of_an_unfinished_block_takes_its_hash_when_it_is_known():
     pool = SlotPool(3, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
     growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
-    assert pool.reserve_slots([7], [growing]) == [2]
+    assert pool.reserve([7], [growing]) == [2]
     pool.kv_blocks.block_hashes[7] = 4
     pool.commit_reserved([2], [7])
-    assert pool.reserve_slots([8], [growing]) == [1]  # of another answer
+    assert pool.reserve([8], [growing]) == [1]  # of another answer
     pool.cancel_reserved([1])
     pool.check_invariants()
     again = pool.policy.on_request(PromptFacts([1, 2, 3, 4], 16, 4, 3))
-    assert pool.reserve_slots([9], [StateProposal(again, 4)]) == [None]  # it is there already
+    assert pool.reserve([9], [StateProposal(again, 4)]) == [None]  # it is there already
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -147,7 +145,7 @@ def test_two_requests_that_save_the_same_answer_have_one_candidate(is_late):
     pool = SlotPool(3, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
     growing = StateProposal(prompt, 4, hash_ids=[1, 2, 3])
-    slots = pool.reserve_slots([7, 8], [growing, growing])
+    slots = pool.reserve([7, 8], [growing, growing])
     assert slots == [1, 2]
     if is_late:
         pool.policy.on_request(PromptFacts([9], 16, 0, 1))
@@ -167,7 +165,7 @@ def test_two_requests_that_save_the_same_answer_have_one_candidate(is_late):
 def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     for block in (1, 2):
-        pool.commit_reserved(pool.reserve_slots([block]), [block], prefix_tokens=[64])
+        pool.commit(pool.reserve_slots([block]), [block], [64])
     for _ in range(30):
         pool.policy.on_request(PromptFacts([1], 16, 1, 1))
     both = np.arange(2)
@@ -202,7 +200,7 @@ def test_for_kv_blocks_the_state_goes_that_is_worth_least_for_each_of_them():
     service.ask([1])
     longer = service.policy.on_request(PromptFacts([1, 2], 16, 1, 2))
     [block] = service.kv_blocks.allocate_memory_blocks(1)
-    service.pool.cancel_reserved(service.pool.reserve_slots([block], [StateProposal(longer, 2)]))
+    service.pool.cancel_reserved(service.pool.reserve([block], [StateProposal(longer, 2)]))
     slots = [service.pool.get_slot(service._block_of[last]) for last in (1, 20)]
     assert service.policy.choose(1, np.array(slots), None, None) == slots[:1]
     assert service.policy.least_loss(np.array(slots)) == 1
@@ -265,8 +263,8 @@ def test_a_position_asked_for_twice_in_a_step_has_two_slots_until_one_is_publish
     pool = SlotPool(4, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
     prompt = pool.policy.on_request(PromptFacts([1, 2], 16, 0, 2))
     asked = StateProposal(prompt, 2, "branch", is_asked=True)
-    assert pool.reserve_slots([3], [asked]) == [3]
-    assert pool.reserve_slots([5], [asked]) == [2]
+    assert pool.reserve([3], [asked]) == [3]
+    assert pool.reserve([5], [asked]) == [2]
     pool.check_invariants()
     pool.commit_reserved([3], [3])
     pool.commit_reserved([2], [3])  # another request had published its block
@@ -282,13 +280,13 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
     pool.commit_reserved(pool.reserve_slots([block]), [block])
     prompt = pool.policy.on_request(PromptFacts([1, 2, 3], 16, 0, 3))
     [other] = service.kv_blocks.allocate_memory_blocks(1)
-    [slot] = pool.reserve_slots([other], [StateProposal(prompt, 3)])
+    [slot] = pool.reserve([other], [StateProposal(prompt, 3)])
     pool.cancel_reserved([slot])
     pool.check_invariants()
     pool.invalidate_block(block)
     for number in range(1, 4_500):  # until both are forgotten
         again = pool.policy.on_request(PromptFacts([10 * number], 16, 0, 1))
-        pool.cancel_reserved(pool.reserve_slots([other], [StateProposal(again, 1)]))
+        pool.cancel_reserved(pool.reserve([other], [StateProposal(again, 1)]))
     assert len(service.policy._tree.ghosts) <= 4_096 + FORGOTTEN_AT_ONCE
     pool.check_invariants()
 

@@ -109,7 +109,6 @@ def pool_that_asks_states():
     """Of 5 blocks: the first is kept for its state, the second was evicted in its place."""
     pool = KVBlockAllocator(5)
     slots = SlotPool(2, pool, policy=AdaptiveSlotPolicy())
-    pool.ask_states()
     save(slots, *cache(pool, 1))
     cache(pool, 2)
     cache(pool, 3)

@@ -64,25 +64,21 @@ def test_bad_moves_are_refused_before_anything_changes(pool, blocks, victims, me
 
 
 @pytest.mark.parametrize(
-    ("slots", "blocks", "lengths", "message"),
+    ("slots", "blocks", "message"),
     [
-        ([3], [9], None, "must be different and reserved"),
-        ([2, 2], [9, 9], None, "must be different and reserved"),
-        ([5], [9], None, r"\[0, 5\), got \[5\]"),
-        ([2], [10], None, r"\[0, 10\), got \[10\]"),
-        ([2], [9, 1], None, r"equally long: \{'slots': 1"),
-        ([2], [9], [1, 2], "equally long"),
-        ([2], [9], [-1], r"got \[-1\]"),
-        ([2], [9], [2**31], "got"),
-        ([2], [9], [1.5], "got 1.5"),
+        ([3], [9], "must be different and reserved"),
+        ([2, 2], [9, 9], "must be different and reserved"),
+        ([5], [9], r"\[0, 5\), got \[5\]"),
+        ([2], [10], r"\[0, 10\), got \[10\]"),
+        ([2], [9, 1], r"equally long: \{'slots': 1"),
     ],
 )
-def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, lengths, message):
+def test_bad_commits_are_refused_before_anything_changes(pool, slots, blocks, message):
     before = books(pool)
     with pytest.raises(InvalidArgumentError, match=message):
-        pool.commit_reserved(slots, blocks, prefix_tokens=lengths)
+        pool.commit_reserved(slots, blocks)
     assert books(pool) == before
-    assert pool.commit_reserved([2], [9], prefix_tokens=[2**31 - 1]) == [2]
+    assert pool.commit_reserved([2], [9]) == [2]
 
 
 def test_the_policy_hears_of_the_states_that_were_stored_and_of_no_others():
