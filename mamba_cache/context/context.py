@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -312,6 +311,9 @@ class DynamicInferenceContext:
         live, saved = ([*pool.tensors.values()] for pool in (self.live_states, slots.states))
         self._live_to_slots = StateCopier(live, saved)
         self._slots_to_live = StateCopier(saved, live)
+        self._live_to_live = StateCopier(live, live)
+        kv = [] if self.kv_cache is None else [self.kv_cache.flatten(0, 1)]
+        self._kv_to_kv = StateCopier(kv, kv) if kv else None
         # States that hits have used, by slot, so that there are never more than slots.
         self._consumed: dict[int, SlotLease] = {}
         self._speculation: Speculation | None = None
@@ -1203,14 +1205,13 @@ class DynamicInferenceContext:
 
     def _copy_to_forks(self, made: Forks, tokens: Int64Array) -> None:
         """Enqueue the copies of the live state and of the unfinished block."""
-        copy_states, copy_kv = self._copiers
         row, rows = made.source_row, list(made.rows)
         if self._speculation is None:
-            copy_states.copy([row] * len(rows), rows)
+            self._live_to_live.copy([row] * len(rows), rows)
         else:
-            copy_states.copy(*self._speculation.fork(row, rows, tokens))
-        if copy_kv is not None and made.source_block is not None:
-            copy_kv.copy([made.source_block] * len(rows), list(made.blocks))
+            self._live_to_live.copy(*self._speculation.fork(row, rows, tokens))
+        if self._kv_to_kv is not None and made.source_block is not None:
+            self._kv_to_kv.copy([made.source_block] * len(rows), list(made.blocks))
 
     def _read_new_ids(self, new_ids: Any) -> list[Hashable]:
         """Return ids that new requests can have."""
@@ -1234,15 +1235,6 @@ class DynamicInferenceContext:
             )
         return tokens.astype(np.int64)
 
-    @cached_property
-    def _copiers(self) -> tuple[StateCopier, StateCopier | None]:
-        """What copies live states, and KV blocks; made when the first request is forked."""
-        states, copy_kv = [*self.live_states.tensors.values()], None
-        if self.kv_cache is not None:
-            blocks = [self.kv_cache.flatten(0, 1)]
-            copy_kv = StateCopier(blocks, blocks)
-        return StateCopier(states, states), copy_kv
-
     @guarded()
     def preempt(self, request_id: Hashable) -> None:
         """Take a request's row and blocks back; ``resume_request`` brings it on again.
@@ -1255,10 +1247,8 @@ class DynamicInferenceContext:
             StepOrderError: It is preempted already, or a step is in flight.
         """
         self._require_none()
-        holding = set(RequestStatus) - {RequestStatus.PREEMPTED}
-        active = self.request_table.find(
-            request_id, *sorted(holding, key=lambda status: status.value)
-        )
+        holding = [status for status in RequestStatus if status is not RequestStatus.PREEMPTED]
+        active = self.request_table.find(request_id, *holding)
         with self._guard.ending(self.listeners):
             self._release(active)
             self._counters["preemptions"] += 1

@@ -67,11 +67,11 @@ def parts_of_context(context):
 
 
 _SKIPPED = (
-    *("_guard", "transfers", "_transfers", "_copiers", "_hasher", "_maker", "_host_buffers"),
+    *("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers"),
     # What was answered last, kept for the next time it is asked; a tensor's array among it.
     *("_group", "_named", "_made"),
     # Plans of copies, made anew for other live states.
-    *("_live_storage", "_live_to_slots", "_slots_to_live"),
+    *("_live_storage", "_live_to_slots", "_slots_to_live", "_live_to_live", "_kv_to_kv"),
 )
 
 _PLAIN = {int, float, str, bytes}

@@ -102,7 +102,7 @@ def test_two_launches_do_for_any_number_of_forks(num_forks, drafts):
     context = make_context(make_config(num_speculative_tokens=drafts))
     parent_of(context)
     launches = []
-    for copier in context._copiers:
+    for copier in (context._live_to_live, context._kv_to_kv):
         [launch] = copier._launches
         copier._launches = [lambda *rows, launch=launch: (launches.append(1), launch(*rows))]
     context.fork("parent", range(num_forks))
