@@ -136,7 +136,8 @@ class StepBuffers:
         next call.
         """
         host = self._last = next(self._host_buffers)
-        host.wait()
+        if host.copied is not None:
+            host.copied.synchronize()  # it is over unless the host runs far ahead
         num_decodes, num_prefills = len(work.group.ids), len(chunks)
         num_decode_tokens = work.num_tokens
         max_decode_len = work.width if num_decodes else 0
@@ -169,8 +170,15 @@ class StepBuffers:
         }
         if used != host.used:
             host.arrays["query_start_loc"][num_requests + 1 :] = num_tokens
-            host.pad(used)
-        host.send(self._table_offset + num_requests * self._row_bytes)
+            # What the last step had beyond the entries of now is padding.
+            for name, before in host.used.items():
+                if before > (count := used[name]):
+                    host.arrays[name][count:before] = _PADDINGS.get(name, PAD_SLOT_ID)
+            host.used = used
+        if host.copied is not None:
+            num_bytes = self._table_offset + num_requests * self._row_bytes
+            self._device_buffer[:num_bytes].copy_(host.buffer[:num_bytes], non_blocking=True)
+            host.copied.record()
         return StepMetadata(  # by position: in a third of the time
             num_decodes,
             num_prefills,
@@ -345,38 +353,20 @@ class _HostSide:
     """
 
     def __init__(self, fields: _Fields, device_buffer: torch.Tensor) -> None:
-        self._device_buffer = self._buffer = device_buffer
-        self._copied: torch.cuda.Event | None = None
+        self.buffer = device_buffer
+        self.copied: torch.cuda.Event | None = None
         if device_buffer.is_cuda:  # pragma: no cover - tests/gpu run it
-            self._buffer = torch.zeros(
+            self.buffer = torch.zeros(
                 len(device_buffer), dtype=torch.uint8, device="cpu", pin_memory=True
             )
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        views = _views(fields, self._buffer)
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        views = _views(fields, self.buffer)
         self.arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in views.items()}
         for name, members in _SIDE_BY_SIDE.items():  # likewise groups, [entries, tensors]
             (start, (count,), dtype), (second, *_) = (fields[each] for each in members[:2])
-            rows = self._buffer[start : start + len(members) * (second - start)].view(dtype)
+            rows = self.buffer[start : start + len(members) * (second - start)].view(dtype)
             self.arrays[name] = rows.view(len(members), -1)[:, :count].numpy().T
         self.used = {name: len(self.arrays[name]) for name in _PADDED}  # what is not padding
         self.rows: _IntArray | None = None
         self.table_stamps = np.full(len(self.arrays["block_tables"]), -1, dtype=np.int64)
         self.width = -1  # of decodes: tokens of each, if all have equally many
-
-    def pad(self, used: dict[str, int]) -> None:
-        """Write padding over what the last step had in each tensor beyond its entries of now."""
-        for name, count in used.items():
-            if (before := self.used[name]) > count:
-                self.arrays[name][count:before] = _PADDINGS.get(name, PAD_SLOT_ID)
-        self.used = used
-
-    def wait(self) -> None:
-        """Wait until the last copy from here is done; it is unless the host runs far ahead."""
-        if self._copied is not None:  # pragma: no cover - tests/gpu run it
-            self._copied.synchronize()
-
-    def send(self, num_bytes: int) -> None:
-        """Enqueue the copy of the first ``num_bytes`` bytes to the device."""
-        if self._copied is not None:  # pragma: no cover - tests/gpu run it
-            self._device_buffer[:num_bytes].copy_(self._buffer[:num_bytes], non_blocking=True)
-            self._copied.record()
