@@ -57,7 +57,7 @@ class Speculation:
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._rows = decode_numpy.DecodeRows.make(
+        self._rows = decode_numpy.DecodeRows(
             config.max_requests, config.live_rows_per_request, device
         )
         self._kernels = kernels_for(

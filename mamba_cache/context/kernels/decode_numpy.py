@@ -6,7 +6,6 @@ times faster than PyTorch, whose every operation costs as much as a step's bookk
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,7 +24,6 @@ _OF_A_STEP = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Progress by request row, kept by the device alone.
 
@@ -35,30 +33,23 @@ class DecodeRows:
     cursor.
     """
 
-    ring: int  # live-state rows of one request
-    num_computed: torch.Tensor  # [max_requests] int32
-    cursors: torch.Tensor  # [max_requests] int32
-    last_tokens: torch.Tensor  # [max_requests] int64
-    _kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    def __init__(self, max_requests: int, ring: int, device: torch.device) -> None:
+        self.ring = ring  # live-state rows of one request
+        # [max_requests], each written when the first step of the row's request is committed.
+        self.num_computed = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self._of: torch.Tensor | None = None  # of which step's tensors they are
 
     def arrays(self, metadata: StepMetadata) -> dict[str, np.ndarray[Any, Any]]:
         """Return the memory of these tensors and of a step's by their names; all are on the CPU."""
-        if self._kept.get("of") is not metadata.request_rows:
-            own, given = _PROGRESS, _OF_A_STEP
-            tensors = {n: getattr(self, n) for n in own} | {n: getattr(metadata, n) for n in given}
-            self._kept["arrays"] = {name: tensor.numpy() for name, tensor in tensors.items()}
-            self._kept["of"] = metadata.request_rows
-        arrays: dict[str, np.ndarray[Any, Any]] = self._kept["arrays"]
-        return arrays
-
-    @classmethod
-    def make(cls, max_requests: int, ring: int, device: torch.device) -> DecodeRows:
-        """Allocate the rows; each is written when its request's first step is committed."""
-
-        def zeros(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(max_requests, dtype=dtype, device=device)
-
-        return cls(ring, zeros(torch.int32), zeros(torch.int32), zeros(torch.int64))
+        if self._of is not metadata.request_rows:
+            tensors = {name: getattr(self, name) for name in _PROGRESS}
+            tensors |= {name: getattr(metadata, name) for name in _OF_A_STEP}
+            self._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+            self._of = metadata.request_rows
+        return self._arrays
 
 
 def describe_decodes(
