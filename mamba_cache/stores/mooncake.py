@@ -184,8 +184,6 @@ class MooncakeStore:
 
     def _codes(self, names: list[str], ask: Callable[[Any], list[int]]) -> list[int | StoreFault]:
         """Return Mooncake's code for each key, or why there is none."""
-        if not names:
-            return []
         with self._lock:
             if self._is_closed:
                 return [StoreFault.CLOSED] * len(names)
