@@ -880,16 +880,15 @@ class DynamicInferenceContext:
                 )
             self._speculation.check_sampled(new_tokens, num_requests)
             return new_tokens
-        ids, group = step.sampling_ids, step._work.group
-        id_set = group.id_set if ids is group.ids else frozenset(ids)
-        sampled = read_sampled(new_tokens, counts, ids, id_set, self._preparer)
+        ids = step.sampling_ids
+        sampled = read_sampled(new_tokens, counts, ids, self._preparer)
         if sampled[1] is not None:
             check_accepted(step._work, sampled[0], sampled[1], ids)
         if len(ids) == num_requests:
             return sampled
         tokens, taken = sampled
         samples = [chunk.samples for chunk in step._chunks]
-        places = np.flatnonzero([*[True] * len(group.ids), *samples])
+        places = np.flatnonzero([*[True] * step.metadata.num_decodes, *samples])
         all_tokens = np.zeros((num_requests, tokens.shape[1]), dtype=np.int64)
         all_taken = np.zeros(num_requests, dtype=np.int64)
         all_tokens[places], all_taken[places] = tokens, 1 if taken is None else taken

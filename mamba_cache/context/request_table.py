@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,11 +36,6 @@ class DecodingGroup:
         self.requests = tuple(requests)  # in the order of the batch
         self.ids = tuple([active.request_id for active in requests])  # their ids
         self.rows: Int64Array = np.array([active.row for active in requests], dtype=np.int64)
-
-    @cached_property
-    def id_set(self) -> frozenset[Hashable]:
-        """Their ids, to compare with those of a mapping."""
-        return frozenset(self.ids)
 
 
 _NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)

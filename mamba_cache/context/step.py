@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -320,7 +320,7 @@ def _by_request(
     drafts: Mapping[Hashable, Any], group: DecodingGroup, width: int, preparer: RequestPreparer
 ) -> Int64Array:
     """Return [n, width] drafts, -1 where there is none, of a mapping from ids to tokens."""
-    unexpected = drafts.keys() - group.id_set
+    unexpected = drafts.keys() - set(group.ids)
     if unexpected:
         raise InvalidArgumentError(
             f"drafts are for requests that decode in the step, got {sorted(map(repr, unexpected))}"
@@ -377,7 +377,6 @@ def read_sampled(
     new_tokens: object,
     counts: object,
     ids: Sequence[Hashable],
-    id_set: Set[Hashable],
     preparer: RequestPreparer,
 ) -> Sampled:
     """Return the sampled tokens that a caller gives as arrays, checked but for the drafts."""
@@ -387,7 +386,7 @@ def read_sampled(
         raise InvalidArgumentError("counts belong to tokens in an array, not to a mapping")
     if tuple(new_tokens) == ids:  # the usual order, which is read in half of the time
         values = [*new_tokens.values()]
-    elif new_tokens.keys() == id_set:
+    elif new_tokens.keys() == (id_set := set(ids)):
         values = [new_tokens[request_id] for request_id in ids]
     else:
         missing, unexpected = id_set - new_tokens.keys(), new_tokens.keys() - id_set
