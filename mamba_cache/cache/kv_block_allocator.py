@@ -173,6 +173,8 @@ class KVBlockAllocator:
         Only a weak reference is kept. Slots attached earlier are forgotten. If their policy knows
         prompts, blocks with states are evicted after those without, in the order of their worth.
         """
+        if self._follows_states:  # blocks whose states the former ones had are not queued
+            self._offer(np.arange(self.dummy_block_id))
         self._find_slots = ref(slots)
         self._follows_states = slots.prompt_policy is not None
 

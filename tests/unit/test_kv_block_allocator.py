@@ -124,6 +124,18 @@ def test_states_that_nobody_has_any_more_order_no_blocks():
     assert pool.num_cached_blocks == 0
 
 
+@pytest.mark.parametrize("policy", [None, AdaptiveSlotPolicy()], ids=["lru", "adaptive"])
+def test_blocks_whose_states_lie_in_former_slots_can_be_evicted(policy):
+    """Eviction passed over a block with a state, of which other slots know nothing."""
+    pool, former = pool_that_asks_states()
+    slots = SlotPool(2, pool, policy=policy)
+    assert former.has_state(pool.match_prefix(prefix(1))[0])
+    pool.check_invariants()
+    assert len(pool.allocate_memory_blocks(2)) == 2
+    assert pool.num_cached_blocks == 0
+    assert slots.free_count == 2
+
+
 def test_blocks_whose_states_a_reset_forgets_can_be_evicted():
     """Eviction passed over a block with a state. A reset takes the state and queues the block."""
     pool, slots = pool_that_asks_states()
