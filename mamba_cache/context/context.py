@@ -1570,6 +1570,7 @@ class DynamicInferenceContext:
             )
         if preserve_prefix_cache:
             self._guard.check()
+            self._pins.expire_due()
         with self._guard.ending(self.listeners, renews=not preserve_prefix_cache):
             self._uncollected = None
             if preserve_prefix_cache:

@@ -87,6 +87,7 @@ CALLS = {
     "fork": lambda context: context.fork(0, ["copy"]),
     "preempt": lambda context: context.preempt(0),
     "finish": lambda context: context.finish(0),
+    "reset": lambda context: context.reset(preserve_prefix_cache=True),
     "wait_for_tiers": lambda context: context.wait_for_tiers(),
     "allocator": lambda context: context.kv_block_allocator.match_prefix(BlockHashes()),
     "slots": lambda context: context.slot_allocator.get_slot(1),
