@@ -83,11 +83,16 @@ def test_draws_follow_the_librarys_probabilities(generator, together):
             assert (found - expected).abs().max() < 0.03
 
 
-def test_rows_that_draw_and_rows_that_do_not(generator):
-    logits = torch.randn(3, 50, generator=generator)
-    requests = [drawing(settings(is_greedy=True), 0, 0), None, drawing(settings(top_k=1), 3, 1)]
+@pytest.mark.parametrize("limit", [0, 1])
+def test_rows_that_draw_and_rows_that_do_not(generator, limit):
+    """A row that draws among all tokens has those beside it drawn, too, unless they are kept."""
+    logits = torch.randn(30, 50, generator=generator)
+    requests = [drawing(settings(is_greedy=True), 0, n) for n in range(28)]
+    requests += [None, drawing(settings(top_k=limit), 3, 1)]
     chosen = Sampler(torch.device("cpu")).choose(logits, requests)
-    assert chosen[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
+    likeliest = logits.argmax(-1)
+    assert chosen[:28].tolist() == likeliest[:28].tolist()
+    assert limit == 0 or chosen[29] == likeliest[29]
 
 
 def test_uniform_numbers_are_those_of_seed_and_number():
