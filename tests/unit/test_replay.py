@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tiers_replay
 from drawn_traces import draw_agents, draw_conversations, draw_mixed
 
 from mamba_cache.cli.replay import run_replay
@@ -38,6 +39,14 @@ def test_unlimited_hits_are_those_of_the_trace():
     assert record["token_hit_rate"] == round(skipped / total, 4)
     assert (record["evicted_slots"], record["skipped_checkpoints"]) == (0, 0)
     assert record["kept_states"] == record["saved_states"] > 0
+
+
+def test_states_in_host_memory_are_hit_as_if_there_were_slots_for_all():
+    requests = draw_conversations(200)
+    total = sum(request.input_length for request in requests)
+    share = tiers_replay.replay(requests, 5, 10_000, "lru")
+    assert share * total == pytest.approx(expected_hits(requests)[1])
+    assert share > 2 * tiers_replay.replay(requests, 5, 1, "lru")
 
 
 def test_every_combination_is_a_record():
