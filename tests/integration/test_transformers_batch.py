@@ -202,6 +202,16 @@ def test_limits_of_the_batching_config(cache, nemotron, generator):
     assert stats.decode_steps >= 2 * 5
 
 
+def test_a_preparation_captures_although_the_call_before_wanted_no_graphs(cache, generator):
+    batch(
+        cache,
+        [tokens(generator, 5)],
+        continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False),
+    )
+    cache._batcher.prepare()
+    assert cache.batch_stats().prefill_eager_reason.startswith("CUDA graphs need a CUDA device")
+
+
 def test_answers_are_reused_if_they_are_kept(nemotron, generator):
     prompt = tokens(generator, 2 * BLOCK)
     answer = nemotron.answer(prompt, 3 * BLOCK)

@@ -380,6 +380,7 @@ class Batcher:
 
     def prepare(self) -> None:
         """Capture all sizes; call it while no request runs. Nothing of it stays cached."""
+        self.configure()  # the last call may have asked for no graphs
         self.begin()
         self.warm_up(self.context.max_requests, shows_progress=True)
         if not self._forwards.why_eager:
