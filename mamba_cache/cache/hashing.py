@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from mamba_cache._checks import INT32_MAX, as_items, check_choice, check_int, check_secret
+from mamba_cache._checks import (
+    INT32_MAX,
+    as_items,
+    check_choice,
+    check_int,
+    check_secret,
+    is_unreadable,
+)
 from mamba_cache.config import HashAlgorithm
 from mamba_cache.errors import InvalidArgumentError
 
@@ -460,8 +467,10 @@ def _from_sequence(tokens: Sequence[Any]) -> npt.NDArray[np.int32]:
     packed = bytearray(_DTYPE.itemsize * len(values))
     try:
         struct.pack_into(f"<{len(values)}i", packed, 0, *values)
-    except struct.error:  # not an int of 32 bits
-        raise _bad_token(values) from None
+    except Exception as error:
+        if isinstance(error, struct.error) or is_unreadable(error):  # not an int of 32 bits
+            raise _bad_token(values) from None
+        raise
     array: npt.NDArray[np.int32] = np.frombuffer(packed, dtype=_DTYPE)
     # Packing takes bools for ints, so what became 0 or 1 is looked at.
     low = (array <= 1).nonzero()[0].tolist()

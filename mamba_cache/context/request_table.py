@@ -74,7 +74,7 @@ class RequestTable:
         self.scheduled_chunks: dict[int, Chunk] = {}  # by row, what is computed of prompts
         self.num_scheduled_tokens = self.num_planned_checkpoints = 0  # of these chunks together
         self.decoding_rows: set[int] = set()  # rows whose requests decode
-        self._stamp = 0
+        self.stamp = 0  # grows whenever a row's table is written
         self._requests: dict[Hashable, ActiveRequest] = {}
         # All that decode, and those named last, as long as ``decoding_rows`` stays the same.
         self._group: DecodingGroup | None = None
@@ -344,7 +344,9 @@ class RequestTable:
     def append_token(self, rows: Int64Array, tokens: Int64Array) -> Int64Array:
         """Append one sampled token to each row; return how many it had before."""
         lengths: Int64Array = self.num_tokens[rows]
-        self._tails[rows, lengths % self._tail_width] = tokens
+        # By flat indices and tokens of its own dtype numpy takes a third of the time.
+        places = rows * self._tail_width + lengths % self._tail_width
+        self._tails.reshape(-1)[places] = tokens.astype(np.int32)
         self.last_tokens[rows] = tokens
         self.num_tokens[rows] = lengths + 1
         return lengths
@@ -453,8 +455,8 @@ class RequestTable:
 
     def _stamp_rows(self, rows: Any) -> None:
         """Say that the tables of a row, or of an array of rows, were written."""
-        self._stamp += len(self.table_stamps)
-        self.table_stamps[rows] = self._stamp + rows
+        self.stamp += len(self.table_stamps)
+        self.table_stamps[rows] = self.stamp + rows
 
     def _allocate(
         self,

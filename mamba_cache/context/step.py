@@ -268,7 +268,8 @@ def plan_decodes(
     starts = most = table.num_computed[group.rows]
     if is_in_doubt:
         most = starts + table.num_in_doubt[group.rows]
-    longest, count = int(np.maximum.reduce(most, initial=0)), len(group.ids)
+    count = len(group.ids)
+    longest = most.item(most.argmax()) if count else 0  # a quarter of the time of ``max``
     if longest >= room:
         _refuse_length(table, group, most, room)
     given: Int64Array | None = None
@@ -394,8 +395,10 @@ def read_sampled(
             f"new_tokens must name just the requests that sample, Step.sampling_ids: "
             f"missing {sorted(map(repr, missing))}, unexpected {sorted(map(repr, unexpected))}"
         )
-    if set(map(type, values)) <= {int}:
+    try:  # a look at each value's type would take as long as this
         return preparer.read_tokens(values).astype(np.int64)[:, None], None
+    except InvalidArgumentError:
+        pass  # a request has several tokens, or one is none
     tokens, lengths = _by_id(new_tokens, ids, preparer, padding=0)
     return (tokens if tokens.size else np.zeros((len(ids), 1), dtype=np.int64)), lengths
 

@@ -202,7 +202,8 @@ class StepBuffers:
             arrays["request_rows"][:count] = rows
             arrays["state_rows"][:count] = live_rows
             arrays["decode_state_rows"][:count] = live_rows[:, None]
-        self._fill_tables(host, rows)
+        if not is_same or host.stamp != table.stamp:
+            self._fill_tables(host, rows)
         lengths: _IntArray | int = width
         if work.lengths is None:
             if not is_same or host.width != width:
@@ -285,6 +286,7 @@ class StepBuffers:
         if len(changed):
             tables[changed] = self._table.block_tables[rows[changed]]
             host.table_stamps[:count] = stamps
+        host.stamp = self._table.stamp
 
     def _fill_chunks(
         self, host: _HostSide, pieces: Sequence[Chunk], bounds: list[int]
@@ -369,4 +371,5 @@ class _HostSide:
         self.used = {name: len(self.arrays[name]) for name in _PADDED}  # what is not padding
         self.rows: _IntArray | None = None
         self.table_stamps = np.full(len(self.arrays["block_tables"]), -1, dtype=np.int64)
+        self.stamp = -1  # the table's when decoding requests were compared
         self.width = -1  # of decodes: tokens of each, if all have equally many

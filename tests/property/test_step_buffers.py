@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from step_plans import decode_work, group_of, make_buffers, make_table, part
+from step_plans import decode_work, group_of, make_buffers, make_table, part, stamp_row
 
 from mamba_cache._torch import PAD_SLOT_ID, ZERO_SOURCE
 from mamba_cache.cache.sequence import Checkpoint
@@ -255,7 +255,7 @@ def test_tensors_equal_loops(before, drawn, seed, changes):
         addresses = now
         if changes:
             tables[0] += 1
-            table.table_stamps[0] += MAX_REQUESTS
+            stamp_row(table, 0)
 
 
 class Sent(step_buffers._HostSide):
@@ -295,7 +295,7 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed,
         assert buffers._last.copied.mock_calls == [call.synchronize(), call.record()]
         changed = rng.integers(MAX_REQUESTS)
         tables[changed] += 1
-        table.table_stamps[changed] = table.table_stamps.max() + 1
+        stamp_row(table, changed)
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])

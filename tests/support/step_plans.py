@@ -20,15 +20,22 @@ def make_buffers(table, device, **sizes):
     return StepBuffers(table, config, device)
 
 
-def make_table(block_tables, stamps=None):
+def make_table(block_tables):
     """What step buffers read of a table of requests."""
     count = len(block_tables)
     return SimpleNamespace(
         block_tables=block_tables,
-        table_stamps=np.arange(count) if stamps is None else stamps,
+        table_stamps=np.arange(count),
+        stamp=0,
         last_tokens=np.zeros(count, dtype=np.int64),
         place_shifts=np.zeros(count, dtype=np.int64),
     )
+
+
+def stamp_row(table, row):
+    """Say that a row's blocks have changed, as the table does."""
+    table.stamp += len(table.table_stamps)
+    table.table_stamps[row] = table.stamp + row
 
 
 def group_of(slices):

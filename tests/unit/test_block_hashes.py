@@ -174,6 +174,7 @@ BAD_TOKENS = [
     ([3, 1.0], "got 1.0 at position 1"),
     ([3, np.True_], "got .*True.* at position 1"),
     ([np.int64(3), np.int64(-1)], "got .*-1.* at position 1"),
+    ([3, torch.empty(1, dtype=torch.int64, device="meta")], "at position 1"),
     ([2**31 - 1, np.uint64(2**63)], "at position 1"),
     ("text", "got str"),
     (None, "got NoneType"),
@@ -198,6 +199,15 @@ def test_bad_tokens_are_refused_and_nothing_is_appended(bad, message):
         chain.append(bad)
     assert (chain.num_tokens, chain.hashes) == (3, before)
     assert isinstance(chain.num_tokens, int)
+
+
+def test_an_error_of_its_own_kind_that_a_token_raises_goes_on():
+    class Odd:
+        def __index__(self):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        as_token_array([3, Odd()])
 
 
 @pytest.mark.parametrize(
