@@ -1,6 +1,5 @@
 """What a call of a prefix cache does beside the model's forward: no more than once what need be."""
 
-import copy
 import re
 
 import pytest
@@ -12,7 +11,6 @@ from transformers_rig import (
     assert_same,
     cached,
     make_cache,
-    make_model,
     plain,
     skipped,
     text,
@@ -110,36 +108,6 @@ def test_a_streamer_that_writes_to_the_first_token_changes_no_prompt(cache, mode
     prompt = text(generator, 2 * BLOCK + 3)
     wanted = plain(model, prompt)
     assert_same(wanted, cached(cache, prompt.clone(), streamer=Writes()))
-
-
-# Empty caches.
-
-
-def test_empty_caches_share_nothing_that_is_written_to(cache):
-    runner = cache._runner
-    one, other = runner.new_cache(), runner.new_cache()
-    fresh = copy.deepcopy([vars(layer) for layer in other.layers])
-    runner.forward([3, 4, 5], one, 0)
-    assert [vars(layer) for layer in other.layers] == fresh
-    assert [vars(layer) for layer in runner.new_cache().layers] == fresh
-    assert [vars(layer) for layer in one.layers] != fresh
-
-
-def test_an_empty_cache_is_as_the_library_makes_it(cache):
-    import transformers  # noqa: PLC0415 - beside the rig's lazy import
-
-    made, wanted = cache._runner.new_cache(), transformers.DynamicCache(config=cache._runner.config)
-    assert type(made) is type(wanted)
-    assert list(map(type, made.layers)) == list(map(type, wanted.layers))
-    assert [vars(layer) for layer in made.layers] == [vars(layer) for layer in wanted.layers]
-    assert {**vars(made), "layers": 0} == {**vars(wanted), "layers": 0}
-
-
-def test_empty_caches_follow_the_configuration():
-    cache = make_cache(make_model("inkling"))
-    before = [vars(layer) for layer in cache._runner.new_cache().layers]
-    cache._runner.config.sliding_window_size += 2
-    assert [vars(layer) for layer in cache._runner.new_cache().layers] != before
 
 
 # Weights.

@@ -5,9 +5,8 @@ States lie in slots, keys and values in KV blocks.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -27,7 +26,6 @@ __all__ = [
     "PrefixLayout",
     "PrefixTensors",
     "SequenceMemory",
-    "copier_of",
     "ints_to_device",
     "learn_layers",
     "numbered",
@@ -201,31 +199,6 @@ def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Ten
     return torch.cat([row[:, :, row.shape[2] - length :] for row in padded])
 
 
-def copier_of(cache: Any) -> Callable[[], Any]:
-    """Return what copies an empty cache; no two copies share anything that is written to."""
-    layers = [(type(layer), *_split(vars(layer))) for layer in _layers(cache)]
-
-    def copy_cache() -> Any:
-        made = copy.copy(cache)
-        made.layers = []
-        for kind, plain, nested in layers:
-            layer = object.__new__(kind)
-            attributes = vars(layer)
-            attributes.update(plain)
-            for name, value in nested:
-                attributes[name] = value.copy()
-            made.layers.append(layer)
-        return made
-
-    return copy_cache
-
-
-def _split(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return the attributes that are not written into, and those that are."""
-    nested = [(name, x) for name, x in attributes.items() if isinstance(x, (dict, list))]
-    return {name: x for name, x in attributes.items() if name not in dict(nested)}, nested
-
-
 class CacheFiller:
     """Fills fresh caches with tensors that they may keep, without copying or allocating.
 
@@ -245,16 +218,17 @@ class CacheFiller:
             for name in _TENSORS & vars(layer).keys():
                 kept = getattr(layer, name)
                 setattr(layer, name, dict.fromkeys(kept) if isinstance(kept, dict) else None)
-        self._filled = [_split(vars(layer)) for layer in _layers(fresh)]
+        self._filled = [dict(vars(layer)) for layer in _layers(fresh)]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
         """Make a fresh cache own the tensors of ``memory``, which nothing else may use."""
         fresh = _layers_like(cache, self._layers)
         states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
-        for layer, parts, (plain, nested) in zip(fresh, self._layers, self._filled, strict=True):
-            vars(layer).update(plain)
-            for name, value in nested:
-                setattr(layer, name, value.copy())
+        for layer, parts, filled in zip(fresh, self._layers, self._filled, strict=True):
+            vars(layer).update(filled)
+            for name, value in filled.items():
+                if isinstance(value, dict):  # which is written to
+                    setattr(layer, name, value.copy())
             if parts.convs:
                 _put(layer, "conv_states", parts.convs, states)
             if parts.recurrents:

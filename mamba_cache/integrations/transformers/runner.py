@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ import torch
 
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
-from mamba_cache.integrations.transformers.layers import copier_of
-from mamba_cache.integrations.transformers.library import is_same, transformers
+from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = ["ModelRunner"]
 
@@ -49,8 +47,6 @@ class ModelRunner:
         self.check_mode()
         _check_rope(model)
         self.fingerprint = ModelFingerprint(model, weights_check, variant)
-        self._copy_empty: Callable[[], Any] | None = None
-        self._config_of_empty: dict[str, Any] = {}
 
     @property
     def config(self) -> Any:
@@ -79,13 +75,7 @@ class ModelRunner:
 
     def new_cache(self) -> Any:
         """Make an empty cache, as ``generate`` does."""
-        # Reading the configuration takes longer than all else about it, so one cache is kept for
-        # as long as that stays the same, and copied.
-        config = self.config
-        if self._copy_empty is None or not is_same(vars(config), self._config_of_empty):
-            self._config_of_empty = copy.deepcopy(vars(config))
-            self._copy_empty = copier_of(transformers().DynamicCache(config=config))
-        return self._copy_empty()
+        return transformers().DynamicCache(config=self.config)
 
     def forward(
         self, tokens: _Tokens, cache: Any, start: int, *, logits_to_keep: int = 1
