@@ -18,8 +18,7 @@ from transformers_rig import BLOCK, GREEDY, budgets, cached, make_cache, make_mo
 from mamba_cache.cache import BlockHashChain
 from mamba_cache.events import Stored
 from mamba_cache.integrations.events import EventPublisher
-from mamba_cache.integrations.transformers.serve.models import ServedModels
-from mamba_cache.integrations.transformers.serve.requests import ServedRequest
+from mamba_cache.integrations.transformers.serve.models import ServedModels, ServedRequest
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
 
 ANY = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}

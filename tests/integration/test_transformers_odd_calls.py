@@ -32,9 +32,9 @@ from mamba_cache.integrations.transformers.batching.answers import AnswerSetting
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.capture import _functions_of, _is_scan
 from mamba_cache.integrations.transformers.replacement import intercepted, replaced
-from mamba_cache.integrations.transformers.serve.models import ServedModel
-from mamba_cache.integrations.transformers.serve.requests import (
+from mamba_cache.integrations.transformers.serve.models import (
     BatchManager,
+    ServedModel,
     ServedRequest,
     current_request,
 )

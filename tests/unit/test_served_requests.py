@@ -9,7 +9,7 @@ from mamba_cache.errors import InvalidArgumentError
 
 pytest.importorskip("transformers", reason="needs the extra transformers")
 
-from mamba_cache.integrations.transformers.serve.requests import (
+from mamba_cache.integrations.transformers.serve.models import (
     BatchManager,
     ServedRequest,
     current_request,

@@ -67,6 +67,7 @@ def chat_checkpoints(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     token_ids: Sequence[int],
+    /,
     **template_options: Any,
 ) -> list[int]:
     """Find where other prompts will part from a chat's, so that states are worth keeping there.

@@ -87,7 +87,7 @@ from mamba_cache.tiers import TierStats
 from mamba_cache.tiers.directory import cache_secret
 
 if TYPE_CHECKING:  # which imports this
-    from mamba_cache.integrations.transformers.serve.requests import BatchManager
+    from mamba_cache.integrations.transformers.serve.models import BatchManager
 
 __all__ = ["PrefixCache", "check_settings"]
 

@@ -23,10 +23,10 @@ from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
 from mamba_cache.integrations.transformers.library import lacks
 from mamba_cache.integrations.transformers.options import has_librarys_loop
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, check_settings
-from mamba_cache.integrations.transformers.serve.models import ServedModels
-from mamba_cache.integrations.transformers.serve.requests import (
+from mamba_cache.integrations.transformers.serve.models import (
     SALT_HEADER,
     BatchManager,
+    ServedModels,
     ServedRequest,
     current_request,
     salt_of,

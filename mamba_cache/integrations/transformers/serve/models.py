@@ -1,29 +1,336 @@
-"""The models that the server has loaded, each with a prefix cache where it can have one."""
+"""What a server serves: loaded models with their caches, requests, and the thread of batches."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mamba_cache.errors import InvalidArgumentError, MambaCacheError, ModelChangedError
-from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
-from mamba_cache.integrations.transformers.serve.requests import (
-    SERVER,
-    BatchManager,
-    ServedRequest,
-    current_request,
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    MambaCacheError,
+    ModelChangedError,
+    StepOrderError,
 )
+from mamba_cache.integrations.transformers.batching.answers import BatchRequest
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+from mamba_cache.integrations.transformers.batching.calls import answer_output, failed_output
+from mamba_cache.integrations.transformers.checkpoints import chat_checkpoints
+from mamba_cache.integrations.transformers.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from mamba_cache.integrations.events import EventPublisher  # an extra
 
-__all__ = ["ServedModel", "ServedModels"]
+__all__ = [
+    "SALT_HEADER",
+    "SERVER",
+    "BatchManager",
+    "ServedModel",
+    "ServedModels",
+    "ServedRequest",
+    "current_request",
+    "salt_of",
+    "salt_values",
+]
 
 _log = logging.getLogger(__name__)
+
+SALT_HEADER = b"x-cache-salt"
+"""The header that keeps requests apart, in lower case as ASGI has it."""
+
+salt_values: ContextVar[tuple[str, ...]] = ContextVar("salt_values", default=())
+"""What the headers of the HTTP request that is being answered say."""
+
+current_request: ContextVar[ServedRequest | None] = ContextVar("current_request", default=None)
+"""The request that is being answered, also in tasks that it begins, such as that of a stream."""
+
+
+@dataclass(slots=True, eq=False)
+class ServedRequest:
+    """One request of a model."""
+
+    handler: Any = None  # the server's handler that answers it
+    body: dict[str, Any] = field(default_factory=dict)  # what the client sent
+    cache_salt: str | None = None  # requests of different salts share nothing
+    messages: Sequence[Any] | None = None  # the chat as the template is given it, if it is one
+    # Tokens of the prompt that were not computed; None: not known yet, or there is no cache.
+    cached_tokens: int | None = None
+    # Of a request that is batched: how its answer is made, positions at which other prompts will
+    # branch off, why it failed, and how far it is.
+    settings: Any = None  # ``AnswerSettings``
+    checkpoints: Sequence[int] = ()
+    error: BaseException | None = None
+    request_id: str = ""
+    tokens: list[int] = field(default_factory=list)  # of its prompt
+    is_streaming: bool = False  # an output is delivered for every token
+    deliver: Callable[[Any], None] | None = None  # result callback; None until registered
+    request: BatchRequest | None = None  # its request in the batch
+    is_cancelled: bool = False  # the client has gone away
+    num_told: int = 0  # tokens of its answer that were delivered, or are kept for its end
+    was_restarted: bool = False  # it was submitted again after a call that broke off
+
+    @property
+    def will_continue(self) -> bool | None:
+        """Whether a longer prompt is to follow, as far as the request tells: a hint, no promise.
+
+        A chat that offers tools, or has had an answer already, goes on more often than a first
+        question does. Of a completion nobody knows.
+        """
+        if self.messages is None:
+            return None
+        roles = {message.get("role") for message in self.messages if isinstance(message, dict)}
+        return bool(self.body.get("tools")) or not roles.isdisjoint(("assistant", "tool"))
+
+    def find_checkpoints(self, processor: Any, token_ids: Sequence[int]) -> list[int]:
+        """Return where other prompts will part from this one.
+
+        ``processor`` is a tokenizer, or what has one beside processors of images.
+        """
+        if self.messages is None:
+            return []
+        tokenizer = getattr(processor, "tokenizer", processor)
+        # As the server has read the request already.
+        options = dict(getattr(self.handler, "chat_template_kwargs", {}))
+        options.update(self.body.get("chat_template_kwargs") or {})
+        tools = self.body.get("tools")
+        normalize = getattr(self.handler, "_normalize_tools", None)
+        options["tools"] = tools if normalize is None else normalize(tools)
+        return chat_checkpoints(tokenizer, self.messages, token_ids, **options)
+
+
+def salt_of(headers: Sequence[str], user: Any) -> str | None:
+    """Return the salt of a request: what its headers of that name and its field ``user`` say."""
+    if user is None and not headers:
+        return None
+    return json.dumps([list(headers), user], sort_keys=True)
+
+
+SERVER = "transformers server"
+"""Whose hints they are: each source is trusted as far as its hints come true."""
+
+
+class BatchManager:
+    """Runs requests in a thread of its own, as they come: what transformers' server asks of one.
+
+    It has those methods of the library's ``ContinuousBatchingManager`` that the server calls.
+
+    A request whose settings, processors or prompt are at fault fails alone. When the cache's call
+    breaks off, the cache is reset if it must be. Requests of which no token was delivered are then
+    run again from their beginning, once each; the others fail with the reason.
+    """
+
+    def __init__(self, cache: PrefixCache, batching_config: Any = None) -> None:
+        self.batching_config = batching_config
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._arrivals: dict[str, ServedRequest] = {}
+        self._wake = threading.Event()
+        self._is_stopped = False
+        self.ended_by: BaseException | None = None  # why requests fail once the thread has ended
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self.batch_processor = None
+
+    def start(self) -> None:
+        """Begin to run requests."""
+        # A thread that is inside PyTorch when the interpreter ends aborts the process.
+        atexit.register(self._stop_at_exit)
+        self._thread.start()
+
+    def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
+        """End the thread when all requests that there are have been answered."""
+        self._is_stopped = True
+        self._wake.set()
+        if block:
+            self._thread.join(timeout)
+
+    def add_request(
+        self, input_ids: Sequence[int], request_id: str, *, streaming: bool = False, **_: Any
+    ) -> str:
+        """Have the prompt of the current request answered, as its ``settings`` say.
+
+        With ``streaming`` there is an output with each token. Return the request's name: another
+        one if a request of this name runs, for clients may choose it.
+        """
+        arrival = current_request.get() or ServedRequest()
+        with self._lock:
+            while request_id in self._arrivals:
+                request_id += "'"
+        arrival.request_id, arrival.tokens = request_id, list(input_ids)
+        arrival.is_streaming = streaming
+        self._admit(arrival)
+        return request_id
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Register the current request's callback, before or after ``add_request``.
+
+        ``callback`` is called in the running event loop with each ``GenerationOutput``.
+        """
+        loop = asyncio.get_running_loop()
+
+        def deliver(output: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(callback, output)
+
+        arrival = current_request.get() or ServedRequest()
+        arrival.deliver = deliver
+        self._admit(arrival)
+
+    def _admit(self, arrival: ServedRequest) -> None:
+        """Take in a request of which both calls have come."""
+        if not arrival.request_id or arrival.deliver is None:
+            return
+        with self._lock:
+            self._arrivals[arrival.request_id] = arrival
+            reason = self.ended_by
+        self._wake.set()
+        if reason is not None:
+            self._fail_all(reason)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Have nobody wait for a request; it ends with the step that runs."""
+        with self._lock:
+            arrival = self._arrivals.get(request_id)
+            if arrival is not None:
+                arrival.is_cancelled = True
+        self._wake.set()
+
+    def _stop_at_exit(self) -> None:
+        with self._lock:
+            for arrival in self._arrivals.values():
+                arrival.is_cancelled = True
+        self.stop()
+
+    def _work(self) -> None:
+        reason: BaseException = StepOrderError("the thread that runs requests has ended")
+        try:
+            self._run_until_stopped()
+        except ModelChangedError as error:  # the server goes on, request by request
+            reason = error
+        except BaseException as error:
+            reason = self.background_thread_status.fatal_error = error
+            raise
+        finally:
+            with self._lock:
+                self.ended_by = reason
+            self._fail_all(reason)
+            del self._cache  # the server keeps this object when the model is unloaded
+            atexit.unregister(self._stop_at_exit)
+
+    def _run_until_stopped(self) -> None:
+        while True:
+            self._wake.clear()  # the call may break off before ``run`` does
+            try:
+                self._cache.run_batches(self)
+            except Exception as error:
+                self._begin_again(error)
+            if self._is_stopped and not self._arrivals:
+                return
+            self._wake.wait()
+
+    def _begin_again(self, error: Exception) -> None:
+        """Run requests of a call that broke off again; fail those that cannot be.
+
+        Raises:
+            ModelChangedError: The model was moved or cast, so that its cache is of no use.
+        """
+        if isinstance(error, ModelChangedError):
+            self._cache.reset()
+        with self._lock:
+            known = list(self._arrivals.values())
+        for arrival in known:
+            is_heard = arrival.is_streaming and arrival.num_told > 0
+            if is_heard or arrival.was_restarted:
+                self._fail(arrival, error)
+            else:
+                arrival.was_restarted, arrival.request, arrival.num_told = True, None, 0
+                self._wake.set()
+
+    def run(self, batcher: Batcher, begin: Callable[[], None]) -> None:
+        """Run what has arrived, and what arrives meanwhile, until nobody waits.
+
+        ``begin`` looks at the model when there is something new.
+        """
+        while True:
+            self._wake.clear()
+            with self._lock:
+                known = list(self._arrivals.values())
+            new = [one for one in known if one.request is None and not one.is_cancelled]
+            if new:
+                begin()
+            for arrival in new:
+                self._submit(batcher, arrival)
+            for arrival in known:
+                if arrival.is_cancelled:
+                    self._cancel(batcher, arrival)
+            if not batcher.num_unfinished:
+                return
+            batcher.step()
+            self._tell(known)
+
+    def _submit(self, batcher: Batcher, arrival: ServedRequest) -> None:
+        try:
+            [arrival.request] = batcher.submit(
+                arrival.request_id,
+                arrival.tokens,
+                arrival.settings,
+                seed=int(torch.randint(2**62, (), device="cpu")),
+                cache_salt=arrival.cache_salt,
+                checkpoint_positions=arrival.checkpoints,
+                will_continue=arrival.will_continue,
+                source=SERVER,
+            )
+        except Exception as error:  # of this request alone: nothing was submitted
+            self._fail(arrival, error)
+
+    def _cancel(self, batcher: Batcher, arrival: ServedRequest) -> None:
+        if arrival.request is not None and not arrival.request.is_over:
+            batcher.end(arrival.request)
+        with self._lock:
+            self._arrivals.pop(arrival.request_id, None)
+
+    def _tell(self, arrivals: Sequence[ServedRequest]) -> None:
+        for arrival in arrivals:
+            request = arrival.request
+            if request is None or arrival.is_cancelled:
+                continue
+            if request.answer and not arrival.num_told:
+                arrival.cached_tokens = request.cached_tokens
+            is_new = len(request.answer) > arrival.num_told
+            arrival.num_told = len(request.answer)
+            if request.is_over:
+                arrival.error = request.error
+                self._end(arrival, answer_output(request))
+            elif is_new and arrival.is_streaming and arrival.deliver is not None:
+                arrival.deliver(answer_output(request))
+
+    def _end(self, arrival: ServedRequest, output: Any) -> None:
+        assert arrival.deliver is not None  # or it would not have been admitted
+        arrival.deliver(output)
+        with self._lock:
+            self._arrivals.pop(arrival.request_id, None)
+
+    def _fail(self, arrival: ServedRequest, error: BaseException) -> None:
+        arrival.error = error
+        self._end(arrival, failed_output(arrival.request_id, arrival.tokens, error))
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            known = list(self._arrivals.values())
+        for arrival in known:
+            if not arrival.is_cancelled:
+                self._fail(arrival, error)
+
 
 _MAX_REASONS = 16
 """Warnings of a model's requests that are logged, each once."""
