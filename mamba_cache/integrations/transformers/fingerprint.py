@@ -32,7 +32,6 @@ from mamba_cache.states.checksums import TensorChecksums
 __all__ = [
     "BypassReason",
     "ModelFingerprint",
-    "SettingsChangedError",
     "WeightsCheck",
     "check_variant",
     "foreign_layer",
@@ -89,12 +88,9 @@ _OPAQUE = (
 )  # fmt: skip
 """Objects of these packages count by their class: what is in them changes by itself."""
 
-_REGISTRIES = (
-    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
-    ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
-    ("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"),
-)
-"""transformers' registries of attention, mask and experts functions."""
+_REGISTRY_FILES = ("transformers.masking_utils", "transformers.integrations.moe")
+"""Where transformers' registries are that no file of a model's classes need have: of masks, and of
+experts. That of attention is where the class of all models is."""
 
 _SAMPLE_STRIDE = 16
 _MAX_NAMES = 3
@@ -114,10 +110,6 @@ _RANDOM = (
     torch.nn.TransformerDecoderLayer,
 )
 """Of PyTorch's modules those that are others in training mode, unless their probability is 0."""
-
-
-class SettingsChangedError(Exception):
-    """Settings were assumed to be those of the call before, and are not; no caller sees it."""
 
 
 class ModelFingerprint:
@@ -221,7 +213,7 @@ class ModelFingerprint:
         if self._is_assumed:
             self._is_assumed = False
             if not self.is_current():
-                raise SettingsChangedError("the model's settings are not those of the call before")
+                raise ModelChangedError("the model's settings are not those of the call before")
         self._weights.confirm()
 
     def portable_key(self) -> str | None:
@@ -610,11 +602,8 @@ class _Reading:
         """
         fields = ("_attn_implementation_internal", "_experts_implementation_internal")
         chosen = {original(vars(c), f) for c in self._configs for f in fields if f in vars(c)}
+        files = [*files, *(sys.modules[name] for name in _REGISTRY_FILES if name in sys.modules)]
         found: dict[int, tuple[str, Any]] = {}
-        for module, name in _REGISTRIES:
-            registry = getattr(sys.modules.get(module), name, None)
-            if registry is not None:
-                found[id(registry)] = name, registry
         for name, value in chain.from_iterable(list(vars(file).items()) for file in files):
             if isinstance(getattr(value, "_local_mapping", None), dict):
                 found.setdefault(id(value), (name, value))

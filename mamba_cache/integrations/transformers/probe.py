@@ -92,7 +92,7 @@ def _judge(
     with _refused_if_it_fails(runner):
         steps = _differences(whole, _run(runner, layout, saved, [[token] for token in suffix]))
     epsilon = _rounding_of_sums(runner, layout)
-    noise = _noise(runner, layout, tokens, whole, steps)
+    noise = _noise(runner, layout, tokens, whole)
     bounds = [_MARGIN * (value + epsilon) for value in noise]
     step_fault = _first_fault(runner, layout, whole, steps, bounds)
     try:
@@ -104,22 +104,10 @@ def _judge(
 
 
 def _noise(
-    runner: ModelRunner,
-    layout: PrefixLayout,
-    tokens: list[int],
-    whole: list[_Trace],
-    steps: list[float],
+    runner: ModelRunner, layout: PrefixLayout, tokens: list[int], whole: list[_Trace]
 ) -> list[float]:
-    """Return by how much each trace of a whole run differs when the embeddings are rounded.
-
-    Where the embeddings cannot be had, what single tokens differ by stands in for it.
-    """
-    try:
-        embedding = runner.model.get_input_embeddings()
-    except NotImplementedError:
-        embedding = None
-    if not isinstance(embedding, torch.nn.Module):
-        return steps
+    """Return by how much each trace of a whole run differs when the embeddings are rounded."""
+    embedding = runner.model.get_input_embeddings()
     most = [0.0] * len(whole)
     for seed in range(_NOISY_RUNS):
         generator = torch.Generator().manual_seed(seed)
