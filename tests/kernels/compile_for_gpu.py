@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mamba_cache.integrations.transformers.batching.kernels import decode_inputs, paged_attention
+from mamba_cache.integrations.transformers.batching.kernels import paged_attention, pieces
 from mamba_cache.integrations.vllm import align_kernels
 from mamba_cache.states.kernels import checksum, copy, extract, quantize
 
@@ -149,8 +149,8 @@ def combination():
 def sorting():
     types = {"rows_of_places": "*i32", "dummy_slot": "i64"}
     types |= dict.fromkeys(("num_places", "num_rows", "place_stride"), "i32")
-    constants = {"ROWS": decode_inputs._ROWS, "PLACES_PAD": 512}
-    return spilled(build(decode_inputs._sort_kernel, types, constants, other="*i64", num_warps=4))
+    constants = {"ROWS": pieces._SORTED_ROWS, "PLACES_PAD": 512}
+    return spilled(build(pieces._sort_kernel, types, constants, other="*i64", num_warps=4))
 
 
 def writing():

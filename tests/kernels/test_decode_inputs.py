@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from mamba_cache.integrations.transformers.batching.kernels import (
-    decode_inputs,
-    decode_inputs_torch,
-)
+from mamba_cache.integrations.transformers.batching.kernels import pieces, pieces_torch
 
 
 @pytest.fixture(params=["torch", "triton"])
 def kernels(request):
-    return {"torch": decode_inputs_torch, "triton": decode_inputs}[request.param]
+    return {"torch": pieces_torch, "triton": pieces}[request.param]
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 33])

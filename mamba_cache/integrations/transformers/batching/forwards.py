@@ -21,10 +21,7 @@ from mamba_cache.context import (
 )
 from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers.batching.graphs import RectangleCosts, StepGraphs
-from mamba_cache.integrations.transformers.batching.kernels import (
-    decode_inputs_torch,
-    pieces_torch,
-)
+from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -40,7 +37,7 @@ from mamba_cache.states import kernels_for
 __all__ = ["BatchForwards", "ComputedChunks", "RectangleShape"]
 
 _MAX_CAPTURED_CHECKPOINTS = 3
-_KERNELS = "mamba_cache.integrations.transformers.batching.kernels"
+_KERNELS = "mamba_cache.integrations.transformers.batching.kernels.pieces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +126,7 @@ class BatchForwards:
         self._has_all = True  # the last forward saved its checkpoints whole
         self._capture = capture
         self._has_kernels = capture is not None and capture.has_kernels
-        self._kernels, self._pieces = (
-            kernels_for("auto", context.device, kernels=f"{_KERNELS}.{name}", twins=twins)
-            for name, twins in (("decode_inputs", decode_inputs_torch), ("pieces", pieces_torch))
-        )
+        self._pieces = kernels_for("auto", context.device, kernels=_KERNELS, twins=pieces_torch)
         self._min_tokens = context.config.min_computed_tokens
         self._live = context.live_states.tensors
         self._saved = layout.views(context.slot_allocator.states.tensors).states
@@ -154,7 +148,7 @@ class BatchForwards:
             first = {name: tensor[:, :num_rows] for name, tensor in self._live.items()}
             self._decode_caches[num_rows] = self._make_cache(num_rows, first)
         cache, metadata = self._decode_caches[num_rows], self._metadata
-        places, tokens, positions, slots = self._kernels.sort_by_row(
+        places, tokens, positions, slots = self._pieces.sort_by_row(
             metadata["decode_state_rows"][:, 0],
             metadata["token_ids"],
             metadata["positions"],
