@@ -453,8 +453,8 @@ class DynamicInferenceContext:
 
     def _boundaries(self, given: Sequence[int], checked: Sequence[int] = ()) -> frozenset[int]:
         """Return the block boundaries at or before positions, the ``given`` ones checked here."""
-        size = self.block_size_tokens
-        return frozenset([p // size * size for p in (*check_positions(given), *checked)])
+        positions, size = (*check_positions(given), *checked), self.block_size_tokens
+        return frozenset([p // size * size for p in positions]) if positions else frozenset()
 
     @guarded()
     def resume_request(self, request_id: Hashable, *, chunk_tokens: int | None = None) -> Admission:
@@ -528,7 +528,7 @@ class DynamicInferenceContext:
                 first = load.first_block
                 load.blocks = table.block_tables[row, first : first + load.num_blocks].tolist()
                 # The policy hears of the prompt when its chunk is planned: it refuses nothing yet.
-                [reserved] = self._reserve([(active, [start])])
+                [reserved] = self._reserve(active, [start])
                 assert reserved is not None, "can_reserve said so"
                 load.checkpoint = reserved._replace(is_loaded=True)
             self._plan(active, chunk, is_new=True)
@@ -564,19 +564,16 @@ class DynamicInferenceContext:
         without_room = max(0, len(positions) - (positions[-1] == end) - room)
         self.slot_allocator.skipped_checkpoints_total += without_room
         # The later ones save more, so they are kept when the buffers are short.
-        reserved = self._reserve([(active, positions[without_room:])])
+        reserved = self._reserve(active, positions[without_room:])
         if positions[-1] == end:
             chunk.boundary = reserved.pop()
         chunk.inside = tuple([checkpoint for checkpoint in reserved if checkpoint is not None])
 
-    def _reserve(
-        self, wanted: Sequence[tuple[ActiveRequest, Sequence[int]]]
-    ) -> list[Checkpoint | None]:
-        """Reserve slots for states of requests at positions, as far as they can be had."""
-        tables, size = self.request_table.block_tables, self.block_size_tokens
-        return self._index.reserve(
-            [(a, where, [tables.item(a.row, p // size - 1) for p in where]) for a, where in wanted]
-        )
+    def _reserve(self, active: ActiveRequest, positions: Sequence[int]) -> list[Checkpoint | None]:
+        """Reserve slots for states of a request at positions, as far as they can be had."""
+        table, size = self.request_table.block_tables[active.row], self.block_size_tokens
+        blocks = [table.item(position // size - 1) for position in positions]
+        return self._index.reserve([(active, positions, blocks)])
 
     def _give_back(self, lease: SlotLease | None, load: PlannedLoad | None) -> None:
         """Give back what a first chunk resumes from."""
@@ -591,7 +588,7 @@ class DynamicInferenceContext:
         It starts at the farthest state that is left on the GPU, or at the prompt's beginning, and
         computes as many tokens as it was to, from there.
         """
-        num_tokens = active.current_chunk.num_tokens
+        num_tokens = len(active.current_chunk.token_ids)
         self._release(active)
         self._admit(active, num_tokens, loads=False)
 
@@ -737,7 +734,7 @@ class DynamicInferenceContext:
                     is_exact = on_device is None and self._uncollected is None
                     self._speculation.describe(metadata, on_device, is_exact=is_exact)
                 # Without the padding, which a kernel would look at entry by entry.
-                if restores := self.step_buffers.entries("restores"):
+                if chunks and (restores := self.step_buffers.entries("restores")):
                     self._slots_to_live.copy_own(*restores)
             self._tiering.begin_forward(metadata.num_prefill_tokens)
         except BaseException:
@@ -765,16 +762,18 @@ class DynamicInferenceContext:
 
         Return the checkpoints that there are now, by the places of their requests in the batch.
         """
-        wanted: list[tuple[ActiveRequest, Sequence[int]]] = []
-        for active in map(requests.__getitem__, places):
+        table, size = self.request_table, self.block_size_tokens
+        wanted: list[tuple[ActiveRequest, Sequence[int], Sequence[int]]] = []
+        for place in places:
+            active = requests[place]
             # Two steps are shorter than a block: there is one boundary at most.
-            computed = self.request_table.num_computed.item(active.row)
-            position = (computed // self.block_size_tokens + 1) * self.block_size_tokens
+            block = table.num_computed.item(active.row) // size
+            position = (block + 1) * size
             is_wanted = self.config.save_decode_states or position in active.wanted_boundaries
             if is_wanted and active.checkpoint is None:
-                wanted.append((active, [position]))
+                wanted.append((active, [position], [table.block_tables.item(active.row, block)]))
         if wanted:
-            for (active, _), checkpoint in zip(wanted, self._reserve(wanted), strict=True):
+            for (active, *_), checkpoint in zip(wanted, self._index.reserve(wanted), strict=True):
                 active.checkpoint = checkpoint
         planned: dict[int, Checkpoint] = {}
         for place in places:
@@ -833,7 +832,8 @@ class DynamicInferenceContext:
             step._is_advanced = True
             self._speculation.advance(step.metadata, sampled)
         # As planned: a request loses its checkpoint if the step before has reached it.
-        if boundaries := self.step_buffers.entries("boundaries"):
+        saves = step._planned or prefills
+        if saves and (boundaries := self.step_buffers.entries("boundaries")):
             self._live_to_slots.copy_own(*boundaries)
         sent = send_to_host(sampled) if isinstance(sampled, DeviceTokens) else None
         with self._guard.ending(self.listeners):
@@ -872,7 +872,7 @@ class DynamicInferenceContext:
         """Return the sampled tokens of all requests of a step in batch order, checked."""
         if self._uncollected is not None:
             raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
-        num_requests = step.metadata.num_requests
+        num_requests = len(step._requests)
         if isinstance(new_tokens, DeviceTokens):
             if self._speculation is None:
                 raise InvalidArgumentError(
@@ -1024,7 +1024,7 @@ class DynamicInferenceContext:
         config, table = self.config, self.request_table
         chunks = [active.current_chunk for active in prefills]
         for chunk in chunks:
-            self._counters["computed_tokens"] += chunk.num_tokens
+            self._counters["computed_tokens"] += len(chunk.token_ids)
             table.num_computed[chunk.row] = chunk.end
             if chunk.lease is not None:
                 self._consumed[chunk.lease.slot] = chunk.lease

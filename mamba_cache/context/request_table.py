@@ -96,8 +96,9 @@ class RequestTable:
             raise InvalidArgumentError(f"request id {request_id!r} is in use")
 
     def add(self, *requests: ActiveRequest) -> None:
-        """Add requests whose ids ``check_new`` accepted, all of them at once."""
-        self._requests.update({active.request_id: active for active in requests})
+        """Add requests whose ids ``check_new`` accepted."""
+        for active in requests:
+            self._requests[active.request_id] = active
 
     def remove(self, active: ActiveRequest) -> None:
         """Forget a finished request."""
@@ -177,7 +178,7 @@ class RequestTable:
         if shared:
             self._kv_blocks.hold(as_rows(shared))
         try:
-            blocks = self._allocate(missing, [name], num_tokens)
+            blocks = self._allocate(missing, [(name, num_tokens)])
         except BaseException:
             if shared:
                 self._kv_blocks.release(as_rows(shared))
@@ -201,7 +202,7 @@ class RequestTable:
         num_shared, rest = divmod(computed, self.block_size_tokens)
         shared = self.block_tables[row, :num_shared].tolist()
         rows: Int64Array = np.array(heapq.nsmallest(count, self._free_rows), dtype=np.int64)
-        own = self._allocate(count, names, computed) if rest else []
+        own = self._allocate(count, ((name, computed) for name in names)) if rest else []
         try:
             if shared:
                 self._kv_blocks.hold(as_rows(shared * count))
@@ -237,7 +238,7 @@ class RequestTable:
         held = self.num_blocks.item(row)
         missing = -(-num_tokens // self.block_size_tokens) - held
         if missing > 0:
-            self._append(row, held, self._allocate(missing, [name], num_tokens))
+            self._append(row, held, self._allocate(missing, [(name, num_tokens)]))
 
     def open_blocks(
         self, group: DecodingGroup, ends: Int64Array, due: Int64Array
@@ -247,13 +248,12 @@ class RequestTable:
         Return which of those that are ``due`` save a state in this step, and which have tokens
         beyond their current block.
         """
-        size, rows = self.block_size_tokens, group.rows[due]
-        events = [*zip(due.tolist(), rows.tolist(), ends[due].tolist(), strict=True)]
+        size = self.block_size_tokens
+        events = [(place, group.rows.item(place), ends.item(place)) for place in due.tolist()]
         lacking = [each for each in events if each[2] > self.num_blocks.item(each[1]) * size]
         if lacking:
-            names = (group.ids[place] for place, _, _ in lacking)
-            longest = max(end for _, _, end in lacking)
-            blocks = self._allocate(len(lacking), names, longest)
+            wanted = ((group.ids[place], end) for place, _, end in lacking)
+            blocks = self._allocate(len(lacking), wanted)
             for (_, row, _), block in zip(lacking, blocks, strict=True):
                 self._append(row, self.num_blocks.item(row), [block])
         saving, crossing = [], []
@@ -300,11 +300,11 @@ class RequestTable:
             self._group = self._named = None
             (self.decoding_rows.add if is_decoding else self.decoding_rows.discard)(row)
         if (chunk := self.scheduled_chunks.pop(row, None)) is not None:
-            self.num_scheduled_tokens -= chunk.num_tokens
+            self.num_scheduled_tokens -= len(chunk.token_ids)
             self.num_planned_checkpoints -= len(chunk.inside)
         if status is RequestStatus.SCHEDULED:
             chunk = self.scheduled_chunks[row] = active.current_chunk
-            self.num_scheduled_tokens += chunk.num_tokens
+            self.num_scheduled_tokens += len(chunk.token_ids)
             self.num_planned_checkpoints += len(chunk.inside)
 
     def collect(self, active: ActiveRequest) -> TokenArray:
@@ -383,7 +383,7 @@ class RequestTable:
             )
         counted = self.num_scheduled_tokens, self.num_planned_checkpoints
         chunks = self.scheduled_chunks.values()
-        total = sum(chunk.num_tokens for chunk in chunks), sum(len(c.inside) for c in chunks)
+        total = sum(len(chunk.token_ids) for chunk in chunks), sum(len(c.inside) for c in chunks)
         if counted != total:
             raise InvariantError(
                 f"{total} tokens and checkpoints are scheduled, but {counted} are counted"
@@ -458,23 +458,18 @@ class RequestTable:
         self.stamp += len(self.table_stamps)
         self.table_stamps[rows] = self.stamp + rows
 
-    def _allocate(
-        self,
-        num_blocks: int,
-        names: Iterable[object],
-        num_tokens: int,
-    ) -> list[int]:
-        """Take KV blocks."""
+    def _allocate(self, num_blocks: int, wanted: Iterable[tuple[object, int]]) -> list[int]:
+        """Take KV blocks for requests, each given by its id and the tokens that it then has."""
         try:
             return self._kv_blocks.take(num_blocks)
         except BlockCapacityError as error:
-            requests = list(names)
-            listed = ", ".join(map(repr, requests[:8]))
-            listed += " and others" if len(requests) > 8 else ""
+            names, lengths = zip(*wanted, strict=True)
+            listed = ", ".join(map(repr, names[:8]))
+            listed += " and others" if len(names) > 8 else ""
             raise BlockCapacityError(
                 error.required,
                 error.available,
-                f"for request {listed}, of up to {num_tokens} tokens; finish or preempt another "
+                f"for request {listed}, of up to {max(lengths)} tokens; finish or preempt another "
                 "request, give this one a shorter chunk if its prompt is still to be computed, or "
                 "make the context with more blocks (num_kv_blocks or kv_cache_gb)",
             ) from None

@@ -196,11 +196,6 @@ class Chunk:
     load: PlannedLoad | None = None  # what is loaded from a tier for it, in place of ``lease``
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens are computed."""
-        return len(self.token_ids)
-
-    @property
     def end(self) -> int:
         """The position after the last computed token."""
         return self.start + len(self.token_ids)

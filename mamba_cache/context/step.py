@@ -167,7 +167,7 @@ class Step:
                 request_id=active.request_id,
                 row=chunk.row,
                 start=chunk.start,
-                num_tokens=chunk.num_tokens,
+                num_tokens=len(chunk.token_ids),
                 skip_tokens=chunk.start if chunk.is_first else 0,
                 is_prefill=True,
                 samples=chunk.samples,
@@ -193,7 +193,7 @@ class Step:
         if not self._actives:
             return ids
         pairs = zip(self._actives, self._chunks, strict=True)
-        return (*ids, *(active.request_id for active, chunk in pairs if chunk.samples))
+        return (*ids, *[active.request_id for active, chunk in pairs if chunk.samples])
 
 
 @dataclass(frozen=True, slots=True)

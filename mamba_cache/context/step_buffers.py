@@ -149,13 +149,14 @@ class StepBuffers:
         if num_decodes:
             self._fill_decodes(host, work)
         host.rows = work.group.rows
+        num_chunks = num_checkpoints = num_restores = num_saved = 0
         if num_prefills:
             bounds, longest = self._fill_prefills(host, chunks, num_decodes, num_decode_tokens)
             max_seq_len = max(max_seq_len, longest)
-        num_tokens, num_chunks, num_checkpoints = num_decode_tokens + bounds[-1], 0, 0
-        if num_prefills or host.used["chunk_seq_idx"]:
             num_chunks, num_checkpoints = self._fill_chunks(host, chunks, bounds)
-        num_restores = num_saved = 0
+        elif host.used["chunk_seq_idx"]:
+            host.arrays["cu_chunk_seqlens"].fill(0)
+        num_tokens = num_decode_tokens + bounds[-1]
         if num_prefills or saved or host.used["boundaries"]:
             num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
         used = {
@@ -284,7 +285,7 @@ class StepBuffers:
         stamps = self._table.table_stamps[rows]
         changed = (host.table_stamps[:count] != stamps).nonzero()[0]
         if len(changed):
-            tables[changed] = self._table.block_tables[rows[changed]]
+            tables[changed] = self._table.block_tables.take(rows[changed], axis=0)
             host.table_stamps[:count] = stamps
         host.stamp = self._table.stamp
 

@@ -55,7 +55,7 @@ def parts_of_context(context):
         hashes, end = active.hashes, active.num_known
         # The last hash names all blocks before; without prefix caching the last tokens must do.
         start = max(len(hashes) * size, end - size)
-        due = active.chunk.num_tokens if active.chunk else 0
+        due = len(active.chunk.token_ids) if active.chunk else 0
         row = active.row
         counts = () if row < 0 else (table.num_computed[row], table.num_in_doubt[row])
         progress = row, *counts, due
