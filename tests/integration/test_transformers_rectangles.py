@@ -322,10 +322,10 @@ def test_a_convolutions_kernel_gets_tokens_whose_channels_lie_together(
     monkeypatch.setattr(cache._capture, "_has_conv_kernel", True)
     by_token = capturing._update_by_token
 
-    def looked_at(update, layer, *args, **options):
+    def looked_at(update, layer, run, *args, **options):
         states = capturing.numbered(layer.conv_states)
         before = {index: state.clone() for index, state in states.items() if state is not None}
-        full = by_token(update, layer, *args, **options)
+        full = by_token(update, layer, run, *args, **options)
         if 0 in before:
             assert full.stride(1) == 1
             wanted = torch.cat([before[0], args[0]], dim=-1)

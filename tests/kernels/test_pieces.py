@@ -88,6 +88,22 @@ def test_the_window_before_each_end_is_copied(kernels, device, generator, has_ow
     assert torch.equal(windows, expected)
 
 
+@pytest.mark.parametrize("width", [1, 3, 4, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_channels", "num_tokens"), [(8, 1), (520, 13), (1024, 29)])
+def test_the_inputs_of_a_convolution_begin_with_its_window(
+    kernels, device, generator, width, dtype, num_channels, num_tokens
+):
+    """Inputs are part of a wider projection; windows are rows of live states."""
+    window = torch.randn(5, num_channels, width, generator=generator).to(device, dtype)[1:4]
+    wider = torch.randn(3, num_tokens, num_channels + 24, generator=generator)
+    new = wider.to(device, dtype)[..., 8:-16].mT
+    full = kernels.join_window(window, new)
+    expected = torch.cat([window.cpu(), new.cpu()], dim=-1)
+    assert torch.equal(full.cpu(), expected)
+    assert full.stride(1) == 1
+
+
 @pytest.mark.parametrize("owners", [None, [2, 0, 0, 1]])
 @pytest.mark.parametrize("to", [None, [5, 1, 1, 3]])
 @pytest.mark.parametrize("size", [7, 3000])

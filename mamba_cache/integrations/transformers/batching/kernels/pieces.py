@@ -1,4 +1,4 @@
-"""Rows of a batch in Triton: their pieces, windows before their ends, copies, and their order."""
+"""Rows of a batch in Triton: their pieces, windows of convolutions, copies, and their order."""
 
 # Triton takes no annotations but its own, and names constants in capitals.
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
@@ -11,7 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copy_rows", "copy_windows", "join_pieces", "sort_by_row", "take_piece"]
+__all__ = [
+    "copy_rows",
+    "copy_windows",
+    "join_pieces",
+    "join_window",
+    "sort_by_row",
+    "take_piece",
+]
 
 _MAX_TAKEN = 6
 """Tensors that one launch of ``take_piece`` serves: a scan has five or six inputs."""
@@ -22,6 +29,7 @@ _TILE = 1024
 _CHANNELS = 128
 _ROW_TILE = 2048
 _SORTED_ROWS = 16
+_INPUT_TOKENS, _INPUT_CHANNELS = 8, 512
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -142,6 +150,29 @@ def _window_kernel(  # type: ignore[no-untyped-def]
     source = full + row * full_row + channel * full_channel + (end + token) * full_token
     goal = windows + place * window_row + channel * window_channel + token * window_token
     tl.store(goal, tl.load(source, mask=is_inside), mask=is_inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inputs_kernel(  # type: ignore[no-untyped-def]
+    window, new, full, num_channels, width, num_tokens,
+    window_row, window_channel, window_token, new_row, new_token,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy some channels of some tokens of one row: those before the first new one, and behind."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS
+    token = (first + tl.arange(0, TOKENS))[:, None].to(tl.int64)
+    channel = (tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    is_inside = (token < width + num_tokens) & (channel < num_channels)
+    source = new + row * new_row + (token - width) * new_token + channel
+    value = tl.load(source, mask=is_inside & (token >= width))
+    if first < width:
+        before = window + row * window_row + channel.to(tl.int64) * window_channel
+        is_before = is_inside & (token < width)
+        old = tl.load(before + token * window_token, mask=is_before)
+        value = tl.where(token < width, old, value)
+    goal = full + (row * (width + num_tokens) + token) * num_channels + channel
+    tl.store(goal, value, mask=is_inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -272,6 +303,20 @@ def copy_windows(
         HAS_OWNERS=owners is not None, HAS_TO=to is not None,
         CHANNELS=_CHANNELS, WIDTH=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
+
+
+def join_window(window: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Do what the twin does, in one launch."""
+    rows, num_channels, num_tokens = new.shape
+    width = window.shape[-1]
+    full = new.new_empty(rows, width + num_tokens, num_channels).mT
+    tiles = triton.cdiv(width + num_tokens, _INPUT_TOKENS)
+    _inputs_kernel[(rows, tiles, triton.cdiv(num_channels, _INPUT_CHANNELS))](
+        window, new, full, num_channels, width, num_tokens,
+        *window.stride(), new.stride(0), new.stride(2),
+        TOKENS=_INPUT_TOKENS, CHANNELS=_INPUT_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return full
 
 
 def copy_rows(

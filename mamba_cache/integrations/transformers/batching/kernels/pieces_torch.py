@@ -1,4 +1,4 @@
-"""PyTorch twins: rows of a batch, their pieces, windows before their ends, and their order."""
+"""PyTorch twins: rows of a batch, their pieces, windows of convolutions, and their order."""
 
 # As many arguments as the kernel has tensors.
 # ruff: noqa: PLR0917
@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["copy_rows", "copy_windows", "join_pieces", "sort_by_row", "take_piece"]
+__all__ = [
+    "copy_rows",
+    "copy_windows",
+    "join_pieces",
+    "join_window",
+    "sort_by_row",
+    "take_piece",
+]
 
 
 def take_piece(
@@ -92,6 +99,23 @@ def copy_windows(
     at = ends[rows][:, None, None] + torch.arange(width, device=full.device)
     found = full[rows].gather(-1, at.expand(-1, full.shape[1], -1))
     windows[: len(found) if to is None else None][slice(None) if to is None else to] = found
+
+
+def join_window(window: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Put the last inputs of a convolution before new ones.
+
+    Args:
+        window: [rows, channels, width] floats.
+        new: [rows, channels, tokens] of the same dtype; the channels of a token lie together.
+
+    Returns:
+        [rows, channels, width + tokens], laid out as ``new``.
+    """
+    width, (rows, channels, tokens) = window.shape[-1], new.shape
+    full: torch.Tensor = new.new_empty(rows, width + tokens, channels).mT
+    full[..., :width].copy_(window)
+    full[..., width:].copy_(new)
+    return full
 
 
 def copy_rows(
