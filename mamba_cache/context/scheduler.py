@@ -342,10 +342,10 @@ class Scheduler(Generic[_Request]):
         States before ``start`` cannot be saved any more, and what the request was told before is
         not repeated. It may be among those that are queued.
         """
-        own, block = request.prepared.hashes.digests, start // self._block_size
+        own, block = request.prepared.chain.digests, start // self._block_size
         found = set()
         for other in self._queued().values() if block < len(own) else ():
-            its = other.prepared.hashes.digests
+            its = other.prepared.chain.digests
             # Most share no block behind the start with it; one look tells that.
             if other is not request and block < len(its) and its[block] == own[block]:
                 found.add(common_blocks(other, request) * self._block_size)
@@ -412,6 +412,6 @@ def common_blocks(request: QueuedRequest, other: QueuedRequest) -> int:
     Each digest names the whole prefix up to its block's end, so where one differs, all later ones
     do: a binary search finds the first.
     """
-    own, its = request.prepared.hashes.digests, other.prepared.hashes.digests
+    own, its = request.prepared.chain.digests, other.prepared.hashes.digests
     limit = min(request.reusable_blocks, len(its))
     return bisect_left(range(limit), True, key=lambda block: own[block] != its[block])
