@@ -245,7 +245,7 @@ def test_bad_hashers_and_digests_are_refused():
             BlockHashes(digests)
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1, 5, 7])
+@pytest.mark.parametrize("num_blocks", [None, 0, 1, 5, 7])
 @pytest.mark.parametrize("num_appended", [0, 1, 4])
 def test_a_chain_is_copied_up_to_a_block(tokens, num_blocks, num_appended):
     """And goes on from there, with the keys of the blocks that are hashed anew."""
@@ -254,9 +254,10 @@ def test_a_chain_is_copied_up_to_a_block(tokens, num_blocks, num_appended):
     chain.append(tokens[: 28 + num_appended])
     before = chain.hashes
     copied = chain.copy(num_blocks)
-    assert (copied.num_tokens, copied.hashes) == (4 * num_blocks, before[:num_blocks])
-    other = [*tokens[: 4 * num_blocks], *(token ^ 1 for token in tokens[4 * num_blocks : 37])]
-    copied.append(other[4 * num_blocks :])
+    end = chain.num_tokens if num_blocks is None else 4 * num_blocks
+    assert (copied.num_tokens, copied.hashes) == (end, before[:num_blocks])
+    other = [*tokens[:end], *(token ^ 1 for token in tokens[end:37])]
+    copied.append(other[end:])
     options = {"multimodal_keys": keys, "cache_salt": "salt"}
     assert copied.hashes == compute_block_hashes(other, 4, **options)
     assert chain.hashes == before

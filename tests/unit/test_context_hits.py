@@ -129,16 +129,16 @@ def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
 
 
 def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
-    is_asked = {}
+    told = {}
 
     class Recorder(AdaptiveSlotPolicy):
         def admit(self, proposals, *others):
-            is_asked.update({each.num_blocks: each.is_asked for each in proposals})
+            told.update({each.num_blocks: (each.kind, each.is_asked) for each in proposals})
             return super().admit(proposals, *others)
 
     context = make_context(slot_policy=Recorder())
     generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])
-    assert is_asked == {3: False, 4: False, 5: True, 6: False}
+    assert told == {n: ("end", n == 5) for n in (3, 4, 5, 6)}
 
 
 def test_a_hit_keeps_its_state_where_the_policy_goes_by_hits():

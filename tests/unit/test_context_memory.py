@@ -1,5 +1,6 @@
 """The memory of a context: how it is sized, what slots and an embedder read, where it lies."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,10 @@ def test_budgets_become_blocks_and_slots():
         ({"num_kv_blocks": None, "max_slots": None, "cache_gb": 1e6}, "cache_gb=1000000.0"),
         ({"max_requests": 10**8, "max_sequence_length": 2**20}, "max_requests=100000000 and"),
         ({"max_requests": 10**8, "max_sequence_length": 8}, "max_requests=100000000"),
+        (
+            {"max_requests": 5000, "max_sequence_length": 2**20, "block_size_tokens": 2**20},
+            "max_requests=5000 and",
+        ),
         ({"max_tokens": 2**31 - 1}, "max_tokens=2147483647 and"),
         ({"host_cache_gb": 1e6}, "host_cache_gb=1000000.0"),
         ({"num_host_blocks": 2**31 - 1, "num_host_states": 2}, "num_host_blocks=2147483647 and"),
@@ -204,7 +209,7 @@ def test_parts_of_a_context_are_refused_likewise(monkeypatch, make):
 
 
 @pytest.mark.parametrize("kv_spec", [None, KVCacheSpec(0, 1, 4, torch.float64)])
-def test_without_keys_and_values_blocks_are_counted(kv_spec):
+def test_without_keys_and_values_blocks_are_counted(kv_spec, monkeypatch):
     """Of an embedder's own, or of a model without attention."""
     with pytest.raises(errors.InvalidArgumentError, match="num_kv_blocks"):
         DynamicInferenceContext(CacheConfig(kv_cache_gb=1.0, max_slots=1), STATES, kv_spec)
@@ -212,6 +217,9 @@ def test_without_keys_and_values_blocks_are_counted(kv_spec):
     context = DynamicInferenceContext(config, STATES, kv_spec)
     assert (context.kv_cache is None) is (kv_spec is None)
     assert (context.kv_block_allocator.pool_size, context.slot_allocator.max_slots) == (4, 0)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**20))
+    with pytest.raises(errors.BudgetError, match="num_kv_blocks=2147483646 and"):
+        DynamicInferenceContext(replace(config, num_kv_blocks=2**31 - 2), STATES, kv_spec)
 
 
 def test_states_may_be_of_other_tensors_but_of_kinds_that_can_be_told_apart():

@@ -94,4 +94,7 @@ def test_counters_of_several_requests_add_up():
         add(context, name, PROMPT)
         context.begin_step()
         context.abort_step()
-    assert context.stats().aborted_steps == 2
+    for name in ("c", "d"):
+        add(context, name, PROMPT)
+        context.preempt(name)
+    assert (context.stats().aborted_steps, context.stats().preemptions) == (2, 2)

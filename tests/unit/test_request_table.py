@@ -50,6 +50,15 @@ def test_a_row_that_no_request_has_holds_no_blocks(rows):
         rows.check_rows([])
 
 
+def test_an_event_lies_in_a_block_that_its_row_holds(rows, kv_blocks):
+    row = rows.take([], BLOCK, "a")
+    rows.decoding_rows.add(row)
+    rows.next_events[row] = 2 * BLOCK - 1
+    rows.place_shifts[row] = (kv_blocks.dummy_block_id - 1) * BLOCK
+    with pytest.raises(InvariantError, match="events of rows"):
+        rows.check_rows([row])
+
+
 def open_blocks(rows, its_rows, end):
     group = SimpleNamespace(rows=np.array(its_rows), ids="abc"[: len(its_rows)])
     places = np.arange(len(its_rows))

@@ -257,6 +257,13 @@ def test_the_coarsest_dtype_decides_what_may_differ(dtype):
     assert difference.relative == pytest.approx(1.1 * bound)
 
 
+def test_a_difference_names_its_tensor_and_layer():
+    kv = [torch.ones(8, 2)] * 4
+    wrong = PrefixContent({}, [*kv[:2], 2 * kv[2], kv[3]])
+    differences = compare_prefixes(wrong, PrefixContent({}, kv), block_size_tokens=8)
+    assert [(each.name, each.layer) for each in differences] == [("keys", 1)]
+
+
 def test_contexts_without_kv_compare_states_alone():
     config = make_config(verify_hits=1.0)
     context = DynamicInferenceContext(config, MODEL.config.state_spec(torch.float64))
