@@ -108,7 +108,7 @@ class CallGuard:
         self.is_changing = False
         if renews:
             self.poison = ""
-        if listeners is not None:
+        if listeners is not None and listeners.waiting:
             listeners.tell()
 
     def _concurrent_use(self, name: str, where: str) -> ConcurrentUseError:

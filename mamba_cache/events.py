@@ -100,7 +100,7 @@ class Listeners:
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Listener]] = {kind: [] for kind in _KINDS}
-        self._waiting: deque[Event] = deque()
+        self.waiting: deque[Event] = deque()  # events to deliver, the oldest first
         self.is_held = False  # whether events wait
 
     def add(self, listener: Listener, *kinds: type) -> None:
@@ -135,7 +135,7 @@ class Listeners:
     def put(self, event: Event) -> None:
         """Queue an event for ``tell``."""
         if self._listeners[type(event)]:
-            self._waiting.append(event)
+            self.waiting.append(event)
 
     def tell(self) -> None:
         """Deliver the queued events, unless they are held.
@@ -144,8 +144,8 @@ class Listeners:
             BaseException: The first error of a listener, after all were called.
         """
         failure: BaseException | None = None
-        while self._waiting and not self.is_held:
-            event = self._waiting.popleft()
+        while self.waiting and not self.is_held:
+            event = self.waiting.popleft()
             for listener in list(self._listeners[type(event)]):
                 try:
                     listener(event)

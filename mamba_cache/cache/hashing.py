@@ -207,13 +207,14 @@ def hash_ids_of(digests: Sequence[bytes]) -> npt.NDArray[np.int64]:
 
 def hash_id_of(digest: bytes) -> int:
     """Return the hash id that is cut from a digest."""
-    return int.from_bytes(digest[:8], "little") & _ID_MASK or 1
+    return list_hash_ids((digest,))[0]
 
 
 def list_hash_ids(digests: Sequence[bytes]) -> list[int]:
     """Return the hash id of each of few or many digests."""
-    few = len(digests) <= _FEW
-    ids: list[int] = [*map(hash_id_of, digests)] if few else hash_ids_of(digests).tolist()
+    if len(digests) <= _FEW:
+        return [int.from_bytes(each[:8], "little") & _ID_MASK or 1 for each in digests]
+    ids: list[int] = hash_ids_of(digests).tolist()
     return ids
 
 
