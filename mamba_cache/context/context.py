@@ -234,6 +234,7 @@ class DynamicInferenceContext:
         self.step_buffers = StepBuffers(self.request_table, config, self.device)
         self._set_slot_fields()
         self._guard = CallGuard(self)
+        self._ending = self._guard.ending(self.listeners)
         self._tiering: Tiering | NoTiers = NoTiers()
         if shared is None:
             self.kv_block_allocator.join(self._guard)
@@ -836,7 +837,7 @@ class DynamicInferenceContext:
         if saves and (boundaries := self.step_buffers.entries("boundaries")):
             self._live_to_slots.copy_own(*boundaries)
         sent = send_to_host(sampled) if isinstance(sampled, DeviceTokens) else None
-        with self._guard.ending(self.listeners):
+        with self._ending:
             self._step = None
             requests, rows, count = step._requests, work.group.rows, len(work.group.ids)
             if prefills:
@@ -1077,7 +1078,7 @@ class DynamicInferenceContext:
             planned = {new: planned[old] for new, old in enumerate(places) if old in planned}
             count = int(np.count_nonzero(kept < count))
         self._preparer.read_tokens(tokens[np.arange(tokens.shape[1]) < counts[:, None]])
-        with self._guard.ending(self.listeners):
+        with self._ending:
             table.num_in_doubt[rows[:count]] = 0
             self._take(requests, count, rows, tokens, counts, planned=planned)
             self._counters["computed_tokens"] += int(lengths[:count].sum())
@@ -1101,7 +1102,7 @@ class DynamicInferenceContext:
             StepOrderError: No step is in flight.
         """
         step = self._require_step()
-        with self._guard.ending(self.listeners):
+        with self._ending:
             self._abort(step)
         return step.request_ids
 
@@ -1248,7 +1249,7 @@ class DynamicInferenceContext:
         self._require_none()
         holding = [status for status in RequestStatus if status is not RequestStatus.PREEMPTED]
         active = self.request_table.find(request_id, *holding)
-        with self._guard.ending(self.listeners):
+        with self._ending:
             self._release(active)
             self._counters["preemptions"] += 1
 
@@ -1268,7 +1269,7 @@ class DynamicInferenceContext:
         """
         self._require_none()
         active = self.request_table.find(request_id)
-        with self._guard.ending(self.listeners):
+        with self._ending:
             self._end(active)
         return active.generated.tolist()
 

@@ -20,7 +20,7 @@ from injectors import strike
 from kv_rig import cache, prefix
 from slot_rig import LastUsedPolicy, save
 
-from mamba_cache._guard import CallGuard, guarded, outside, query
+from mamba_cache._guard import CallGuard, _Ending, guarded, outside, query
 from mamba_cache.cache import KVBlockAllocator, Rows, SlotPool
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.errors import (
@@ -424,6 +424,18 @@ def test_an_interrupt_just_when_the_lock_is_acquired_leaves_it_free():
     thread.start()
     thread.join()
     assert answers == [[]]
+
+
+def test_an_interrupt_where_the_exit_of_an_ending_begins_leaves_no_events_held():
+    blocks, told = KVBlockAllocator(16), []
+    blocks.listeners.add(told.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Ending, "__exit__", lambda *_: raise_(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            blocks.reset()
+    assert not told
+    blocks.reset()
+    assert [event.is_reset for event in told] == [True, True]
 
 
 def test_an_interrupt_between_two_lines_leaves_nothing_locked():
