@@ -248,11 +248,12 @@ class SlotPool:
             if policy is not None:
                 policy.withdraw()
             raise
-        self.skipped_checkpoints_total += len(new) - len(kept)
-        slots = dict(zip(kept, taken, strict=True))
+        without_room = len(new) - len(kept)
+        self.skipped_checkpoints_total += without_room
         self.reserved.update(zip(taken, kept, strict=True))
         if policy is not None:
-            policy.on_reserved([slots.get(block_id) for block_id in new])
+            policy.on_reserved([*taken, *[None] * without_room])
+        slots = dict(zip(kept, taken, strict=True))
         return [slots.pop(block_id, None) for block_id in block_ids]
 
     def _admit(

@@ -255,7 +255,9 @@ class RequestTable:
             wanted = ((group.ids[place], end) for place, _, end in lacking)
             blocks = self._allocate(len(lacking), wanted)
             for (_, row, _), block in zip(lacking, blocks, strict=True):
-                self._append(row, self.num_blocks.item(row), [block])
+                self.block_tables[row, self.num_blocks[row]] = block
+                self.num_blocks[row] += 1
+                self._stamp_rows(row)
         saving, crossing = [], []
         for place, row, end in events:
             event, computed = self.next_events.item(row), self.num_computed.item(row)

@@ -25,6 +25,7 @@ _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _ALIGNMENT_BYTES = 64
 _PINNED_BUFFERS = 4
+_FEW = 8  # up to so many rows, a loop over them costs less than looking them up together
 _Fields: TypeAlias = dict[str, tuple[int, tuple[int, ...], torch.dtype]]
 """Where each tensor begins in the one buffer, in bytes, its shape and its dtype."""
 
@@ -284,9 +285,12 @@ class StepBuffers:
         count, tables = len(rows), host.arrays["block_tables"]
         stamps = self._table.table_stamps[rows]
         changed = (host.table_stamps[:count] != stamps).nonzero()[0]
-        if len(changed):
-            tables[changed] = self._table.block_tables.take(rows[changed], axis=0)
-            host.table_stamps[:count] = stamps
+        if len(changed) > _FEW:
+            tables[changed] = self._table.block_tables[rows[changed]]
+        else:
+            for place in changed.tolist():
+                tables[place] = self._table.block_tables[rows.item(place)]
+        host.table_stamps[:count] = stamps
         host.stamp = self._table.stamp
 
     def _fill_chunks(

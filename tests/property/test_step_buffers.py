@@ -2,7 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock, call, patch
 
 import numpy as np
 import pytest
@@ -271,7 +271,8 @@ class Sent(step_buffers._HostSide):
     st.integers(0, 2**32 - 1),
     st.data(),
 )
-def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed, data):
+@pytest.mark.parametrize("few", [0, 8])
+def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(few, steps, seed, data):
     """What one of them was told is not asked of another, with the group of decodes before, too."""
     rng = np.random.default_rng(seed)
     tables = rng.integers(0, 1000, (MAX_REQUESTS, MAX_BLOCKS), dtype=np.int32)
@@ -288,7 +289,8 @@ def test_steps_leave_nothing_behind_in_host_buffers_that_take_turns(steps, seed,
         for host in hosts:
             host.copied.reset_mock()
         buffers.tensors["block_tables"].fill_(-7)
-        metadata = fill(buffers, table, drawn, group)
+        with patch.object(step_buffers, "_FEW", few):
+            metadata = fill(buffers, table, drawn, group)
         assert_equals_loops(metadata, drawn, tables)
         # Of the block tables, which come last, only the rows in use are sent.
         assert (metadata.block_tables[metadata.num_requests :] == -7).all()
