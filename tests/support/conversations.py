@@ -302,8 +302,6 @@ class Conversation:
         else:
             call.rows = [self._prompt_of(user)]
         self._choose_options(call)
-        if self._is_clamping and call.is_padded:  # a row of one token cannot be with others
-            call.rows = [row if len(row) > 1 else row + self._text(1) for row in call.rows]
         return call, users
 
     def _choose_options(self, call: Call) -> None:

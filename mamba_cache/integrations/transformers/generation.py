@@ -6,14 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mamba_cache.errors import InvalidArgumentError, ModelChangedError
+from mamba_cache.errors import ModelChangedError
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, BatchRequest
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.fingerprint import BypassReason
@@ -75,7 +74,6 @@ class Generation:
     _batcher: Batcher | None = None
     _follows_rows: bool = False  # each row goes on with its own tokens, as prompts are computed
     _is_batched: bool = False  # the forwards are steps of a batch
-    _is_stacked: bool = False  # rows are stacked in one cache: several, or one that is padded
     _rows: list[_Row] = field(default_factory=list)
     _ends: set[int] = field(default_factory=set)  # columns of rows' block ends, modulo a block
     _records: dict[bytes, SequenceRecord] = field(default_factory=dict)
@@ -198,10 +196,8 @@ class Generation:
             return forward(**kwargs)
         if (output := self._compute_batch(forward, prompts)) is not None:
             return output
-        self._is_stacked = len(prompts) > 1 or prompts[0].padding > 0
         with self._within(forward):
-            rest = partial(self._compute_rest, forward, kwargs, prompts)
-            return self._compute_prompts(rest, prompts)
+            return self._compute_prompts(forward, kwargs, prompts)
 
     def _within(self, forward: Callable[..., Any]) -> AbstractContextManager[None]:
         """Compute with ``forward`` alone in a ``with`` block, which the model's call is in.
@@ -311,77 +307,63 @@ class Generation:
         assert self._ids is not None
         self._batcher.take_rows(self._ids[:, -1].tolist())
 
-    def _compute_rest(
-        self,
-        forward: Callable[..., Any],
-        kwargs: dict[str, Any],
-        prompts: Sequence[Prompt],
-        start: int,
-    ) -> Any:
-        """Compute the columns from ``start`` on; those before it are in the cache."""
-        kwargs = {**kwargs, "input_ids": kwargs["input_ids"][:, start:]}
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = kwargs["position_ids"][..., start:]
-        # Without padding, or without attention, the mask says nothing about the tokens left.
-        has_attention = self.store.layout.has_attention
-        if not (has_attention and any(prompt.padding for prompt in prompts)):
-            kwargs.pop("attention_mask", None)
-        return forward(**kwargs)
-
     def _compute_prompts(
-        self, compute_rest: Callable[[int], Any], prompts: Sequence[Prompt]
+        self, forward: Callable[..., Any], kwargs: dict[str, Any], prompts: Sequence[Prompt]
     ) -> Any:
-        """Compute the prompts; ``generate``'s own forward, ``compute_rest``, computes the end.
+        """Compute each prompt by itself, its end by ``generate``'s own forward.
 
-        Of one prompt that is its last segment, of a batch the last tokens of all rows.
+        Several rows, or one that is padded, are stacked in the call's cache then.
         """
         layout, named = self.store.layout, self._checkpoints_of(prompts)
-        left = self._tokens_left(prompts) if self._is_stacked else 0
+        is_stacked = len(prompts) > 1 or prompts[0].padding > 0
         memories: dict[bytes, SequenceMemory] = {}
-        for prompt in prompts:
+        logits: dict[bytes, torch.Tensor] = {}
+        for row, prompt in enumerate(prompts):
             if prompt.key in self._records:
                 continue
-            cache = self.runner.new_cache() if self._is_stacked else self.cache
+            cache = self.runner.new_cache() if is_stacked else self.cache
             self._records[prompt.key], output = self.prefiller.compute(
                 prompt.tokens,
                 cache,
-                left=left,
-                min_computed=max(left, 1),
-                last_forward=None if self._is_stacked else compute_rest,
+                last_forward=self._rest_of(forward, kwargs, row, prompt.padding, cache),
                 checkpoint_positions=named[prompt.key],
                 **self.fields,
             )
-            if self._is_stacked:
-                end = len(prompt.tokens) - left
-                memories[prompt.key] = (
-                    read_layers(cache, layout.layers, end) if end else layout.initial
-                )
+            if is_stacked:
+                memories[prompt.key] = read_layers(cache, layout.layers, len(prompt.tokens))
+                logits[prompt.key] = output.logits[:, -1:]
         self._rows = [_Row(each, self._records[each.key]) for each in prompts]
         self._ends = {each.padding % layout.block_size_tokens for each in prompts}
-        if not self._is_stacked:
-            return output
-        num_columns = prompts[0].padding + len(prompts[0].tokens)
-        batch = stack_memories([memories[each.key] for each in prompts], num_columns - left)
-        if batch.num_tokens:
+        if is_stacked:
+            num_columns = prompts[0].padding + len(prompts[0].tokens)
+            batch = stack_memories([memories[each.key] for each in prompts], num_columns)
             self.prefiller.filler.fill(self.cache, batch)
-        memories.clear()
-        del cache
-        output = compute_rest(batch.num_tokens)
-        self.runner.fingerprint.confirm()
-        self.store.counters["computed_tokens"] += left * len(prompts)
+            output.logits = torch.cat([logits[each.key] for each in prompts])
+            for name in [name for name, value in output.items() if value is cache]:
+                output[name] = self.cache
         return output
 
-    def _tokens_left(self, prompts: Sequence[Prompt]) -> int:
-        """Return how many tokens of each row the forward of the batch computes."""
-        lengths, left = {len(prompt.tokens) for prompt in prompts}, self.prefiller.min_tokens
-        if lengths == {1}:
-            return 1
-        if min(lengths) < left:
-            raise InvalidArgumentError(
-                "a prompt of one token cannot be in a batch with longer ones: this model computes "
-                "single tokens otherwise than prefills. Call generate with it alone"
-            )
-        return left
+    def _rest_of(
+        self,
+        forward: Callable[..., Any],
+        kwargs: dict[str, Any],
+        row: int,
+        padding: int,
+        cache: Any,
+    ) -> Callable[[int], Any]:
+        """Return what computes a row's tokens from one on; those before it are in its cache."""
+        # The mask says nothing about a row without its padding.
+        others = {name: x for name, x in kwargs.items() if name != "attention_mask"}
+        by_token = [name for name in ("input_ids", "position_ids") if others.get(name) is not None]
+
+        def compute(start: int) -> Any:
+            own: dict[str, Any] = {self.runner.cache_name: cache}
+            for name in by_token:  # [..., rows, columns], or one row for all
+                values = others[name]
+                own[name] = values[..., row % values.shape[-2], None, padding + start :]
+            return forward(**{**others, **own})
+
+        return compute
 
     def _checkpoints_of(self, prompts: Sequence[Prompt]) -> dict[bytes, set[int]]:
         """Return what was named, by prompt; ``generate`` repeats a row for each of its answers."""
@@ -403,12 +385,10 @@ class Generation:
         self._are_published = True
         memory = self._memory()
         for index, row in enumerate(self._rows):
-            # Of a batch the last token is computed for all rows together, as decoded tokens are.
-            num_decoded = int(self._is_stacked and not self.keeps_decoded)
             own = memory.row(index, row.prompt.padding)
             if row.kept is not None:
                 own = replace(row.kept, tokens=own.tokens)
-            row.record.publish(own, len(row.prompt.tokens) - num_decoded)
+            row.record.publish(own, len(row.prompt.tokens))
 
     def _keep_boundaries(self) -> None:
         """Copy the states of rows that have just completed a block.

@@ -346,7 +346,6 @@ class PrefixLayout:
         self.block_tensors = StateSpec.of(*kinds).tensors if kinds else ()
         self.bytes_per_block = sum(one.num_layers * one.layer_bytes for one in self.block_tensors)
         self.device = sample.states[0].device
-        self.has_attention = any(parts.has_tokens or parts.window for parts in layers)
         self.initial = SequenceMemory(  # what a cache holds before the first token: one row
             0,
             [torch.zeros_like(state) for state in sample.states],

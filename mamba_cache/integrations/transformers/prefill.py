@@ -48,24 +48,22 @@ class Prefiller:
         tokens: npt.NDArray[np.int32],
         cache: Any,
         *,
-        left: int = 0,
-        min_computed: int = 0,
         last_forward: Callable[[int], Any] | None = None,
         **fields: Any,
     ) -> tuple[SequenceRecord, Any]:
         """Restore the longest cached prefix of a prompt into a fresh cache, and compute the rest.
 
-        The last tokens, as many as are ``left``, are neither restored nor computed; at least
-        ``min_computed``, those included, are not restored. ``last_forward`` computes the last
-        segment, given its first position, in the place of the model; the caller publishes what that
-        completes. A prompt whose forward runs out of memory begins again in smaller segments.
+        ``last_forward`` computes the last segment, given its first position, in the place of the
+        model; the caller publishes what that completes. Without it all may be restored. A prompt
+        whose forward runs out of memory begins again in smaller segments.
 
         Return the prompt's record, to be closed, and what ``last_forward`` returned.
         """
-        end, is_retry = len(tokens) - left, False
+        is_retry = False
+        min_computed = 0 if last_forward is None and self.min_tokens == 1 else self.min_tokens
         while True:
-            record = self._restore(tokens, end, min_computed, cache, fields)
-            segments = self._plan(record.positions, record.match.skip_tokens, end)
+            record = self._restore(tokens, min_computed, cache, fields)
+            segments = self._plan(record.positions, record.match.skip_tokens, len(tokens))
             if not is_retry:
                 self._announce(record, min_computed)
             try:
@@ -81,7 +79,6 @@ class Prefiller:
     def _restore(
         self,
         tokens: npt.NDArray[np.int32],
-        end: int,
         min_computed: int,
         cache: Any,
         fields: dict[str, Any],
@@ -89,15 +86,12 @@ class Prefiller:
         """Restore what is cached, and decide after which of the other tokens states are saved."""
         key, size = self._runner.fingerprint.key, self._store.layout.block_size_tokens
         record = self._store.open(tokens, key, min_computed=min_computed, **fields)
-        if 0 < end - record.match.skip_tokens < self.min_tokens and record.match.skip_tokens:
-            record.close()
-            min_computed = len(tokens) - end + self.min_tokens
-            record = self._store.open(tokens, key, min_computed=min_computed, **fields)
         if (restored := record.load()) is not None:
             self.filler.fill(cache, restored)
         positions = self._store.index.positions(record.sequence)
-        if self.min_tokens > 1 and end - 1 in positions:  # it would leave a single token
-            positions = positions - {end - 1} | {end - 1 - size}
+        last = len(tokens) - 1
+        if self.min_tokens > 1 and last in positions:  # it would leave a single token
+            positions = positions - {last} | {last - size}
         record.positions = {p for p in positions if p > record.match.skip_tokens}
         return record
 
