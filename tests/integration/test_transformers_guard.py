@@ -1,12 +1,17 @@
 """Contract 17 for a ``PrefixCache``: it resets itself only after a change that broke off."""
 
+import sys
+from contextlib import contextmanager, suppress
+
 import pytest
+import torch
 from batch_rig import answer, tokens
 from injectors import strike
 from transformers_rig import BLOCK
 
 from mamba_cache.errors import ConcurrentUseError, PoisonedError
 from mamba_cache.events import Stored
+from mamba_cache.integrations.transformers import replacement
 
 FOREIGN = [OSError, KeyboardInterrupt]
 both_ways = pytest.mark.parametrize("is_batch", [False, True], ids=["generate", "batch"])
@@ -67,6 +72,48 @@ def test_a_callback_that_raises_keeps_the_cache_and_its_pins(
         answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch, **options)
     assert cache.pins == (pin,)
     check_kept(cache, prompt, nemotron, is_batch=is_batch)
+
+
+@contextmanager
+def interrupted(moment):
+    """An interrupt where Python looks for signals, in what replaces functions; yields the moments.
+
+    These are the beginnings of functions, and the ends of calls of C.
+    """
+    moments = []
+
+    def look(frame, event, _):
+        if frame.f_code.co_filename == replacement.__file__ and event in {"call", "c_return"}:
+            moments.append(frame.f_lineno)
+            if len(moments) == moment:
+                raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        yield moments
+    finally:
+        sys.setprofile(None)
+
+
+@both_ways
+def test_after_an_interrupt_while_functions_are_replaced_the_model_is_as_before(
+    nemotron, warm, generator, is_batch
+):
+    """The call that is interrupted, or the next one, puts everything back."""
+    cache, prompt = warm
+    scans = [(owner, name, getattr(owner, name)) for owner, name in cache._capture._scans]
+    answer(cache, prompt, is_batch=is_batch)
+    with interrupted(0) as moments:
+        answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
+    count = len(moments)
+    for moment in torch.randint(1, count + 1, (40,), generator=generator).tolist():
+        with suppress(KeyboardInterrupt), interrupted(moment):
+            answer(cache, tokens(generator, 2 * BLOCK), is_batch=is_batch)
+        longer = [*prompt, *tokens(generator, 3)]
+        assert answer(cache, longer, is_batch=is_batch) == nemotron.answer(longer, 3)
+        assert "forward" not in vars(nemotron.model)
+        assert all(getattr(owner, name) is function for owner, name, function in scans)
+        assert not replacement._now
 
 
 @both_ways

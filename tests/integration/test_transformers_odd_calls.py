@@ -385,7 +385,7 @@ def test_what_another_cache_replaces_meanwhile_is_no_setting(nemotron, generator
         def hear(*_):
             while replacements:
                 replace, *what = replacements.pop()
-                other_thread.enter_context(replace(*what))
+                other_thread.enter_context(replace(cache.stats, *what))
 
         assert answers(batch(cache, [prompt], streamer=hear)) == [nemotron.answer(prompt, 6)]
         assert not replacements

@@ -206,7 +206,7 @@ class StateCapture:
         with ExitStack() as undo:
             self._tap(undo, cache, run)
             for owner, name in self._scans:
-                undo.enter_context(intercepted(owner, name, run.compute))
+                undo.enter_context(intercepted(self, owner, name, run.compute))
             yield
 
     def _tap(self, undo: ExitStack, cache: Any, run: ScanRun) -> None:

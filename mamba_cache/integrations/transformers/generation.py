@@ -96,12 +96,12 @@ class Generation:
         return self
 
     def _arm(self) -> None:
-        model = self.runner.model
+        model, store = self.runner.model, self.store
         self._undo = ExitStack()
-        self._undo.enter_context(intercepted(model, "forward", self.forward))
+        self._undo.enter_context(intercepted(store, model, "forward", self.forward))
         if self.runner.is_compiled:
             # Prompts have any length, and each new one would be compiled for itself.
-            self._undo.enter_context(replaced(model, "_compiled_call_impl", lambda _: None))
+            self._undo.enter_context(replaced(store, model, "_compiled_call_impl", lambda _: None))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Disarm it, and let go of the prompts; of a call that raised the guard does that."""
@@ -204,7 +204,7 @@ class Generation:
 
         The hooks of that call have seen the prompt already, and will see what it returns.
         """
-        return replaced(self.runner, "call", lambda _: forward)
+        return replaced(self.store, self.runner, "call", lambda _: forward)
 
     def _compute_batch(self, forward: Callable[..., Any], prompts: Sequence[Prompt]) -> Any:
         """Compute the prompts as a batch; None if that is not quicker or takes too much memory."""

@@ -80,6 +80,7 @@ from mamba_cache.integrations.transformers.prompts import (
     read_prompt,
     read_prompts,
 )
+from mamba_cache.integrations.transformers.replacement import put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.integrations.transformers.store import PrefixStore
 from mamba_cache.integrations.transformers.tiers import PrefixTiers
@@ -860,6 +861,7 @@ class PrefixCache:
 
     def _release(self) -> None:
         self._is_closed = True
+        self._remove_hooks()
         tiers, self._store.tiers = self._store.tiers, None
         if tiers is not None:
             tiers.close()
@@ -888,6 +890,7 @@ class PrefixCache:
 
     def _make_new(self, *, keeps_graphs: bool = False) -> None:
         with self._guard.ending(renews=True):
+            self._remove_hooks()
             if self._batcher is not None:  # its requests hold what is the store's
                 self._batcher.reset(keeps_graphs=keeps_graphs)
             self._store.reset()
@@ -899,11 +902,17 @@ class PrefixCache:
 
     def _take_back(self) -> None:
         """Give back what a call that raised held."""
+        self._remove_hooks()
         if self._guard.poison:
             return  # the next call makes everything new
         if self._batcher is not None:
             self._batcher.drop()
         self._store.let_go()
+
+    def _remove_hooks(self) -> None:
+        """Take from the model what a call that raised has put there."""
+        put_back(self._store)
+        put_back(self._capture)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled.

@@ -9,7 +9,7 @@ from functools import partial, wraps
 from threading import RLock, get_ident
 from typing import Any
 
-__all__ = ["ABSENT", "intercepted", "original", "replaced"]
+__all__ = ["ABSENT", "intercepted", "original", "put_back", "replaced"]
 
 _StandIn = Callable[..., Any]
 
@@ -26,65 +26,72 @@ class _Replacement:
     original: Any
     is_own: bool  # it was an attribute of the object itself, not of its class
     substitute: Any
-    # In which threads it is replaced, and by what, the latest last.
-    users: list[tuple[int, _StandIn | None]] = field(default_factory=list)
+    # By identity who replaced it, in which thread, and by what, the latest last.
+    users: dict[int, tuple[object, int, _StandIn | None]] = field(default_factory=dict)
 
 
 _now: dict[tuple[int, str], _Replacement] = {}
-"""All that is replaced now, in whatever thread."""
+"""All that is replaced now, in whatever thread. An entry is there for longer than its substitute,
+so that ``put_back`` finds what a call left behind that an interrupt broke off."""
 
 _lock = RLock()
 
 
 @contextmanager
 def replaced(
-    owner: Any, name: str, replace: Callable[[Any], Any], stand_in: _StandIn | None = None
+    user: object,
+    owner: Any,
+    name: str,
+    replace: Callable[[Any], Any],
+    stand_in: _StandIn | None = None,
 ) -> Iterator[None]:
     """Replace ``owner.name`` by what ``replace`` makes of it while the body runs.
 
     Other threads may do the same to the same attribute meanwhile: the first one replaces it, and
-    the last one puts it back. So the substitute must do for all of them.
+    the last one puts it back. So the substitute must do for all of them. ``user`` is who replaces
+    it, once at a time.
     """
-    key, user = (id(owner), name), (get_ident(), stand_in)
-    with _lock:
-        now = _now.get(key)
-        if now is None:
-            before, is_own = getattr(owner, name), name in vars(owner)
-            now = _now[key] = _Replacement(owner, name, before, is_own, replace(before))
-        now.users.append(user)
-        if getattr(owner, name) is not now.substitute:
-            setattr(owner, name, now.substitute)
     try:
+        with _lock:
+            now = _now.get((id(owner), name))
+            if now is None:
+                before, is_own = getattr(owner, name), name in vars(owner)
+                now = _Replacement(owner, name, before, is_own, replace(before))
+                _now[id(owner), name] = now
+            now.users[id(user)] = user, get_ident(), stand_in
+            if getattr(owner, name) is not now.substitute:
+                setattr(owner, name, now.substitute)
         yield
     finally:
-        with _lock:
-            now.users.remove(user)
-            if not now.users:
-                if now.is_own:
-                    setattr(owner, name, now.original)
-                elif name in vars(owner):
-                    delattr(owner, name)  # uncovers what the class has
-                del _now[key]
+        _release((id(owner), name), user)
 
 
-def intercepted(owner: Any, name: str, stand_in: _StandIn) -> AbstractContextManager[None]:
+def intercepted(
+    user: object, owner: Any, name: str, stand_in: _StandIn
+) -> AbstractContextManager[None]:
     """Have ``stand_in`` take this thread's calls of a function ``owner.name`` in a ``with`` block.
 
     It is given the function, then the arguments. The calls of other threads go to the function.
     """
-    return replaced(owner, name, partial(_dispatching, (id(owner), name)), stand_in)
+    return replaced(user, owner, name, partial(_dispatching, (id(owner), name)), stand_in)
 
 
 def _dispatching(key: tuple[int, str], function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         now, own = _now.get(key), get_ident()
-        for thread, stand_in in reversed([*now.users]) if now else ():
+        for _, thread, stand_in in reversed([*now.users.values()]) if now else ():
             if thread == own and stand_in is not None:
                 return stand_in(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return call
+
+
+def put_back(user: object) -> None:
+    """Undo what calls of ``user`` replaced that were broken off before they could undo it."""
+    for key in list(_now):
+        _release(key, user)
 
 
 def original(namespace: Any, name: str) -> Any:
@@ -98,3 +105,18 @@ def original(namespace: Any, name: str) -> Any:
             if now.name == name and vars(now.owner) is namespace:
                 return now.original if now.is_own else ABSENT
     return namespace[name]
+
+
+def _release(key: tuple[int, str], user: object) -> None:
+    with _lock:
+        now = _now.get(key)
+        if now is None:
+            return
+        now.users.pop(id(user), None)
+        if now.users:
+            return
+        if now.is_own:
+            setattr(now.owner, now.name, now.original)
+        elif now.name in vars(now.owner):
+            delattr(now.owner, now.name)  # uncovers what the class has
+        del _now[key]

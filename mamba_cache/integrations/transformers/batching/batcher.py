@@ -785,6 +785,7 @@ class Batcher:
 
     def drop(self) -> None:
         """End all requests and a step in flight; cached prefixes stay."""
+        self._forwards.put_back()
         self._clear()
         self.context.reset(preserve_prefix_cache=True)
 
@@ -793,6 +794,7 @@ class Batcher:
 
         Graphs may be kept when only values of weights have changed: they read the same memory.
         """
+        self._forwards.put_back()
         self._clear()
         if not keeps_graphs:
             self._graphs.forget()

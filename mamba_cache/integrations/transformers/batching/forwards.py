@@ -30,7 +30,7 @@ from mamba_cache.integrations.transformers.layers import (
     SequenceMemory,
     read_layers,
 )
-from mamba_cache.integrations.transformers.replacement import intercepted
+from mamba_cache.integrations.transformers.replacement import intercepted, put_back
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.states import kernels_for
 
@@ -229,6 +229,11 @@ class BatchForwards:
             return "the model's states are not what functions return: no padding would be neutral"
         return self._graphs.why_eager("prefill")
 
+    def put_back(self) -> None:
+        """Undo the replacements of a forward that did not end."""
+        put_back(self._attention)
+        put_back(self)
+
     def _place(self, step: Step) -> list[_Placed]:
         metadata, first = step.metadata, step.metadata.num_decode_tokens
         live_rows = self._context.step_buffers.host_arrays["state_rows"]
@@ -345,7 +350,7 @@ class BatchForwards:
                 during.enter_context(self._capture.scanning(run, cache))
             if shape.is_ragged and self._head is not None:
                 at_last = partial(_at_last_tokens, last, (rows, size))
-                during.enter_context(intercepted(self._head, "forward", at_last))
+                during.enter_context(intercepted(self, self._head, "forward", at_last))
             needed = 0 if shape.is_ragged else 1
             logits = self._runner.forward_rows(ids, positions, cache, logits_to_keep=needed)
         # A model that does not call its head computes the logits of all tokens.

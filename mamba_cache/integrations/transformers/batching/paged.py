@@ -129,7 +129,7 @@ class PagedAttention:
         self._seen = tables, places, starts, lengths
         with ExitStack() as undo:
             for config in self._configs:
-                undo.enter_context(replaced(config, _FIELD, lambda _: PAGED))
+                undo.enter_context(replaced(self, config, _FIELD, lambda _: PAGED))
             _current.attention = self
             undo.callback(setattr, _current, "attention", None)
             yield
