@@ -86,13 +86,12 @@ def test_another_method_reads_the_options_again(model, monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_the_first_token_is_told_before_anything_is_kept(cache, model, generator, num_tokens):
+def test_a_prompt_is_kept_once_before_its_first_token(cache, model, generator, num_tokens):
     prompt, saved = text(generator, 2 * BLOCK + 3), []
     told = Ear(lambda: saved.append(cache.stats().saved_states))
     options = {"max_new_tokens": num_tokens}
     cached(cache, prompt, streamer=told, **options)
-    assert saved[:2] == [0, 0]
-    assert saved[3:] == [1] * (num_tokens - 2)
+    assert saved == [0, *[1] * num_tokens]  # the prompt, then each token
     assert cache.stats().saved_states == 1
     answer = plain(model, prompt, **options).sequences[0, prompt.shape[1] :].tolist()
     assert told.heard == [prompt[0].tolist(), *([one] for one in answer), "end"]

@@ -72,7 +72,6 @@ class Generation:
     cache: Any = None  # that ``generate`` is to use
     bypass: BypassReason | None = None  # why nothing was looked up or is kept
     _batcher: Batcher | None = None
-    _follows_rows: bool = False  # each row goes on with its own tokens, as prompts are computed
     _is_batched: bool = False  # the forwards are steps of a batch
     _rows: list[_Row] = field(default_factory=list)
     _ends: set[int] = field(default_factory=set)  # columns of rows' block ends, modulo a block
@@ -80,14 +79,13 @@ class Generation:
     _ids: torch.Tensor | None = None
     _columns: list[torch.Tensor] = field(default_factory=list)
     _answers: list[list[int]] = field(default_factory=list)
-    _are_published: bool = False  # the prompts
     _keeps_answers: bool = False
     _undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.cache = self.runner.new_cache()
-        self._follows_rows = self.served.follows_rows and self.prefiller.min_tokens == 1
-        self._keeps_answers = self._follows_rows and self.keeps_decoded
+        is_exact = self.prefiller.min_tokens == 1  # single tokens are computed as prompts are
+        self._keeps_answers = self.served.follows_rows and self.keeps_decoded and is_exact
 
     def __enter__(self) -> Generation:
         """Arm the first forward."""
@@ -115,19 +113,14 @@ class Generation:
 
         Of ``input_ids``, [rows, length] int64, the last token has not gone through the model.
         """
-        is_first, self._ids = self._ids is None, input_ids
-        is_same = len(input_ids) == len(self._rows)  # else they are not these rows
-        self._keeps_answers &= is_same
-        if not self._is_batched:
-            # The first token is not kept waiting, where its rows go on with the same cache.
-            if not (self._are_published or (is_first and is_same and self._follows_rows)):
-                self._publish_prompts()
+        self._ids = input_ids
+        self._keeps_answers &= len(input_ids) == len(self._rows)  # else they are not these rows
+        if self._keeps_answers:
             size, num_columns = self.store.layout.block_size_tokens, input_ids.shape[1] - 1
-            if is_same and (is_first or self._keeps_answers) and num_columns % size in self._ends:
+            if self._columns and num_columns % size in self._ends:
                 self._keep_boundaries()
-            if self._keeps_answers:
-                # A copy: processors and criteria are given these ids, and may write to them.
-                self._columns.append(input_ids[:, -1].clone())
+            # A copy: processors and criteria are given these ids, and may write to them.
+            self._columns.append(input_ids[:, -1].clone())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def publish(self, output: Any) -> None:
@@ -143,15 +136,13 @@ class Generation:
                     "what is cached may come from both models"
                 )
             return
-        if not self._are_published:
-            self._publish_prompts()
         if self._ids is None or not self._keeps_answers:
             return
         # Where the host does not wait for each token, as on MPS, the last one may be taken back.
         kept = (output if torch.is_tensor(output) else output.sequences).shape[1]
         del self._columns[len(self._columns) - (self._ids.shape[1] - kept) :]
         self._ids = self._ids[:, :kept]
-        if len(self._columns) < 2 and not any(row.kept for row in self._rows):
+        if len(self._columns) < 2:
             return  # the last token of an answer has not gone through the model
         fingerprint = self.runner.fingerprint
         if not fingerprint.is_current() or fingerprint.has_new_hooks():
@@ -376,19 +367,6 @@ class Generation:
         """Everything in the cache of the batch now."""
         assert self._ids is not None
         return read_layers(self.cache, self.store.layout.layers, self._ids.shape[1] - 1)
-
-    def _publish_prompts(self) -> None:
-        """Cache what the first forward completed, if that is still to be done."""
-        # A call that bypasses the cache has no rows.
-        if self._ids is None or not self._rows:
-            return
-        self._are_published = True
-        memory = self._memory()
-        for index, row in enumerate(self._rows):
-            own = memory.row(index, row.prompt.padding)
-            if row.kept is not None:
-                own = replace(row.kept, tokens=own.tokens)
-            row.record.publish(own, len(row.prompt.tokens))
 
     def _keep_boundaries(self) -> None:
         """Copy the states of rows that have just completed a block.

@@ -54,8 +54,8 @@ class Prefiller:
         """Restore the longest cached prefix of a prompt into a fresh cache, and compute the rest.
 
         ``last_forward`` computes the last segment, given its first position, in the place of the
-        model; the caller publishes what that completes. Without it all may be restored. A prompt
-        whose forward runs out of memory begins again in smaller segments.
+        model. Without it all may be restored. A prompt whose forward runs out of memory begins
+        again in smaller segments.
 
         Return the prompt's record, to be closed, and what ``last_forward`` returned.
         """
@@ -113,20 +113,18 @@ class Prefiller:
         last_forward: Callable[[int], Any] | None,
     ) -> Any:
         """Compute the segments, and cache what they complete after each."""
+        output = None
         for start, end in segments:
-            callers = last_forward if end == segments[-1][1] else None
             with self._capturing(record, cache, start, end):
-                if callers is None:
+                if last_forward is None or end < segments[-1][1]:
                     self._runner.forward(record.sequence.prompt[start:end], cache, start)
                 else:
-                    output = callers(start)
+                    output = last_forward(start)
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
             self._store.counters["computed_tokens"] += end - start
-            if callers is not None:
-                return output
             record.publish(read_layers(cache, self._store.layout.layers, end), end)
-        return None
+        return output
 
     @contextmanager
     def _capturing(
