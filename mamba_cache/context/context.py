@@ -56,9 +56,7 @@ from mamba_cache.context.requests import (
 from mamba_cache.context.speculation import DeviceTokens, Speculation, send_to_host
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import (
-    NOBODY_DECODES,
     CapturedExtractions,
-    DecodeWork,
     Drafts,
     Forks,
     NewTokens,
@@ -700,29 +698,26 @@ class DynamicInferenceContext:
         group, prefills = table.decoding_group(decode_ids), table.scheduled_requests()
         if not group.ids and not prefills:
             raise StepOrderError("there is nothing to compute: add, schedule or resume a request")
-        work: DecodeWork = NOBODY_DECODES
-        saving: Sequence[int] = ()
-        if group.ids or drafts is not None:
-            work = plan_decodes(
-                table,
-                group,
-                drafts,
-                is_in_doubt=self._uncollected is not None,
-                config=self.config,
-                preparer=self._preparer,
-                device=self.device,
-            )
-            # Beside chunks there is room for every decoding request: ``token_room`` keeps it.
-            if work.num_tokens > self.config.max_tokens:
-                hint = "let fewer requests decode, or without drafts"
-                raise TokenCapacityError(work.num_tokens, self.config.max_tokens, hint)
+        work = plan_decodes(
+            table,
+            group,
+            drafts,
+            is_in_doubt=self._uncollected is not None,
+            config=self.config,
+            preparer=self._preparer,
+            device=self.device,
+        )
+        # Beside chunks there is room for every decoding request: ``token_room`` keeps it.
+        if work.num_tokens > self.config.max_tokens:
+            hint = "let fewer requests decode, or without drafts"
+            raise TokenCapacityError(work.num_tokens, self.config.max_tokens, hint)
         self._guard.is_changing = True
-        if group.ids:
-            due = (work.ends > table.next_events[group.rows]).nonzero()[0]
-            if len(due):
-                saving, crossing = table.open_blocks(group, work.ends, due)
-                if crossing:
-                    work = work._replace(crossing=crossing)
+        saving: Sequence[int] = ()
+        due = (work.ends > table.next_events[group.rows]).nonzero()[0]
+        if len(due):
+            saving, crossing = table.open_blocks(group, work.ends, due)
+            if crossing:
+                work = work._replace(crossing=crossing)
         self.batch_dimensions.prefill_req_count = len(prefills)
         self.batch_dimensions.decode_req_count = len(group.ids)
         try:

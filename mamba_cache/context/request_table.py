@@ -24,7 +24,7 @@ from mamba_cache.errors import (
     UnknownRequestError,
 )
 
-__all__ = ["NO_REQUESTS", "DecodingGroup", "Int64Array", "RequestTable"]
+__all__ = ["DecodingGroup", "Int64Array", "RequestTable"]
 
 Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -39,9 +39,7 @@ class DecodingGroup:
 
 
 _NO_TOKENS: TokenArray = np.zeros(0, dtype=np.int32)
-
-NO_REQUESTS = DecodingGroup(())
-"""What decodes in a step of prefills alone."""
+_NO_REQUESTS = DecodingGroup(())
 
 
 class RequestTable:
@@ -133,7 +131,7 @@ class RequestTable:
         """Return the requests that decode in the next step."""
         if request_ids is None:
             if self._group is None:
-                self._group = NO_REQUESTS
+                self._group = _NO_REQUESTS
                 if self.decoding_rows:
                     self._group = DecodingGroup(self._with_status(RequestStatus.DECODING))
             return self._group

@@ -14,13 +14,12 @@ import torch
 from mamba_cache._checks import check_int, is_unreadable
 from mamba_cache.cache.sequence import Checkpoint
 from mamba_cache.config import CacheConfig
-from mamba_cache.context.request_table import NO_REQUESTS, DecodingGroup, Int64Array, RequestTable
+from mamba_cache.context.request_table import DecodingGroup, Int64Array, RequestTable
 from mamba_cache.context.requests import ActiveRequest, Chunk, RequestPreparer
 from mamba_cache.errors import InvalidArgumentError, SequenceLengthError
 from mamba_cache.metadata import StepMetadata
 
 __all__ = [
-    "NOBODY_DECODES",
     "CapturedExtractions",
     "DecodeWork",
     "Drafts",
@@ -112,12 +111,6 @@ class DecodeWork(NamedTuple):
                 strict=True,
             )
         ]
-
-
-_NO_TOKENS: Int64Array = np.zeros(0, dtype=np.int64)
-
-NOBODY_DECODES = DecodeWork(NO_REQUESTS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0)
-"""What a step computes of requests that decode if there are none."""
 
 
 class Step:
