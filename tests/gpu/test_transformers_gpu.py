@@ -8,9 +8,8 @@ import torch
 from gpu_models import BLOCK, make_model
 
 from mamba_cache.integrations.transformers import PrefixCache
-from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import PrefixTensors, read_layers
-from mamba_cache.integrations.transformers.probe import probe, probe_capture
+from mamba_cache.integrations.transformers.probe import probe
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.states import StatePool
 
@@ -45,8 +44,8 @@ def distance(one, other):
 def test_captured_states_are_those_of_a_run_in_parts(model, generator):
     """As near as two runs in other parts are to each other at the prompt's end."""
     runner = ModelRunner(model)
-    layout, ids = probe(runner, BLOCK)[0], tokens(generator)
-    assert probe_capture(runner, layout) is not None
+    (layout, _, capture), ids = probe(runner, BLOCK), tokens(generator)
+    assert capture is not None
     parts, expected = runner.new_cache(), {}
     for begin, end in zip((0, *CUTS), (*CUTS, LENGTH), strict=True):
         runner.forward(ids[begin:end], parts, begin)
@@ -56,7 +55,7 @@ def test_captured_states_are_those_of_a_run_in_parts(model, generator):
         tensor.fill_(float("nan"))
     rooms = {p: saved.room(slot, p) for slot, p in enumerate(CUTS)}
     whole = runner.new_cache()
-    with StateCapture(model, layout.layers).during(whole, 0, LENGTH, rooms) as captured:
+    with capture.during(whole, 0, LENGTH, rooms) as captured:
         runner.forward(ids, whole, 0)
     assert captured == set(CUTS)
     rounding = max(distance(expected[LENGTH], kept(layout, whole, LENGTH)))

@@ -11,7 +11,7 @@ from mamba_cache.cache import EveryNthBlock
 from mamba_cache.integrations.transformers import capture as capture_module
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import SequenceMemory, read_layers
-from mamba_cache.integrations.transformers.probe import probe, probe_capture
+from mamba_cache.integrations.transformers.probe import probe
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.states import StatePool
 
@@ -84,15 +84,13 @@ def test_they_are_those_of_a_run_in_parts(setting, start, generator):
 
 @pytest.mark.parametrize("name", INSEPARABLE)
 def test_what_cannot_be_captured_is_noticed(name):
-    runner = ModelRunner(make_model(name))
-    assert probe_capture(runner, probe(runner, BLOCK)[0]) is None
+    assert probe(ModelRunner(make_model(name)), BLOCK)[2] is None
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
     runner = ModelRunner(make_model("nemotron_h"))
-    layout = probe(runner, BLOCK)[0]
-    assert probe_capture(runner, layout) is not None
+    assert probe(runner, BLOCK)[2] is not None
     original = capture_module.ScanRun
 
     def shifted(num_rows, num_tokens, widths, *others, **named):
@@ -101,7 +99,7 @@ def test_a_state_that_is_one_token_off_is_noticed(wrong, monkeypatch):
         return original(num_rows, num_tokens, moved, *others, **named)
 
     monkeypatch.setattr(capture_module, "ScanRun", shifted)
-    assert probe_capture(runner, layout) is None
+    assert probe(runner, BLOCK)[2] is None
 
 
 def test_forwards_of_other_threads_are_left_alone(generator):

@@ -73,7 +73,7 @@ from mamba_cache.integrations.transformers.options import (
     without_text_types,
 )
 from mamba_cache.integrations.transformers.prefill import Prefiller
-from mamba_cache.integrations.transformers.probe import probe, probe_capture
+from mamba_cache.integrations.transformers.probe import probe
 from mamba_cache.integrations.transformers.prompts import (
     check_prompts,
     pad_prompts,
@@ -231,7 +231,7 @@ class PrefixCache:
         self._num_set_ups += 1
         self._is_closed = True  # if something here raises
         self._runner = ModelRunner(settings.model, settings.weights_check, settings.variant)
-        layout, is_step_exact = probe(self._runner, settings.block_size_tokens)
+        layout, is_step_exact, self._capture = probe(self._runner, settings.block_size_tokens)
         # The probe was the first run: what a second one rewrites, every run does.
         self._runner.fingerprint.leave_out_what_changes(self._runner.try_out)
         hash_secret = settings.hash_secret
@@ -254,7 +254,6 @@ class PrefixCache:
             min_computed_tokens=1 if is_step_exact else 2,
             hash_secret=hash_secret,
         )
-        self._capture = probe_capture(self._runner, layout)
         self._options = OptionsReader(settings.model)
         most_tokens = settings.segment_tokens or _default_segment(
             settings.block_size_tokens, self._capture

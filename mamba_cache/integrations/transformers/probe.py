@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mamba_cache._torch import all_digits, has_all_digits
+from mamba_cache._torch import all_digits
 from mamba_cache.errors import UnresumableModelError
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
@@ -24,7 +24,7 @@ from mamba_cache.integrations.transformers.layers import (
 from mamba_cache.integrations.transformers.runner import ModelRunner
 from mamba_cache.states import StatePool
 
-__all__ = ["distance", "probe", "probe_capture", "random_tokens"]
+__all__ = ["distance", "probe", "random_tokens"]
 
 _SUFFIX_TOKENS = 8
 """More than a short convolution sees, and so few that no state has forgotten the prefix."""
@@ -57,41 +57,41 @@ class _Trace:
     token_axis: int | None = None  # of tokens each of which must be right
 
 
-def probe(runner: ModelRunner, block_size_tokens: int) -> tuple[PrefixLayout, bool]:
+def probe(
+    runner: ModelRunner, block_size_tokens: int
+) -> tuple[PrefixLayout, bool, StateCapture | None]:
     """Run random tokens whole, in two parts, the first a block, and token by token, and compare.
 
-    The runs in parts begin with a cache that went through a slot and a KV block. All that the
-    layers keep is compared, and the logits. What rounding does to this model is measured: whole
-    runs over embeddings that are rounded otherwise differ from each other by no more. Products are
-    of all digits meanwhile: with few of them one kernel's sums are far from another's.
+    The runs in parts begin with a cache that went through a slot and a KV block; one of them with
+    the state that a whole run had at the block's end. All that the layers keep is compared, and the
+    logits. What rounding does to this model is measured: whole runs over embeddings that are
+    rounded otherwise differ from each other by no more. Products are of all digits meanwhile: with
+    few of them one kernel's sums are far from another's.
 
-    Return what a slot and a KV block are made of, and whether single tokens leave behind what a
-    prefill of them does, but for rounding. Some models clamp their time steps in the prefill and
-    not in decoding, for example.
+    Return what a slot and a KV block are made of; whether single tokens leave behind what a prefill
+    of them does, but for rounding (some models clamp their time steps in the prefill and not in
+    decoding); and what captures states of a forward, None if the model's scans give none, or wrong
+    ones.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = random_tokens(runner, block_size_tokens + _SUFFIX_TOKENS, generator)
     prefix, suffix = tokens[:block_size_tokens], tokens[block_size_tokens:]
     layout, _ = _save_prefix(runner, prefix)  # of the dtypes that autocast makes, where it is on
     with all_digits(runner.model.device):
-        fault, is_step_exact = _judge(runner, tokens, prefix, suffix)
-    if fault is not None:
-        raise UnresumableModelError(
-            f"{type(runner.model).__name__} does not go on correctly from a saved state when given "
-            f"several tokens at once: {fault}. A newer transformers may do better"
-        )
-    return layout, is_step_exact
+        is_step_exact, capture = _judge(runner, tokens, prefix, suffix)
+    return layout, is_step_exact, capture
 
 
 def _judge(
     runner: ModelRunner, tokens: list[int], prefix: list[int], suffix: list[int]
-) -> tuple[str | None, bool]:
-    """Return why several tokens at once do not go on from a prefix, and if single ones do."""
+) -> tuple[bool, StateCapture | None]:
+    """Return whether single tokens go on from a prefix, and what captures states, if several do."""
     layout, saved = _save_prefix(runner, prefix)
     whole = _run(runner, layout, None, [tokens])
     with _refused_if_it_fails(runner):
         steps = _differences(whole, _run(runner, layout, saved, [[token] for token in suffix]))
-    epsilon = _rounding_of_sums(runner, layout)
+    capture = StateCapture(runner.model, layout.layers)
+    epsilon = _rounding_of_sums(runner, capture)
     noise = _noise(runner, layout, tokens, whole)
     bounds = [_MARGIN * (value + epsilon) for value in noise]
     step_fault = _first_fault(runner, layout, whole, steps, bounds)
@@ -100,7 +100,17 @@ def _judge(
         fault = _first_fault(runner, layout, whole, split, bounds)
     except Exception as error:  # whatever a model raises that was not made for it
         fault = f"its forward raises {error!r}"
-    return fault, step_fault is None
+    if fault is not None:
+        raise UnresumableModelError(
+            f"{type(runner.model).__name__} does not go on correctly from a saved state when given "
+            f"several tokens at once: {fault}. A newer transformers may do better"
+        )
+    captured = _save_captured(runner, layout, capture, tokens)
+    if captured is None:
+        return step_fault is None, None
+    rest = _differences(whole, _run(runner, layout, captured, [suffix]))
+    is_right = _first_fault(runner, layout, whole, rest, bounds) is None
+    return step_fault is None, capture if is_right else None
 
 
 def _noise(
@@ -125,12 +135,12 @@ def _rounding_of(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
-def _rounding_of_sums(runner: ModelRunner, layout: PrefixLayout) -> float:
+def _rounding_of_sums(runner: ModelRunner, capture: StateCapture) -> float:
     """Return the relative rounding error of a model whose scans are computed in two parts."""
     device, dtype = runner.placement()
     if dtype.itemsize < torch.float32.itemsize:
         return _rounding_of(dtype)
-    if device.type != "cpu" and StateCapture(runner.model, layout.layers).has_kernels:
+    if device.type != "cpu" and capture.has_kernels:
         return _TF32
     return _KERNEL_ROUNDINGS * _rounding_of(dtype)
 
@@ -144,46 +154,6 @@ def _round(
     signs = (draws < share / 2).float() - (draws >= 1 - share / 2).float()
     factors = 1 + signs.to(output) * _rounding_of(output.dtype)
     return output * factors
-
-
-def probe_capture(runner: ModelRunner, layout: PrefixLayout) -> StateCapture | None:
-    """Return what captures states of a forward; None if the model's scans give none, or wrong ones.
-
-    Random tokens are run whole, while the state after a block is captured, and in two parts, the
-    first of which ends there. Both ways compute the end of the sequence, so what they differ by
-    there is rounding.
-    """
-    block, generator = layout.block_size_tokens, torch.Generator().manual_seed(1)
-    tokens = random_tokens(runner, block + _SUFFIX_TOKENS, generator)
-    split = runner.new_cache()
-    runner.forward(tokens[:block], split, 0)
-    expected = [tensor.clone() for tensor in _kept(layout, split, block)]
-    runner.forward(tokens[block:], split, block)
-
-    tensors = StatePool(layout.state_spec, 1, device=layout.device).tensors
-    for tensor in tensors.values():
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
-    room, whole = layout.views(tensors, block), runner.new_cache()
-    capture = StateCapture(runner.model, layout.layers)
-    with capture.during(whole, 0, len(tokens), {block: room}) as captured:
-        runner.forward(tokens, whole, 0)
-    if block not in captured:
-        return None
-    roundings = map(distance, _kept(layout, split, len(tokens)), _kept(layout, whole, len(tokens)))
-    errors = map(distance, expected, [*room.states, *room.windows])
-    device, dtype = runner.placement()
-    is_exact = dtype.itemsize >= torch.float32.itemsize and has_all_digits(device)
-    tolerance = 1e-5 if is_exact else 1e-2
-    is_right = all(
-        error <= tolerance + 4 * rounding for error, rounding in zip(errors, roundings, strict=True)
-    )
-    return capture if is_right else None
-
-
-def _kept(layout: PrefixLayout, cache: Any, num_tokens: int) -> list[torch.Tensor]:
-    """Return what a slot would keep of a cache now, not copied."""
-    memory = read_layers(cache, layout.layers, num_tokens)
-    return [*memory.states, *layout.pad_windows(memory)]
 
 
 def distance(expected: torch.Tensor, actual: torch.Tensor, token_axis: int | None = None) -> float:
@@ -227,6 +197,20 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
     tensors.save_state(0, live)
     tensors.save_tokens([0], live, 0, len(prefix))
     return layout, tensors
+
+
+def _save_captured(
+    runner: ModelRunner, layout: PrefixLayout, capture: StateCapture, tokens: Sequence[int]
+) -> PrefixTensors | None:
+    """Compute all tokens, and save the first block; None if its state was not captured whole."""
+    block, cache = layout.block_size_tokens, runner.new_cache()
+    tensors = PrefixTensors(layout, StatePool(layout.state_spec, 1, device=layout.device), 1)
+    for tensor in tensors.states.tensors.values():
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN: what is not written shows
+    with capture.during(cache, 0, len(tokens), {block: tensors.room(0, block)}) as captured:
+        runner.forward(tokens, cache, 0)
+    tensors.save_tokens([0], read_layers(cache, layout.layers, len(tokens)), 0, block)
+    return tensors if block in captured else None
 
 
 def _run(
