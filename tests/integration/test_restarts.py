@@ -107,8 +107,7 @@ def test_a_disk_that_brings_nothing_in_time_is_not_waited_for(tmp_path, monkeypa
     first = make_engine(tmp_path)
     run(first, 1, count=2)
     first.context.close()
-    second = make_engine(tmp_path)
-    second._scheduler._prefetch_seconds = 0.0
+    second = make_engine(tmp_path, prefetch_seconds=0.0)
     monkeypatch.setattr(type(second.context.disk_tier), "load", lambda *_: True)
     answers, skipped = run(second, 1, count=2)
     assert answers == uncached(1)[:2]

@@ -8,6 +8,7 @@ what it gave to the store goes with it.
 import json
 import sys
 from dataclasses import asdict
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ def slow_prefill():
     return LoadPlanner(Rates(tokens_per_second=1e-3), learns=False)
 
 
-def make_engine(path, *, weights="w", model=MODEL, **changes):
+def make_engine(path, *, weights="w", model=MODEL, prefetch_seconds=1e9, **changes):
+    """An engine that waits for prefetches: the package's clock jumps in tests."""
     settings = {
         "num_kv_blocks": 400,
         "max_slots": 60,
@@ -49,9 +51,8 @@ def make_engine(path, *, weights="w", model=MODEL, **changes):
         }  # fmt: skip
     identity = ModelIdentity(name="model", weights=weights)
     config = cache_config(**(settings | changes))
-    engine = Engine(model, config, identity=identity, load_planner=slow_prefill())
-    engine._scheduler._prefetch_seconds = 1e9  # the package's clock jumps in tests
-    return engine
+    with patch("mamba_cache.reference.engine._PREFETCH_SECONDS", prefetch_seconds):
+        return Engine(model, config, identity=identity, load_planner=slow_prefill())
 
 
 def run(engine, seed, **options):

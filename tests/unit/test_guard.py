@@ -300,10 +300,13 @@ def test_a_listener_that_raises_keeps_the_cache(kind, error):
     def broken(event):
         raise error("struck")
 
+    heard = []
+    context.listeners.add(heard.append, Admitted)
     context.listeners.add(broken, kind)
     if kind is Admitted:
         with pytest.raises(error):
             add(context, "x", OTHER)
+        assert [(event.request_id, event.num_tokens) for event in heard] == [("x", len(OTHER))]
         assert context.statuses() == {}
     else:
         add(context, "x", OTHER)

@@ -189,6 +189,10 @@ def test_a_last_chunk_has_as_many_tokens_as_must_be_computed(rng):
     steps.add("a", draw_prompt(rng, 17))
     assert steps.run() == {"a": 14}
     assert steps.run() == {"a": 3}
+    steps.scheduler.remove("a")
+    steps.add("b", draw_prompt(rng, 15))
+    steps.scheduler.max_chunk_tokens = 15
+    assert steps.run() == {"b": 15}
 
 
 def test_all_are_preempted_after_a_fault_and_go_on(rng):
@@ -223,7 +227,7 @@ def test_what_an_interrupt_left_in_the_context_is_ended(rng):
 
 def test_a_request_keeps_its_place_under_a_new_id(rng):
     steps = Steps()
-    first, _ = steps.add("a", draw_prompt(rng, 5)), steps.add("b", draw_prompt(rng, 5))
+    _, first, _ = [steps.add(name, draw_prompt(rng, 5)) for name in "zab"]
     steps.run()
     steps.context.fork("a", ["c"])
     steps.context.finish("a")
@@ -231,7 +235,7 @@ def test_a_request_keeps_its_place_under_a_new_id(rng):
         Request(request_id="c", prompt_tokens=first.prepared.tokens)
     )
     steps.scheduler.rename("a", first)
-    assert steps.run() == {"b": 1, "c": 1}
+    assert steps.run() == {"z": 1, "b": 1, "c": 1}
     steps.scheduler._make_room(first, BlockCapacityError(1, 0, "no block"))
     assert steps.context.status("b") is RequestStatus.PREEMPTED  # the younger one
 
