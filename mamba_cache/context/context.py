@@ -1178,7 +1178,6 @@ class DynamicInferenceContext:
             for name, token, new_row in zip(ids, tokens.tolist(), rows, strict=True):
                 fork = active.fork(name, chain, [*active.generated[:-1], token])
                 fork.row = new_row
-                fork.num_shared_blocks = computed // table.block_size_tokens
                 forks.append(fork)
             source_block = None
             if blocks:

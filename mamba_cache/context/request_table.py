@@ -403,7 +403,7 @@ class RequestTable:
                 )
             if active.checkpoint is not None and not (is_in_step or self.num_in_doubt[row]):
                 raise InvariantError(f"request {name!r} is in no step, but has {active.checkpoint}")
-        elif (active.chunk is not None) != (is_in_step or status is RequestStatus.SCHEDULED):
+        elif (active.chunk is not None) != (status is RequestStatus.SCHEDULED):
             raise InvariantError(f"request {name!r} is {status.value} with chunk {active.chunk}")
         elif active.chunk is not None and active.chunk.start != computed:
             raise InvariantError(

@@ -293,7 +293,10 @@ def test_a_state_that_came_without_its_prompt_may_be_named_later():
 
 def test_states_of_blocks_without_hashes_are_candidates_of_their_own():
     tree = CandidateTree(10)
-    assert tree.find_or_add(0, 1) != tree.find_or_add(0, 1)
+    first = tree.find_or_add(0, 1)
+    named = tree.propose(tree.begin_request(PromptFacts([1], 16, 0, 1)), 1, "end")
+    assert tree.rename(named, 2)
+    assert tree.find_or_add(0, 1) != first
     tree.check_invariants()
 
 

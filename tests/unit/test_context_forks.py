@@ -296,3 +296,12 @@ def test_forks_may_be_more_than_one_step_holds():
         context.begin_step()
     check_continuation(context, [*range(10)], steps=2)
     check_continuation(context, [*range(10, 20), "parent"], steps=2)
+
+
+def test_forks_whose_copies_fail_take_nothing(monkeypatch):
+    context = make_context()
+    parent_of(context)
+    monkeypatch.setattr(context, "_copy_to_forks", lambda *_: 1 // 0)
+    with refused(context, ZeroDivisionError, "division"):
+        context.fork("parent", range(2))
+    context.check_invariants()

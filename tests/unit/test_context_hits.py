@@ -238,6 +238,7 @@ def test_a_step_reserves_a_slot_only_if_it_can_end_a_block():
     for _ in range(len(PROMPT), 4 * BLOCK):
         context.begin_step()
         reserved.append(context.stats().reserved_slots)
+        context.check_invariants()
         context.commit_step({"x": 1})
     assert reserved == [0] * 5 + [1]
 

@@ -137,6 +137,16 @@ def test_check_invariants_finds_contradictions(spoil, message):
         pool.check_invariants()
 
 
+def test_every_slot_can_be_reserved_once():
+    pool = make_pool(1, 4)
+    assert pool.can_reserve(None, ())
+    assert save(pool, 3) == [0]
+    assert pool.can_reserve(None, ())
+    assert not pool.can_reserve(None, (3,))
+    assert pool.reserve_slots([3]) == [None]
+    assert pool.skipped_checkpoints_total == 0
+
+
 def test_states_of_blocks_that_are_not_registered_are_stale():
     pool = make_pool(2, 4)
     save(pool, 0, 1)
