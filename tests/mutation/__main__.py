@@ -33,11 +33,10 @@ TESTS = (
     "tests/integration/test_stores.py",
 )
 KINDS = ("mutants", "noticed", "explained", "neither")
-# Of other packages (ZeroMQ's threads end in a fork), of the text of files, or striking everywhere,
-# which takes too long.
+# Of other packages (ZeroMQ's threads end in a fork), or of the text of files.
 OTHER_TESTS = (
     *("align", "bench", "extraction", "kv_events", "model_", "plan.", "prometheus", "state_copy"),
-    *("docs", "property/test_faults", "figures", "layers"),
+    *("docs", "figures", "layers"),
     *("package", "peers", "readme", "style"),
 )
 

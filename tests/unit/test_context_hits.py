@@ -16,14 +16,10 @@ from context_rig import (
     run_step,
     saved_prefix_lengths,
 )
-from slot_rig import LastUsedPolicy
+from slot_rig import LastUsedPolicy, Listening
 
 from mamba_cache import DeviceTokens
-from mamba_cache.cache import (
-    AdaptiveSlotPolicy,
-    EveryNthBlock,
-    LastBlock,
-)
+from mamba_cache.cache import EveryNthBlock, LastBlock
 from mamba_cache.context import MissReason, PrefixMatch, Request
 from mamba_cache.errors import InvalidArgumentError
 
@@ -129,16 +125,21 @@ def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
 
 
 def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
-    told = {}
-
-    class Recorder(AdaptiveSlotPolicy):
-        def admit(self, proposals, *others):
-            told.update({each.num_blocks: (each.kind, each.is_asked) for each in proposals})
-            return super().admit(proposals, *others)
-
-    context = make_context(slot_policy=Recorder())
-    generate(context, PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])
+    policy = Listening()
+    generate(make_context(slot_policy=policy), PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])
+    told = {each.num_blocks: (each.kind, each.is_asked) for each in policy.proposed}
     assert told == {n: ("end", n == 5) for n in (3, 4, 5, 6)}
+
+
+def test_a_policy_is_told_whether_prompts_branch_at_a_state():
+    policy = Listening()
+    context = make_context(slot_policy=policy, placement=EveryNthBlock(1))
+    generate(context, PROMPT, 1)
+    assert [each.kind for each in policy.proposed] == ["inside", "inside", "end"]
+    context.slot_allocator.reset()
+    policy.proposed.clear()
+    generate(context, PROMPT[: 2 * BLOCK] + [5] * (2 * BLOCK), 1)
+    assert [each.kind for each in policy.proposed] == ["inside", "branch", "end", "end"]
 
 
 def test_a_hit_keeps_its_state_where_the_policy_goes_by_hits():

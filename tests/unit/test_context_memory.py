@@ -147,6 +147,7 @@ def test_budgets_become_blocks_and_slots():
         ({"num_kv_blocks": None, "max_slots": None, "cache_gb": 1e6}, "cache_gb=1000000.0"),
         ({"max_requests": 10**8, "max_sequence_length": 2**20}, "max_requests=100000000 and"),
         ({"max_requests": 10**8, "max_sequence_length": 8}, "max_requests=100000000"),
+        ({"max_requests": 1, "max_sequence_length": 2**31 - 1}, "max_requests=1 and"),
         (
             {"max_requests": 5000, "max_sequence_length": 2**20, "block_size_tokens": 2**20},
             "max_requests=5000 and",

@@ -73,6 +73,17 @@ def test_observers_are_told_what_a_request_says(tells):
     assert event.extra_keys == ((("a",),) * len(event.block_ids) if tells is None else None)
 
 
+def test_extra_keys_stand_beside_the_block_that_they_are_of():
+    context, told = make_context(), []
+    context.listeners.add(told.append, Stored)
+    prompt, keys = [1] * 3 * BLOCK, [(0, "cat"), (2 * BLOCK + 3, "dog")]
+    generate(context, prompt, 1, cache_salt="a", multimodal_keys=keys)
+    generate(context, [*prompt, 2, *prompt], 1, cache_salt="a", multimodal_keys=keys)
+    first, second = [event.extra_keys for event in told if event.kind == "block"]
+    assert first == ((("cat", 0), "a"), None, (("dog", 3),))
+    assert second == (None, None, None)
+
+
 @pytest.mark.parametrize("refuses", [True, False])
 def test_the_owners_policy_is_shown_prompts_and_states(refuses):
     policy = Listening()

@@ -176,7 +176,7 @@ def test_pins_take_no_more_than_their_share():
         context.unpin(pin)
     context.pin(request(prompts[0]))
     generate(context, [*LONG, 1], 1)
-    with pytest.raises(BlockCapacityError, match="6 .* only 4 are available: for pins"):
+    with pytest.raises(BlockCapacityError, match=r"6 .* only 4 are available: for pins"):
         context.pin(request(LONG))
     context.check_invariants()
 

@@ -509,8 +509,9 @@ def test_what_a_disk_takes_at_once_passes_the_rows_of_states_worth_more(tmp_path
 
 
 def test_arguments_are_checked(context, tmp_path) -> None:
-    with pytest.raises(InvalidArgumentError, match="timeout_seconds must be a number"):
-        ask(context, timeout_seconds=-1)
+    for seconds in (-1, 1e9 + 1):
+        with pytest.raises(InvalidArgumentError, match="timeout_seconds must be a number"):
+            ask(context, timeout_seconds=seconds)
     with pytest.raises(InvalidArgumentError, match="give a Request"):
         context.prefetch("one")
     on_disk = make_config(

@@ -193,6 +193,9 @@ def test_a_last_chunk_has_as_many_tokens_as_must_be_computed(rng):
     steps.add("b", draw_prompt(rng, 15))
     steps.scheduler.max_chunk_tokens = 15
     assert steps.run() == {"b": 15}
+    steps.scheduler.remove("b")
+    steps.add("c", draw_prompt(rng, 19))
+    assert steps.run() == {"c": BLOCK}
 
 
 def test_all_are_preempted_after_a_fault_and_go_on(rng):

@@ -133,6 +133,9 @@ def test_salts_secrets_ranks_weights_keep_entries_apart(make, store) -> None:
     context = make(store)
     salted = Request(request_id="one", prompt_tokens=PROMPT, cache_salt="other")
     assert context.prefetch(salted).wait() is PrefetchState.NOTHING
+    generate(context, PROMPT, 2, cache_salt="other")
+    context.wait_for_tiers()
+    assert make(store).prefetch(salted).wait() is PrefetchState.READY
 
 
 def test_the_next_best_boundary_is_resumed_from_where_an_entry_is_bad(make, store) -> None:
