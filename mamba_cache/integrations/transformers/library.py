@@ -8,7 +8,7 @@ from typing import Any
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
 
-__all__ = ["is_same", "lacks", "progress_bar", "transformers"]
+__all__ = ["lacks", "progress_bar", "transformers"]
 
 
 def transformers() -> Any:
@@ -38,11 +38,3 @@ def lacks(what: str, page: str = "transformers") -> UnsupportedVersionError:
 def progress_bar(*args: Any, **options: Any) -> Any:
     """Return a progress bar of tqdm, which transformers needs anyway."""
     return importlib.import_module("tqdm").tqdm(*args, **options)
-
-
-def is_same(one: object, other: object) -> bool:
-    """Say whether two values are equal; not if they cannot be compared."""
-    try:
-        return bool(one == other)
-    except Exception:  # tensors of several elements, or whatever an object raises
-        return False

@@ -18,7 +18,7 @@ from torch import distributed
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.fingerprint import is_library
-from mamba_cache.integrations.transformers.library import is_same, lacks, transformers
+from mamba_cache.integrations.transformers.library import lacks, transformers
 
 __all__ = [
     "ARGUMENTS",
@@ -239,10 +239,11 @@ class OptionsReader:
 
     def read(self, options: Mapping[str, Any]) -> ServedOptions:
         """Do what ``read_options`` does."""
+        _check_ranks(self._model)
         asked = self._what_is_read(options)
-        if self._served is not None and is_same(asked, self._asked):
-            _check_ranks(self._model)
-            return self._served
+        with suppress(Exception):  # tensors of several elements cannot be compared, for example
+            if self._served is not None and bool(asked == self._asked):
+                return self._served
         served = read_options(self._model, options)
         with suppress(Exception):  # what cannot be copied is read anew each time
             self._asked, self._served = copy.deepcopy(asked), served

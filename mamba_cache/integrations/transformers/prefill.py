@@ -84,14 +84,11 @@ class Prefiller:
         fields: dict[str, Any],
     ) -> SequenceRecord:
         """Restore what is cached, and decide after which of the other tokens states are saved."""
-        key, size = self._runner.fingerprint.key, self._store.layout.block_size_tokens
+        key = self._runner.fingerprint.key
         record = self._store.open(tokens, key, min_computed=min_computed, **fields)
         if (restored := record.load()) is not None:
             self.filler.fill(cache, restored)
         positions = self._store.index.positions(record.sequence)
-        last = len(tokens) - 1
-        if self.min_tokens > 1 and last in positions:  # it would leave a single token
-            positions = positions - {last} | {last - size}
         record.positions = {p for p in positions if p > record.match.skip_tokens}
         return record
 
