@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -141,55 +140,36 @@ def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
 
 def read_layers(cache: Any, layers: tuple[LayerParts, ...], num_tokens: int) -> SequenceMemory:
     """Return the tensors of a cache that ``num_tokens`` tokens went through, not copied."""
-    memory, filled = SequenceMemory(num_tokens), _layers_like(cache, layers)
-    for layer, parts in zip(filled, layers, strict=True):
-        if parts.convs:
-            convs = list(map(numbered(layer.conv_states).__getitem__, parts.convs))
-            # A cache that can take tokens back keeps the windows before them as well.
-            if getattr(layer, "record_past", False):
-                widths, pairs = (
-                    numbered(layer.conv_kernel_size),
-                    zip(convs, parts.convs, strict=True),
-                )
-                convs = [x if x is None else x[..., -widths[i] :] for x, i in pairs]
-            memory.states += convs
-        if parts.recurrents:
-            kept = numbered(layer.recurrent_states)
-            memory.states += map(kept.__getitem__, parts.recurrents)
+    memory, missing = SequenceMemory(num_tokens), []
+    for index, (layer, parts) in enumerate(zip(_layers_like(cache, layers), layers, strict=True)):
+        convs = [numbered(layer.conv_states)[i] for i in parts.convs]
+        recurrents = [numbered(layer.recurrent_states)[i] for i in parts.recurrents]
+        tokens = [layer.keys, layer.values] if parts.window or parts.has_tokens else []
+        kept = {"conv states": convs, "recurrent states": recurrents, "keys and values": tokens}
+        names = [name for name, own in kept.items() if any(x is None for x in own)]
+        if names:
+            missing.append(f"{' and '.join(names)} in layer {index}")
+            continue
+        # A cache that can take tokens back keeps the windows before them as well.
+        if getattr(layer, "record_past", False):
+            widths = numbered(layer.conv_kernel_size)
+            convs = [x[..., -widths[i] :] for x, i in zip(convs, parts.convs, strict=True)]
+        memory.states += [*convs, *recurrents]
         if parts.window:
             if layer.sliding_window != parts.window + 1:  # what a slot has room for
                 raise ModelChangedError(
                     f"the model's sliding window had {parts.window + 1} tokens when the prefix "
                     f"cache was made and has {layer.sliding_window} now: make a new prefix cache"
                 )
-            memory.windows += [_last(x, parts.window) for x in (layer.keys, layer.values)]
-        elif parts.has_tokens:
-            memory.tokens += layer.keys, layer.values
-    if any(map(is_, memory.tensors(), repeat(None))):
-        raise _nothing_left(filled, layers)
+            memory.windows += [x[:, :, -parts.window :] for x in tokens]
+        else:
+            memory.tokens += tokens
+    if missing:
+        raise ModelChangedError(
+            f"the model left nothing in its cache where {', '.join(missing)} are expected: a layer "
+            "was removed or replaced after the prefix cache was made, so make a new prefix cache"
+        )
     return memory
-
-
-def _last(kept: Any, num_tokens: int) -> Any:
-    """Return the last tokens of a layer's keys or values; None if there are none yet."""
-    return None if kept is None else kept[:, :, -num_tokens:]
-
-
-def _nothing_left(filled: Sequence[Any], layers: Sequence[LayerParts]) -> ModelChangedError:
-    missing = []
-    for index, (layer, parts) in enumerate(zip(filled, layers, strict=True)):
-        expected = {
-            "conv states": [numbered(layer.conv_states)[i] for i in parts.convs],
-            "recurrent states": [numbered(layer.recurrent_states)[i] for i in parts.recurrents],
-            "keys and values": [layer.keys] if parts.window or parts.has_tokens else [],
-        }
-        names = [name for name, tensors in expected.items() if any(t is None for t in tensors)]
-        if names:
-            missing.append(f"{' and '.join(names)} in layer {index}")
-    return ModelChangedError(
-        f"the model left nothing in its cache where {', '.join(missing)} are expected: a layer was "
-        "removed or replaced after the prefix cache was made, so make a new prefix cache"
-    )
 
 
 def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Tensor:
