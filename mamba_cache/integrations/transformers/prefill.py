@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,8 +62,16 @@ class Prefiller:
         is_retry = False
         min_computed = 0 if last_forward is None and self.min_tokens == 1 else self.min_tokens
         while True:
-            record = self._restore(tokens, min_computed, cache, fields)
-            segments = self._plan(record.positions, record.match.skip_tokens, len(tokens))
+            key = self._runner.fingerprint.key
+            record = self._store.open(tokens, key, min_computed=min_computed, **fields)
+            if (restored := record.load()) is not None:
+                self.filler.fill(cache, restored)
+            start, positions = (
+                record.match.skip_tokens,
+                self._store.index.positions(record.sequence),
+            )
+            record.positions = {position for position in positions if position > start}
+            segments = self._plan(record.positions, start, len(tokens))
             if not is_retry:
                 self._announce(record, min_computed)
             try:
@@ -75,22 +83,6 @@ class Prefiller:
             vars(cache).clear()
             vars(cache).update(vars(self._runner.new_cache()))
             is_retry = True
-
-    def _restore(
-        self,
-        tokens: npt.NDArray[np.int32],
-        min_computed: int,
-        cache: Any,
-        fields: dict[str, Any],
-    ) -> SequenceRecord:
-        """Restore what is cached, and decide after which of the other tokens states are saved."""
-        key = self._runner.fingerprint.key
-        record = self._store.open(tokens, key, min_computed=min_computed, **fields)
-        if (restored := record.load()) is not None:
-            self.filler.fill(cache, restored)
-        positions = self._store.index.positions(record.sequence)
-        record.positions = {p for p in positions if p > record.match.skip_tokens}
-        return record
 
     def _shrink(self, segments: Sequence[tuple[int, int]]) -> bool:
         """Make segments half as long as the longest of a prompt; return whether that can be."""
@@ -110,33 +102,32 @@ class Prefiller:
         last_forward: Callable[[int], Any] | None,
     ) -> Any:
         """Compute the segments, and cache what they complete after each."""
-        output = None
+        output, tiers = None, self._store.tiers
         for start, end in segments:
-            with self._capturing(record, cache, start, end):
+            with self._capturing(record, cache, start, end) as record.captured:
+                if tiers is not None:
+                    tiers.begin_forward(end - start)
                 if last_forward is None or end < segments[-1][1]:
                     self._runner.forward(record.sequence.prompt[start:end], cache, start)
                 else:
                     output = last_forward(start)
+                if tiers is not None:
+                    tiers.end_forward()
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
             self._store.counters["computed_tokens"] += end - start
             record.publish(read_layers(cache, self._store.layout.layers, end), end)
         return output
 
-    @contextmanager
     def _capturing(
         self, record: SequenceRecord, cache: Any, start: int, end: int
-    ) -> Iterator[None]:
-        """Capture the states wanted inside a segment from the forward that runs inside."""
+    ) -> AbstractContextManager[Collection[int]]:
+        """Capture the states wanted inside a segment from the forward in a ``with`` block."""
         inside = [position for position in record.positions if start < position < end]
         rooms = record.reserve_states(inside) if inside else {}
-        size, tiers = end - start, self._store.tiers
-        with nullcontext() if tiers is None else tiers.timed(size):
-            if not rooms or self._capture is None:
-                yield
-                return
-            with self._capture.during(cache, start, size, rooms) as record.captured:
-                yield
+        if not rooms or self._capture is None:
+            return nullcontext(())
+        return self._capture.during(cache, start, end - start, rooms)
 
     def recompute(self, tokens: npt.NDArray[np.int32]) -> SequenceMemory:
         """Compute a prefix without the cache; return what the model's layers keep of it."""

@@ -6,8 +6,6 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -136,13 +134,6 @@ class PrefixTiers(Tiering):
             self.pump()
             self.transfers.wait()
             self.poll()
-
-    @contextmanager
-    def timed(self, num_tokens: int) -> Iterator[None]:
-        """Measure what the forward inside takes, over ``num_tokens`` tokens of a prompt."""
-        self.begin_forward(num_tokens)
-        yield
-        self.end_forward()
 
     def bring(self, sequence: CachedSequence, min_computed: int) -> None:
         """Bring the prefix of a sequence from below with which it is computed soonest.
