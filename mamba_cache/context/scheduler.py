@@ -170,7 +170,7 @@ class Scheduler(Generic[_Request]):
                 self._context.fork(request.key, keys, last_tokens=tokens)
                 break
             except BlockCapacityError as error:
-                forks = forks[: min(error.available, len(forks) - 1)]
+                forks = forks[: error.available]
         return forks
 
     def clear(self) -> None:
@@ -349,7 +349,7 @@ class Scheduler(Generic[_Request]):
             # Most share no block behind the start with it; one look tells that.
             if other is not request and block < len(its) and its[block] == own[block]:
                 found.add(common_blocks(other, request) * self._block_size)
-        return sorted(p for p in found - request.branch_positions if p > start)
+        return sorted(found - request.branch_positions)
 
     def _awaits_fork(self, request: _Request) -> bool:
         """Say whether a queued request will be a fork of one that has no token yet."""

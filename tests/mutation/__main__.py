@@ -27,6 +27,7 @@ TESTS = (
     "tests/conformance",
     "tests/property",
     "tests/unit",
+    "tests/integration/test_engine.py",
     "tests/integration/test_restarts.py",
     "tests/integration/test_distributed.py",
     "tests/integration/test_state_kinds.py",

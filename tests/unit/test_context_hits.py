@@ -126,7 +126,10 @@ def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
 
 def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
     policy = Listening()
-    generate(make_context(slot_policy=policy), PROMPT, 3 * BLOCK, checkpoint_positions=[5 * BLOCK])
+    options = {"checkpoint_positions": [5 * BLOCK], "will_continue": True, "source": "a"}
+    generate(make_context(slot_policy=policy), PROMPT, 3 * BLOCK, **options)
+    [facts] = policy.told
+    assert (facts.will_continue, facts.source) == (True, "a")
     told = {each.num_blocks: (each.kind, each.is_asked) for each in policy.proposed}
     assert told == {n: ("end", n == 5) for n in (3, 4, 5, 6)}
 
@@ -134,12 +137,12 @@ def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
 def test_a_policy_is_told_whether_prompts_branch_at_a_state():
     policy = Listening()
     context = make_context(slot_policy=policy, placement=EveryNthBlock(1))
-    generate(context, PROMPT, 1)
+    generate(context, PROMPT + [1] * (BLOCK - 3), 1)
     assert [each.kind for each in policy.proposed] == ["inside", "inside", "end"]
     context.slot_allocator.reset()
     policy.proposed.clear()
-    generate(context, PROMPT[: 2 * BLOCK] + [5] * (2 * BLOCK), 1)
-    assert [each.kind for each in policy.proposed] == ["inside", "branch", "end", "end"]
+    generate(context, PROMPT[: 2 * BLOCK] + [5] * (BLOCK + 1), 1)
+    assert [each.kind for each in policy.proposed] == ["inside", "branch", "end"]
 
 
 def test_a_hit_keeps_its_state_where_the_policy_goes_by_hits():

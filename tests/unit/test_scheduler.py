@@ -78,7 +78,7 @@ def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
         num_computed=np.array([computed]), find=lambda _: SimpleNamespace(row=0)
     )
     monkeypatch.setattr(scheduler, "_context", SimpleNamespace(request_table=table))
-    monkeypatch.setattr(scheduler, "_with_status", lambda *_: [other])
+    monkeypatch.setattr(scheduler, "_with_status", lambda *_: [request, other])
     assert scheduler._waits(request, skip_blocks * BLOCK) is expected
 
 
@@ -144,15 +144,23 @@ def test_others_overtake_one_that_waits(rng):
     assert num_running(engine) == 2
 
 
+def test_a_state_is_saved_where_queued_prompts_branch(rng):
+    engine, root = make_engine(), draw_prompt(rng, 3 * BLOCK)
+    prompts = [[*root, *draw_prompt(rng, length)] for length in (2 * BLOCK, 5)]
+    skipped = [each.skipped_tokens for each in engine.generate(prompts, greedy(2))]
+    assert skipped == [0, 3 * BLOCK]
+
+
 # The scheduler by itself, without the engine.
 
 
 class Steps:
     """A scheduler and its requests; every step samples token 7 for those that sample."""
 
-    def __init__(self, *, max_wait_steps=0, find=None, **changes):
+    def __init__(self, *, max_wait_steps=0, find=None, limit=8, **changes):
         self.context = make_engine(**changes).context
         self.scheduler = Scheduler(self.context, max_wait_steps=max_wait_steps, find=find)
+        self.scheduler.max_requests = limit
 
     def add(self, name, prompt, **fields):
         prepared = self.context.prepare(Request(request_id=name, prompt_tokens=prompt))
@@ -198,6 +206,13 @@ def test_a_last_chunk_has_as_many_tokens_as_must_be_computed(rng):
     assert steps.run() == {"c": BLOCK}
 
 
+def test_chunks_end_at_the_blocks_end_that_they_reach(rng):
+    steps = Steps()
+    steps.scheduler.max_chunk_tokens = BLOCK - 1
+    steps.add("a", draw_prompt(rng, 2 * BLOCK + 2))
+    assert [steps.run()["a"] for _ in range(4)] == [BLOCK - 1, 1, BLOCK - 1, 3]
+
+
 def test_all_are_preempted_after_a_fault_and_go_on(rng):
     """Also a prompt between two chunks, whose live state a forward may have overwritten."""
     steps = Steps(max_tokens=2 * BLOCK)
@@ -212,9 +227,22 @@ def test_all_are_preempted_after_a_fault_and_go_on(rng):
     assert set(steps.context.statuses().values()) == {RequestStatus.PREEMPTED}
     steps.scheduler.max_chunk_tokens = 2 * BLOCK
     assert [*steps.context.output("a")] == [7, 7]
+    assert steps.run()["a"] == 7
     while not steps.scheduler.is_steady:
         assert steps.run()
     assert len(steps.context.output("a")) > 2
+
+
+def test_in_lockstep_requests_decode_without_prompts(rng):
+    found = []
+    steps = Steps(find=lambda request: found.append(request) or 0)
+    requests = [steps.add("a", draw_prompt(rng, 5))]
+    steps.run()
+    steps.scheduler.is_lockstep = True
+    requests.append(steps.add("b", draw_prompt(rng, 5)))
+    assert steps.run() == {"b": 5}
+    assert steps.run() == {"a": 1, "b": 1}
+    assert found == requests
 
 
 def test_what_an_interrupt_left_in_the_context_is_ended(rng):
@@ -238,6 +266,7 @@ def test_a_request_keeps_its_place_under_a_new_id(rng):
         Request(request_id="c", prompt_tokens=first.prepared.tokens)
     )
     steps.scheduler.rename("a", first)
+    assert steps.scheduler.find("c") is first
     assert steps.run() == {"z": 1, "b": 1, "c": 1}
     steps.scheduler._make_room(first, BlockCapacityError(1, 0, "no block"))
     assert steps.context.status("b") is RequestStatus.PREEMPTED  # the younger one
@@ -271,6 +300,7 @@ def test_requests_that_wait_cost_nothing_while_all_places_are_taken(rng, monkeyp
     [
         ({}, ["b", "c", "d"]),
         ({"max_requests": 3}, ["b", "c"]),
+        ({"limit": 3}, ["b", "c"]),
         ({"num_kv_blocks": 4}, ["b", "c"]),  # each copies the unfinished block
         ({"num_kv_blocks": 2}, []),
         ({"max_requests": 1}, []),
