@@ -115,7 +115,7 @@ def stack_memories(memories: Sequence[SequenceMemory], num_tokens: int) -> Seque
 
 def learn_layers(cache: Any) -> tuple[LayerParts, ...]:
     """Find out what each layer of a cache keeps that a forward has filled."""
-    layers = tuple(_parts_of(index, layer) for index, layer in enumerate(_layers(cache)))
+    layers = tuple(_parts_of(index, layer) for index, layer in enumerate(cache.layers))
     if not any(layer.convs or layer.recurrents for layer in layers):
         empty = [i for i, layer in enumerate(layers) if layer.kind.startswith("LinearAttention")]
         if empty:
@@ -190,7 +190,7 @@ class CacheFiller:
     def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
         self._layers = layers
         states, windows, tokens = iter(sample.states), iter(sample.windows), iter(sample.tokens)
-        for layer, parts in zip(_layers(fresh), layers, strict=True):
+        for layer, parts in zip(fresh.layers, layers, strict=True):
             _write_states(layer, parts, states)
             if parts.window or parts.has_tokens:
                 own = windows if parts.window else tokens
@@ -198,7 +198,7 @@ class CacheFiller:
             for name in _TENSORS & vars(layer).keys():
                 kept = getattr(layer, name)
                 setattr(layer, name, dict.fromkeys(kept) if isinstance(kept, dict) else None)
-        self._filled = [dict(vars(layer)) for layer in _layers(fresh)]
+        self._filled = [dict(vars(layer)) for layer in fresh.layers]
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
         """Make a fresh cache own the tensors of ``memory``, which nothing else may use."""
@@ -234,7 +234,7 @@ def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.T
 
 def _layers_like(cache: Any, layers: Sequence[LayerParts]) -> list[Any]:
     """Return the layers of a cache, which must be of the kinds that were learned."""
-    filled = _layers(cache)
+    filled: list[Any] = cache.layers
     kinds = list(map(attrgetter("__class__.__name__"), filled))
     expected = list(map(attrgetter("kind"), layers))
     if kinds != expected:
@@ -243,16 +243,6 @@ def _layers_like(cache: Any, layers: Sequence[LayerParts]) -> list[Any]:
             f"are {kinds} now: make a new prefix cache"
         )
     return filled
-
-
-def _layers(cache: Any) -> list[Any]:
-    layers = getattr(cache, "layers", None)
-    if layers is None:
-        raise InvalidArgumentError(
-            f"the model's cache must be made of transformers cache layers, got "
-            f"{type(cache).__name__}: this model needs a newer transformers"
-        )
-    return list(layers)
 
 
 def _parts_of(index: int, layer: Any) -> LayerParts:

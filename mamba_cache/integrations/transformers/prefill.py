@@ -66,10 +66,8 @@ class Prefiller:
             record = self._store.open(tokens, key, min_computed=min_computed, **fields)
             if (restored := record.load()) is not None:
                 self.filler.fill(cache, restored)
-            start, positions = (
-                record.match.skip_tokens,
-                self._store.index.positions(record.sequence),
-            )
+            start = record.match.skip_tokens
+            positions = self._store.index.positions(record.sequence)
             record.positions = {position for position in positions if position > start}
             segments = self._plan(record.positions, start, len(tokens))
             if not is_retry:
