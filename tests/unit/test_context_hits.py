@@ -143,6 +143,8 @@ def test_a_policy_is_told_whether_prompts_branch_at_a_state():
     policy.proposed.clear()
     generate(context, PROMPT[: 2 * BLOCK] + [5] * (BLOCK + 1), 1)
     assert [each.kind for each in policy.proposed] == ["inside", "branch", "end"]
+    generate(context, [7] * BLOCK, 1)
+    assert policy.proposed[-1][2:] == ("end", False, None)
 
 
 def test_a_hit_keeps_its_state_where_the_policy_goes_by_hits():

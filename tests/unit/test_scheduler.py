@@ -136,7 +136,7 @@ def test_nobody_waits_where_that_is_off_or_no_state_can_be_saved(rng, switch):
 
 
 def test_others_overtake_one_that_waits(rng):
-    engine = make_engine(max_tokens=4 * BLOCK)
+    engine = make_engine(max_tokens=4 * BLOCK, max_requests=2)
     submit_two(engine, rng, root_blocks=3)
     engine.submit(draw_prompt(rng, 3), greedy(1), request_id="other")
     ends = [event.request_id for event in step_checked(engine) if event.completion]
