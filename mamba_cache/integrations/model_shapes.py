@@ -146,7 +146,7 @@ def shape_of(config: Any, *, name: str) -> ModelShape:
     layers = learn_layers(cache)
     memory = read_layers(cache, layers, _TOKENS)
     kept = [dtype if each == torch.bfloat16 else each for each in memory.dtypes()]
-    layout = PrefixLayout(layers, memory.to_dtypes(kept), block_size_tokens=1)
+    layout = PrefixLayout(cache, layers, memory.to_dtypes(kept), block_size_tokens=1)
     num_weights = sum(weight.numel() for weight in model.parameters())
     return ModelShape(
         name,

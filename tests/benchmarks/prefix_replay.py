@@ -52,7 +52,7 @@ class _Computed:
     num_tokens = 0
 
     def __init__(self, layout: Any) -> None:
-        self._dtypes = layout.initial.dtypes()
+        self._dtypes = layout.dtypes
 
     def dtypes(self) -> Any:
         return self._dtypes

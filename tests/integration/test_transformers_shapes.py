@@ -25,7 +25,7 @@ def measure(model):
     runner.forward([0, 1, 2], cache, 0)
     layers = learn_layers(cache)
     memory = read_layers(cache, layers, 3)
-    layout = PrefixLayout(layers, memory, BLOCK)
+    layout = PrefixLayout(cache, layers, memory, BLOCK)
     return layout.state_spec.bytes_per_slot, layout.bytes_per_block
 
 

@@ -182,23 +182,21 @@ def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Ten
 class CacheFiller:
     """Fills fresh caches with tensors that they may keep, without copying or allocating.
 
-    Going through the methods of each layer costs several launches a state. The other attributes
-    that these methods set are the same for every sequence: they are taken from the fresh cache
-    ``fresh``, which the methods fill with a sample.
+    Going through the methods of each layer costs several launches a state. All other attributes are
+    the same for every sequence: they are those of a cache that a forward has filled.
     """
 
-    def __init__(self, fresh: Any, layers: tuple[LayerParts, ...], sample: SequenceMemory) -> None:
+    def __init__(self, filled: Any, layers: tuple[LayerParts, ...]) -> None:
         self._layers = layers
-        states, windows, tokens = iter(sample.states), iter(sample.windows), iter(sample.tokens)
-        for layer, parts in zip(fresh.layers, layers, strict=True):
-            _write_states(layer, parts, states)
-            if parts.window or parts.has_tokens:
-                own = windows if parts.window else tokens
-                layer.update(next(own), next(own))
-            for name in _TENSORS & vars(layer).keys():
-                kept = getattr(layer, name)
-                setattr(layer, name, dict.fromkeys(kept) if isinstance(kept, dict) else None)
-        self._filled = [dict(vars(layer)) for layer in fresh.layers]
+        self._filled = [dict(vars(layer)) for layer in filled.layers]
+        for attributes, parts in zip(self._filled, layers, strict=True):
+            for name in _TENSORS & attributes.keys():
+                kept = attributes[name]
+                attributes[name] = dict.fromkeys(kept) if isinstance(kept, dict) else None
+            previous = attributes.get("has_previous_state")
+            if isinstance(previous, dict):  # which only the update of a conv state sets
+                recurrents = dict.fromkeys(parts.recurrents, True)
+                attributes["has_previous_state"] = {**previous, **recurrents}
 
     def fill(self, cache: Any, memory: SequenceMemory) -> None:
         """Make a fresh cache own the tensors of ``memory``, which nothing else may use."""
@@ -265,16 +263,6 @@ def numbered(states: Any) -> dict[int, Any]:
     return states if isinstance(states, dict) else {0: states}
 
 
-def _write_states(layer: Any, parts: LayerParts, states: Iterator[torch.Tensor]) -> None:
-    for i in parts.convs:
-        layer.update_conv_state(next(states), state_idx=i)
-    for i in parts.recurrents:
-        layer.update_recurrent_state(next(states), state_idx=i)
-    previous = getattr(layer, "has_previous_state", None)
-    if isinstance(previous, dict):  # which only the update of a conv state sets
-        previous.update(dict.fromkeys(parts.recurrents, True))
-
-
 _Kept = tuple[str, tuple[int, ...], torch.dtype]
 """What one tensor of a layer is called, its shape in one slot or block, and its dtype."""
 
@@ -285,13 +273,18 @@ class PrefixLayout:
     A slot holds the conv and recurrent states and, because they too have one size at any position,
     the windows of sliding-window layers. A block holds keys and values of all other layers.
 
-    It is learned from what such a cache held of some sequence, one row.
+    It is learned from a cache that a forward has filled, and what that held of one row.
     """
 
     def __init__(
-        self, layers: tuple[LayerParts, ...], sample: SequenceMemory, block_size_tokens: int
+        self,
+        cache: Any,
+        layers: tuple[LayerParts, ...],
+        sample: SequenceMemory,
+        block_size_tokens: int,
     ) -> None:
         self.layers = layers
+        self.filler = CacheFiller(cache, layers)
         self.block_size_tokens = block_size_tokens
         self._widths = [
             parts.window for parts in layers if parts.window for _ in ("keys", "values")
@@ -316,13 +309,8 @@ class PrefixLayout:
         self.block_tensors = StateSpec.of(*kinds).tensors if kinds else ()
         self.bytes_per_block = sum(one.num_layers * one.layer_bytes for one in self.block_tensors)
         self.device = sample.states[0].device
-        self.initial = SequenceMemory(  # what a cache holds before the first token: one row
-            0,
-            [torch.zeros_like(state) for state in sample.states],
-            [window[:, :, :0].clone() for window in sample.windows],
-            [tokens[:, :, :0].clone() for tokens in sample.tokens],
-        )
-        self.dtypes = self.initial.dtypes()
+        self._num_states = len(states)
+        self.dtypes = sample.dtypes()
 
     @property
     def description(self) -> str:
@@ -336,8 +324,7 @@ class PrefixLayout:
         """
         by_layer = {name: tensor.unbind() for name, tensor in tensors.items()}
         found = [by_layer[name][number] for name, number in self.state_places]
-        num_states = len(self.initial.states)
-        return SequenceMemory(num_tokens, found[:num_states], found[num_states:])
+        return SequenceMemory(num_tokens, found[: self._num_states], found[self._num_states :])
 
     def kv_spec(self) -> KVCacheSpec:
         """Return what one token's keys and values are in a context, if it has a place for them."""

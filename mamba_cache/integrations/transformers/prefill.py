@@ -14,7 +14,6 @@ import torch
 
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
-    CacheFiller,
     SequenceMemory,
     read_layers,
 )
@@ -30,7 +29,6 @@ class Prefiller:
 
     _runner: ModelRunner
     _store: PrefixStore
-    filler: CacheFiller  # puts what is restored into caches
     _capture: StateCapture | None  # of states in a forward; None: prompts are cut at checkpoints
     _segment_tokens: int  # of one forward at most, a multiple of the block size
     _may_shrink: bool  # that is a guess, which a forward that ran out of memory corrects
@@ -65,7 +63,7 @@ class Prefiller:
             key = self._runner.fingerprint.key
             record = self._store.open(tokens, key, min_computed=min_computed, **fields)
             if (restored := record.load()) is not None:
-                self.filler.fill(cache, restored)
+                self._store.layout.filler.fill(cache, restored)
             start = record.match.skip_tokens
             positions = self._store.index.positions(record.sequence)
             record.positions = {position for position in positions if position > start}

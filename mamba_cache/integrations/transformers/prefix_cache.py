@@ -64,7 +64,6 @@ from mamba_cache.integrations.transformers.fingerprint import (
     check_variant,
 )
 from mamba_cache.integrations.transformers.generation import Generation
-from mamba_cache.integrations.transformers.layers import CacheFiller
 from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import (
     OptionsReader,
@@ -259,7 +258,6 @@ class PrefixCache:
             settings.block_size_tokens, self._capture
         )
         self._chunk_tokens = min(most_tokens, _MAX_CHUNK_TOKENS)
-        self._filler = CacheFiller(self._runner.new_cache(), layout.layers, layout.initial)
         self._store = PrefixStore(
             layout,
             config,
@@ -271,7 +269,7 @@ class PrefixCache:
         self._store.join(self._guard)
         may_shrink = settings.segment_tokens is None
         self._prefiller = Prefiller(
-            self._runner, self._store, self._filler, self._capture, most_tokens, may_shrink
+            self._runner, self._store, self._capture, most_tokens, may_shrink
         )
         self._batcher: Batcher | None = None
         # Without capture the context saves no states inside of prompts.
@@ -655,7 +653,6 @@ class PrefixCache:
         batcher = Batcher(
             self._runner,
             self._store,
-            self._filler,
             self._capture,
             chunk_tokens=self._chunk_tokens,
             is_eager=self._why_eager(),

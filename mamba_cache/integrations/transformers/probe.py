@@ -14,7 +14,6 @@ from mamba_cache._torch import all_digits
 from mamba_cache.errors import UnresumableModelError
 from mamba_cache.integrations.transformers.capture import StateCapture
 from mamba_cache.integrations.transformers.layers import (
-    CacheFiller,
     PrefixLayout,
     PrefixTensors,
     SequenceMemory,
@@ -192,7 +191,7 @@ def _save_prefix(runner: ModelRunner, prefix: Sequence[int]) -> tuple[PrefixLayo
         runner.forward(prefix, cache, 0)
     layers = learn_layers(cache)
     live = read_layers(cache, layers, len(prefix))
-    layout = PrefixLayout(layers, live, len(prefix))
+    layout = PrefixLayout(cache, layers, live, len(prefix))
     tensors = PrefixTensors(layout, StatePool(layout.state_spec, 1, device=layout.device), 1)
     tensors.save_state(0, live)
     tensors.save_tokens([0], live, 0, len(prefix))
@@ -220,8 +219,7 @@ def _run(
     cache, position, logits = runner.new_cache(), 0, []
     if saved is not None:
         position = layout.block_size_tokens
-        filler = CacheFiller(runner.new_cache(), layout.layers, layout.initial)
-        filler.fill(cache, saved.load(0, [0], position))
+        layout.filler.fill(cache, saved.load(0, [0], position))
     for part in parts:
         logits.append(runner.forward(part, cache, position, logits_to_keep=0))
         position += len(part)

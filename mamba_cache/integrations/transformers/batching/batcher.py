@@ -38,7 +38,7 @@ from mamba_cache.integrations.transformers.batching.answers import (
 from mamba_cache.integrations.transformers.batching.forwards import BatchForwards, ComputedChunks
 from mamba_cache.integrations.transformers.batching.graphs import StepGraphs, padded_sizes
 from mamba_cache.integrations.transformers.capture import StateCapture
-from mamba_cache.integrations.transformers.layers import CacheFiller, ints_to_device
+from mamba_cache.integrations.transformers.layers import ints_to_device
 from mamba_cache.integrations.transformers.library import progress_bar
 from mamba_cache.integrations.transformers.probe import distance, random_tokens
 from mamba_cache.integrations.transformers.runner import ModelRunner
@@ -140,7 +140,6 @@ class Batcher:
         self,
         runner: ModelRunner,
         store: PrefixStore,
-        filler: CacheFiller,
         capture: StateCapture | None,
         *,
         chunk_tokens: int,
@@ -176,7 +175,6 @@ class Batcher:
             runner,
             self.context,
             layout,
-            filler,
             graphs=self._graphs,
             capture=capture,
         )

@@ -25,7 +25,6 @@ from mamba_cache.integrations.transformers.batching.kernels import pieces_torch
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 from mamba_cache.integrations.transformers.capture import ScanRun, StateCapture
 from mamba_cache.integrations.transformers.layers import (
-    CacheFiller,
     PrefixLayout,
     SequenceMemory,
     read_layers,
@@ -107,7 +106,6 @@ class BatchForwards:
         runner: ModelRunner,
         context: DynamicInferenceContext,
         layout: PrefixLayout,
-        filler: CacheFiller,
         *,
         graphs: StepGraphs,
         capture: StateCapture | None,
@@ -117,7 +115,6 @@ class BatchForwards:
         self._context = context
         self._layout = layout
         self._kv_spec = layout.kv_spec()
-        self._filler = filler
         self._attention = PagedAttention(runner.model, context.kv_cache)
         self._graphs = graphs
         self._decode_caches: dict[int, Any] = {}  # by rows
@@ -383,7 +380,7 @@ class BatchForwards:
         )
         if states is not None:
             views, tokens = self._layout.views(states).states, [*nothing.flatten(0, 1).unbind()]
-            self._filler.fill(cache, SequenceMemory(1, views, [], tokens))
+            self._layout.filler.fill(cache, SequenceMemory(1, views, [], tokens))
         number = 0
         for layer, parts in zip(cache.layers, self._layout.layers, strict=True):
             if parts.has_tokens:
