@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 
 import pytest
-from context_rig import BLOCK, add, generate, make_config, make_context
+from context_rig import BLOCK, add, generate, make_config, make_context, run_step
 
 from mamba_cache.cache import EveryNthBlock
 from mamba_cache.context import MissReason
@@ -98,3 +98,11 @@ def test_counters_of_several_requests_add_up():
         add(context, name, PROMPT)
         context.preempt(name)
     assert (context.stats().aborted_steps, context.stats().preemptions) == (2, 2)
+
+
+def test_a_state_that_two_requests_save_counts_once():
+    context = make_context(make_config(slot_policy="lru"))
+    for name, prompt in (("a", PROMPT), ("b", PROMPT), ("c", [5, *PROMPT])):
+        add(context, name, prompt)
+    run_step(context)
+    assert context.stats().saved_states == 2
