@@ -218,6 +218,10 @@ def test_invariants_notice_slots_that_nobody_told_of():
         service.policy.check_invariants([0, 1])
     service.policy.withdraw()
     tree = service.policy._tree
+    tree._num_children_at[0] += 1
+    with pytest.raises(InvariantError, match="contradict each other: children"):
+        service.pool.check_invariants()
+    tree._num_children_at[0] -= 1
     tree._gains[np.array(tree.num_kept_at) > 0] += 1
     with pytest.raises(InvariantError, match="contradict each other: values"):
         service.pool.check_invariants()

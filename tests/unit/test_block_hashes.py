@@ -158,6 +158,7 @@ def test_the_default_secret_is_the_process_s_own(tokens):
         *(lambda ids, kind=kind: np.array(ids, dtype=kind) for kind in ("<i4", ">i4", "i8", "u8")),
         lambda ids: np.repeat(np.array(ids), 2)[::2],
         lambda ids: torch.tensor(ids, dtype=torch.int32),
+        lambda ids: memoryview(np.array(ids)),
         lambda ids: torch.tensor(ids, dtype=torch.float64).to(torch.int64),
     ],
 )

@@ -124,6 +124,32 @@ def test_wanted_checkpoint_in_the_answer_is_saved_and_kept(save_decode_states):
     assert kept == ([3, 4, 6] if save_decode_states else [3, 4])
 
 
+def test_a_wanted_state_of_one_answer_spares_none_of_another():
+    context, other = make_context(), [7, *PROMPT[1:]]
+    add(context, "wants", PROMPT, checkpoint_positions=[4 * BLOCK])
+    add(context, "other", other)
+    for _ in range(3 * BLOCK):
+        run_step(context)
+    kept = [
+        saved_prefix_lengths(context, prompt + context.finish(name))
+        for name, prompt in (("wants", PROMPT), ("other", other))
+    ]
+    assert kept == [[3, 4, 6], [3, 6]]
+
+
+def test_shared_blocks_are_not_written_again_in_any_chunk():
+    context = make_context(placement=EveryNthBlock(1))
+    generate(context, PROMPT, 1)
+    blocks = context.kv_block_allocator.match_prefix(prepared(context, PROMPT).hashes)
+    for block in blocks[1:]:
+        context.slot_allocator.invalidate_block(block)
+    assert add(context, "x", PROMPT, chunk_tokens=BLOCK).skip_tokens == BLOCK
+    run_step(context)
+    context.schedule_prefill("x")
+    places = context.begin_step().metadata.kv_slot_mapping[: len(PROMPT) - 2 * BLOCK]
+    assert (places >= 0).tolist() == [False] * BLOCK + [True] * 2
+
+
 def test_a_policy_is_told_which_states_of_an_answer_are_wanted():
     policy = Listening()
     options = {"checkpoint_positions": [5 * BLOCK], "will_continue": True, "source": "a"}

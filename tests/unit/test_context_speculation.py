@@ -216,13 +216,26 @@ def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
 def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_left(context):
     for name, first in (("leaves", 1), ("stays", 2)):
         prefill(context, name, prompt=[first, 3, 3, 3, 3, 3, 3], token=0)
+    add(context, "new", PROMPT[:5])
     compute(context)
-    context.commit_step(on_device([1], [2]))  # each ends a block
+    context.commit_step(on_device([1], [2], [3]))  # the first two end a block
     context.preempt("leaves")
-    assert context.collect_step() == {"stays": [2]}
+    before = context.stats().computed_tokens
+    assert context.collect_step() == {"stays": [2], "new": [3]}
+    assert context.stats().computed_tokens == before + 1  # those of prompts count at the commit
     context.check_invariants()
     assert saved_prefix_lengths(context, [2, 3, 3, 3, 3, 3, 3, 0]) == [1]
     assert context.stats().reserved_slots == 0
+
+
+def test_counts_of_the_device_are_cut_to_what_was_computed(context):
+    prefill(context, "a", prompt=PROMPT[:5], token=0)
+    compute(context)
+    sampled = on_device([1])
+    sampled.counts.fill_(7)
+    context.commit_step(sampled)
+    assert context.collect_step() == {"a": [1]}
+    assert context.output("a") == [0, 1]
 
 
 def test_requests_that_cross_a_boundary_alike_in_one_step_share_its_state(context):

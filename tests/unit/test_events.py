@@ -165,6 +165,7 @@ def test_a_listener_that_raises_costs_no_slot(slots):
     with pytest.raises(OSError, match="own fault"):
         slots.commit_reserved([slot], [slots.cached[0]])
     assert slots.get_slot(slots.cached[0]) == slot
+    slots.kv_blocks.deregister_blocks([])
     assert [type(event) for event in told(slots)] == [Removed, Stored]
 
 
