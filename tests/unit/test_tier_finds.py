@@ -1,10 +1,20 @@
 """What the machine of all tiers has found, one test each."""
 
 import pytest
-from context_rig import BLOCK, add, generate, run_step, uncached
+from context_rig import (
+    BLOCK,
+    add,
+    generate,
+    make_config,
+    make_context,
+    run_step,
+    uncached,
+)
 from fingerprints import fingerprint
+from slot_rig import Listening
 from tier_rig import make_tiered
 
+from mamba_cache.cache import EveryNthBlock
 from mamba_cache.errors import TokenCapacityError
 
 LONG = [(3 * i * i + 2 * i) % 13 for i in range(30)]
@@ -60,3 +70,15 @@ def test_two_requests_of_a_step_that_could_load_one_state_are_both_right():
     tokens = {request_id: token for request_id, (_, token) in run_step(context).items()}
     assert set(tokens.values()) == {uncached(LONG, 1)[0][0]}
     context.check_invariants()
+
+
+def test_a_state_that_host_memory_lacks_is_wanted():
+    policy = Listening()
+    config = make_config(num_host_blocks=40, num_host_states=20)
+    context = make_context(config, slot_policy=policy, placement=EveryNthBlock(1))
+    generate(context, LONG, 1)
+    context.wait_for_tiers()
+    context.slot_allocator.reset()
+    policy.proposed.clear()
+    generate(context, LONG[: 2 * BLOCK] + [5] * (BLOCK + 1), 1)
+    assert [(each.num_blocks, each.is_asked) for each in policy.proposed] == [(3, True)]
