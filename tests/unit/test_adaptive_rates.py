@@ -86,7 +86,7 @@ def test_indices_are_those_of_the_formulas(rng):
         rates.count(klass, start, -1)
         rates.count(klass, end, 1, is_event=is_event)
         plain.live(klass, start, end, is_event)
-    classes, ages = rng.integers(0, 4, 50).tolist(), rng.integers(0, 500, 50).tolist()
+    classes, ages = rng.integers(0, 4, 50).tolist(), [0, *rng.integers(0, 500, 49).tolist()]
     for klass, age in zip(classes, ages, strict=True):
         plain.live(klass, 0, age)
     refit(rates, classes, ages)

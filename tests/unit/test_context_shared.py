@@ -12,7 +12,7 @@ from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.memory import make_memory
 from mamba_cache.context.tiering import NoTiers
-from mamba_cache.events import Stored
+from mamba_cache.events import Admitted, Stored
 
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -74,14 +74,16 @@ def test_observers_are_told_what_a_request_says(tells):
 
 
 def test_extra_keys_stand_beside_the_block_that_they_are_of():
-    context, told = make_context(), []
+    context, told, admitted = make_context(), [], []
     context.listeners.add(told.append, Stored)
+    context.listeners.add(admitted.append, Admitted)
     prompt, keys = [1] * 3 * BLOCK, [(0, "cat"), (2 * BLOCK + 3, "dog")]
     generate(context, prompt, 1, cache_salt="a", multimodal_keys=keys)
     generate(context, [*prompt, 2, *prompt], 1, cache_salt="a", multimodal_keys=keys)
     first, second = [event.extra_keys for event in told if event.kind == "block"]
     assert first == ((("cat", 0), "a"), None, (("dog", 3),))
     assert second == (None, None, None)
+    assert [event.cache_salt for event in admitted] == ["a", "a"]
 
 
 @pytest.mark.parametrize("refuses", [True, False])

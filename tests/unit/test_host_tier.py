@@ -34,6 +34,7 @@ from mamba_cache.errors import (
     BudgetError,
     InvalidArgumentError,
     InvariantError,
+    PoisonedError,
 )
 from mamba_cache.reference import Engine, SamplingParams, verify_greedy_on_device
 from mamba_cache.states import KVCacheSpec, StateSpec
@@ -108,6 +109,16 @@ def test_a_state_without_its_blocks_is_no_boundary_nor_are_these_without_it(kept
 
 def _request():
     return Request(request_id="probe", prompt_tokens=PROMPT)
+
+
+def test_a_match_that_breaks_off_leaves_a_tier_in_doubt(monkeypatch):
+    context = make_tiered()
+    monkeypatch.setattr(context._tiering, "find", lambda *_: 1 // 0)
+    request = Request(request_id="x", prompt_tokens=PROMPT)
+    with pytest.raises(ZeroDivisionError):
+        context.match(request)
+    with pytest.raises(PoisonedError, match="match broke off"):
+        context.match(request)
 
 
 def test_without_a_tier_there_is_none():
