@@ -214,6 +214,8 @@ def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
 
 
 def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_left(context):
+    prefill(context, "gone")  # from the row that "leaves" has next
+    context.finish("gone")
     for name, first in (("leaves", 1), ("stays", 2)):
         prefill(context, name, prompt=[first, 3, 3, 3, 3, 3, 3], token=0)
     add(context, "new", PROMPT[:5])

@@ -59,6 +59,9 @@ def test_a_clean_hit_differs_in_nothing():
         sampled=1, verified=1, differences={"state": 0, "kv": 0}
     )
     assert context.verify_pending(lambda hit: computed(context, hit)) == 0
+    generate(context, PROMPT, 1)
+    assert context.verify_pending(lambda hit: computed(context, hit)) == 1
+    assert context.verification_stats().verified == 2
 
 
 def test_a_corrupted_state_is_found_logged_and_removed(caplog):
@@ -87,8 +90,10 @@ def test_what_is_no_number_differs():
     blocks = blocks_of(context, hit)
     slot = context.slot_allocator.get_slot(blocks[-1])
     context.slot_allocator.states["conv"][0, slot] = torch.nan
-    context.kv_cache[0, 0, blocks[2], 0] = torch.inf
-    assert [(d.block, d.name) for d in verify(context, hit)] == [(None, "conv"), (2, "keys")]
+    context.kv_cache[0, 0, blocks[1:3], 0] = torch.inf
+    found = [(difference.block, difference.name) for difference in verify(context, hit)]
+    assert found == [(None, "conv"), (1, "keys"), (2, "keys")]
+    assert context.verification_stats().differences == {"state": 1, "kv": 2}
     context.check_invariants()
 
 
