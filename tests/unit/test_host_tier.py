@@ -330,6 +330,11 @@ def test_what_was_given_up_while_it_was_copied_does_not_count(way):
     stats = host_stats(context)
     assert stats.entries == expected
     assert stats.dropped == {"gone": 5 - sum(expected.values())}
+    if way == "blocks":
+        first(context)  # in the same blocks again
+        context.kv_block_allocator.deregister_blocks(range(100))
+        context.wait_for_tiers()
+        assert host_stats(context).dropped == {"gone": 10}
     context.check_invariants()
 
 
