@@ -11,6 +11,7 @@ from transformers_rig import (
     GREEDY,
     UNRESUMABLE,
     assert_same,
+    budgets,
     cached,
     join,
     make_cache,
@@ -208,6 +209,27 @@ def test_no_prompt_is_computed_in_single_tokens(clamping, generator, num_tokens)
         assert num_tokens == 1 or min(lengths, default=2) > 1
     if num_tokens > 2 * BLOCK:
         assert cache.stats().hits > 0
+
+
+def test_a_prompt_that_is_cached_whole_is_not_computed_at_all(clamping, generator):
+    cache = make_cache(clamping)
+    prompt = text(generator, 3 * BLOCK)
+    cache.prefill(prompt)
+    computed = cache.stats().computed_tokens
+    past = cache.prefill(prompt)
+    assert cache.stats().computed_tokens == computed
+    assert past.get_seq_length() == 3 * BLOCK
+
+
+def test_a_state_that_no_cut_reaches_takes_nobodys_place(clamping, generator, monkeypatch):
+    """It is where one token would be left; without capture nothing could be saved there."""
+    room = budgets(make_cache(clamping), slots=2, blocks=40)
+    monkeypatch.setattr(StateCapture, "during", lambda *_: contextlib.nullcontext(()))
+    cache = make_cache(clamping, **room)
+    assert cache._prefiller._capture is None
+    for length in (BLOCK + 4, 2 * BLOCK + 1):
+        cache.prefill(text(generator, length))
+    assert (cache.stats().cached_slots, cache.stats().evicted_slots) == (2, 0)
 
 
 def test_rows_of_a_batch_are_not_either(clamping, generator):

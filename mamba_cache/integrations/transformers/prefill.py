@@ -57,8 +57,11 @@ class Prefiller:
 
         Return the prompt's record, to be closed, and what ``last_forward`` returned.
         """
-        is_retry = False
-        min_computed = 0 if last_forward is None and self.min_tokens == 1 else self.min_tokens
+        is_retry, size = False, self._store.layout.block_size_tokens
+        # States lie at block ends: only behind a block's first token a hit could leave just one.
+        may_leave_one = self.min_tokens > 1 and len(tokens) % size == 1 % size
+        is_whole = last_forward is None and not may_leave_one
+        min_computed = 0 if is_whole else self.min_tokens
         while True:
             key = self._runner.fingerprint.key
             record = self._store.open(tokens, key, min_computed=min_computed, **fields)
@@ -120,10 +123,10 @@ class Prefiller:
     ) -> AbstractContextManager[Collection[int]]:
         """Capture the states wanted inside a segment from the forward in a ``with`` block."""
         inside = [position for position in record.positions if start < position < end]
-        rooms = record.reserve_states(inside) if inside else {}
-        if not rooms or self._capture is None:
+        if not inside or self._capture is None:  # without capture a cut was dropped there
             return nullcontext(())
-        return self._capture.during(cache, start, end - start, rooms)
+        rooms = record.reserve_states(inside)
+        return self._capture.during(cache, start, end - start, rooms) if rooms else nullcontext(())
 
     def recompute(self, tokens: npt.NDArray[np.int32]) -> SequenceMemory:
         """Compute a prefix without the cache; return what the model's layers keep of it."""
