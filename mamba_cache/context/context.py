@@ -914,12 +914,13 @@ class DynamicInferenceContext:
             )
             warnings.warn(warning, stacklevel=4)
             self._has_warned = True
-        for active in lacking:
-            inside = active.current_chunk.inside
-            self._index.cancel(inside)
-            active.chunk = replace(active.current_chunk, inside=())
-            self.request_table.set_status(active, RequestStatus.SCHEDULED)
-            self._counters["unwritten_states"] += len(inside)
+        with self._guard.ending():
+            for active in lacking:
+                inside = active.current_chunk.inside
+                self._index.cancel(inside)
+                active.chunk = replace(active.current_chunk, inside=())
+                self.request_table.set_status(active, RequestStatus.SCHEDULED)
+                self._counters["unwritten_states"] += len(inside)
 
     def _take(
         self,

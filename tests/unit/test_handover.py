@@ -20,10 +20,16 @@ from context_rig import (
     run_step,
     saved_prefix_lengths,
 )
+from injectors import strike
 
 from mamba_cache import CapturedExtractions
 from mamba_cache.cache import EveryNthBlock
-from mamba_cache.errors import InvalidArgumentError, StepOrderError, UnwrittenStateWarning
+from mamba_cache.errors import (
+    InvalidArgumentError,
+    PoisonedError,
+    StepOrderError,
+    UnwrittenStateWarning,
+)
 from mamba_cache.states import CHECKPOINT_FIELDS, plan_extraction
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -99,6 +105,21 @@ def test_as_an_error_it_leaves_the_step_in_flight(context):
     context.resume_request("a")
     run_step(context)
     assert saved_prefix_lengths(context, PROMPT) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["cancel", "set_status"])
+def test_giving_states_up_is_a_change_that_may_not_break_off(context, monkeypatch, name):
+    owner = context._index if name == "cancel" else context.request_table
+    add(context, "a", PROMPT)
+    context.begin_step()
+    strike(monkeypatch, owner, name, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UnwrittenStateWarning):
+        context.commit_step({"a": 1})
+    with pytest.raises(PoisonedError):
+        context.abort_step()
+    monkeypatch.undo()
+    context.reset()
+    context.check_invariants()
 
 
 def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):
