@@ -121,6 +121,15 @@ def test_a_match_that_breaks_off_leaves_a_tier_in_doubt(monkeypatch):
         context.match(request)
 
 
+def test_a_commit_that_breaks_off_at_a_tier_leaves_it_in_doubt(monkeypatch):
+    context = make_tiered()
+    monkeypatch.setattr(context._tiering, "end_step", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        first(context)
+    with pytest.raises(PoisonedError, match="commit_step broke off"):
+        context.begin_step()
+
+
 def test_without_a_tier_there_is_none():
     context = make_context()
     assert isinstance(context._tiering, NoTiers)
