@@ -135,6 +135,22 @@ def test_tokens_that_are_refused(context, case):
     assert context.finish("a") == [9, 1, 2, 5]
 
 
+class OutOfMemoryTokens:
+    """Tokens whose copy to the host fails for a reason that says nothing about them."""
+
+    def tolist(self):
+        raise MemoryError
+
+
+def test_an_error_of_the_machine_is_not_said_of_the_tokens(context):
+    prefill(context, "a")
+    compute(context, drafts={"a": [1, 2]})
+    with pytest.raises(MemoryError):
+        context.commit_step({"a": OutOfMemoryTokens()})
+    context.commit_step({"a": [1, 2, 5]})  # the step is still in flight
+    assert context.finish("a") == [9, 1, 2, 5]
+
+
 @pytest.mark.parametrize(
     "given",
     [
