@@ -29,7 +29,7 @@ from mamba_cache.errors import (
     InvalidArgumentError,
     PoisonedError,
 )
-from mamba_cache.events import Admitted, Stored
+from mamba_cache.events import Admitted, Removed, Stored
 from mamba_cache.reference import engine as engine_module
 
 PROMPT = [(3 * i * i + 2 * i) % 13 for i in range(3 * BLOCK + 2)]
@@ -320,6 +320,17 @@ def test_a_listener_that_raises_keeps_the_cache(kind, error):
         assert context.finish("x") == uncached(OTHER, 2)[0]
     context.listeners.remove(broken)
     check_kept(context)
+
+
+def test_listeners_are_called_once_a_reset_of_all_parts_is_over():
+    """The slots are reset before the KV blocks, each with an ending of its own."""
+    context, seen = warm(), []
+    blocks = context.kv_block_allocator
+    context.listeners.add(lambda event: seen.append(int((blocks.block_hashes >= 0).sum())), Removed)
+    assert (blocks.block_hashes >= 0).any()
+    context.reset()
+    assert len(seen) >= 2
+    assert not any(seen)
 
 
 def test_a_listener_may_not_call_in():
