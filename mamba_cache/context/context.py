@@ -25,7 +25,7 @@ from mamba_cache._checks import (
     check_room,
 )
 from mamba_cache._guard import CallGuard, guarded, outside, query, weak_callback
-from mamba_cache._torch import check_device_room, outside_inference_mode
+from mamba_cache._torch import check_device_room, outside_inference_mode, to_device
 from mamba_cache.cache import (
     CheckpointPlacement,
     KVBlockAllocator,
@@ -113,8 +113,9 @@ class _Uncollected(NamedTuple):
     lengths: Int64Array  # [n] tokens that each takes at most
     num_releases: Int64Array  # [n] how often each row had been given back by then
     planned: dict[int, Checkpoint]
-    tokens: torch.Tensor  # [n, k] what was sampled, on its way to the host
-    counts: torch.Tensor  # [n] likewise
+    sampled: DeviceTokens  # [n, k] what was sampled, where it was
+    tokens: torch.Tensor  # the same, on its way to the host
+    counts: torch.Tensor | None  # likewise
     arrived: torch.Event | None  # what to wait for; None: they are there
 
 
@@ -729,6 +730,8 @@ class DynamicInferenceContext:
                     on_device = drafts if isinstance(drafts, torch.Tensor) else None
                     is_exact = on_device is None and self._uncollected is None
                     self._speculation.describe(metadata, on_device, is_exact=is_exact)
+                elif self._uncollected is not None:
+                    self._bring_tokens(self._uncollected, group.rows, metadata)
                 # Without the padding, which a kernel would look at entry by entry.
                 if chunks and (restores := self.step_buffers.entries("restores")):
                     self._slots_to_live.copy_own(*restores)
@@ -740,6 +743,18 @@ class DynamicInferenceContext:
         num_layers = len(self._layer_labels) if metadata.num_checkpoints else 0
         self._step = Step(work, prefills, chunks, planned, metadata, layers=range(num_layers))
         return self._step
+
+    def _bring_tokens(self, last: _Uncollected, rows: Int64Array, metadata: StepMetadata) -> None:
+        """Have requests compute the tokens that the last step sampled, where they are."""
+        table, own = self.request_table, metadata.token_ids[: len(rows)]
+        # Of these the host knows no token that is not computed.
+        is_late = table.num_tokens[rows] == table.num_computed[rows] + table.num_in_doubt[rows]
+        places = np.zeros(self.config.max_requests, dtype=np.int64)
+        places[last.rows] = np.arange(len(last.rows))
+        tokens = torch.cat((last.sampled.tokens[:, 0], own))
+        sources = np.where(is_late, places[rows], len(last.rows) + np.arange(len(rows)))
+        at = to_device(torch.from_numpy(sources), self.device)
+        torch.index_select(tokens, 0, at, out=own)
 
     def _begin_chunks(self, prefills: Sequence[ActiveRequest]) -> list[Chunk]:
         """Begin the loads of chunks, and return the chunks, planned again where that is needed."""
@@ -797,9 +812,10 @@ class DynamicInferenceContext:
                 their ids; or [n] ints in their order, as a numpy array, a tensor on the CPU or a
                 list, which costs least. Of a request that had drafts the accepted drafts and the
                 token sampled after them, as a list or tuple in the mapping, or a row of an [n, k]
-                array; they may be cut anywhere, and none means that the request stays where it
-                was. Or ``DeviceTokens``, which nobody waits for: the step is then uncollected, and
-                the next may begin before ``collect_step`` brings its tokens.
+                array; they may be cut anywhere, and with ``num_speculative_tokens`` of at least 1
+                none means that the request stays where it was. Or ``DeviceTokens``, which nobody
+                waits for: the step is then uncollected, and the next may begin before
+                ``collect_step`` brings its tokens.
             counts: With an [n, k] array: how many tokens of its row each request takes.
 
         Returns:
@@ -831,7 +847,9 @@ class DynamicInferenceContext:
         saves = step._planned or prefills
         if saves and (boundaries := self.step_buffers.entries("boundaries")):
             self._live_to_slots.copy_own(*boundaries)
-        sent = send_to_host(sampled) if isinstance(sampled, DeviceTokens) else None
+        sent = None
+        if isinstance(sampled, DeviceTokens):
+            sent = sampled, *send_to_host(sampled)
         with self._ending:
             self._step = None
             requests, rows, count = step._requests, work.group.rows, len(work.group.ids)
@@ -870,16 +888,13 @@ class DynamicInferenceContext:
             raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
         num_requests = len(step._requests)
         if isinstance(new_tokens, DeviceTokens):
-            if self._speculation is None:
-                raise InvalidArgumentError(
-                    "tokens on the device need num_speculative_tokens of at least 1, got 0"
-                )
-            self._speculation.check_sampled(new_tokens, num_requests)
+            new_tokens.check(num_requests, self.config, self.device)
             return new_tokens
         ids = step.sampling_ids
         sampled = read_sampled(new_tokens, counts, ids, self._preparer)
         if sampled[1] is not None:
-            check_accepted(step._work, sampled[0], sampled[1], ids)
+            may_stay = self._speculation is not None
+            check_accepted(step._work, sampled[0], sampled[1], ids, may_stay=may_stay)
         if len(ids) == num_requests:
             return sampled
         tokens, taken = sampled
@@ -1060,12 +1075,14 @@ class DynamicInferenceContext:
         if self._uncollected is None:
             raise StepOrderError("no step is uncollected: commit_step with DeviceTokens makes one")
         table = self.request_table
-        requests, count, rows, lengths, num_releases, planned, *sent, arrived = self._uncollected
+        requests, count, rows, lengths, num_releases, planned, _, sent, taken, arrived = (
+            self._uncollected
+        )
         if arrived is not None:  # pragma: no cover - tests/gpu run it
             arrived.synchronize()
-        tokens, given = (tensor.numpy() for tensor in sent)
-        counts = lengths.copy()
-        counts[:count] = np.clip(given[:count], 0, lengths[:count])
+        tokens, counts = sent.numpy(), lengths.copy()
+        if taken is not None:
+            counts[:count] = np.clip(taken.numpy()[:count], 0, lengths[:count])
         kept = ((table.num_releases[rows] == num_releases) & (lengths > 0)).nonzero()[0]
         if len(kept) < len(rows):
             rows, lengths, tokens, counts = rows[kept], lengths[kept], tokens[kept], counts[kept]

@@ -264,7 +264,9 @@ class RequestTable:
                 event = current * size + (size - 1)
                 self.next_events[row] = event
                 self.place_shifts[row] = (self.block_tables.item(row, current) - current) * size
-            if end > event and self.saves_states[row]:
+            # Without drafts the step before this one has surely reached an earlier event.
+            is_reached = self._max_decode_tokens == 1 and end > event + 1
+            if end > event and self.saves_states[row] and not is_reached:
                 saving.append(place)
             if end > event + 1:
                 crossing.append(place)

@@ -8,7 +8,7 @@ off; those may wait for it, and then resume from there.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -200,16 +200,23 @@ class Scheduler(Generic[_Request]):
         for request in self._holding():
             self._context.preempt(request.key)
 
-    def begin_step(self) -> Step | None:
-        """Begin a step with all who can take part."""
+    def begin_step(self, *, leaves_out: Collection[Hashable] = ()) -> Step | None:
+        """Begin a step with all who can take part, but for decoding requests to be left out."""
         self._prefetch()
         if not self.is_steady:
             self._fill_step()
         drafts = self._propose(self._with_status(RequestStatus.DECODING)) if self._propose else {}
         while self._has_work():
-            holds_back = self.is_lockstep and self._context.request_table.scheduled_chunks
+            chunks, decoding = self._context.request_table.scheduled_chunks, None
+            if self.is_lockstep and chunks:
+                decoding = []
+            elif leaves_out:
+                names = [one.key for one in self._with_status(RequestStatus.DECODING)]
+                decoding = [name for name in names if name not in leaves_out]
+                if not decoding and not chunks:
+                    return None
             try:
-                return self._context.begin_step(() if holds_back else None, drafts=drafts or None)
+                return self._context.begin_step(decoding, drafts=drafts or None)
             except BlockCapacityError as error:
                 shortage = error
             if drafts:

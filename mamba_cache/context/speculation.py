@@ -14,6 +14,7 @@ from mamba_cache.config import CacheConfig
 from mamba_cache.context.kernels import decode_numpy
 from mamba_cache.context.request_table import Int64Array
 from mamba_cache.context.step import Sampled, check_on_device
+from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import kernels_for
 
@@ -29,20 +30,40 @@ class DeviceTokens:
             order. A decoding request's accepted drafts, then the token sampled after them; a
             prefill that samples has its token in column 0.
         counts: [num_requests] int32, likewise. How many of them each decoding request takes, from
-            0 to its tokens in the step; entries of prefills are not looked at.
+            0 to its tokens in the step; entries of prefills are not looked at. None with
+            ``num_speculative_tokens`` of 0: each takes its one.
     """
 
     tokens: torch.Tensor
-    counts: torch.Tensor
+    counts: torch.Tensor | None = None
+
+    def check(self, num_requests: int, config: CacheConfig, device: torch.device) -> None:
+        """Check what can be checked of a step's tokens without waiting for the device."""
+        shape, drafts = (num_requests, config.max_decode_tokens), config.num_speculative_tokens
+        check_on_device("tokens", self.tokens, shape, (torch.int64,), device)
+        if drafts:
+            check_on_device("counts", self.counts, shape[:1], (torch.int32,), device)
+        elif self.counts is not None:
+            raise InvalidArgumentError(
+                "counts of tokens on the device must be None with num_speculative_tokens of 0, got "
+                f"{type(self.counts).__name__}"
+            )
+        # So that two steps end one block at most: drafts are limited likewise.
+        elif config.block_size_tokens < 2:
+            raise InvalidArgumentError(
+                "tokens on the device need block_size_tokens of at least 2, got 1"
+            )
 
 
 def send_to_host(
     given: DeviceTokens,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Event | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Event | None]:
     """Enqueue copies of tokens and counts to the host; return them, and what to wait for."""
     # Of what is not waited for PyTorch makes copies in pinned memory.
     tokens = given.tokens.to("cpu", non_blocking=True, copy=True)
-    counts = given.counts.to("cpu", non_blocking=True, copy=True)
+    counts = None
+    if given.counts is not None:
+        counts = given.counts.to("cpu", non_blocking=True, copy=True)
     arrived: torch.Event | None = None
     if given.tokens.is_cuda:  # pragma: no cover - tests/gpu run it
         arrived = torch.Event(given.tokens.device)
@@ -109,9 +130,3 @@ class Speculation:
 
     def _send(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return to_device(torch.from_numpy(array), self._device)
-
-    def check_sampled(self, sampled: DeviceTokens, num_requests: int) -> None:
-        """Check what can be checked of a step's tokens without waiting for the device."""
-        shape, device = (num_requests, self._config.max_decode_tokens), self._device
-        check_on_device("tokens", sampled.tokens, shape, (torch.int64,), device)
-        check_on_device("counts", sampled.counts, shape[:1], (torch.int32,), device)

@@ -458,16 +458,25 @@ def _as_list(tokens: Any) -> list[Any]:
 
 
 def check_accepted(
-    work: DecodeWork, tokens: Int64Array, counts: Int64Array, ids: Sequence[Hashable]
+    work: DecodeWork,
+    tokens: Int64Array,
+    counts: Int64Array,
+    ids: Sequence[Hashable],
+    *,
+    may_stay: bool,
 ) -> None:
-    """Check that each request's new tokens can follow from what it computed."""
-    num_decodes = len(work.group.ids)
+    """Check that each request's new tokens can follow from what it computed.
+
+    ``may_stay`` says whether decoding requests may take none: with drafts they keep the state from
+    before the step.
+    """
+    num_decodes, is_wider = len(work.group.ids), tokens.shape[1] > work.width
     # Unless lengths differ it suffices that nobody takes more tokens than everybody computed.
-    if work.lengths is not None or num_decodes < len(ids) or tokens.shape[1] > work.width:
+    if not may_stay or work.lengths is not None or num_decodes < len(ids) or is_wider:
         most = np.ones(len(ids), dtype=np.int64)
         most[:num_decodes] = work.width if work.lengths is None else work.lengths
         least = most.copy()
-        least[:num_decodes] = 0
+        least[:num_decodes] = not may_stay
         for index in ((counts > most) | (counts < least)).nonzero()[0][:1].tolist():
             name, longest = f"the number of new tokens of {ids[index]!r}", most.item(index)
             check_int(name, counts.item(index), minimum=least.item(index), maximum=longest)

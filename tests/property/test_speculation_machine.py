@@ -5,3 +5,13 @@ from speculation_machine import SpeculationMachine
 
 TestSpeculationMachine = SpeculationMachine.TestCase
 TestSpeculationMachine.settings = examples(100)
+
+
+class StepsAheadMachine(SpeculationMachine):
+    """Without drafts: the next step begins before the tokens of the last one are there."""
+
+    num_drafts = 0
+
+
+TestStepsAheadMachine = StepsAheadMachine.TestCase
+TestStepsAheadMachine.settings = examples(100)

@@ -30,12 +30,13 @@ class SpeculationMachine(ContextMachine):
 
     longest_answer = LONGEST_ANSWER
     uncached = UNCACHED
+    num_drafts = DRAFTS
 
     def more_settings(self):
         self.uncollected = {}
         self.is_uncollected = False
         self.lengths_before = {}
-        return {"num_speculative_tokens": DRAFTS}
+        return {"num_speculative_tokens": self.num_drafts}
 
     @precondition(lambda self: self.can_step())
     @rule(
@@ -98,8 +99,8 @@ class SpeculationMachine(ContextMachine):
         """Tokens of which the first few are right."""
         if data is None:
             return []
-        count = data.draw(st.integers(0, DRAFTS), label="drafts")
-        right = data.draw(st.integers(0, DRAFTS), label="right ones")
+        count = data.draw(st.integers(0, self.num_drafts), label="drafts")
+        right = data.draw(st.integers(0, self.num_drafts), label="right ones")
         drafts = [self.wanted(seen, i) for i in range(count)]
         return [(t + (i >= right)) % VOCAB for i, t in enumerate(drafts)]
 
@@ -117,14 +118,14 @@ class SpeculationMachine(ContextMachine):
 
     def in_order(self, drafts):
         """As an array in the order of the requests that decode."""
-        array = np.full((len(drafts), DRAFTS), -1)
+        array = np.full((len(drafts), self.num_drafts), -1)
         for row, tokens in zip(array, drafts.values(), strict=True):
             row[: len(tokens)] = tokens
         return array
 
     def by_row(self, drafts):
         rows = {active.request_id: active.row for active in self.context.request_table}
-        tensor = torch.full((self.context.config.max_requests, DRAFTS), -1)
+        tensor = torch.full((self.context.config.max_requests, self.num_drafts), -1)
         for request_id, tokens in drafts.items():
             tensor[rows[request_id], : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
         return tensor
@@ -140,7 +141,8 @@ class SpeculationMachine(ContextMachine):
                 drafted = [] if request.is_prefill else drafts[request.request_id]
                 taken = self.verify(seen, drafted[: len(rows) - 1], rows)
             if data is not None and not request.is_prefill:
-                taken = taken[: data.draw(st.integers(0, 2 + DRAFTS), label="taken")]
+                least = 0 if self.num_drafts else 1
+                taken = taken[: data.draw(st.integers(least, 2 + DRAFTS), label="taken")]
             yield taken
 
     def verify(self, seen, drafted, rows):
@@ -157,10 +159,12 @@ class SpeculationMachine(ContextMachine):
         sampled = {r.request_id: t for r, t in zip(step.requests, tokens, strict=True) if r.samples}
         decoded = {request.request_id for request in step.requests if not request.is_prefill}
         if on_device:
-            padded = torch.full((len(tokens), 1 + DRAFTS), -5)
+            padded = torch.full((len(tokens), 1 + self.num_drafts), -5)
             for row, new in zip(padded, tokens, strict=True):
                 row[: len(new)] = torch.tensor(new, dtype=torch.int64)
-            counts = torch.tensor([len(new) for new in tokens], dtype=torch.int32)
+            counts = None
+            if self.num_drafts:
+                counts = torch.tensor([len(new) for new in tokens], dtype=torch.int32)
             self.context.commit_step(DeviceTokens(padded, counts))
             self.uncollected, self.is_uncollected = dict(sampled), True
         else:

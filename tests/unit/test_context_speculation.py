@@ -174,12 +174,53 @@ def test_tokens_on_the_device_that_are_refused(context, given):
     context.commit_step({"a": 1})
 
 
-def test_tokens_on_the_device_need_speculation():
+def test_counts_of_tokens_on_the_device_need_drafts():
     context = make_context()
     add(context, "a", PROMPT)
     compute(context)
-    with pytest.raises(InvalidArgumentError, match="num_speculative_tokens of at least 1"):
-        context.commit_step(on_device([1]))
+    with pytest.raises(InvalidArgumentError, match=r"counts .* must be None .* got Tensor"):
+        context.commit_step(on_device([1], num_drafts=0))
+    context.commit_step(DeviceTokens(torch.tensor([[1]])))
+    assert context.collect_step() == {"a": [1]}
+
+
+def test_tokens_on_the_device_need_blocks_of_two_tokens():
+    context = make_context(make_config(block_size_tokens=1, ssm_chunk_size=1))
+    add(context, "a", PROMPT)
+    compute(context)
+    with pytest.raises(InvalidArgumentError, match="block_size_tokens of at least 2, got 1"):
+        context.commit_step(DeviceTokens(torch.tensor([[1]])))
+    context.commit_step([1])
+
+
+def test_a_step_computes_tokens_that_the_host_does_not_know():
+    """Beside tokens that it knows, and by request: the order of the batch may change."""
+    context = make_context(make_config(save_decode_states=True))
+    for name, first in (("a", 1), ("b", 2), ("gone", 3), ("late", 4)):
+        prefill(context, name, prompt=[first, *PROMPT], token=first)
+    compute(context, decode_ids=["gone", "b", "a"])
+    context.commit_step(DeviceTokens(torch.tensor([[7], [6], [5]])))  # of "gone", "b", "a"
+    context.preempt("gone")
+    step = compute(context)
+    assert step.request_ids == ("a", "b", "late")
+    assert step.metadata.token_ids[:3].tolist() == [5, 6, 4]
+    assert step.metadata.positions[:3].tolist() == [7, 7, 6]
+    assert context.collect_step() == {"b": [6], "a": [5]}
+    context.commit_step([8, 9, 10])
+    assert context.finish("a") == [1, 5, 8]
+    assert context.finish("gone") == [3]
+
+
+def test_a_request_cannot_stay_where_it_was_without_drafts():
+    """Its one live state has moved: the next step would have added the same token again."""
+    context = make_context()
+    prefill(context, "a")
+    compute(context)
+    for given in (({"a": []},), ([[4]], [0])):
+        with pytest.raises(InvalidArgumentError, match=re.escape("an int in [1, 1], got 0")):
+            context.commit_step(*given)
+    context.commit_step([[4]], [1])
+    assert context.finish("a") == [9, 4]
 
 
 def test_steps_are_committed_collected_and_begun_in_order(context):
@@ -227,6 +268,29 @@ def test_a_state_reached_in_either_of_two_steps_is_saved_once(context):
     saved = slots.slot_to_block.ge(0).nonzero().flatten()
     assert len(saved) == 2
     assert not slots.ssm_states[:, saved].isnan().any()
+
+
+def test_a_state_is_not_saved_again_by_a_step_that_begins_past_it():
+    """Its tokens were not known when the next step was planned, but how many they were."""
+    prompt, saved = [1, 2, 3, 4, 5, 6, 7], []
+    for is_ahead in (False, True):
+        context = make_context(make_config(save_decode_states=True))
+        prefill(context, "a", prompt=prompt, token=0)
+        compute(context)
+        context.commit_step(DeviceTokens(torch.tensor([[1]])))  # ends a block
+        if not is_ahead:
+            context.collect_step()
+        compute(context)
+        assert context.slot_allocator.num_reserved_slots == is_ahead
+        if is_ahead:
+            context.collect_step()
+        context.commit_step([2])
+        assert saved_prefix_lengths(context, [*prompt, 0, 1]) == [1]
+        slots = context.slot_allocator
+        [slot] = slots.slot_to_block.ge(0).nonzero().flatten().tolist()
+        saved.append((slots.ssm_states[:, slot].clone(), slots.conv_states[:, slot].clone()))
+    for one, other in zip(*saved, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_state_is_saved_though_another_request_of_the_uncollected_step_has_left(context):
