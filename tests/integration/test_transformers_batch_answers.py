@@ -21,6 +21,8 @@ from transformers_rig import BLOCK, VOCABULARY, Ear
 from mamba_cache.integrations.transformers.batching import answers as answer_settings
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettings, Sampler, uniforms
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 DRAWN = {"do_sample": True, "temperature": 3.0, "top_k": 0}
 
 
@@ -38,7 +40,9 @@ def settings(**changes):
 
 def drawing(own, seed, number):
     """What the sampler reads of a request that has so many tokens of its answer."""
-    return SimpleNamespace(settings=own, seed=seed, answer=range(number), processors=None)
+    return SimpleNamespace(
+        settings=own, seed=seed, answer=range(number), processors=None, num_late=0
+    )
 
 
 def librarys_shares(logits, *warpers):
@@ -93,6 +97,17 @@ def test_rows_that_draw_and_rows_that_do_not(generator, limit):
     likeliest = logits.argmax(-1)
     assert chosen[:28].tolist() == likeliest[:28].tolist()
     assert limit == 0 or chosen[29] == likeliest[29]
+
+
+def test_a_row_without_limits_draws_the_same_beside_one_with_limits(generator):
+    """Beside those its tokens were sorted before the draw: the same seed gave other tokens."""
+    logits, sampler = torch.randn(40, 50, generator=generator), Sampler(torch.device("cpu"))
+    free = [drawing(settings(temperature=2.0), 3, number) for number in range(40)]
+    mixed = [drawing(settings(top_k=5), 4, n) if n % 2 else free[n] for n in range(40)]
+    alone = sampler.choose(logits, free)
+    beside = sampler.choose(logits, mixed)
+    assert beside[::2].tolist() == alone[::2].tolist()
+    assert beside[1::2].tolist() == sampler.choose(logits[1::2], mixed[1::2]).tolist()
 
 
 def test_uniform_numbers_are_those_of_seed_and_number():

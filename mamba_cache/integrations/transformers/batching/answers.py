@@ -64,6 +64,11 @@ class AnswerSettings:
         """Whether the next token is that of the largest logit."""
         return self.is_greedy and self.make_processors is None
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether some tokens are not drawn, as their probabilities have it."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
         """Say whether an answer ends with a stop string."""
         if self.stops is None:
@@ -315,7 +320,8 @@ class Sampler:
         if all(are_greedy):
             return greedy
         seeds = np.array([one.seed if one else 0 for one in requests], dtype=np.uint64)
-        numbers = np.array([len(one.answer) if one else 0 for one in requests], dtype=np.uint64)
+        counts = [len(one.answer) if one else 0 for one in requests]
+        numbers = np.array(counts, dtype=np.uint64)
         uniform = to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
         is_greedy = to_device(torch.tensor(are_greedy, device="cpu"), self._device)
         return torch.where(is_greedy, greedy, _draw(scores, settings, uniform))
@@ -333,12 +339,12 @@ def _draw(
         return to_device(torch.tensor(values, dtype=dtype, device="cpu"), scores.device)
 
     scores = scores / column("temperature", 1.0, torch.float32)[:, None]
-    drawn = [row for one, row in zip(settings, rows, strict=True) if one and not one.is_greedy]
-    if not any(row and (row.top_k or row.top_p < 1 or row.min_p > 0) for row in drawn):
+    limited = [row is not None and not row.is_greedy and row.is_limited for row in rows]
+    if not any(limited):
         return _pass(scores.double().softmax(-1), uniform)
     size = scores.shape[-1]
-    # Rows without a limit have as many tokens as there are; if one has none, all are sorted.
-    limits = [row.top_k if row else 0 for row in drawn]
+    # Of some the limit is no number of tokens; then all are sorted.
+    limits = [row.top_k for row, is_one in zip(rows, limited, strict=True) if row and is_one]
     count = min(max(limits), size) if all(limits) else size
     values, ids = scores.topk(count, dim=-1)
     values = values.double()
@@ -351,7 +357,12 @@ def _draw(
     is_out |= shares < column("min_p", 0.0, torch.float64)[:, None] * shares[:, :1]
     is_out[:, 0] = False
     values = values.masked_fill(is_out, -math.inf)
-    return ids.gather(-1, _pass(values.softmax(-1), uniform)[:, None])[:, 0]
+    chosen = ids.gather(-1, _pass(values.softmax(-1), uniform)[:, None])[:, 0]
+    if all(limited):
+        return chosen
+    # The others are drawn in the order of the tokens, as without company.
+    is_limited = to_device(torch.tensor(limited, device="cpu"), scores.device)
+    return torch.where(is_limited, chosen, _pass(scores.double().softmax(-1), uniform))
 
 
 def _pass(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
