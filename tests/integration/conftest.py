@@ -25,6 +25,20 @@ def cache(model):
 
 
 @pytest.fixture
+def ahead(monkeypatch):
+    """Batches begin a step before the last one's tokens are on the host, as on a GPU."""
+    module = importlib.import_module("mamba_cache.integrations.transformers.batching.batcher")
+    monkeypatch.setattr(module, "_AHEAD_ON", ("cuda", "cpu"))
+
+
+@pytest.fixture
+def either_way(seed, request):
+    """They do so with every other seed."""
+    if seed % 2:
+        request.getfixturevalue("ahead")
+
+
+@pytest.fixture
 def prompt(generator):
     """Four blocks and a little more."""
     rig = importlib.import_module("transformers_rig")

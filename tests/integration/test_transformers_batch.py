@@ -23,6 +23,8 @@ from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.batching.kernels import paged_attention_torch
 from mamba_cache.integrations.transformers.batching.paged import PagedAttention
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 FEW = ("nemotron_h", "qwen3_5", "mamba2")
 """Families of three kinds of states; tests/property/test_conversations.py takes all."""
 

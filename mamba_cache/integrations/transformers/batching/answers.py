@@ -214,6 +214,7 @@ class BatchRequest(QueuedRequest):
     first_token: int | None = None  # of its answer, if that is known beforehand
     tell: Callable[[int], None] | None = None  # called with each token
     answer: list[int] = field(default_factory=list)  # its tokens so far
+    num_late: int = 0  # further ones that the device alone knows
     # Their log-probabilities, if they are asked for.
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)  # when each was there, likewise
@@ -320,7 +321,7 @@ class Sampler:
         if all(are_greedy):
             return greedy
         seeds = np.array([one.seed if one else 0 for one in requests], dtype=np.uint64)
-        counts = [len(one.answer) if one else 0 for one in requests]
+        counts = [len(one.answer) + one.num_late if one else 0 for one in requests]
         numbers = np.array(counts, dtype=np.uint64)
         uniform = to_device(torch.from_numpy(uniforms(seeds, numbers)), self._device)
         is_greedy = to_device(torch.tensor(are_greedy, device="cpu"), self._device)

@@ -7,11 +7,11 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,13 @@ import torch
 from mamba_cache._checks import check_int
 from mamba_cache._guard import weak_callback
 from mamba_cache.cache.sequence import CachedSequence
-from mamba_cache.context import DynamicInferenceContext, PreparedRequest, Request, Step
+from mamba_cache.context import (
+    DeviceTokens,
+    DynamicInferenceContext,
+    PreparedRequest,
+    Request,
+    Step,
+)
 from mamba_cache.context.scheduler import Scheduler
 from mamba_cache.errors import (
     CapacityError,
@@ -66,6 +72,9 @@ _TOLERANCES = {True: 1e-3, False: 0.15}
 
 _MAX_TOLERANCE = 0.5
 """Of models that differ from themselves as much, by rounding alone."""
+
+_AHEAD_ON = ("cuda",)
+"""Types of devices on which a step begins before the tokens of the last one are on the host."""
 
 _CHILD_SEED = 0xD1342543DE82EF95
 _SEED_MASK = 2**64 - 1
@@ -133,6 +142,18 @@ class _Decoding:
     places: torch.Tensor | None = None  # rows of a call of ``generate``, as rows of this batch
 
 
+_Part: TypeAlias = "tuple[torch.Tensor, Sequence[BatchRequest | None]]"
+"""Logits [rows, vocabulary], and the request of each row, as far as it matters whose they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Requests whose newest token the device alone knows, in the order of their step."""
+
+    requests: list[BatchRequest]
+    num_decodes: int  # how many of them decoded; the others have their first token
+
+
 class Batcher:
     """Run requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes."""
 
@@ -190,6 +211,9 @@ class Batcher:
         self._untold: list[PreparedRequest] = []  # prompts that listeners are still to be told of
         # The step that waits for their tokens, those that sample, and what it computed of prompts.
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
+        # Two steps of one token each end one block at most, if that is longer than a token.
+        self._runs_ahead = layout.device.type in _AHEAD_ON and block_size > 1
+        self._late: _Late | None = None  # of the last step; None: all tokens are on the host
         self.configure()
 
     def configure(self, batching_config: Any = None) -> None:
@@ -325,7 +349,7 @@ class Batcher:
             if requests and (logits is not None or not firsts):
                 break
             known = [firsts[one.key] for one in requests]
-            self._commit(step, np.array(known, dtype=np.int64), firsts, computed)
+            self._commit_rows(step, known, firsts, computed)
         self._open = step, requests, computed
         if logits is None:
             return computed[-1].logits
@@ -341,7 +365,17 @@ class Batcher:
         assert self._open is not None
         (step, requests, computed), self._open = self._open, None
         chosen = {one.key: token for one, token in zip(self._rows, tokens, strict=True)}
-        self._commit(step, np.array([chosen[one.key] for one in requests]), {}, computed)
+        self._commit_rows(step, [chosen[one.key] for one in requests], {}, computed)
+
+    def _commit_rows(
+        self,
+        step: Step,
+        tokens: Sequence[int],
+        firsts: Mapping[Hashable, int],
+        computed: Sequence[ComputedChunks],
+    ) -> None:
+        sampled = self._commit(step, np.array(tokens, dtype=np.int64), computed)
+        self._settle(self._take_all(len(step.decode_rows), sampled, tokens, firsts))
 
     def end_rows(self) -> None:
         """End the call; its cached prefixes stay findable."""
@@ -359,6 +393,7 @@ class Batcher:
 
     def begin(self) -> None:
         """Drop graphs if the weights have moved; call it before the first step of each call."""
+        self._settle(self._take_late())  # of requests that were ended from outside
         fingerprint = self._runner.fingerprint
         self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
@@ -419,32 +454,59 @@ class Batcher:
             self.context.commit_step([0] * len(lengths))
 
     def step(self) -> list[BatchRequest]:
-        """Compute one step of all requests that can run.
+        """Compute one step of all requests that can run, or take the tokens of the last one.
+
+        On a GPU a step begins before the tokens of the last one are on the host, so that the GPU
+        need not wait for the host. A request that turns out to have ended with the last one is
+        computed in vain then.
 
         If the model raises, the step is taken back: running requests are preempted, keep their
         tokens and resume. A request whose steps fail twice in a row ends with the exception.
 
         Return the requests that are over with it.
         """
+        if self._late is not None and not self._may_go_ahead(self._late):
+            return self._settle(self._take_late())
         step, over = self._begin_step()
         if step is None:
-            return over
+            return over + self._settle(self._take_late())
+        firsts: dict[Hashable, int] = {}
         try:
             computed, logits = self._compute(step)
-            tokens, firsts = self._choose(step, logits, computed)
+            parts, chosen = self._sampling(logits, computed)
+            late = self._late_of(logits, chosen)
+            tokens: npt.NDArray[np.int64] | DeviceTokens
+            if late is not None:
+                tokens = self._choose_late(step, parts, chosen)
+            else:
+                tokens, firsts = self._choose(step, parts, chosen)
             # All work is enqueued now, so waiting for the comparison of the weights costs nothing.
             self._runner.fingerprint.confirm()
         except (ModelChangedError, PoisonedError):
             raise
         except Exception as error:
             return over + self._take_back(step, error)
-        return over + self._commit(step, tokens, firsts, computed)
+        ended = self._take_late()
+        sampled = self._commit(step, tokens, computed)
+        for request in ended:  # what this step computed of them was in vain
+            self.end(request)
+        if isinstance(tokens, DeviceTokens):
+            self._late = late
+            for request in sampled:
+                request.num_late = 1
+        else:
+            ended += self._take_all(len(step.decode_rows), sampled, tokens.tolist(), firsts)
+        return over + self._settle(ended)
 
     def _begin_step(self) -> tuple[Step | None, list[BatchRequest]]:
         """Begin a step, if there is one; return it and the requests that cannot run."""
-        if self._scheduler.is_steady:
+        ending: set[Hashable] = set()  # those that end with the token that is not there yet
+        if self._late is None:
             self._close_ranks()
-        step, failed = self._scheduler.begin_step(), self._scheduler.failed
+        else:
+            late = self._late.requests
+            ending = {one.key for one in late if len(one.answer) + one.num_late >= one.max_tokens}
+        step, failed = self._scheduler.begin_step(leaves_out=ending), self._scheduler.failed
         for request in failed:
             self.end(request)
         return step, failed
@@ -462,6 +524,7 @@ class Batcher:
         traceback.clear_frames(fault.__traceback__)
         requests = [self._scheduler.find(one.request_id) for one in step.requests]
         self._scheduler.preempt_all()
+        self._take_late()  # none: they compute their newest tokens again
         self._decoding = _Decoding()
         over = []
         for request in requests:
@@ -481,11 +544,17 @@ class Batcher:
             tiers.bring(sequence, self.context.config.min_computed_tokens)
         return self.context.match(prepared).skip_tokens
 
+    def _may_close_ranks(self) -> bool:
+        """Return whether a smaller batch would hold all requests that are left."""
+        if not self._scheduler.is_steady:
+            return False
+        return self._size_for(len(self._scheduler)) < self._decoding.size
+
     def _close_ranks(self) -> None:
         """Move requests to lower rows if a smaller batch then holds all that are left."""
-        decoding, left = self._decoding, len(self._scheduler)
-        if len(decoding.requests) == left or self._size_for(left) >= decoding.size:
+        if not self._may_close_ranks():
             return
+        decoding, left = self._decoding, len(self._scheduler)
         size = self._size_for(left)
         rows = [(row, one) for row, one in enumerate(decoding.by_row) if one and not one.is_over]
         if len(rows) != left:  # new requests get their rows in the next step
@@ -553,19 +622,19 @@ class Batcher:
     def _size_for(self, count: int) -> int:
         return next(size for size in self._sizes if size >= count)
 
-    def _choose(
-        self, step: Step, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
-    ) -> tuple[npt.NDArray[np.int64], dict[Hashable, int]]:
-        """Choose the step's tokens and copy them to the host; this waits for the device.
+    def _sampling(
+        self, logits: torch.Tensor | None, computed: Sequence[ComputedChunks]
+    ) -> tuple[list[_Part], list[BatchRequest]]:
+        """Return what tokens are chosen by, and the requests of those that follow a prompt.
 
-        Return a token for each request that samples, in the step's order; and by name those of
-        prompts that are computed now, and of the forks that these are to have.
+        The forks that these are to have draw their first tokens as well.
         """
-        parts: list[tuple[torch.Tensor, Sequence[BatchRequest | None]]] = []
-        decoding, size = self._decoding, 0
+        parts: list[_Part] = []
         if logits is not None:
-            size = decoding.size
-            parts.append((logits, [None] * size if decoding.is_simple else decoding.by_row))
+            decoding = self._decoding
+            parts.append(
+                (logits, [None] * decoding.size if decoding.is_simple else decoding.by_row)
+            )
         chosen: list[BatchRequest] = []
         for chunks in computed:
             numbers: list[int] = []
@@ -577,6 +646,7 @@ class Batcher:
                 forks = () if request.answer else request.forks  # each draws its first token
                 waiting = (self._scheduler.find(o.key) for o in forks if self._scheduler.knows(o))
                 for one in (request, *waiting):
+                    one.num_late = 0  # lost if it was preempted
                     if not one.answer:
                         one.begin_answer()
                     numbers.append(number)
@@ -585,17 +655,27 @@ class Batcher:
                 chosen += sampling
                 rows = [chunks.logits[number : number + 1] for number in numbers]
                 parts.append((torch.cat(rows), sampling))
+        return parts, chosen
+
+    def _choose(
+        self, step: Step, parts: Sequence[_Part], chosen: Sequence[BatchRequest]
+    ) -> tuple[npt.NDArray[np.int64], dict[Hashable, int]]:
+        """Choose the step's tokens and copy them to the host; this waits for the device.
+
+        Return a token for each request that samples, in the step's order; and by name those of
+        ``chosen``.
+        """
         if not parts:
             return np.zeros(0, dtype=np.int64), {}
+        size = self._decoding.size if len(step.decode_rows) else 0
         pieces = [self._sampler.choose(*part) for part in parts]
-        host = _fetch(pieces)
+        host = _join(pieces).cpu().numpy()
         if self._wants_logprobs:
             shares = [each.float().log_softmax(-1) for each, _ in parts]
-            found = _fetch(
-                [s.gather(-1, own[:, None])[:, 0] for s, own in zip(shares, pieces, strict=True)]
-            )
-            of_decoded = found[:size][step.decode_rows] if size else found[:0]
-            requests = [*(decoding.requests if size else ()), *chosen]
+            pairs = zip(shares, pieces, strict=True)
+            found = _join([share.gather(-1, own[:, None])[:, 0] for share, own in pairs]).cpu()
+            of_decoded = found[:size][torch.from_numpy(step.decode_rows)] if size else found[:0]
+            requests = [*(self._decoding.requests if size else ()), *chosen]
             values = [*of_decoded.tolist(), *found[size:].tolist()]
             for request, value in zip(requests, values, strict=True):
                 request.logprobs.append(value)
@@ -604,18 +684,60 @@ class Batcher:
         decoded = host[:size][step.decode_rows] if size else host[:0]
         return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
 
+    def _late_of(self, logits: torch.Tensor | None, chosen: list[BatchRequest]) -> _Late | None:
+        """Return who would sample what the device alone knows; None if the host must know it."""
+        decoding = [] if logits is None else self._decoding.requests
+        requests = [*decoding, *chosen]
+        needs_tokens = self._wants_logprobs or any(
+            one.settings.make_processors is not None or (one.forks and not one.answer)
+            for one in requests
+        )
+        if not self._runs_ahead or needs_tokens or not requests:
+            return None
+        return _Late(requests, len(decoding))
+
+    def _choose_late(
+        self, step: Step, parts: Sequence[_Part], chosen: Sequence[BatchRequest]
+    ) -> DeviceTokens:
+        """Choose the step's tokens, and leave them on the device."""
+        pieces = [self._sampler.choose(*part) for part in parts]
+        places = step.decode_rows.tolist()
+        firsts = {
+            one.key: place for place, one in enumerate(chosen, len(parts[0][0]) if places else 0)
+        }
+        # Of chunks that do not end a prompt it is any token.
+        places += [firsts.get(part.request_id, 0) for part in step.prefills]
+        at = ints_to_device(places, self.context.device)
+        return DeviceTokens(_join(pieces).index_select(0, at)[:, None])
+
+    def _may_go_ahead(self, late: _Late) -> bool:
+        """Return whether the next step may begin before the tokens of the last are there."""
+        return any(not one.is_over for one in late.requests) and not self._may_close_ranks()
+
+    def _take_late(self) -> list[BatchRequest]:
+        """Take the tokens that the device alone knew; return the requests that are over."""
+        late, self._late = self._late, None
+        if late is None:
+            return []
+        found = self.context.collect_step()
+        for request in late.requests:
+            request.num_late = 0
+        # Some were ended meanwhile, and some preempted.
+        num_decodes = sum(one.key in found for one in late.requests[: late.num_decodes])
+        taken = [one for one in late.requests if one.key in found]
+        return self._take_all(num_decodes, taken, [found[one.key][0] for one in taken], {})
+
     def _commit(
         self,
         step: Step,
-        tokens: npt.NDArray[np.int64],
-        firsts: dict[Hashable, int],
+        tokens: npt.NDArray[np.int64] | DeviceTokens,
         computed: Sequence[ComputedChunks],
     ) -> list[BatchRequest]:
+        """Commit a step; return the requests that sampled, in the order of their tokens."""
         while self._untold:
             prepared = self._untold.pop(0)
             self._store.tell_admitted(prepared.request, prepared.hashes)
-        num_decodes = len(step.decode_rows)
-        decoded = self._decoding.requests if num_decodes else []
+        decoded = self._decoding.requests if len(step.decode_rows) else []
         chunks = [(self._scheduler.find(part.request_id), part) for part in step.prefills]
         self.context.commit_step(tokens)
         if self._has_faults:
@@ -625,21 +747,36 @@ class Batcher:
         self.counts["prefill_forwards"] += len(computed)
         self.counts["rectangles"] += sum(len(chunks.requests) > 1 for chunks in computed)
         self.counts["padding_tokens"] += sum(chunks.num_padded for chunks in computed)
-        self.counts["decoded_tokens"] += num_decodes
         self.counts["prefill_tokens"] += sum(part.num_tokens for _, part in chunks)
-        sampled = decoded + [request for request, part in chunks if part.samples]
-        values = tokens.tolist()
+        return decoded + [request for request, part in chunks if part.samples]
+
+    def _take_all(
+        self,
+        num_decodes: int,
+        requests: Sequence[BatchRequest],
+        tokens: Sequence[int],
+        firsts: Mapping[Hashable, int],
+    ) -> list[BatchRequest]:
+        """Append a token to each request's answer; return the requests that are over.
+
+        Those that were over before are left out. The first ``num_decodes`` of them decoded.
+        ``firsts`` has the first tokens of forks.
+        """
+        self.counts["decoded_tokens"] += sum(not one.is_over for one in requests[:num_decodes])
         forks: list[tuple[BatchRequest, int]] = []
-        for request in sampled:
+        for request in requests:
             if request.forks and not request.answer:
                 for fork in self._scheduler.fork(request, lambda one: firsts[one.key]):
                     fork.begin()
                     forks.append((fork, firsts[fork.key]))
-        over = []
-        for request, value in [*zip(sampled, values, strict=True), *forks]:
-            if self._take(request, value):
+        taken = [*zip(requests, tokens, strict=True), *forks]
+        return [one for one, token in taken if not one.is_over and self._take(one, token)]
+
+    def _settle(self, over: list[BatchRequest]) -> list[BatchRequest]:
+        """End requests between two steps, if they have not ended; return them."""
+        for request in over:
+            if not request.is_over:
                 self.end(request)
-                over.append(request)
         tiers = self._store.tiers
         # Spilling blocks this thread: do it when idle, or when much waits.
         if tiers is not None and (not self.num_unfinished or tiers.num_offers > _MAX_OFFERS):
@@ -803,13 +940,12 @@ class Batcher:
         self._scheduler.reset()
         self._decoding = _Decoding()
         self._has_faults = False
-        self._rows, self._untold, self._open = [], [], None
+        self._rows, self._untold, self._open, self._late = [], [], None, None
         self._has_listeners = False
 
 
-def _fetch(pieces: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    whole = torch.cat([*pieces]) if len(pieces) > 1 else pieces[0]
-    return np.asarray(whole.cpu().numpy())
+def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*pieces]) if len(pieces) > 1 else pieces[0]
 
 
 def _longest(runner: ModelRunner, num_tokens: int) -> int:

@@ -1,0 +1,133 @@
+"""Batches whose next step begins before the tokens of the last one are on the host."""
+
+import pytest
+import torch
+from batch_rig import answers, batch, subject, tokens
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers_rig import BLOCK, budgets
+
+from mamba_cache.integrations.transformers.batching import batcher as batcher_module
+from mamba_cache.integrations.transformers.batching.answers import AnswerSettings
+from mamba_cache.integrations.transformers.batching.batcher import Batcher
+
+FAMILIES = ("nemotron_h", "qwen3_5", "mamba2")
+
+
+def draw(generator, *numbers):
+    return numbers[int(torch.randint(len(numbers), (), generator=generator))]
+
+
+def settings(generator, one, prompt):
+    """How a prompt is answered: long and short, drawn, ended by a token, several times."""
+    count = draw(generator, 1, 2, 5, BLOCK, 2 * BLOCK + 1)
+    options = {"max_new_tokens": count, "eos_token_id": -1}
+    kind = draw(generator, "greedy", "greedy", "ended", "drawn", "several", "processed")
+    if kind == "ended":
+        options["eos_token_id"] = draw(generator, *one.answer(prompt, count))
+    if kind in ("drawn", "several"):
+        options |= {"do_sample": True, "temperature": 2.0, "top_k": draw(generator, 0, 5)}
+    if kind == "several":
+        options["num_return_sequences"] = 2
+    if kind == "processed":
+        options["repetition_penalty"] = 1.5
+    return GenerationConfig(**options)
+
+
+@pytest.mark.parametrize("is_scarce", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_are_those_of_steps_that_wait(name, is_scarce, generator, monkeypatch):
+    """Also where requests are preempted whose newest token the device alone knows."""
+    one = subject(name)
+    room = budgets(one.cache(), slots=16, blocks=17) if is_scarce and name != "mamba2" else {}
+    stem = tokens(generator, 2 * BLOCK)
+    prompts = [stem[: draw(generator, 0, 2 * BLOCK)] for _ in range(10)]
+    prompts = [[*each, *tokens(generator, draw(generator, 2, 9, 17))] for each in prompts]
+    configs = [settings(generator, one, prompt) for prompt in prompts]
+    limits = ContinuousBatchingConfig(max_batch_tokens=draw(generator, BLOCK, 3 * BLOCK, 512))
+    found = []
+    for devices in (("cuda",), ("cuda", "cpu")):
+        monkeypatch.setattr(batcher_module, "_AHEAD_ON", devices)
+        cache = one.cache(**room)
+        outputs = batch(
+            cache,
+            prompts,
+            generation_config=configs,
+            continuous_batching_config=limits,
+            seeds=7,
+        )
+        found.append(answers(outputs))
+    assert found[0] == found[1]
+
+
+def test_nothing_is_computed_past_the_lengths_of_answers(ahead, nemotron, generator, monkeypatch):
+    """What ends by its length is known beforehand."""
+    cache = nemotron.cache()
+    batch(cache, [[5, 6, 7]])
+    before = cache.batch_stats()
+    compute, rows, are_late = Batcher._compute_decodes, [], []
+
+    def counted(batcher, step):
+        rows.append(len(step.decode_rows))
+        are_late.append(batcher.context._uncollected is not None)
+        return compute(batcher, step)
+
+    monkeypatch.setattr(Batcher, "_compute_decodes", counted)
+    prompts = [tokens(generator, length) for length in (5, 9, 17, 3)]
+    lengths = [1, BLOCK, 2 * BLOCK + 3, 2]
+    configs = [nemotron.config(max_new_tokens=length) for length in lengths]
+    outputs = batch(cache, prompts, generation_config=configs)
+    wanted = [nemotron.answer(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert answers(outputs) == wanted
+    decoded = cache.batch_stats().decoded_tokens - before.decoded_tokens
+    assert sum(are_late) > len(rows) / 2  # ranks are closed when all tokens are there
+    assert sum(rows) == decoded == sum(length - 1 for length in lengths)
+
+
+def test_an_answer_that_ends_is_computed_once_more_in_vain(ahead, nemotron, generator):
+    """Nothing of that is told, counted or findable."""
+    cache, prompt = nemotron.cache(), tokens(generator, BLOCK + 3)
+    whole = nemotron.answer(prompt, 2 * BLOCK)
+    end = whole[BLOCK]
+    wanted = whole[: whole.index(end) + 1]
+    heard = []
+    [output] = batch(
+        cache,
+        [prompt],
+        max_new_tokens=2 * BLOCK,
+        eos_token_id=end,
+        streamer=lambda _, token: heard.append(token),
+    )
+    assert output.generated_tokens == heard == wanted
+    assert cache.batch_stats().decoded_tokens == len(wanted) - 1
+    [after] = batch(cache, [[*prompt, *wanted, 5]], max_new_tokens=4)
+    assert after.generated_tokens == nemotron.answer([*prompt, *wanted, 5], 4)
+
+
+@pytest.mark.parametrize("num_ended", [1, 2])
+def test_a_request_may_be_ended_while_its_token_is_on_its_way(
+    ahead, nemotron, generator, num_ended
+):
+    """The server does so for clients that leave."""
+    cache, prompts = nemotron.cache(), [tokens(generator, n) for n in (5, 2 * BLOCK)]
+    batch(cache, [[5, 6, 7]])
+    batcher = cache._batcher
+    greedy = AnswerSettings(
+        max_new_tokens=9, num_answers=1, eos_token_ids=frozenset(), is_greedy=True
+    )
+    batcher.configure()
+    made = [
+        batcher.submit(f"{number}", torch.tensor(prompt).numpy(), greedy, seed=0)[0]
+        for number, prompt in enumerate(prompts)
+    ]
+    batcher.begin()
+    while not made[0].num_late or len(made[0].answer) < 3:
+        batcher.step()
+    for request in made[:num_ended]:
+        batcher.end(request)
+    while batcher.num_unfinished:
+        batcher.step()
+    wanted = [nemotron.answer(prompt, 9) for prompt in prompts]
+    assert [one.answer for one in made[num_ended:]] == wanted[num_ended:]
+    assert made[0].answer == wanted[0][: len(made[0].answer)]
+    assert answers(batch(cache, prompts, max_new_tokens=9)) == wanted
