@@ -87,8 +87,9 @@ REFUSED = {
     "too few counts": (([[1]] * 3, [1, 1]), r"got \[3, 1\] and \[2\]"),
     "more than there are": (([[1]] * 3, [1, 2, 1]), r"counts must be ints in \[0, 1\]"),
     "fewer than none": (([[1]] * 3, [1, -1, 1]), r"counts must be ints in \[0, 1\]"),
-    "more than computed": (([[1, 2]] * 3, [1, 2, 1]), "of 'a' must be an int in [0, 1], got 2"),
-    "none of a prefill": (([[1]] * 3, [1, 0, 0]), "of 'whole' must be an int in [1, 1], got 0"),
+    "more than computed": (([[1, 2]] * 3, [1, 2, 1]), "of 'a' must be an int in [1, 1], got 2"),
+    "none of a decode": (([[1]] * 3, [1, 0, 1]), "of 'a' must be an int in [1, 1], got 0"),
+    "none of a prefill": (([[1]] * 3, [1, 1, 0]), "of 'whole' must be an int in [1, 1], got 0"),
 }
 
 
