@@ -144,6 +144,7 @@ CALLS = [
     ("generate_batch", [3, 4], {}, r"a list of int: for one prompt write \[\[1, 2, 3\]\]"),
     ("generate_batch", [[3], 4], {}, "prompt 1 must be a tensor .* got int"),
     ("generate_batch", [[5], []], {}, "prompt"),
+    ("generate_batch", [[5], torch.tensor([])], {}, "prompt 1 must not be empty"),  # of floats
     ("generate_batch", [[5, 10**6]], {}, "vocabulary"),
     # Masks.
     ("generate", IDS, {"attention_mask": [[1] * 4]}, "of the shape of input_ids, .* got list"),

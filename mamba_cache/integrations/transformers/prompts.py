@@ -117,7 +117,8 @@ def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.N
         tokens = as_token_array(rows[0])
     except InvalidArgumentError:  # of ints that only look alike, or to be said by the prompt's name
         ids = as_ints(f"the token ids of {name}", rows[0])
-        _check_range(min(ids), max(ids), vocabulary, name)
+        if ids:
+            _check_range(min(ids), max(ids), vocabulary, name)
         tokens = np.array(ids, dtype=np.int32)
     if not len(tokens):
         raise InvalidArgumentError(f"{name} must not be empty")
