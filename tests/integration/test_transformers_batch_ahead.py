@@ -131,3 +131,49 @@ def test_a_request_may_be_ended_while_its_token_is_on_its_way(
     assert [one.answer for one in made[num_ended:]] == wanted[num_ended:]
     assert made[0].answer == wanted[0][: len(made[0].answer)]
     assert answers(batch(cache, prompts, max_new_tokens=9)) == wanted
+
+
+def test_requests_that_can_be_resumed_but_not_decoded_get_on(
+    ahead, nemotron, generator, monkeypatch
+):
+    """The step that failed lost the newest token of each, which was computed again for ever."""
+    cache, prompts = nemotron.cache(), [tokens(generator, n) for n in (5, BLOCK + 3)]
+    failed = []
+
+    def fails(batcher, step):
+        if not len(step.decode_rows):
+            return None
+        failed.append(step.request_ids)
+        if len(failed) > 20:
+            pytest.fail("no request gets on")
+        raise RuntimeError("out of order")
+
+    batch(cache, [[5, 6, 7]])
+    monkeypatch.setattr(Batcher, "_compute_decodes", fails)
+    outputs = batch(cache, prompts, max_new_tokens=6)
+    assert answers(outputs) == [nemotron.answer(prompt, 6) for prompt in prompts]
+    assert len(failed) == 5
+
+
+def test_a_request_that_has_ended_does_not_fail_with_the_step_that_computes_it_in_vain(
+    ahead, nemotron, generator, monkeypatch
+):
+    """Its last token was lost with that step."""
+    cache, prompt = nemotron.cache(), tokens(generator, BLOCK + 3)
+    whole = nemotron.answer(prompt, BLOCK)
+    wanted = whole[: whole.index(whole[4]) + 1]
+    heard, compute = [], Batcher._compute_decodes
+
+    def fails(batcher, step):
+        if len(heard) == len(wanted) - 1:
+            raise RuntimeError("out of order")
+        return compute(batcher, step)
+
+    batch(cache, [[5, 6, 7]])
+    monkeypatch.setattr(Batcher, "_compute_decodes", fails)
+    before = cache.batch_stats().steps
+    options = {"max_new_tokens": BLOCK, "eos_token_id": wanted[-1]}
+    [output] = batch(cache, [prompt], streamer=lambda _, token: heard.append(token), **options)
+    assert output.generated_tokens == heard == wanted
+    assert output.error is None
+    assert cache.batch_stats().steps - before == len(wanted)

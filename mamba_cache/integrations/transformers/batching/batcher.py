@@ -485,7 +485,7 @@ class Batcher:
         except (ModelChangedError, PoisonedError):
             raise
         except Exception as error:
-            return over + self._take_back(step, error)
+            return over + self._settle(self._take_back(step, error))
         ended = self._take_late()
         sampled = self._commit(step, tokens, computed)
         for request in ended:  # what this step computed of them was in vain
@@ -519,18 +519,19 @@ class Batcher:
         return computed, self._compute_decodes(step)
 
     def _take_back(self, step: Step, fault: Exception) -> list[BatchRequest]:
-        """Preempt all requests after a step that failed; return those that end with its fault."""
+        """Preempt all requests after a step that failed; return those that are over."""
         # The frames of the forward hold activations, and the next step needs their memory.
         traceback.clear_frames(fault.__traceback__)
         requests = [self._scheduler.find(one.request_id) for one in step.requests]
+        # First, or requests that can be resumed but not decoded would begin anew for ever.
+        over = self._take_late()
         self._scheduler.preempt_all()
-        self._take_late()  # none: they compute their newest tokens again
         self._decoding = _Decoding()
-        over = []
         for request in requests:
+            if request in over:
+                continue
             if request.fault is not None:
                 request.error = fault
-                self.end(request)
                 over.append(request)
             request.fault = fault
         self._has_faults = True
