@@ -70,8 +70,10 @@ class RequestPreparer:
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
-        # Of requests without keys of their own; copied, since the root is hashed with care.
-        self._plain_chain = BlockHashChain(config.block_size_tokens, hasher=self._hasher)
+        # Of the last request: those that come together often begin alike.
+        self._last_keys: tuple[object, ...] = ()
+        self._last_tokens: TokenArray = np.zeros(0, dtype=np.int32)
+        self._last_chain: BlockHashChain
 
     def read(
         self, request: Request | PreparedRequest
@@ -101,23 +103,39 @@ class RequestPreparer:
                 f"checkpoint_positions must be at most max_sequence_length ({limit}), got "
                 f"{max(request.checkpoint_positions)}"
             )
-        chain = self._chain_of(request)
-        if self._config.enable_prefix_caching:
-            chain.append_checked(tokens)
         tokens.setflags(write=False)  # the hashes are of just these tokens
-        return request, tokens, chain
+        return request, tokens, self._chain_of(request, tokens)
 
-    def _chain_of(self, request: Request) -> BlockHashChain:
-        """Return a chain of no tokens under a request's keys."""
-        if request.cache_salt is None and request.lora_id is None and not request.multimodal_keys:
-            return self._plain_chain.copy()
-        return BlockHashChain(
-            self._config.block_size_tokens,
-            hasher=self._hasher,
-            cache_salt=request.cache_salt,
-            lora_id=request.lora_id,
-            multimodal_keys=request.multimodal_keys,
-        )
+    def _chain_of(self, request: Request, tokens: TokenArray) -> BlockHashChain:
+        """Return the chain of a request's complete blocks; of none if prefix caching is off.
+
+        What it has in common with the last request of the same keys is not hashed again.
+        """
+        size, salt, lora_id = self._config.block_size_tokens, request.cache_salt, request.lora_id
+        # 1 and True are equal, and so may other keys of two types be.
+        keys, start = (type(salt), salt, type(lora_id), lora_id, request.multimodal_keys), 0
+        if keys == self._last_keys:
+            start = self._num_alike(tokens) // size * size
+            chain = self._last_chain.copy(start // size)
+        else:
+            chain = BlockHashChain(
+                size,
+                hasher=self._hasher,
+                cache_salt=salt,
+                lora_id=lora_id,
+                multimodal_keys=request.multimodal_keys,
+            )
+        if self._config.enable_prefix_caching:
+            chain.append_checked(tokens[start:])
+            self._last_keys, self._last_tokens, self._last_chain = keys, tokens, chain
+        return chain
+
+    def _num_alike(self, tokens: TokenArray) -> int:
+        """Return with how many of its tokens the last request began."""
+        count = min(len(tokens), len(self._last_tokens))
+        differs = tokens[:count] != self._last_tokens[:count]
+        first = int(differs.argmax()) if count else 0
+        return first if count and differs[first] else count
 
     def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
         """Say whether all ints of an array of any shape are token ids."""

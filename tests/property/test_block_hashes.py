@@ -1,9 +1,12 @@
 """Block hashes: chaining, and that hits mean equal prefixes."""
 
+from context_rig import make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mamba_cache.cache import BlockHashChain, BlockHasher, compute_block_hashes
+from mamba_cache.context import Request
+from mamba_cache.context.requests import RequestPreparer
 
 HASHER = BlockHasher(secret=b"fixed")
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
@@ -43,3 +46,38 @@ def test_hashes_agree_exactly_where_whole_prefixes_do(one, two, keys, block_size
 def test_no_block_stands_for_two_positions(tokens, block_size):
     digests = compute_block_hashes(tokens, block_size, hasher=HASHER).digests
     assert len(set(digests)) == len(digests) == len(tokens) // block_size
+
+
+REQUEST_KEYS = [
+    {},
+    {"cache_salt": "a"},
+    {"cache_salt": b"a"},
+    {"cache_salt": "b"},
+    {"lora_id": "a"},
+    {"lora_id": 1},
+    {"lora_id": 2},
+    {"multimodal_keys": [(0, "a")]},
+    {"multimodal_keys": [(0, b"a")]},
+]
+BITS = st.lists(st.integers(0, 1), max_size=12)
+
+
+@given(
+    stem=BITS,
+    rests=st.lists(st.tuples(BITS.filter(len), BITS, st.sampled_from(REQUEST_KEYS)), max_size=9),
+    block_size=BLOCK_SIZES,
+)
+def test_a_prompt_is_hashed_as_alone_whatever_came_before_it(stem, rests, block_size):
+    """What it has in common with the last one is taken over from that, whose answer may go on."""
+    config = make_config(block_size_tokens=block_size, ssm_chunk_size=block_size)
+    preparer = RequestPreparer(config)
+    for number, (rest, answer, keys) in enumerate(rests):
+        tokens = [*stem, *rest]
+        _, read, chain = preparer.read(Request(request_id=number, prompt_tokens=tokens, **keys))
+        expected = BlockHashChain(block_size, hasher=preparer._hasher, **keys)
+        expected.append(tokens)
+        assert read.tolist() == tokens
+        assert (chain.digests, chain.num_tokens) == (expected.digests, len(tokens))
+        for each in (chain, expected):
+            each.append(answer)
+        assert chain.digests == expected.digests
