@@ -1,5 +1,7 @@
 """Block hashes: chaining, and that hits mean equal prefixes."""
 
+import itertools
+
 from context_rig import make_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +62,17 @@ REQUEST_KEYS = [
     {"multimodal_keys": [(0, b"a")]},
 ]
 BITS = st.lists(st.integers(0, 1), max_size=12)
+
+
+def test_prompts_of_different_keys_take_over_nothing_from_each_other():
+    tokens = [0, 1, 1, 0]
+    for one, two in itertools.permutations(REQUEST_KEYS, 2):
+        preparer = RequestPreparer(make_config(block_size_tokens=2, ssm_chunk_size=2))
+        for number, keys in enumerate((one, two)):
+            request = Request(request_id=number, prompt_tokens=tokens, **keys)
+            expected = BlockHashChain(2, hasher=preparer._hasher, **keys)
+            expected.append(tokens)
+            assert preparer.read(request)[2].digests == expected.digests
 
 
 @given(
