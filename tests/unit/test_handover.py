@@ -122,6 +122,21 @@ def test_giving_states_up_is_a_change_that_may_not_break_off(context, monkeypatc
     context.check_invariants()
 
 
+def test_a_commit_may_be_repeated_after_states_were_given_up(context, monkeypatch):
+    add(context, "a", PROMPT)
+    step = context.begin_step()
+    MODEL.forward(step.metadata, Caches(context, [1]))
+    with monkeypatch.context() as patch, pytest.warns(UnwrittenStateWarning):
+        patch.setattr(context._tiering, "verify", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            context.commit_step({"a": 1})
+    context.check_invariants()
+    context.commit_step({"a": 1})
+    run_step(context)
+    context.check_invariants()
+    assert context.stats().unwritten_states == 3
+
+
 def test_a_launch_that_fails_hands_nothing_over(context, monkeypatch):
     def fail(*_, **__):
         raise OSError("launch failed")
