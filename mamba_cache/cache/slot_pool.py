@@ -235,10 +235,9 @@ class SlotPool:
         if not new:
             return [None] * len(block_ids)
         policy = self.prompt_policy if proposals is not None else None
-        victims: list[int] = []
         if policy is not None:
             new, victims = self._admit(policy, new, [wanted[b] for b in new], block_ids)
-        elif len(new) > self._rows.num_free:
+        else:
             num_short = len(new) - self._rows.num_free
             victims = self._choose_victims(num_short, protected=block_ids)
         kept = new[: self._rows.num_free + len(victims)]
