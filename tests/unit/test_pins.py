@@ -8,6 +8,7 @@ from clocks import ManualClock
 from context_rig import BLOCK, MODEL, VOCAB, add, generate, make_config, make_context, refused
 from hypothesis import given
 from hypothesis import strategies as st
+from injectors import strike
 from slot_rig import LastUsedPolicy
 
 from mamba_cache.cache import (
@@ -23,6 +24,7 @@ from mamba_cache.errors import (
     InvariantError,
     MambaSlotCapacityError,
     MissingStateError,
+    PoisonedError,
     StepOrderError,
 )
 
@@ -279,3 +281,14 @@ def test_references_of_no_pin_are_found():
 def test_a_pin_that_is_over_contradicts_nothing():
     """It ended between two reads of the check, which found a slot that was pinned no more."""
     expired().check_invariants()
+
+
+def test_ending_a_pin_is_a_change_that_may_not_break_off(monkeypatch):
+    context, _ = small_context()
+    cache_system(context)
+    pin = context.pin(request(SYSTEM))
+    strike(monkeypatch, context._pins, "_look_ahead", KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        context.unpin(pin)
+    with pytest.raises(PoisonedError):
+        context.pin(request(SYSTEM))
