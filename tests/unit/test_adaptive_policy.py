@@ -304,6 +304,15 @@ def test_states_of_blocks_without_hashes_are_candidates_of_their_own():
     tree.check_invariants()
 
 
+def test_a_candidate_that_was_renamed_is_older_than_those_that_come_after_it():
+    tree = CandidateTree(10)
+    before = tree.find_or_add(5, 1)
+    named = tree.propose(tree.begin_request(PromptFacts([1], 16, 0, 1)), 1, "end")
+    assert tree.rename(named, 2)
+    after = tree.find_or_add(7, 1)
+    assert tree.order_of(before) < tree.order_of(named) < tree.order_of(after)
+
+
 def test_more_candidates_than_there_is_room_for_make_the_arrays_grow():
     tree = CandidateTree(1)
     prompt = tree.begin_request(PromptFacts(range(1, 601), 16, 0, 600))
