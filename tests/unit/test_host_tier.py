@@ -28,7 +28,7 @@ from tier_rig import (
     make_tiered,
 )
 
-from mamba_cache.context import DynamicInferenceContext, Request, RequestStatus
+from mamba_cache.context import DeviceTokens, DynamicInferenceContext, Request, RequestStatus
 from mamba_cache.context.tiering import NoTiers, make_tiering
 from mamba_cache.errors import (
     BudgetError,
@@ -127,6 +127,18 @@ def test_a_commit_that_breaks_off_at_a_tier_leaves_it_in_doubt(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         first(context)
     with pytest.raises(PoisonedError, match="commit_step broke off"):
+        context.begin_step()
+
+
+def test_collecting_that_breaks_off_at_a_tier_leaves_it_in_doubt(monkeypatch):
+    context = make_tiered()
+    add(context, "a", PROMPT)
+    MODEL.forward(context.begin_step().metadata, context)
+    context.commit_step(DeviceTokens(torch.tensor([[1]])))
+    monkeypatch.setattr(context._tiering, "pump", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        context.collect_step()
+    with pytest.raises(PoisonedError, match="collect_step broke off"):
         context.begin_step()
 
 
