@@ -121,6 +121,15 @@ def test_admission_failure_gives_everything_back():
     assert not pinned_slots(context)
 
 
+def test_too_few_blocks_for_a_later_chunk_name_its_request():
+    context = make_context(make_config(num_kv_blocks=6))
+    add(context, "a", PROMPT, chunk_tokens=BLOCK)
+    run_step(context)
+    add(context, "holder", [9] * (3 * BLOCK))
+    with refused(context, BlockCapacityError, f"for request 'a', of up to {len(PROMPT)} tokens"):
+        context.schedule_prefill("a")
+
+
 OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
 
 
