@@ -130,6 +130,16 @@ def test_too_few_blocks_for_a_later_chunk_name_its_request():
         context.schedule_prefill("a")
 
 
+@pytest.mark.parametrize(("count", "others"), [(8, ""), (9, " and others")])
+def test_too_few_blocks_for_a_step_name_eight_requests(count, others):
+    context = make_context(make_config(num_kv_blocks=count + 1, max_requests=count))
+    for name in range(count):
+        add(context, name, [name] * BLOCK)
+    run_step(context)
+    with refused(context, BlockCapacityError, f"for request 0, 1, 2, 3, 4, 5, 6, 7{others}, of"):
+        context.begin_step()
+
+
 OTHER = [(5 * i + 1) % 13 for i in range(3 * BLOCK + 2)]
 
 
