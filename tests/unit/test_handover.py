@@ -322,7 +322,7 @@ def test_captures_and_counts_come_in_order(context):
     with pytest.raises(InvalidArgumentError, match="capture_extractions gave"):
         context.count_extractions([0, 1])
     with pytest.raises(InvalidArgumentError, match="layer must be"):
-        context.count_extractions(CapturedExtractions({5: (99, 99)}))
+        context.count_extractions(CapturedExtractions({NUM_LAYERS: (99, 99)}))
 
 
 @pytest.mark.parametrize(

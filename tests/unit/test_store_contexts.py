@@ -416,6 +416,22 @@ def test_a_store_that_is_silent_ends_no_wait_for_the_disk(
     store.heal()
 
 
+def test_a_prefetch_that_waits_for_the_disk_holds_up_none_after_it(
+    make, store, tmp_path, monkeypatch
+) -> None:
+    on_disk = {"disk_cache_path": tmp_path, "disk_cache_gb": 0.01, "write_on_use": 1}
+    filled(MemoryStore(), **on_disk)
+    filled(store, OTHER)
+    context = make(store, **on_disk)
+    opened, read = threading.Event(), DiskStore._read
+    monkeypatch.setattr(DiskStore, "_read", lambda *a: opened.wait(PATIENCE) and read(*a))
+    prefetch, other = ask(context), ask(context, OTHER)
+    wait_until(lambda: context.poll_tiers() or other.state is PrefetchState.READY)
+    assert prefetch.state is PrefetchState.PENDING
+    opened.set()
+    assert prefetch.wait() is PrefetchState.READY
+
+
 def test_hits_are_offered_to_the_store_for_the_second_time(make, clock) -> None:
     """By default an entry is written when it is used for the second time."""
     store = MemoryStore()
