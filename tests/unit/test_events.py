@@ -183,6 +183,19 @@ def test_states_of_one_call_are_one_event(slots):
     assert told(slots) == [Removed("state", *first, slots=(slot,), is_reset=True)]
 
 
+def test_states_of_blocks_that_are_not_registered_are_not_announced(pool):
+    slots = SlotPool(4, pool)
+    [cached], [held] = cache(pool, 1), pool.allocate_memory_blocks(1)
+    told(pool)
+    slots.commit_reserved(slots.reserve_slots([held, cached]), [held, cached])
+    slots.invalidate_block(held)
+    slots.invalidate_block(cached)
+    assert [(type(event), event.block_ids) for event in told(pool)] == [
+        (Stored, (cached,)),
+        (Removed, (cached,)),
+    ]
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_slots_whose_caller_never_learns_them_are_taken_back(error):
     blocks = KVBlockAllocator(9)
