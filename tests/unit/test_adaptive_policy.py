@@ -177,6 +177,14 @@ def test_states_of_prompts_that_nobody_has_shown_are_kept_by_age():
     pool.check_invariants()
 
 
+def test_a_state_of_one_block_of_an_unknown_prompt_goes_before_one_of_two():
+    pool = SlotPool(2, KVBlockAllocator(20), policy=AdaptiveSlotPolicy())
+    pool.policy.on_request(PromptFacts([1], 16, 0, 1))
+    for block, tokens in ((2, 32), (1, 16)):
+        pool.commit(pool.reserve_slots([block]), [block], [tokens])
+    assert pool.policy.choose(1, np.arange(2), pool.slot_to_block, None) == [pool.get_slot(1)]
+
+
 def test_a_slot_written_from_outside_goes_first():
     service = Service(2)
     service.ask(range(1, 4))
