@@ -60,6 +60,14 @@ def test_answers_are_those_of_steps_that_wait(name, is_scarce, generator, monkey
     assert found[0] == found[1]
 
 
+def test_batches_of_blocks_of_one_token_wait_for_each_step(ahead, generator):
+    """Two steps end two of them."""
+    one, prompts = subject("qwen3_5"), [tokens(generator, length) for length in (1, 5)]
+    cache = one.cache(block_size_tokens=1)
+    found = answers(batch(cache, prompts, max_new_tokens=6))
+    assert found == [one.answer(prompt, 6) for prompt in prompts]
+
+
 def test_nothing_is_computed_past_the_lengths_of_answers(ahead, nemotron, generator, monkeypatch):
     """What ends by its length is known beforehand."""
     cache = nemotron.cache()

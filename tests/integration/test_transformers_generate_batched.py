@@ -270,3 +270,15 @@ def test_memory_that_runs_out_leaves_the_prompt_to_the_loop(model, cache, prompt
         assert_equal(model, other, prompt)
     assert_equal(model, other, prompt)
     assert num_batched(other) == 0  # it is not tried again
+
+
+def test_a_call_after_a_batch_whose_last_step_was_computed_in_vain(ahead, model, cache, generator):
+    """That step is uncollected until the call begins: else its own first step has no end."""
+    prompt = text(generator, BLOCK + 3)
+    answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), **OPTIONS)
+    end = answer[0, -5].item()
+    cache.generate_batch(prompt.tolist(), max_new_tokens=ANSWER, eos_token_id=end)
+    assert cache._batcher.context._uncollected is not None
+    before = num_batched(cache)
+    assert_equal(model, cache, text(generator, 2 * BLOCK))
+    assert num_batched(cache) == before + 1

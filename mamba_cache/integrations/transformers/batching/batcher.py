@@ -393,7 +393,7 @@ class Batcher:
 
     def begin(self) -> None:
         """Drop graphs if the weights have moved; call it before the first step of each call."""
-        self._settle(self._take_late())  # of requests that were ended from outside
+        self._settle(self._take_late())  # of a step of requests that had all ended
         fingerprint = self._runner.fingerprint
         self._graphs.begin((fingerprint.key, fingerprint.addresses()), self._is_eager)
 
@@ -647,7 +647,6 @@ class Batcher:
                 forks = () if request.answer else request.forks  # each draws its first token
                 waiting = (self._scheduler.find(o.key) for o in forks if self._scheduler.knows(o))
                 for one in (request, *waiting):
-                    one.num_late = 0  # lost if it was preempted
                     if not one.answer:
                         one.begin_answer()
                     numbers.append(number)
