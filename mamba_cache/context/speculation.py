@@ -28,7 +28,8 @@ class DeviceTokens:
     Attributes:
         tokens: [num_requests, num_speculative_tokens + 1] int64 on the context's device, in batch
             order. A decoding request's accepted drafts, then the token sampled after them; a
-            prefill that samples has its token in column 0.
+            prefill that samples has its token in column 0. With ``num_speculative_tokens`` of 0
+            the next ``begin_step`` reads them: write nothing to them until then.
         counts: [num_requests] int32, likewise. How many of them each decoding request takes, from
             0 to its tokens in the step; entries of prefills are not looked at. None with
             ``num_speculative_tokens`` of 0: each takes its one.
