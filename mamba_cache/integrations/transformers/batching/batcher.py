@@ -465,7 +465,7 @@ class Batcher:
 
         Return the requests that are over with it.
         """
-        if self._late is not None and not self._may_go_ahead(self._late):
+        if self._late is not None and self._may_close_ranks():
             return self._settle(self._take_late())
         step, over = self._begin_step()
         if step is None:
@@ -709,10 +709,6 @@ class Batcher:
         places += [firsts.get(part.request_id, 0) for part in step.prefills]
         at = ints_to_device(places, self.context.device)
         return DeviceTokens(_join(pieces).index_select(0, at)[:, None])
-
-    def _may_go_ahead(self, late: _Late) -> bool:
-        """Return whether the next step may begin before the tokens of the last are there."""
-        return any(not one.is_over for one in late.requests) and not self._may_close_ranks()
 
     def _take_late(self) -> list[BatchRequest]:
         """Take the tokens that the device alone knew; return the requests that are over."""
