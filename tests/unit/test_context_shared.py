@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from context_rig import BLOCK, MODEL_CONFIG, generate, make_config, make_context
+from context_rig import (
+    BLOCK,
+    MODEL_CONFIG,
+    assert_same_run,
+    generate,
+    make_config,
+    make_context,
+)
 from slot_rig import Listening
 
 from mamba_cache.cache.placement import check_placement
@@ -12,6 +19,7 @@ from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.context import DynamicInferenceContext, Request
 from mamba_cache.context.memory import make_memory
 from mamba_cache.context.tiering import NoTiers
+from mamba_cache.errors import PoisonedError
 from mamba_cache.events import Admitted, Stored
 
 STATES, KV = MODEL_CONFIG.state_spec(torch.float64), MODEL_CONFIG.kv_spec(torch.float64)
@@ -52,6 +60,18 @@ def test_contexts_that_come_and_go_find_what_was_cached_before():
     context.reset()
     assert context.stats().cached_blocks == context.stats().requests == 0
     assert store.counters["requests"] == 0
+
+
+def test_a_reset_renews_a_context_whose_memory_has_a_guard_of_its_own(monkeypatch):
+    context = embed(make_store())
+    monkeypatch.setattr(context._tiering, "end_step", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(context, PROMPT, 1)
+    monkeypatch.undo()
+    with pytest.raises(PoisonedError, match="commit_step broke off"):
+        context.begin_step()
+    context.reset()
+    assert_same_run(generate(context, PROMPT, 4), PROMPT)
 
 
 def test_slots_of_blocks_that_requests_refer_to_may_go():
