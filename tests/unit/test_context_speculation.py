@@ -79,6 +79,13 @@ def test_drafts_that_are_refused(context, case):
     assert context.begin_step(drafts=np.zeros((2, 0), dtype=np.int64)).metadata.num_tokens == 2
 
 
+def test_drafts_with_a_hole_after_the_first_are_refused():
+    context = make_context(make_config(num_speculative_tokens=3))
+    prefill(context, "a")
+    with refused(context, InvalidArgumentError, "must come before its negative entries"):
+        context.begin_step(drafts=[[1, -1, 2]])
+
+
 def test_drafts_need_room_within_the_longest_sequence():
     context = make_context(make_config(num_speculative_tokens=DRAFTS, max_sequence_length=7))
     prefill(context, "short", prompt=PROMPT[:4])  # it may have just these two drafts
