@@ -297,6 +297,23 @@ def test_a_step_may_end_within_a_capture(context):
     context.commit_step({"b": 1})
 
 
+def test_a_graph_that_is_captured_in_a_step_has_room_for_steps_with_more_checkpoints(
+    context, monkeypatch
+):
+    planned = []
+
+    def plan(*_, fields, **__):
+        planned.append([*map(len, fields)])
+        return lambda: None
+
+    monkeypatch.setattr("mamba_cache.context.context.plan_extraction", plan)
+    add(context, "a", PROMPT[: BLOCK + 1])
+    assert context.begin_step().metadata.num_checkpoints == 1
+    captured_step(context)
+    room = [len(context.step_buffers.tensors[name]) for name in CHECKPOINT_FIELDS]
+    assert planned == [room] * NUM_LAYERS
+
+
 def test_a_graph_for_shorter_steps_is_refused(context):
     captured, _ = captured_step(context, longest=24)
     add(context, "a", PROMPT)
