@@ -75,6 +75,10 @@ REFUSED = {
     "no token ids": (([1, 2, VOCAB], None), "vocab_size"),
     "a negative one": (([1, 2, -1], None), "token ids must be"),
     "floats": ((np.ones(3), None), "new_tokens must be ints.*got float64"),
+    "floats with gradients": (
+        (torch.ones(3, requires_grad=True), None),
+        "new_tokens must be ints.*got float32",
+    ),
     "bools": (([True, False, True], None), "new_tokens must be ints.*got bool"),
     "lists of several lengths": (([[1], [1, 2], [1]], [1, 2, 1]), "new_tokens must be ints"),
     "elsewhere": (

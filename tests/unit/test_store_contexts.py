@@ -185,6 +185,15 @@ def test_an_engine_skips_what_another_one_computed() -> None:
     second.context.close()
 
 
+def test_an_engine_waits_for_what_arrives_for_its_only_request() -> None:
+    store = MemoryStore()
+    first, second = (restart_rig.make_engine("store://", store=store) for _ in range(2))
+    answers, _ = restart_rig.run(first, 1, count=1)
+    first.context.close()
+    assert restart_rig.run(second, 1, count=1) == (answers, [160])
+    second.context.close()
+
+
 # What a store that is dead or slow adds to a request.
 
 
