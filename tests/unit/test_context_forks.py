@@ -20,6 +20,7 @@ from context_rig import (
     saved_prefix_lengths,
 )
 
+from mamba_cache.cache.sequence import CachedSequence
 from mamba_cache.context import DynamicInferenceContext, Forks, Request
 from mamba_cache.errors import (
     InvalidArgumentError,
@@ -305,3 +306,25 @@ def test_forks_whose_copies_fail_take_nothing(monkeypatch):
     with refused(context, ZeroDivisionError, "division"):
         context.fork("parent", range(2))
     context.check_invariants()
+
+
+def test_a_fork_of_a_sequence_has_all_but_its_id_and_its_answer_in_common():
+    own = make_context().prepare(Request(request_id="a", prompt_tokens=PROMPT))
+    sequence = CachedSequence(
+        own.request,
+        own.tokens,
+        own.chain,
+        frozenset({BLOCK}),
+        num_shared_blocks=1,
+        num_published=2,
+        num_initial=3,
+        prompt_seen=object(),
+        prompt_seen_below=object(),
+    )
+    fork = sequence.fork("b", own.chain, [1])
+    assert (fork.request.request_id, fork.tokens(0, fork.num_known).tolist()) == ("b", [*PROMPT, 1])
+    for name in (
+        "prompt", "wanted_boundaries", "num_shared_blocks", "num_published", "num_initial",
+        "prompt_seen", "prompt_seen_below",
+    ):  # fmt: skip
+        assert getattr(fork, name) is getattr(sequence, name), name

@@ -394,6 +394,13 @@ def test_where_the_disk_has_it_all_the_store_is_not_asked(make, store, tmp_path)
     assert context.store_tier.stats().asks == 0
 
 
+def test_the_queue_of_a_disk_has_a_length_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tier_memory, "_MAX_QUEUED_ON_DISK", 0)
+    context = filled(None, disk_cache_path=tmp_path, disk_cache_gb=0.01)
+    stats = context.disk_tier.stats()
+    assert (stats.stored, set(stats.dropped)) == (0, {"queue_full"})
+
+
 @pytest.mark.parametrize(("num_rows", "skip_tokens"), [(0, 0), (2, 16)])
 def test_no_more_is_brought_than_there_are_rows_for(make, store, num_rows, skip_tokens) -> None:
     """What comes before the first block that finds none would be of no use."""
