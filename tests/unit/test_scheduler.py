@@ -245,6 +245,17 @@ def test_in_lockstep_requests_decode_without_prompts(rng):
     assert found == requests
 
 
+def test_a_step_may_leave_out_some_that_decode(rng):
+    steps = Steps()
+    for name in "ab":
+        steps.add(name, draw_prompt(rng, 5))
+    steps.run()
+    assert steps.scheduler.begin_step(leaves_out=["a", "b"]) is None
+    steps.add("c", draw_prompt(rng, 5))
+    step = steps.scheduler.begin_step(leaves_out=["a"])
+    assert [one.request_id for one in step.requests] == ["b", "c"]
+
+
 def test_what_an_interrupt_left_in_the_context_is_ended(rng):
     steps = Steps()
     steps.add("a", draw_prompt(rng, 5))
