@@ -65,14 +65,14 @@ class PreparedRequest:
 
 
 class RequestPreparer:
-    """Checks of tokens, and hashes of their blocks, by a context's settings; it keeps nothing."""
+    """Checks of tokens, and hashes of their blocks, by a context's settings."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
         # Of the last request: those that come together often begin alike.
         self._last_keys: tuple[object, ...] = ()
-        self._last_tokens: TokenArray = np.zeros(0, dtype=np.int32)
+        self._last_tokens: TokenArray
         self._last_chain: BlockHashChain
 
     def read(
@@ -134,8 +134,8 @@ class RequestPreparer:
         """Return with how many of its tokens the last request began."""
         count = min(len(tokens), len(self._last_tokens))
         differs = tokens[:count] != self._last_tokens[:count]
-        first = int(differs.argmax()) if count else 0
-        return first if count and differs[first] else count
+        first = int(differs.argmax())
+        return first if differs[first] else count
 
     def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
         """Say whether all ints of an array of any shape are token ids."""

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from context_rig import make_config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from mamba_cache.cache import BlockHashChain, BlockHasher, compute_block_hashes
 from mamba_cache.context import Request
 from mamba_cache.context.requests import RequestPreparer
+from mamba_cache.errors import InvalidArgumentError
 
 HASHER = BlockHasher(secret=b"fixed")
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
@@ -73,6 +75,14 @@ def test_prompts_of_different_keys_take_over_nothing_from_each_other():
             expected = BlockHashChain(2, hasher=preparer._hasher, **keys)
             expected.append(tokens)
             assert preparer.read(request)[2].digests == expected.digests
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "lora_id"])
+def test_a_key_that_is_no_key_is_refused_after_one_that_is_equal(name):
+    preparer = RequestPreparer(make_config(block_size_tokens=2, ssm_chunk_size=2))
+    preparer.read(Request(request_id=1, prompt_tokens=[1, 2], **{name: 1}))
+    with pytest.raises(InvalidArgumentError, match="got True"):
+        preparer.read(Request(request_id=2, prompt_tokens=[1, 2], **{name: True}))
 
 
 @given(
