@@ -144,6 +144,11 @@ def test_the_beginning_of_the_prompt_may_be_named_as_a_checkpoint():
     assert request("x", checkpoint_positions=[0]).checkpoint_positions == (0,)
 
 
+def test_the_end_of_the_longest_sequence_may_be_named_as_a_checkpoint(busy):
+    longest = busy.config.max_sequence_length
+    busy.prepare(request("x", checkpoint_positions=[longest]))
+
+
 def test_a_context_says_how_many_requests_of_each_kind_its_step_has(busy):
     busy.begin_step()
     assert vars(busy.batch_dimensions) == {"prefill_req_count": 1, "decode_req_count": 1}
