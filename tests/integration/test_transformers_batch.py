@@ -125,8 +125,10 @@ def test_prompts_of_different_salts_share_nothing(cache, generator):
     assert cache.stats().skipped_tokens > 0
 
 
-def test_those_that_are_left_are_a_smaller_batch(nemotron, generator):
+@pytest.mark.parametrize("way", ["either_way", "ahead"])
+def test_those_that_are_left_are_a_smaller_batch(nemotron, generator, request, way):
     """Requests in high rows move down when the others have ended."""
+    request.getfixturevalue(way)
     cache = nemotron.cache(max_requests=8)
     prompts = [tokens(generator, 5) for _ in range(8)]
     lengths = [4, 5, 6, 7, 4, 20, 4, 3 * BLOCK]

@@ -44,7 +44,10 @@ def test_answers_are_those_of_steps_that_wait(name, is_scarce, generator, monkey
     prompts = [stem[: draw(generator, 0, 2 * BLOCK)] for _ in range(10)]
     prompts = [[*each, *tokens(generator, draw(generator, 2, 9, 17))] for each in prompts]
     configs = [settings(generator, one, prompt) for prompt in prompts]
-    limits = ContinuousBatchingConfig(max_batch_tokens=draw(generator, BLOCK, 3 * BLOCK, 512))
+    limits = ContinuousBatchingConfig(
+        max_batch_tokens=draw(generator, BLOCK, 3 * BLOCK, 512),
+        return_logprobs=draw(generator, False, False, True),
+    )
     found = []
     for devices in (("cuda",), ("cuda", "cpu")):
         monkeypatch.setattr(batcher_module, "_AHEAD_ON", devices)
@@ -56,8 +59,11 @@ def test_answers_are_those_of_steps_that_wait(name, is_scarce, generator, monkey
             continuous_batching_config=limits,
             seeds=7,
         )
-        found.append(answers(outputs))
+        found.append([(one.generated_tokens, len(one.logprobs)) for one in outputs])
     assert found[0] == found[1]
+    assert {count for _, count in found[0]} == {0} or all(
+        count == len(answer) for answer, count in found[0]
+    )
 
 
 def test_batches_of_blocks_of_one_token_wait_for_each_step(ahead, generator):
