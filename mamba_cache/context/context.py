@@ -53,7 +53,12 @@ from mamba_cache.context.requests import (
     RequestPreparer,
     RequestStatus,
 )
-from mamba_cache.context.speculation import DeviceTokens, Speculation, send_to_host
+from mamba_cache.context.speculation import (
+    DeviceTokens,
+    Speculation,
+    check_sampled,
+    send_to_host,
+)
 from mamba_cache.context.stats import CacheStats, collect_stats
 from mamba_cache.context.step import (
     CapturedExtractions,
@@ -888,7 +893,7 @@ class DynamicInferenceContext:
             raise StepOrderError("the last step is uncollected: collect_step brings its tokens")
         num_requests = len(step._requests)
         if isinstance(new_tokens, DeviceTokens):
-            new_tokens.check(num_requests, self.config, self.device)
+            check_sampled(new_tokens, num_requests, self.config, self.device)
             return new_tokens
         ids = step.sampling_ids
         sampled = read_sampled(new_tokens, counts, ids, self._preparer)

@@ -70,10 +70,9 @@ class RequestPreparer:
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
-        # Of the last request: those that come together often begin alike.
-        self._last_keys: tuple[object, ...] = ()
-        self._last_tokens: TokenArray
-        self._last_chain: BlockHashChain
+        # Keys, tokens and chain of the last request: those that come together often begin alike.
+        # Kept in one, so that whatever breaks off they belong together.
+        self._last_read: tuple[tuple[object, ...], TokenArray, BlockHashChain] | None = None
 
     def read(
         self, request: Request | PreparedRequest
@@ -114,9 +113,10 @@ class RequestPreparer:
         size, salt, lora_id = self._config.block_size_tokens, request.cache_salt, request.lora_id
         # 1 and True are equal, and so may other keys of two types be.
         keys, start = (type(salt), salt, type(lora_id), lora_id, request.multimodal_keys), 0
-        if keys == self._last_keys:
-            start = self._num_alike(tokens) // size * size
-            chain = self._last_chain.copy(start // size)
+        last = self._last_read
+        if last is not None and last[0] == keys:
+            start = _num_alike(tokens, last[1]) // size * size
+            chain = last[2].copy(start // size)
         else:
             chain = BlockHashChain(
                 size,
@@ -127,15 +127,8 @@ class RequestPreparer:
             )
         if self._config.enable_prefix_caching:
             chain.append_checked(tokens[start:])
-            self._last_keys, self._last_tokens, self._last_chain = keys, tokens, chain
+            self._last_read = keys, tokens, chain
         return chain
-
-    def _num_alike(self, tokens: TokenArray) -> int:
-        """Return with how many of its tokens the last request began."""
-        count = min(len(tokens), len(self._last_tokens))
-        differs = tokens[:count] != self._last_tokens[:count]
-        first = int(differs.argmax())
-        return first if differs[first] else count
 
     def are_tokens(self, array: np.ndarray[Any, np.dtype[Any]]) -> bool:
         """Say whether all ints of an array of any shape are token ids."""
@@ -153,6 +146,14 @@ class RequestPreparer:
                 f"token ids must be below vocab_size ({limit}), got {int(array.max())}"
             )
         return array
+
+
+def _num_alike(tokens: TokenArray, others: TokenArray) -> int:
+    """Return with how many of the same tokens two prompts begin; none is empty."""
+    count = min(len(tokens), len(others))
+    differs = tokens[:count] != others[:count]
+    first = int(differs.argmax())
+    return first if differs[first] else count
 
 
 class RequestStatus(Enum):

@@ -18,7 +18,7 @@ from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.metadata import StepMetadata
 from mamba_cache.states import kernels_for
 
-__all__ = ["DeviceTokens", "Speculation", "send_to_host"]
+__all__ = ["DeviceTokens", "Speculation", "check_sampled", "send_to_host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,25 @@ class DeviceTokens:
     tokens: torch.Tensor
     counts: torch.Tensor | None = None
 
-    def check(self, num_requests: int, config: CacheConfig, device: torch.device) -> None:
-        """Check what can be checked of a step's tokens without waiting for the device."""
-        shape, drafts = (num_requests, config.max_decode_tokens), config.num_speculative_tokens
-        check_on_device("tokens", self.tokens, shape, (torch.int64,), device)
-        if drafts:
-            check_on_device("counts", self.counts, shape[:1], (torch.int32,), device)
-        elif self.counts is not None:
-            raise InvalidArgumentError(
-                "counts of tokens on the device must be None with num_speculative_tokens of 0, got "
-                f"{type(self.counts).__name__}"
-            )
-        # So that two steps end one block at most: drafts are limited likewise.
-        elif config.block_size_tokens < 2:
-            raise InvalidArgumentError(
-                "tokens on the device need block_size_tokens of at least 2, got 1"
-            )
+
+def check_sampled(
+    given: DeviceTokens, num_requests: int, config: CacheConfig, device: torch.device
+) -> None:
+    """Check what can be checked of a step's tokens without waiting for the device."""
+    shape, drafts = (num_requests, config.max_decode_tokens), config.num_speculative_tokens
+    check_on_device("tokens", given.tokens, shape, (torch.int64,), device)
+    if drafts:
+        check_on_device("counts", given.counts, shape[:1], (torch.int32,), device)
+    elif given.counts is not None:
+        raise InvalidArgumentError(
+            "counts of tokens on the device must be None with num_speculative_tokens of 0, got "
+            f"{type(given.counts).__name__}"
+        )
+    # So that two steps end one block at most: drafts are limited likewise.
+    elif config.block_size_tokens < 2:
+        raise InvalidArgumentError(
+            "tokens on the device need block_size_tokens of at least 2, got 1"
+        )
 
 
 def send_to_host(

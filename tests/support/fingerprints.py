@@ -69,7 +69,7 @@ def parts_of_context(context):
 _SKIPPED = (
     *("_guard", "transfers", "_transfers", "_hasher", "_maker", "_host_buffers"),
     # What was answered last, kept for the next time it is asked; a tensor's array among it.
-    *("_group", "_named", "_made"),
+    *("_group", "_named", "_made", "_last_read"),
     # Plans of copies, made anew for other live states.
     *("_live_storage", "_live_to_slots", "_slots_to_live", "_live_to_live", "_kv_to_kv"),
 )
