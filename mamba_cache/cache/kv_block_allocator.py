@@ -359,14 +359,8 @@ class KVBlockAllocator:
 
     def find_prefix(self, digests: Iterable[bytes]) -> list[int]:
         """Do what ``match_prefix`` does, for a context, which holds the guard."""
-        find = self._block_of.get
-        block_ids: list[int] = []
-        for digest in digests:
-            block_id = find(digest)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
+        found = map(self._block_of.get, digests)
+        return list(iter(found.__next__, None))  # up to the first that is not there
 
     @query
     def find_block(self, digest: bytes) -> int | None:

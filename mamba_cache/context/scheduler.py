@@ -143,8 +143,11 @@ class Scheduler(Generic[_Request]):
         """
         known = self._requests.pop(request_id, None) is not None
         # Interrupted here, the context has a request that is not known; ``recover`` ends it.
-        if not known or request_id in self._context.statuses():
+        try:
             self._context.finish(request_id)
+        except UnknownRequestError:
+            if not known:  # a queued one is not in the context
+                raise
 
     def rename(self, request_id: Hashable, request: _Request) -> None:
         """Note that ``request`` was ``request_id``; its place in the order stays."""
@@ -372,9 +375,12 @@ class Scheduler(Generic[_Request]):
         """Say whether a scheduled request will save a state of a longer prefix of a queued one."""
         if request.waited_steps >= self._max_wait_steps:
             return False
+        # Most have none, and one look at all statuses takes as long as the rest of an admission.
+        branching = [other for other in self._requests.values() if other.branch_positions]
+        statuses = self._context.statuses() if branching else {}
         table = self._context.request_table
-        for other in self._with_status(RequestStatus.SCHEDULED):
-            if not other.branch_positions:
+        for other in branching:
+            if statuses.get(other.key) is not RequestStatus.SCHEDULED:
                 continue
             computed = table.num_computed.item(table.find(other.key).row)
             position = common_blocks(request, other) * self._block_size

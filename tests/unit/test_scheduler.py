@@ -58,18 +58,19 @@ def test_branch_positions_lie_ahead_and_are_told_once(scheduler, make, rng):
 
 
 @pytest.mark.parametrize(
-    ("skip_blocks", "computed", "promised", "expected"),
+    ("skip_blocks", "computed", "promised", "scheduled", "expected"),
     [
-        (0, 0, True, True),
-        (0, 3 * BLOCK - 1, True, True),
-        (0, 3 * BLOCK, True, False),  # computed, so what was saved of it is found already
-        (2, 0, True, True),
-        (3, 0, True, False),  # nothing to gain
-        (0, 0, False, False),  # no state will be saved there
+        (0, 0, True, True, True),
+        (0, 3 * BLOCK - 1, True, True, True),
+        (0, 3 * BLOCK, True, True, False),  # computed, so what was saved of it is found already
+        (2, 0, True, True, True),
+        (3, 0, True, True, False),  # nothing to gain
+        (0, 0, False, True, False),  # no state will be saved there
+        (0, 0, True, False, False),  # none will be saved in this step
     ],
 )
 def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
-    scheduler, make, rng, monkeypatch, skip_blocks, computed, promised, expected
+    scheduler, make, rng, monkeypatch, skip_blocks, computed, promised, scheduled, expected
 ):
     root = draw_prompt(rng, 3 * BLOCK)
     request, other = make([*root, 1, 2]), make([*root, 3, 4])
@@ -77,8 +78,11 @@ def test_waiting_is_for_a_state_that_will_be_saved_farther_on(
     table = SimpleNamespace(
         num_computed=np.array([computed]), find=lambda _: SimpleNamespace(row=0)
     )
-    monkeypatch.setattr(scheduler, "_context", SimpleNamespace(request_table=table))
-    monkeypatch.setattr(scheduler, "_with_status", lambda *_: [request, other])
+    status = RequestStatus.SCHEDULED if scheduled else RequestStatus.DECODING
+    context = SimpleNamespace(request_table=table, statuses=lambda: {other.key: status})
+    monkeypatch.setattr(scheduler, "_context", context)
+    for each in (request, other):
+        scheduler.add(each)
     assert scheduler._waits(request, skip_blocks * BLOCK) is expected
 
 
