@@ -752,7 +752,7 @@ class DynamicInferenceContext:
     def _bring_tokens(self, last: _Uncollected, rows: Int64Array, metadata: StepMetadata) -> None:
         """Have requests compute the tokens that the last step sampled, where they are."""
         table, own = self.request_table, metadata.token_ids[: len(rows)]
-        # Of these the host knows no token that is not computed.
+        # All tokens that the host knows of these are computed.
         is_late = table.num_tokens[rows] == table.num_computed[rows] + table.num_in_doubt[rows]
         places = np.zeros(self.config.max_requests, dtype=np.int64)
         places[last.rows] = np.arange(len(last.rows))

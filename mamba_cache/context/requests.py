@@ -71,7 +71,7 @@ class RequestPreparer:
         self._config = config
         self._hasher = BlockHasher(config.hash_algorithm, config.hash_secret)
         # Keys, tokens and chain of the last request: those that come together often begin alike.
-        # Kept in one, so that whatever breaks off they belong together.
+        # One tuple: after an interrupt, too, they belong together.
         self._last_read: tuple[tuple[object, ...], TokenArray, BlockHashChain] | None = None
 
     def read(

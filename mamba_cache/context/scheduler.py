@@ -204,7 +204,7 @@ class Scheduler(Generic[_Request]):
             self._context.preempt(request.key)
 
     def begin_step(self, *, leaves_out: Collection[Hashable] = ()) -> Step | None:
-        """Begin a step with all who can take part, but for decoding requests to be left out."""
+        """Begin a step with all who can take part, but for the decoding requests ``leaves_out``."""
         self._prefetch()
         if not self.is_steady:
             self._fill_step()
@@ -375,7 +375,7 @@ class Scheduler(Generic[_Request]):
         """Say whether a scheduled request will save a state of a longer prefix of a queued one."""
         if request.waited_steps >= self._max_wait_steps:
             return False
-        # Most have none, and one look at all statuses takes as long as the rest of an admission.
+        # Usually there are none, and the statuses are not read.
         branching = [other for other in self._requests.values() if other.branch_positions]
         statuses = self._context.statuses() if branching else {}
         table = self._context.request_table

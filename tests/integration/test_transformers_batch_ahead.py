@@ -130,6 +130,7 @@ def test_a_request_may_be_ended_while_its_token_is_on_its_way(
         max_new_tokens=9, num_answers=1, eos_token_ids=frozenset(), is_greedy=True
     )
     batcher.configure()
+    before = cache.batch_stats().decoded_tokens
     made = [
         batcher.submit(f"{number}", torch.tensor(prompt).numpy(), greedy, seed=0)[0]
         for number, prompt in enumerate(prompts)
@@ -144,6 +145,8 @@ def test_a_request_may_be_ended_while_its_token_is_on_its_way(
     wanted = [nemotron.answer(prompt, 9) for prompt in prompts]
     assert [one.answer for one in made[num_ended:]] == wanted[num_ended:]
     assert made[0].answer == wanted[0][: len(made[0].answer)]
+    decoded = cache.batch_stats().decoded_tokens - before
+    assert decoded == sum(max(len(one.answer) - 1, 0) for one in made)
     assert answers(batch(cache, prompts, max_new_tokens=9)) == wanted
 
 

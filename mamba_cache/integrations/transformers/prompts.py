@@ -115,7 +115,7 @@ def read_prompt(prompt: Any, vocabulary: int, name: str = "the prompt") -> npt.N
         raise InvalidArgumentError(f"{name} must be one prompt, got {len(rows)} rows")
     try:
         tokens = as_token_array(rows[0])
-    except InvalidArgumentError:  # of ints that only look alike, or to be said by the prompt's name
+    except InvalidArgumentError:  # items may be tensors; an error has to name the prompt
         ids = as_ints(f"the token ids of {name}", rows[0])
         if ids:
             _check_range(min(ids), max(ids), vocabulary, name)

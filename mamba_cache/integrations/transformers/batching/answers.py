@@ -66,7 +66,7 @@ class AnswerSettings:
 
     @property
     def is_limited(self) -> bool:
-        """Whether some tokens are not drawn, as their probabilities have it."""
+        """Whether ``top_k``, ``top_p`` or ``min_p`` leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def ends(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
@@ -344,7 +344,7 @@ def _draw(
     if not any(limited):
         return _pass(scores.double().softmax(-1), uniform)
     size = scores.shape[-1]
-    # Of some the limit is no number of tokens; then all are sorted.
+    # If one has no ``top_k``, all tokens are sorted.
     limits = [row.top_k for row, is_one in zip(rows, limited, strict=True) if row and is_one]
     count = min(max(limits), size) if all(limits) else size
     values, ids = scores.topk(count, dim=-1)
@@ -361,7 +361,7 @@ def _draw(
     chosen = ids.gather(-1, _pass(values.softmax(-1), uniform)[:, None])[:, 0]
     if all(limited):
         return chosen
-    # The others are drawn in the order of the tokens, as without company.
+    # Requests without limits draw in the order of the tokens, whoever is beside them.
     is_limited = to_device(torch.tensor(limited, device="cpu"), scores.device)
     return torch.where(is_limited, chosen, _pass(scores.double().softmax(-1), uniform))
 

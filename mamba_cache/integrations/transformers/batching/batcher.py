@@ -146,14 +146,6 @@ _Part: TypeAlias = "tuple[torch.Tensor, Sequence[BatchRequest | None]]"
 """Logits [rows, vocabulary], and the request of each row, as far as it matters whose they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Late:
-    """Requests whose newest token the device alone knows, in the order of their step."""
-
-    requests: list[BatchRequest]
-    num_decodes: int  # how many of them decoded; the others have their first token
-
-
 class Batcher:
     """Run requests through a model, on a ``DynamicInferenceContext`` over a store of prefixes."""
 
@@ -213,7 +205,9 @@ class Batcher:
         self._open: tuple[Step, list[BatchRequest], list[ComputedChunks]] | None = None
         # Two steps of one token each end one block at most, if that is longer than a token.
         self._runs_ahead = layout.device.type in _AHEAD_ON and block_size > 1
-        self._late: _Late | None = None  # of the last step; None: all tokens are on the host
+        # Requests whose newest token the device alone knows, and how many of them, the first ones,
+        # decoded in the last step. None: all tokens are on the host.
+        self._late: tuple[list[BatchRequest], int] | None = None
         self.configure()
 
     def configure(self, batching_config: Any = None) -> None:
@@ -474,9 +468,8 @@ class Batcher:
         try:
             computed, logits = self._compute(step)
             parts, chosen = self._sampling(logits, computed)
-            late = self._late_of(logits, chosen)
             tokens: npt.NDArray[np.int64] | DeviceTokens
-            if late is not None:
+            if self._may_be_late(logits, chosen):
                 tokens = self._choose_late(step, parts, chosen)
             else:
                 tokens, firsts = self._choose(step, parts, chosen)
@@ -491,7 +484,7 @@ class Batcher:
         for request in ended:  # what this step computed of them was in vain
             self.end(request)
         if isinstance(tokens, DeviceTokens):
-            self._late = late
+            self._late = sampled, len(step.decode_rows)
             for request in sampled:
                 request.num_late = 1
         else:
@@ -504,7 +497,7 @@ class Batcher:
         if self._late is None:
             self._close_ranks()
         else:
-            late = self._late.requests
+            late, _ = self._late
             ending = {one.key for one in late if len(one.answer) + one.num_late >= one.max_tokens}
         step, failed = self._scheduler.begin_step(leaves_out=ending), self._scheduler.failed
         for request in failed:
@@ -523,7 +516,7 @@ class Batcher:
         # The frames of the forward hold activations, and the next step needs their memory.
         traceback.clear_frames(fault.__traceback__)
         requests = [self._scheduler.find(one.request_id) for one in step.requests]
-        # First, or requests that can be resumed but not decoded would begin anew for ever.
+        # Before they are preempted: without its newest token a request would compute that again.
         over = self._take_late()
         self._scheduler.preempt_all()
         self._decoding = _Decoding()
@@ -684,17 +677,15 @@ class Batcher:
         decoded = host[:size][step.decode_rows] if size else host[:0]
         return np.concatenate([decoded, np.array(tokens, dtype=np.int64)]), firsts
 
-    def _late_of(self, logits: torch.Tensor | None, chosen: list[BatchRequest]) -> _Late | None:
-        """Return who would sample what the device alone knows; None if the host must know it."""
+    def _may_be_late(self, logits: torch.Tensor | None, chosen: list[BatchRequest]) -> bool:
+        """Return whether the step's tokens may reach the host after the next step has begun."""
         decoding = [] if logits is None else self._decoding.requests
         requests = [*decoding, *chosen]
         needs_tokens = self._wants_logprobs or any(
             one.settings.make_processors is not None or (one.forks and not one.answer)
             for one in requests
         )
-        if not self._runs_ahead or needs_tokens or not requests:
-            return None
-        return _Late(requests, len(decoding))
+        return self._runs_ahead and not needs_tokens and bool(requests)
 
     def _choose_late(
         self, step: Step, parts: Sequence[_Part], chosen: Sequence[BatchRequest]
@@ -705,22 +696,22 @@ class Batcher:
         firsts = {
             one.key: place for place, one in enumerate(chosen, len(parts[0][0]) if places else 0)
         }
-        # Of chunks that do not end a prompt it is any token.
+        # A chunk that does not end a prompt gets any token, which is not read.
         places += [firsts.get(part.request_id, 0) for part in step.prefills]
         at = ints_to_device(places, self.context.device)
         return DeviceTokens(_join(pieces).index_select(0, at)[:, None])
 
     def _take_late(self) -> list[BatchRequest]:
         """Take the tokens that the device alone knew; return the requests that are over."""
-        late, self._late = self._late, None
-        if late is None:
+        if self._late is None:
             return []
+        (late, num_decodes), self._late = self._late, None
         found = self.context.collect_step()
-        for request in late.requests:
+        for request in late:
             request.num_late = 0
         # Some were ended meanwhile, and some preempted.
-        num_decodes = sum(one.key in found for one in late.requests[: late.num_decodes])
-        taken = [one for one in late.requests if one.key in found]
+        num_decodes = sum(one.key in found for one in late[:num_decodes])
+        taken = [one for one in late if one.key in found]
         return self._take_all(num_decodes, taken, [found[one.key][0] for one in taken], {})
 
     def _commit(
