@@ -194,3 +194,29 @@ def test_a_request_that_has_ended_does_not_fail_with_the_step_that_computes_it_i
     assert output.generated_tokens == heard == wanted
     assert output.error is None
     assert cache.batch_stats().steps - before == len(wanted)
+
+
+def test_a_first_token_is_not_decoded_though_the_request_before_it_is_gone(
+    ahead, nemotron, generator
+):
+    """Tokens of one step: one that is decoded, of a request that is ended, and a first one."""
+    cache, prompts = nemotron.cache(), [tokens(generator, n) for n in (5, BLOCK)]
+    batch(cache, [[5, 6, 7]])
+    batcher = cache._batcher
+    greedy = AnswerSettings(
+        max_new_tokens=4, num_answers=1, eos_token_ids=frozenset(), is_greedy=True
+    )
+    batcher.configure()
+    before, made = cache.batch_stats().decoded_tokens, []
+    for number, prompt in enumerate(prompts):
+        made += batcher.submit(f"{number}", torch.tensor(prompt).numpy(), greedy, seed=0)
+        batcher.begin()
+        batcher.step()
+    one, other = made
+    assert (len(one.answer), one.num_late) == (1, 1)
+    assert (other.answer, other.num_late) == ([], 1)
+    batcher.end(one)
+    while batcher.num_unfinished:
+        batcher.step()
+    assert other.answer == nemotron.answer(prompts[1], 4)
+    assert cache.batch_stats().decoded_tokens - before == 3
