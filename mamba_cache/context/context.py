@@ -323,7 +323,8 @@ class DynamicInferenceContext:
         self._consumed: dict[int, SlotLease] = {}
         self._speculation: Speculation | None = None
         if config.num_speculative_tokens:
-            self._speculation = Speculation(config, self.device)
+            arrays = self.step_buffers.host_arrays
+            self._speculation = Speculation(config, self.device, arrays)
         # The layers of all kinds are numbered through; a tensor has a name in its layer, and one in
         # the pools.
         self._layers: dict[str, tuple[range, dict[str, str]]] = {}

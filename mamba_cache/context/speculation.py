@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,16 @@ class Speculation:
     """The device's side of steps with drafts."""
 
     @outside_inference_mode
-    def __init__(self, config: CacheConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        device: torch.device,
+        step_arrays: Mapping[str, np.ndarray[Any, Any]],
+    ) -> None:
         self._config = config
         self._device = device
         self._rows = decode_numpy.DecodeRows(
-            config.max_requests, config.live_rows_per_request, device
+            config.max_requests, config.live_rows_per_request, device, step_arrays
         )
         self._kernels = kernels_for(
             "auto", device, kernels="mamba_cache.context.kernels.decode", twins=decode_numpy

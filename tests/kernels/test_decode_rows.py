@@ -88,7 +88,7 @@ def tensors(case, device):
     ]
     work = decode_work(slices[: case.num_decodes], table, BLOCK)
     saved = [(i, Checkpoint(p, 50 + i)) for i, p in case.boundaries.items()]
-    rows = DecodeRows(MAX_REQUESTS, case.ring, device)
+    rows = DecodeRows(MAX_REQUESTS, case.ring, device, buffers.host_arrays)
     rows.num_computed[:] = torch.tensor(case.computed)
     rows.cursors[:] = torch.tensor(case.cursors)
     rows.last_tokens[:] = torch.tensor(case.last_tokens)

@@ -385,7 +385,7 @@ def test_live_rows_of_requests_are_not_for_others(context):
 def test_a_device_is_sent_rows_as_wide_as_its_kernel_reads():
     """As on a GPU: tokens of the host are padded, those of the device are taken as they are."""
     config, device, calls = make_config(num_speculative_tokens=DRAFTS), torch.device("meta"), []
-    speculation = Speculation(config, device)
+    speculation = Speculation(config, device, {})
     speculation._kernels = SimpleNamespace(advance_rows=lambda *given: calls.append(given))
     speculation.advance(None, (np.array([[4], [5]]), np.array([1, 0])))
     rows, _, tokens, counts = calls[0]

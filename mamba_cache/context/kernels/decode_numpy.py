@@ -6,6 +6,7 @@ times faster than PyTorch, whose every operation costs as much as a step's bookk
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -15,13 +16,6 @@ import torch
 from mamba_cache.metadata import StepMetadata
 
 __all__ = ["DecodeRows", "advance_rows", "describe_decodes", "describe_live_rows"]
-
-_PROGRESS = ("num_computed", "cursors", "last_tokens")
-_OF_A_STEP = (
-    "request_rows", "state_rows", "decode_state_rows", "query_start_loc", "num_computed_tokens",
-    "seq_lens", "token_ids", "positions", "kv_slot_mapping", "block_tables", "boundary_rows",
-    "boundary_slots", "boundary_entries", "boundary_positions",
-)  # fmt: skip
 
 
 class DecodeRows:
@@ -33,23 +27,23 @@ class DecodeRows:
     cursor.
     """
 
-    def __init__(self, max_requests: int, ring: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        ring: int,
+        device: torch.device,
+        step_arrays: Mapping[str, np.ndarray[Any, Any]],
+    ) -> None:
         self.ring = ring  # live-state rows of one request
         # [max_requests], each written when the first step of the row's request is committed.
         self.num_computed = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.cursors = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_requests, dtype=torch.int64, device=device)
-        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
-        self._of: torch.Tensor | None = None  # of which step's tensors they are
-
-    def arrays(self, metadata: StepMetadata) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the memory of these tensors and of a step's by their names; all are on the CPU."""
-        if self._of is not metadata.request_rows:
-            tensors = {name: getattr(self, name) for name in _PROGRESS}
-            tensors |= {name: getattr(metadata, name) for name in _OF_A_STEP}
-            self._arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-            self._of = metadata.request_rows
-        return self._arrays
+        # The memory of these tensors and of a step's by their names, where all is on the CPU.
+        self.arrays = dict(step_arrays)
+        if device.type == "cpu":
+            for name in ("num_computed", "cursors", "last_tokens"):
+                self.arrays[name] = getattr(self, name).numpy()
 
 
 def describe_decodes(
@@ -57,7 +51,7 @@ def describe_decodes(
 ) -> None:
     """Write what only the device knows of the decoding requests into a step's metadata."""
     describe_live_rows(rows, metadata)
-    arrays, count, total = rows.arrays(metadata), metadata.num_decodes, metadata.num_decode_tokens
+    arrays, count, total = rows.arrays, metadata.num_decodes, metadata.num_decode_tokens
     places = arrays["request_rows"][:count].astype(np.intp)
     bounds = arrays["query_start_loc"][: count + 1]
     starts = bounds[:-1]
@@ -84,7 +78,7 @@ def describe_decodes(
 
 def describe_live_rows(rows: DecodeRows, metadata: StepMetadata) -> None:
     """Write which live state of each decoding request is current, and which ones follow."""
-    arrays, count, ring = rows.arrays(metadata), metadata.num_decodes, rows.ring
+    arrays, count, ring = rows.arrays, metadata.num_decodes, rows.ring
     # Here and below: of 64 bits, by which numpy looks up several times as fast as by others.
     places = arrays["request_rows"][:count].astype(np.intp)
     live = (places * ring).repeat(ring)
@@ -108,7 +102,7 @@ def advance_rows(
     counts: torch.Tensor | np.ndarray[Any, Any],
 ) -> None:
     """Move each request of a step past the tokens that became part of it."""
-    arrays, count, end = rows.arrays(metadata), metadata.num_decodes, metadata.num_requests
+    arrays, count, end = rows.arrays, metadata.num_decodes, metadata.num_requests
     places, new_tokens = arrays["request_rows"][:end].astype(np.intp), np.asarray(tokens)
     num_computed, cursors = arrays["num_computed"], arrays["cursors"]
     last_tokens = arrays["last_tokens"]
@@ -142,7 +136,7 @@ def _save_boundaries(
     accepted: np.ndarray[tuple[int], np.dtype[np.integer[Any]]],
 ) -> None:
     """Say which live state of each request is at its boundary, if the step has reached that."""
-    arrays = rows.arrays(metadata)
+    arrays = rows.arrays
     if arrays["boundary_slots"][0] < 0:  # they come first, so there is none
         return
     entries = arrays["boundary_entries"][: len(decoding)]
