@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -270,6 +270,7 @@ class PrefixIndex:
         placement: CheckpointPlacement,
         counters: Counter[str],
         tiers: TierOffers,
+        on_counted: Callable[[CachedSequence, PrefixMatch], object] | None = None,
     ) -> None:
         self._kv_blocks = kv_blocks
         self._slots = slots
@@ -277,6 +278,7 @@ class PrefixIndex:
         self._placement = placement
         self._counters = counters
         self.tiers = tiers
+        self._on_counted = on_counted
         self.refuses_states = True  # whether the policy may
 
     def match(
@@ -299,13 +301,15 @@ class PrefixIndex:
             prompt_tokens, tuple(block_ids), state_blocks, state_blocks * self._block_size, reason
         )
 
-    def count(self, match: PrefixMatch) -> None:
+    def count(self, sequence: CachedSequence, match: PrefixMatch) -> None:
         """Count a sequence that began to run."""
         self._counters["requests"] += 1
         self._counters[match.miss_reason or "hits"] += 1
         self._counters["kv_matched_blocks"] += len(match.block_ids)
         self._counters["state_matched_blocks"] += match.state_matched_blocks
         self._counters["skipped_tokens"] += match.skip_tokens
+        if self._on_counted is not None:
+            self._on_counted(sequence, match)
 
     @property
     def _guard(self) -> CallGuard:

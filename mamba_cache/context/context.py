@@ -293,18 +293,14 @@ class DynamicInferenceContext:
         """Make what carries requests through their steps."""
         config, slots = self.config, self.slot_allocator
         self._preparer = RequestPreparer(config)
-        self._verifier: HitVerifier | None = None
-        if config.verify_hits and not self._has_owner:
-            self._verifier = HitVerifier(
-                config.verify_hits,
-                self.kv_block_allocator,
-                slots,
-                block_size_tokens=config.block_size_tokens,
-                read=weak_callback(self._saved_content),
-                remove=weak_callback(self._remove_entry),
-            )
-        own = None if self._verifier is None else self._verifier.admitted
-        self._on_admitted = [each for each in (own, memory.on_admitted) if each is not None]
+        self._verifier = HitVerifier(
+            0.0 if self._has_owner else config.verify_hits,
+            self.kv_block_allocator,
+            slots,
+            block_size_tokens=config.block_size_tokens,
+            read=weak_callback(self._saved_content),
+            remove=weak_callback(self._remove_entry),
+        )
         self._index = memory.index or PrefixIndex(
             self.kv_block_allocator,
             slots,
@@ -312,6 +308,7 @@ class DynamicInferenceContext:
             placement=placement,
             counters=self._counters,
             tiers=self._tiering,
+            on_counted=self._verifier.admitted if config.verify_hits else None,
         )
         live, saved = ([*pool.tensors.values()] for pool in (self.live_states, slots.states))
         self._live_to_slots = StateCopier(live, saved)
@@ -1060,9 +1057,7 @@ class DynamicInferenceContext:
                 table.saves_states[active.row] = saves
             admission, active.admission = active.admission, None
             if admission is not None:  # its first chunk is computed
-                self._index.count(admission)
-                for listener in self._on_admitted:
-                    listener(active, admission)
+                self._index.count(active, admission)
 
     @guarded()
     def collect_step(self) -> dict[Hashable, list[int]]:
@@ -1605,8 +1600,7 @@ class DynamicInferenceContext:
                 self._pins.forget()
                 self.kv_block_allocator.reset()
                 self._counters.clear()
-                if self._verifier is not None:
-                    self._verifier.reset()
+                self._verifier.reset()
                 self._tiering.reset()
 
     def verify_pending(
@@ -1634,11 +1628,11 @@ class DynamicInferenceContext:
             StepOrderError: A step is in flight.
         """
         self._require_none()
-        return 0 if self._verifier is None else self._verifier.verify(compute, max_hits)
+        return self._verifier.verify(compute, max_hits)
 
     def verification_stats(self) -> VerificationStats:
         """Return what came of ``CacheConfig.verify_hits``; any thread may ask."""
-        return VerificationStats() if self._verifier is None else self._verifier.stats()
+        return self._verifier.stats()
 
     def _saved_content(self, slot: int, blocks: list[int], num_tokens: int) -> PrefixContent:
         states = {name: t[:, slot] for name, t in self.slot_allocator.states.tensors.items()}

@@ -28,7 +28,6 @@ from mamba_cache.cache.kv_block_allocator import BYTES_PER_BLOCK
 from mamba_cache.cache.rows import as_rows
 from mamba_cache.cache.sequence import PrefixIndex
 from mamba_cache.config import CacheConfig, EvictionPolicy
-from mamba_cache.context.requests import ActiveRequest, Admission
 from mamba_cache.errors import (
     BlockCapacityError,
     BudgetError,
@@ -214,7 +213,6 @@ class CacheMemory:
     kv_cache: torch.Tensor | None
     pins: Pins
     counters: Counter[str] = field(default_factory=Counter)
-    on_admitted: Callable[[ActiveRequest, Admission], object] | None = None
     index: PrefixIndex | None = None  # over both, the owner's; None: the context makes one
 
 

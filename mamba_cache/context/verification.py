@@ -213,7 +213,8 @@ class HitVerifier:
         self._waiting.clear()
         self._sampled = self._verified = self._skipped = 0
         # Both from the start, so that a first difference is seen as a rise.
-        self._differences: Counter[str] = Counter(state=0, kv=0)
+        kinds = ("state", "kv") if self._rate else ()
+        self._differences = Counter(dict.fromkeys(kinds, 0))
 
     def stats(self) -> VerificationStats:
         """Return what was counted."""

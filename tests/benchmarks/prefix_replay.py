@@ -115,7 +115,7 @@ def replay(
         began, num_tokens = time.process_time(), len(prompt)
         total += num_tokens
         record = store.open(prompt, None, min_computed=1)
-        store.index.count(record.match)
+        store.index.count(record.sequence, record.match)
         start = record.match.skip_tokens
         if start:
             store.slots.policy.on_consumed([store.slots.slot_of(record.restored_blocks[-1])])

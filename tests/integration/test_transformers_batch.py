@@ -394,8 +394,9 @@ def test_the_first_batch_forgets_nothing_and_has_the_whole_budget(nemotron, gene
         assert skipped(cache, lambda prompt=prompt: alone(cache, prompt)) == whole
 
 
-def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron):
-    cache = nemotron.cache()
+@pytest.mark.parametrize("verify_hits", [0.0, 1.0])
+def test_a_cache_that_has_batched_gives_its_memory_back_at_once(nemotron, verify_hits):
+    cache = nemotron.cache(verify_hits=verify_hits)
     cache.generate_batch([[5, 6]], max_new_tokens=1)
     tensors = [*cache._store.tensors.states.tensors.values(), *cache._store.tensors.blocks]
     tensors += cache._batcher.context.live_states.tensors.values()

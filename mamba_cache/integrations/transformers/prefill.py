@@ -137,12 +137,10 @@ class Prefiller:
         return read_layers(cache, self._store.layout.layers, end)
 
     def _announce(self, record: SequenceRecord, min_computed: int) -> None:
-        """Count a prompt, and tell listeners, the verification and policies of it."""
+        """Count a prompt, and tell listeners and policies of it."""
         store, sequence = self._store, record.sequence
         store.tell_admitted(sequence.request, sequence.hashes)
-        if store.verifier is not None:
-            store.verifier.admitted(sequence, record.match)
-        store.index.count(record.match)
+        store.index.count(sequence, record.match)
         store.index.announce(sequence, sequence.num_known - min_computed)
 
     def _plan(self, checkpoints: Collection[int], start: int, end: int) -> list[tuple[int, int]]:

@@ -823,7 +823,7 @@ class PrefixCache:
             check_int("max_hits", max_hits, minimum=1)
         self._check_ready()
         verifier = self._store.verifier
-        if verifier is None or not verifier.stats().waiting:
+        if not verifier.stats().waiting:
             return 0
         self._runner.fingerprint.begin()
         if self._runner.fingerprint.foreign is not None:  # nothing can be computed as it was
@@ -839,8 +839,7 @@ class PrefixCache:
 
     def verification_stats(self) -> VerificationStats:
         """Return what came of ``verify_hits``, to any thread."""
-        verifier = self._store.verifier
-        return VerificationStats() if verifier is None else verifier.stats()
+        return self._store.verifier.stats()
 
     @guarded(renews=True, waits=True)
     def reset(self) -> None:

@@ -103,26 +103,25 @@ class PrefixStore:
         self._told_lora_id: ExtraKey = None
         self.tiers: PrefixTiers | None = None
         self.placement = PromptEnds(placement, config.min_computed_tokens)
-        self.index = self._make_index()
-        self.verifier: HitVerifier | None = None
-        if config.verify_hits:
-            self.verifier = HitVerifier(
-                config.verify_hits,
-                self.kv_blocks,
-                self.slots,
-                block_size_tokens=layout.block_size_tokens,
-                read=weak_callback(self._read),
-                remove=weak_callback(self._remove),
-            )
+        self._make_index()
 
-    def _make_index(self) -> PrefixIndex:
-        return PrefixIndex(
+    def _make_index(self) -> None:
+        self.verifier = HitVerifier(
+            self.config.verify_hits,
+            self.kv_blocks,
+            self.slots,
+            block_size_tokens=self.layout.block_size_tokens,
+            read=weak_callback(self._read),
+            remove=weak_callback(self._remove),
+        )
+        self.index = PrefixIndex(
             self.kv_blocks,
             self.slots,
             block_size_tokens=self.layout.block_size_tokens,
             placement=self.placement,
             counters=self.counters,
             tiers=NoTiers(),
+            on_counted=self.verifier.admitted if self.config.verify_hits else None,
         )
 
     def add_tiers(self, tiers: PrefixTiers) -> None:
@@ -139,7 +138,6 @@ class PrefixStore:
             slots=self.slots,
             kv_cache=self.tensors.kv_cache(),
             counters=self.counters,
-            on_admitted=None if self.verifier is None else self.verifier.admitted,
             pins=self.pins,
             index=self.index,
         )
@@ -260,8 +258,7 @@ class PrefixStore:
         self.counters.clear()
         self.live_dtypes.clear()
         self._told_lora_id = None
-        if self.verifier is not None:
-            self.verifier.reset()
+        self.verifier.reset()
         if self.tiers is not None:
             self.tiers.reset()
 
@@ -272,7 +269,7 @@ class PrefixStore:
         if isinstance(self.slots, MambaSlotAllocator):  # which has views of the memory
             self.slots = SlotPool(self.slots.max_slots, self.kv_blocks)
             self.pins = Pins(self.kv_blocks, self.slots, max_share=0, clock=time.monotonic)
-            self.index = self._make_index()
+            self._make_index()
 
     def check_invariants(self) -> None:
         """Check the books, between calls."""
