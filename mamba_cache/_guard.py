@@ -114,9 +114,10 @@ class _Ending:
         self._guard, self._listeners, self._renews = guard, listeners, renews
 
     def __enter__(self) -> None:
-        listeners = self._listeners
+        guard, listeners = self._guard, self._listeners
+        guard.is_changing = True
         if listeners is not None:
-            self._guard.held = listeners
+            guard.held = listeners
             self._was_held, listeners.is_held = listeners.is_held, True
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -146,6 +147,8 @@ def guarded(
             guard: CallGuard = self._guard
             is_nested = nests and guard._thread == get_ident()
             was_changing = is_nested and guard.is_changing
+            if was_changing and not renews:  # whatever happens here, the outer call judges it
+                return method(self, *args, **kwargs)
             if not is_nested:
                 guard.enter(name, waits=waits)
             try:
