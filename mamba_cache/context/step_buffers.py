@@ -158,7 +158,7 @@ class StepBuffers:
         elif host.used["chunk_seq_idx"]:
             host.arrays["cu_chunk_seqlens"].fill(0)
         num_tokens = num_decode_tokens + bounds[-1]
-        if num_prefills or saved or host.used["boundaries"]:
+        if num_prefills or saved or host.with_boundaries:
             num_restores, num_saved = self._fill_copies(host, chunks, saved, num_decodes)
         used = {
             "tokens": num_tokens,
@@ -251,7 +251,7 @@ class StepBuffers:
         self, host: _HostSide, chunks: Sequence[Chunk], index: int, before: int
     ) -> tuple[list[int], int]:
         """Write the same of prompts; return where each begins and all end, and the longest end."""
-        arrays, size, numbers = host.arrays, self._block_size, self._numbers
+        arrays, at, size, numbers = host.arrays, host.at, self._block_size, self._numbers
         tables = self._table.block_tables
         end, bounds, longest = before, [0], 0
         for piece in chunks:
@@ -268,14 +268,14 @@ class StepBuffers:
             np.add(numbers[offset:until], shifts.repeat(size)[offset:until], out=places)
             if piece.first_writable > start:
                 places[: piece.first_writable - start] = PAD_SLOT_ID
-            arrays["num_computed_tokens"][index] = start
-            arrays["seq_lens"][index] = start + length
-            arrays["request_rows"][index] = piece.row
-            arrays["state_rows"][index] = piece.row * self._live_rows
+            at["num_computed_tokens"][index] = start
+            at["seq_lens"][index] = start + length
+            at["request_rows"][index] = piece.row
+            at["state_rows"][index] = piece.row * self._live_rows
             arrays["block_tables"][index] = tables[piece.row]
             host.table_stamps[index] = -1  # it grows with each chunk, so nobody asks whether it did
             index += 1
-            arrays["query_start_loc"][index] = end
+            at["query_start_loc"][index] = end
             bounds.append(end - before)
             longest = max(longest, start + length)
         return bounds, longest
@@ -303,15 +303,17 @@ class StepBuffers:
         out = arrays["cu_chunk_seqlens"], arrays["chunk_seq_idx"], last
         num_chunks = cut_into_chunks(bounds, phases, size, out)
         arrays["cu_chunk_seqlens"][num_chunks + 1 :] = bounds[-1]
-        written = []
+        columns = [host.at[name] for name in CHECKPOINT_FIELDS]
+        number = 0
         for index, piece in enumerate(pieces):
             first, row = bounds[index], piece.row * self._live_rows
             for position, slot, _ in piece.inside:
                 chunk = last.item(index) - (-(-piece.end // size) - position // size)
-                written.append((chunk, first + position - piece.start, first, row, slot))
-        if written:
-            arrays["checkpoints"][: len(written)] = written
-        return num_chunks, len(written)
+                values = chunk, first + position - piece.start, first, row, slot
+                for column, value in zip(columns, values, strict=True):
+                    column[number] = value
+                number += 1
+        return num_chunks, number
 
     def _fill_copies(
         self,
@@ -321,27 +323,23 @@ class StepBuffers:
         num_decodes: int,
     ) -> tuple[int, int]:
         """Write which live states are restored and saved by the step; return both numbers."""
-        arrays = host.arrays
-        restores = [
-            (chunk.restore_source, chunk.row * self._live_rows)
-            for chunk in chunks
-            if chunk.is_first
-        ]
-        if restores:
-            arrays["restores"][: len(restores)] = restores
-        entries = [*saved]
+        at, num_restores, entries = host.at, 0, [*saved]
         for index, chunk in enumerate(chunks, num_decodes):
+            if chunk.is_first:
+                at["restore_sources"][num_restores] = chunk.restore_source
+                at["restore_rows"][num_restores] = chunk.row * self._live_rows
+                num_restores += 1
             if chunk.boundary is not None:
                 entries.append((index, chunk.boundary))
-        if entries or host.used["boundaries"]:
-            rows, by_request = arrays["request_rows"], arrays["boundaries_by_request"]
-            by_request.fill(-1)
-            for number, (index, each) in enumerate(entries):
-                by_request[index] = number, each.position
-        if entries:
-            live = [(rows.item(index) * self._live_rows, each.slot) for index, each in entries]
-            arrays["boundaries"][: len(entries)] = live
-        return len(restores), len(entries)
+        for index in host.with_boundaries:
+            at["boundary_entries"][index] = at["boundary_positions"][index] = PAD_SLOT_ID
+        host.with_boundaries = [index for index, _ in entries]
+        for number, (index, (position, slot, _)) in enumerate(entries):
+            at["boundary_entries"][index] = number
+            at["boundary_positions"][index] = position
+            at["boundary_rows"][number] = at["request_rows"][index] * self._live_rows
+            at["boundary_slots"][number] = slot
+        return num_restores, len(entries)
 
 
 def _views(fields: _Fields, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -373,6 +371,10 @@ class _HostSide:
             (start, (count,), dtype), (second, *_) = (fields[each] for each in members[:2])
             rows = self.buffer[start : start + len(members) * (second - start)].view(dtype)
             self.arrays[name] = rows.view(len(members), -1)[:, :count].numpy().T
+        # Single elements are written several times faster through memoryviews.
+        self.at: dict[str, Any] = {name: self.arrays[name].data for name in views}
+        self.with_boundaries: list[int] = []  # requests of the last step that have boundaries
+        self.arrays["boundaries_by_request"].fill(PAD_SLOT_ID)
         self.used = {name: len(self.arrays[name]) for name in _PADDED}  # what is not padding
         self.rows: _IntArray | None = None
         self.table_stamps = np.full(len(self.arrays["block_tables"]), -1, dtype=np.int64)
