@@ -19,7 +19,7 @@ from mamba_cache._checks import (
     require_all,
 )
 from mamba_cache._guard import CallGuard, guarded, query
-from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of, hash_ids_of
+from mamba_cache.cache.hashing import BlockHashes, as_token_array, hash_id_of
 from mamba_cache.cache.rows import NONE, EvictionQueue, RowIds, Rows, add_at, as_rows
 from mamba_cache.config import EvictionPolicy
 from mamba_cache.errors import (
@@ -301,7 +301,7 @@ class KVBlockAllocator:
         if parent_digest is not None:
             check_kind("parent_digest", parent_digest, bytes)
         self._guard.is_changing = True
-        holders = self.register(ids, digests, parent_digest, tokens)
+        holders = self.register(ids, digests, list(block_hashes), parent_digest, tokens)
         self.listeners.tell()
         return holders
 
@@ -309,6 +309,7 @@ class KVBlockAllocator:
         self,
         block_ids: list[int],
         digests: Sequence[bytes],
+        hash_ids: Sequence[int],
         parent_digest: bytes | None,
         tokens: npt.NDArray[np.int32] | None = None,
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
@@ -333,7 +334,7 @@ class KVBlockAllocator:
         if start < end:
             added = slice(start, end)
             parent = holders[-1] if holders else parent
-            self._add_chain(block_ids[added], digests[added], parent)
+            self._add_chain(block_ids[added], digests[added], hash_ids[added], parent)
             if self.listeners.wants(Stored):
                 told: dict[str, Any] = {"parent_digest": self._digests[parent]}
                 if extra_keys is not None:
@@ -411,18 +412,19 @@ class KVBlockAllocator:
 
     # Registration. What follows trusts its arguments, and that the guard knows of the change.
 
-    def _add_chain(self, block_ids: list[int], digests: Sequence[bytes], parent: int) -> None:
+    def _add_chain(
+        self, block_ids: list[int], digests: Sequence[bytes], hash_ids: Sequence[int], parent: int
+    ) -> None:
         """Make different blocks without hashes nodes, each below the one before it."""
         if len(block_ids) <= _FEW:
-            for block_id, digest in zip(block_ids, digests, strict=True):
-                self.hash_at[block_id], self._digests[block_id] = hash_id_of(digest), digest
+            for block_id, digest, hash_id in zip(block_ids, digests, hash_ids, strict=True):
+                self.hash_at[block_id], self._digests[block_id] = hash_id, digest
                 self._cached_children_at[block_id], self._first_child_at[block_id] = 0, NONE
                 self._attach(block_id, parent)
                 parent = block_id
             return
         blocks = as_rows(block_ids)
-        self._hashes[blocks] = hash_ids_of(digests)
-        self._digests[blocks] = digests
+        self._hashes[blocks], self._digests[blocks] = hash_ids, digests
         self._parents[blocks[1:]], self._first_children[blocks[:-1]] = blocks[:-1], blocks[1:]
         self._next[blocks] = self._previous[blocks] = NONE
         self._num_cached_children[blocks] = 0

@@ -398,7 +398,8 @@ class PrefixIndex:
             self.cancel(private)
         if shared:
             self._publish_states(shared, blocks)
-        self._kv_blocks.listeners.tell()
+        if self._kv_blocks.listeners.waiting:
+            self._kv_blocks.listeners.tell()
 
     def _publish_blocks(self, sequence: CachedSequence, blocks: list[int]) -> list[int | None]:
         first, digests, size = sequence.num_published, sequence.chain.digests, self._block_size
@@ -407,7 +408,10 @@ class PrefixIndex:
             tokens = sequence.tokens(first * size, end * size)
             extra = sequence.extra_keys(first, end, size)
         parent = digests[first - 1] if first else None
-        holders = self._kv_blocks.register(blocks, digests[first:end], parent, tokens, extra)
+        hash_ids = sequence.hash_ids()[first:end]
+        holders = self._kv_blocks.register(
+            blocks, digests[first:end], hash_ids, parent, tokens, extra
+        )
         sequence.num_published = end
         self.tiers.offer_blocks(sequence, first, blocks, holders)
         return holders

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ __all__ = ["SlotLease", "SlotPool", "check_same_length"]
 _BYTES_PER_SLOT = 20
 """What the tables take for each slot."""
 
+_NO_SLOTS: npt.NDArray[np.intp] = np.empty(0, np.intp)
 _ZERO = np.int32(0)  # of the arrays' own dtype: compared with Python's it takes three times as long
 
 
@@ -229,16 +230,19 @@ class SlotPool:
         With ``proposals``, one for each block, a policy that knows prompts may refuse some of the
         states, which are counted in ``refused_states_total``.
         """
-        slot_at, awaited = self._slot_at, set(self.reserved.values())
-        wanted: dict[int, Any] = dict(zip(block_ids, proposals or block_ids, strict=True))
-        new = [b for b in wanted if slot_at[b] < 0 and b not in awaited]
-        if not new:
+        slot_at, awaited = self._slot_at, {*self.reserved.values()}
+        wanted: dict[int, Any] = {
+            block_id: proposal
+            for block_id, proposal in zip(block_ids, proposals or block_ids, strict=True)
+            if slot_at[block_id] < 0 and block_id not in awaited
+        }
+        if not wanted:
             return [None] * len(block_ids)
         policy = self.prompt_policy if proposals is not None else None
         if policy is not None:
-            new, victims = self._admit(policy, new, [wanted[b] for b in new], block_ids)
+            new, victims = self._admit(policy, wanted, block_ids)
         else:
-            num_short = len(new) - self._rows.num_free
+            new, num_short = [*wanted], len(wanted) - self._rows.num_free
             victims = self._choose_victims(num_short, protected=block_ids)
         kept = new[: self._rows.num_free + len(victims)]
         try:
@@ -258,21 +262,21 @@ class SlotPool:
     def _admit(
         self,
         policy: PrefixSlotPolicy,
-        blocks: list[int],
-        proposals: list[StateProposal],
+        proposals: Mapping[int, StateProposal],
         protected: Sequence[int],
     ) -> tuple[list[int], list[int]]:
         """Ask a policy which blocks get a slot, and which slots are evicted for them."""
         self._guard.is_changing = True
         num_free = self._rows.num_free
-        is_short = len(blocks) > num_free
-        evictable = self._evictable(protected) if is_short else np.empty(0, np.intp)
-        accepted, victims = policy.admit(proposals, num_free, evictable)
-        admitted = [block for block, is_in in zip(blocks, accepted, strict=True) if is_in]
+        is_short = len(proposals) > num_free
+        evictable = self._evictable(protected) if is_short else _NO_SLOTS
+        accepted, victims = policy.admit([*proposals.values()], num_free, evictable)
+        admitted = [block for block, is_in in zip(proposals, accepted, strict=True) if is_in]
+        num_refused = len(proposals) - len(admitted)
         if is_short and not len(evictable):
-            self.skipped_checkpoints_total += len(blocks) - len(admitted)
+            self.skipped_checkpoints_total += num_refused
         else:
-            self.refused_states_total += len(blocks) - len(admitted)
+            self.refused_states_total += num_refused
         return admitted, self._as_victims(victims)
 
     @guarded(nests=True)

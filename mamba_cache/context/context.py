@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from weakref import finalize
@@ -106,6 +107,7 @@ from mamba_cache.tiers.lower import LowerTier
 __all__ = ["DynamicInferenceContext"]
 
 
+_FIELDS_OF_MATCH = attrgetter(*PrefixMatch.__slots__)
 _NO_STEP = "no step is in flight: states are handed over between begin_step and commit_step"
 
 
@@ -509,8 +511,9 @@ class DynamicInferenceContext:
             raise
         active.row = row
         table.num_tokens[row], table.num_computed[row] = num_known, start
-        found = {name: getattr(match, name) for name in PrefixMatch.__slots__}
-        admission = Admission(**found, request_id=active.request_id, chunk_tokens=num_tokens)
+        admission = Admission(
+            *_FIELDS_OF_MATCH(match), request_id=active.request_id, chunk_tokens=num_tokens
+        )
         active.admission = admission
         active.num_initial, active.num_published = num_known, len(match.block_ids)
         # What is loaded is written by the load, and by nothing else.

@@ -87,8 +87,9 @@ class RequestPreparer:
             return request.request, request.tokens, request.chain
         if not isinstance(request, Request):
             raise InvalidArgumentError(f"give a Request, got {type(request).__name__}")
-        # A copy, for the caller may write into theirs.
-        tokens: TokenArray = self.read_tokens(request.prompt_tokens).copy()
+        tokens: TokenArray = self.read_tokens(request.prompt_tokens)
+        if not isinstance(request.prompt_tokens, list):
+            tokens = tokens.copy()  # the caller may write into theirs
         if not len(tokens):
             raise InvalidArgumentError(f"the prompt of request {request.request_id!r} is empty")
         limit = self._config.max_sequence_length
