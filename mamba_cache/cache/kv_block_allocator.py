@@ -301,7 +301,7 @@ class KVBlockAllocator:
         if parent_digest is not None:
             check_kind("parent_digest", parent_digest, bytes)
         self._guard.is_changing = True
-        holders = self.register(ids, digests, list(block_hashes), parent_digest, tokens)
+        holders = self.register(ids, digests, list(block_hashes), parent_digest, tokens=tokens)
         self.listeners.tell()
         return holders
 
@@ -311,6 +311,7 @@ class KVBlockAllocator:
         digests: Sequence[bytes],
         hash_ids: Sequence[int],
         parent_digest: bytes | None,
+        *,
         tokens: npt.NDArray[np.int32] | None = None,
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[int | None]:

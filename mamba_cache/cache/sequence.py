@@ -410,7 +410,7 @@ class PrefixIndex:
         parent = digests[first - 1] if first else None
         hash_ids = sequence.hash_ids()[first:end]
         holders = self._kv_blocks.register(
-            blocks, digests[first:end], hash_ids, parent, tokens, extra
+            blocks, digests[first:end], hash_ids, parent, tokens=tokens, extra_keys=extra
         )
         sequence.num_published = end
         self.tiers.offer_blocks(sequence, first, blocks, holders)
