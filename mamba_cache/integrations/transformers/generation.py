@@ -328,7 +328,7 @@ class Generation:
         if is_stacked:
             num_columns = prompts[0].padding + len(prompts[0].tokens)
             batch = stack_memories([memories[each.key] for each in prompts], num_columns)
-            layout.filler.fill(self.cache, batch)
+            layout.fill(self.cache, batch)
             output.logits = torch.cat([logits[each.key] for each in prompts])
             for name in [name for name, value in output.items() if value is cache]:
                 output[name] = self.cache

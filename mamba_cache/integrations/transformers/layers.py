@@ -20,7 +20,6 @@ from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.states import KVCacheSpec, LayerKind, StatePool, StateSpec
 
 __all__ = [
-    "CacheFiller",
     "LayerParts",
     "PrefixLayout",
     "PrefixTensors",
@@ -179,50 +178,24 @@ def _cat_padded(rows: Sequence[torch.Tensor], short: Sequence[int]) -> torch.Ten
     return torch.cat([row[:, :, row.shape[2] - length :] for row in padded])
 
 
-class CacheFiller:
-    """Fills fresh caches with tensors that they may keep, without copying or allocating.
-
-    Going through the methods of each layer costs several launches a state. All other attributes are
-    the same for every sequence: they are those of a cache that a forward has filled.
-    """
-
-    def __init__(self, filled: Any, layers: tuple[LayerParts, ...]) -> None:
-        self._layers = layers
-        self._filled = [dict(vars(layer)) for layer in filled.layers]
-        for attributes, parts in zip(self._filled, layers, strict=True):
-            for name in _TENSORS & attributes.keys():
-                kept = attributes[name]
-                attributes[name] = dict.fromkeys(kept) if isinstance(kept, dict) else None
-            previous = attributes.get("has_previous_state")
-            if isinstance(previous, dict):  # which only the update of a conv state sets
-                recurrents = dict.fromkeys(parts.recurrents, True)
-                attributes["has_previous_state"] = {**previous, **recurrents}
-
-    def fill(self, cache: Any, memory: SequenceMemory) -> None:
-        """Make a fresh cache own the tensors of ``memory``, which nothing else may use."""
-        fresh = _layers_like(cache, self._layers)
-        states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
-        for layer, parts, filled in zip(fresh, self._layers, self._filled, strict=True):
-            vars(layer).update(filled)
-            for name, value in filled.items():
-                if isinstance(value, dict):  # which is written to
-                    setattr(layer, name, value.copy())
-            if parts.convs:
-                _put(layer, "conv_states", parts.convs, states)
-            if parts.recurrents:
-                _put(layer, "recurrent_states", parts.recurrents, states)
-            if parts.window:
-                layer.keys, layer.values = next(windows), next(windows)
-                layer.cumulative_length = memory.num_tokens
-            elif parts.has_tokens:
-                layer.keys, layer.values = next(tokens), next(tokens)
-
-
 _TENSORS = {"conv_states", "recurrent_states", "keys", "values"}
 
 
+def _attributes_of(layer: Any, parts: LayerParts) -> dict[str, Any]:
+    """Return the attributes of a filled layer, the same for every sequence, without its tensors."""
+    attributes = dict(vars(layer))
+    for name in _TENSORS & attributes.keys():
+        kept = attributes[name]
+        attributes[name] = dict.fromkeys(kept) if isinstance(kept, dict) else None
+    previous = attributes.get("has_previous_state")
+    if isinstance(previous, dict):  # which only the update of a conv state sets
+        recurrents = dict.fromkeys(parts.recurrents, True)
+        attributes["has_previous_state"] = {**previous, **recurrents}
+    return attributes
+
+
 def _put(layer: Any, name: str, indices: Sequence[int], states: Iterator[torch.Tensor]) -> None:
-    kept = getattr(layer, name)
+    kept = getattr(layer, name, None)
     for index in indices:
         if isinstance(kept, dict):
             kept[index] = next(states)
@@ -284,7 +257,7 @@ class PrefixLayout:
         block_size_tokens: int,
     ) -> None:
         self.layers = layers
-        self.filler = CacheFiller(cache, layers)
+        self._filled = [_attributes_of(*each) for each in zip(cache.layers, layers, strict=True)]
         self.block_size_tokens = block_size_tokens
         self._widths = [
             parts.window for parts in layers if parts.window for _ in ("keys", "values")
@@ -311,6 +284,25 @@ class PrefixLayout:
         self.device = sample.states[0].device
         self._num_states = len(states)
         self.dtypes = sample.dtypes()
+
+    def fill(self, cache: Any, memory: SequenceMemory) -> None:
+        """Make a fresh cache own the tensors of ``memory``, which nothing else may use.
+
+        Nothing is copied or allocated: the methods of the layers take several launches a state.
+        """
+        fresh = _layers_like(cache, self.layers)
+        states, windows, tokens = iter(memory.states), iter(memory.windows), iter(memory.tokens)
+        for layer, parts, filled in zip(fresh, self.layers, self._filled, strict=True):
+            # Dicts are written to.
+            own = {name: x.copy() if isinstance(x, dict) else x for name, x in filled.items()}
+            vars(layer).update(own)
+            _put(layer, "conv_states", parts.convs, states)
+            _put(layer, "recurrent_states", parts.recurrents, states)
+            if parts.window:
+                layer.keys, layer.values = next(windows), next(windows)
+                layer.cumulative_length = memory.num_tokens
+            elif parts.has_tokens:
+                layer.keys, layer.values = next(tokens), next(tokens)
 
     @property
     def description(self) -> str:

@@ -66,7 +66,7 @@ class Prefiller:
             key = self._runner.fingerprint.key
             record = self._store.open(tokens, key, min_computed=min_computed, **fields)
             if (restored := record.load()) is not None:
-                self._store.layout.filler.fill(cache, restored)
+                self._store.layout.fill(cache, restored)
             start = record.match.skip_tokens
             positions = self._store.index.positions(record.sequence)
             record.positions = {position for position in positions if position > start}

@@ -219,7 +219,7 @@ def _run(
     cache, position, logits = runner.new_cache(), 0, []
     if saved is not None:
         position = layout.block_size_tokens
-        layout.filler.fill(cache, saved.load(0, [0], position))
+        layout.fill(cache, saved.load(0, [0], position))
     for part in parts:
         logits.append(runner.forward(part, cache, position, logits_to_keep=0))
         position += len(part)

@@ -380,7 +380,7 @@ class BatchForwards:
         )
         if states is not None:
             views, tokens = self._layout.views(states).states, [*nothing.flatten(0, 1).unbind()]
-            self._layout.filler.fill(cache, SequenceMemory(1, views, [], tokens))
+            self._layout.fill(cache, SequenceMemory(1, views, [], tokens))
         number = 0
         for layer, parts in zip(cache.layers, self._layout.layers, strict=True):
             if parts.has_tokens:
