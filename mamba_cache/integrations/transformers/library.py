@@ -8,7 +8,7 @@ from typing import Any
 from mamba_cache._extras import install_hint
 from mamba_cache.errors import MissingExtraError, UnsupportedVersionError
 
-__all__ = ["lacks", "progress_bar", "transformers"]
+__all__ = ["progress_bar", "transformers"]
 
 
 def transformers() -> Any:
@@ -25,14 +25,6 @@ def transformers() -> Any:
             "LinearAttentionLayer"
         )
     return library
-
-
-def lacks(what: str, page: str = "transformers") -> UnsupportedVersionError:
-    """Return the error of a version of the library that has no ``what``."""
-    return UnsupportedVersionError(
-        f"transformers {transformers().__version__} has no {what}: use a version that mamba_cache "
-        f"was tested with (docs/how-to/{page}.md)"
-    )
 
 
 def progress_bar(*args: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import distributed
 
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.integrations.transformers.fingerprint import is_library
-from mamba_cache.integrations.transformers.library import lacks, transformers
+from mamba_cache.integrations.transformers.library import transformers
 
 __all__ = [
     "ARGUMENTS",
@@ -136,7 +136,6 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
     defaults. The library joins them in one method, which is called here with what ``generate`` will
     call it with: so it cannot come to another result. Nothing of ``options`` is changed.
     """
-    _check_ranks(model)
     mode, config, own, model_arguments = _join(model, options)
     unknown = [name for name in own if name not in ARGUMENTS]
     if unknown:
@@ -169,9 +168,8 @@ def read_options(model: Any, options: Mapping[str, Any]) -> ServedOptions:
 
 def max_new_tokens(model: Any, config: Any) -> int | None:
     """Return the most tokens of an answer; None: ``max_length`` counts the prompt too."""
-    defaults: dict[str, Any] = getattr(type(config), "_get_default_generation_params", dict)()
-    own = getattr(_own_config(model), "max_length", None)
-    is_default = own is None and config.max_length == defaults.get("max_length", 20)
+    own, default = model.generation_config.max_length, config._get_default_generation_params()
+    is_default = own is None and config.max_length == default["max_length"]
     given: int | None = config.max_new_tokens
     return config.max_length if given is None and is_default else given
 
@@ -257,7 +255,7 @@ class OptionsReader:
         }
         # The object itself is a value too; what is in it counts.
         values.pop("generation_config", None)
-        own = _own_config(self._model)
+        own = self._model.generation_config
         parts = [values, getattr(given, "__dict__", {}), getattr(own, "__dict__", {})]
         methods = [getattr(self._model, name, None) for name in _READ_BY]
         readers = [getattr(method, "__func__", method) for method in methods]
@@ -269,10 +267,6 @@ _UNREAD = (ARGUMENTS - {"generation_config"}) | {"attention_mask"}
 
 _READ_BY = ("generate", "_sample", "_prepare_generation_config")
 """The model's methods that read the options."""
-
-
-def _own_config(model: Any) -> Any:
-    return getattr(model, "generation_config", None)
 
 
 def _refuse(values: Mapping[str, Any]) -> None:
@@ -309,12 +303,9 @@ def _prepare(model: Any, options: Mapping[str, Any]) -> tuple[Any, list[str], di
         raise InvalidArgumentError(
             f"generation_config must be a transformers.GenerationConfig, got {type(given).__name__}"
         )
-    prepare = getattr(model, "_prepare_generation_config", None)
-    if prepare is None:
-        raise lacks("_prepare_generation_config, which says what generate will do")
     own = _arguments_of_generate(model)
     rest = {name: value for name, value in options.items() if name not in own}
-    config, model_arguments = prepare(given, **rest)
+    config, model_arguments = model._prepare_generation_config(given, **rest)
     taken = [name for name, value in options.items() if name in own and value is not None]
     return config, taken, model_arguments
 
@@ -366,8 +357,7 @@ def _new_fields(kind: Any) -> tuple[tuple[str, Any], ...]:
 
     What a model's own configuration has beside declared fields, the library does not read.
     """
-    defaults = getattr(kind, "_get_default_generation_params", dict)
-    values: dict[str, Any] = {**vars(kind()), **defaults()}
+    values: dict[str, Any] = {**vars(kind()), **kind._get_default_generation_params()}
     known = FIELDS | REFUSED.keys()
     return tuple((name, value) for name, value in values.items() if name not in known)
 
@@ -394,8 +384,4 @@ def _check_ranks(model: Any) -> None:
 
 def _as_ids(ids: Any) -> tuple[int, ...]:
     """Read special tokens as they may be configured: an id, several, a tensor, or None."""
-    if isinstance(ids, torch.Tensor):
-        ids = ids.tolist()
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    return () if ids is None else tuple(torch.as_tensor(ids, device="cpu").flatten().tolist())

@@ -59,15 +59,6 @@ class ModelRunner:
         rows = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
         return rows if isinstance(rows, int) else int(self.config.vocab_size)
 
-    @property
-    def chunk_size(self) -> int:
-        """Tokens of one chunk of the model's SSM kernels; 1 if its configuration names none."""
-        for name in ("chunk_size", "mamba_chunk_size"):
-            size = getattr(self.config, name, None)
-            if isinstance(size, int):
-                return size
-        return 1
-
     def check_mode(self) -> None:
         """Check that the model is not in training mode."""
         if self.model.training:

@@ -57,7 +57,6 @@ class AnswerSettings:
     # library's order. None: there are no others.
     make_processors: Callable[[Sequence[int]], Any] | None = None
     stops: Any = None  # the library's criterion that looks for stop strings; None: there are none
-    _longest_stop: int = field(default=0)
 
     @property
     def is_simple(self) -> bool:
@@ -74,7 +73,8 @@ class AnswerSettings:
         if self.stops is None:
             return False
         # A stop string may begin in the prompt, as for generate. So long is none in tokens.
-        last = [*prompt[-self._longest_stop :], *answer][-self._longest_stop :]
+        longest = int(self.stops.maximum_token_len)
+        last = [*prompt[-longest:], *answer][-longest:]
         return bool(self.stops(torch.tensor([last], device="cpu"), None)[0])
 
 
@@ -90,21 +90,22 @@ class AnswerSettingsReader:
     tokenizer: Any
     options: Mapping[str, Any]
     tries_processors: bool = field(default=False, kw_only=True)
-    _known: list[tuple[Any, int | None, AnswerSettings]] = field(default_factory=list)
-    _joined: list[tuple[Any, Any]] = field(default_factory=list)
+    # Configurations as they were given and joined, and the settings for prompts of a length.
+    _known: list[tuple[Any, Any, int | None, AnswerSettings]] = field(default_factory=list)
 
     def read(self, config: Any, prompt_tokens: int) -> AnswerSettings:
         """Return the settings of a prompt's answers."""
-        for known, length, settings in self._known:
-            if known is config and length in (None, prompt_tokens):
-                return settings
-        joined = next((its for known, its in self._joined if known is config), None)
+        joined = None
+        for known, its, length, settings in self._known:
+            if known is config:
+                joined = its
+                if length in (None, prompt_tokens):
+                    return settings
         with _refused_by_library(config):
             if joined is None:
                 joined = read_answer_config(self.model, config, self.options)
-                self._joined.append((config, joined))
             settings, is_for_any = self._read(joined, prompt_tokens)
-        self._known.append((config, None if is_for_any else prompt_tokens, settings))
+        self._known.append((config, joined, None if is_for_any else prompt_tokens, settings))
         return settings
 
     def check(self, config: Any, prompt_tokens: int) -> None:
@@ -126,7 +127,8 @@ class AnswerSettingsReader:
         if config.min_new_tokens is not None:
             config.min_length = prompt_tokens + config.min_new_tokens
         # On the CPU: this thread must not wait for the device, which other requests use.
-        processors = _processors(self.model, config, torch.zeros(1, prompt_tokens).long(), "cpu")
+        ids = torch.zeros(1, prompt_tokens, dtype=torch.int64, device="cpu")
+        processors = _processors(self.model, config, ids)
         eos = config._eos_token_tensor
         settings = AnswerSettings(
             max_new_tokens=most,
@@ -145,7 +147,13 @@ class AnswerSettingsReader:
             # Some keep what they have seen of an answer, and some read the prompt.
             settings.make_processors = partial(_processors_for, self.model, config)
         if config.stop_strings:
-            self._read_stops(settings, config)
+            if self.tokenizer is None:
+                raise InvalidArgumentError(
+                    "stop_strings need the tokenizer: give tokenizer= as well"
+                )
+            settings.stops = transformers().generation.StopStringCriteria(
+                tokenizer=self.tokenizer, stop_strings=config.stop_strings
+            )
         return settings, is_plain and given is not None
 
     def _try_out(self, processors: Any, config: Any) -> None:
@@ -159,15 +167,6 @@ class AnswerSettingsReader:
                     raise InvalidArgumentError(f"{name} must be below {size}, got {one}")
         if config.guidance_scale in (None, 1):  # its processor runs the model
             processors(torch.zeros(1, 1).long(), torch.zeros(1, size))
-
-    def _read_stops(self, settings: AnswerSettings, config: Any) -> None:
-        if self.tokenizer is None:
-            raise InvalidArgumentError("stop_strings need the tokenizer: give tokenizer= as well")
-        criteria = transformers().generation.StopStringCriteria(
-            tokenizer=self.tokenizer, stop_strings=config.stop_strings
-        )
-        settings.stops = criteria
-        settings._longest_stop = int(criteria.maximum_token_len)
 
 
 @contextmanager
@@ -188,18 +187,16 @@ def _refused_by_library(config: Any) -> Iterator[None]:
 
 def _processors_for(model: Any, config: Any, prompt: Sequence[int]) -> Any:
     """Make the library's processors for one answer to a prompt."""
-    own = copy.copy(config)
-    ids = torch.tensor([prompt], device=model.device)
-    return _processors(model, own, ids, str(model.device))
+    return _processors(model, config, torch.tensor([prompt], device=model.device))
 
 
-def _processors(model: Any, config: Any, prompt: torch.Tensor, device: str) -> Any:
-    model._prepare_special_tokens(config, False, device=device, batch_size=1)
+def _processors(model: Any, config: Any, prompt: torch.Tensor) -> Any:
+    model._prepare_special_tokens(config, False, device=prompt.device, batch_size=1)
     return model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=prompt.shape[1],
         encoder_input_ids=prompt,
-        device=device,
+        device=str(prompt.device),
         model_kwargs={},
     )
 

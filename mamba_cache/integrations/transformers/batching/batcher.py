@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import traceback
@@ -171,7 +170,7 @@ class Batcher:
                 config,
                 max_tokens=chunk_tokens + config.max_requests,
                 max_sequence_length=_longest(runner, num_blocks * block_size),
-                ssm_chunk_size=math.gcd(block_size, runner.chunk_size),
+                ssm_chunk_size=block_size,  # of metadata that no model of the library reads
                 vocab_size=runner.vocabulary,
                 max_checkpoints_per_step=None if capture is not None else 0,
                 save_decode_states=saves_answers,

@@ -16,13 +16,14 @@ from mamba_cache.integrations.transformers.batching.answers import (
 )
 from mamba_cache.integrations.transformers.batching.batcher import Batcher
 from mamba_cache.integrations.transformers.checkpoints import read_checkpoints
-from mamba_cache.integrations.transformers.library import lacks, progress_bar
+from mamba_cache.integrations.transformers.library import progress_bar
 from mamba_cache.integrations.transformers.prompts import read_prompts
 from mamba_cache.integrations.transformers.runner import ModelRunner
 
 __all__ = ["BatchCall", "answer_output", "failed_output"]
 
 _PROMPT_SEED = 0x9E3779B97F4A7C15
+_OUTPUTS = "transformers.generation.continuous_batching.requests"
 
 
 class BatchCall:
@@ -66,6 +67,7 @@ class BatchCall:
         self._seeds = _read_seeds(own_seed if seeds is None else seeds, count)
         self._streamer = streamer
         self._streamers = self._read_streamers(streamer, count)
+        self._streaming: dict[BatchRequest, Any] = {}
         self._batching = batching_config
 
     def _read_streamers(self, streamer: Any, count: int) -> list[Any]:
@@ -126,6 +128,7 @@ class BatchCall:
             **self._fields[index],
         )
         if streamer is not None:
+            self._streaming[made[0]] = streamer
             try:
                 streamer.put(torch.from_numpy(self.prompts[index]).long())
             except Exception as error:  # of this request alone
@@ -140,12 +143,11 @@ class BatchCall:
         return tell if callable(tell) else None
 
     def _end_stream(self, request: BatchRequest) -> None:
-        number = request.request_id.removeprefix("req_")
-        if number.isdigit() and self._streamers[int(number)] is not None:
-            try:
-                self._streamers[int(number)].end()
-            except Exception as error:  # of this request alone
-                request.refuse(error)
+        try:
+            if request in self._streaming:
+                self._streaming[request].end()
+        except Exception as error:  # of this request alone
+            request.refuse(error)
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
@@ -173,9 +175,10 @@ def _read_seeds(seeds: Any, count: int) -> list[int]:
 
 def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any:
     """Return a ``GenerationOutput`` of a request, which may not be over yet."""
-    kind, statuses = _output_types()
+    library = importlib.import_module(_OUTPUTS)
+    statuses = library.RequestStatus
     status = statuses.FINISHED if request.error is None else statuses.FAILED
-    return kind(
+    return library.GenerationOutput(
         request_id=request.request_id,
         prompt_ids=request.prompt,
         generated_tokens=list(request.answer),
@@ -190,17 +193,11 @@ def answer_output(request: BatchRequest, *, has_timestamps: bool = False) -> Any
 
 def failed_output(request_id: str, prompt: Sequence[int], error: BaseException) -> Any:
     """Return a ``GenerationOutput`` of a request that could not begin, or go on."""
-    kind, statuses = _output_types()
-    return kind(request_id, list(prompt), error=_message_of(error), status=statuses.FAILED)
+    library = importlib.import_module(_OUTPUTS)
+    return library.GenerationOutput(
+        request_id, list(prompt), error=_message_of(error), status=library.RequestStatus.FAILED
+    )
 
 
 def _message_of(error: BaseException) -> str:
     return str(error) or repr(error)
-
-
-def _output_types() -> tuple[Any, Any]:
-    try:
-        library = importlib.import_module("transformers.generation.continuous_batching.requests")
-        return library.GenerationOutput, library.RequestStatus
-    except (ImportError, AttributeError) as error:
-        raise lacks("GenerationOutput") from error

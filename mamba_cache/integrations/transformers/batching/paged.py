@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,7 +60,10 @@ def _attend(
     if attention is not None:
         return attention.attend(query, options), None
     registry = _registries()[0]
-    usual = registry.get(_usual_of(getattr(module, "config", None))) or _eager_of(module)
+    eager = sys.modules[type(module).__module__]
+    usual = registry.get(_usual_of(getattr(module, "config", None))) or (
+        eager.eager_attention_forward
+    )
     output: tuple[torch.Tensor, torch.Tensor | None] = usual(
         module, query, key, value, attention_mask, **options
     )
@@ -73,12 +75,6 @@ def _usual_of(config: Any) -> str:
     own = getattr(config, "__dict__", {})
     name = original(own, _FIELD) if _FIELD in own else None
     return name if isinstance(name, str) else "eager"
-
-
-def _eager_of(module: torch.nn.Module) -> Callable[..., Any]:
-    code: ModuleType = sys.modules[type(module).__module__]
-    function: Callable[..., Any] = code.eager_attention_forward
-    return function
 
 
 def _make_mask(**arguments: Any) -> Any:

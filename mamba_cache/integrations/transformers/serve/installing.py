@@ -17,10 +17,11 @@ from mamba_cache.errors import (
     MissingExtraError,
     SequenceLengthError,
     StepOrderError,
+    UnsupportedVersionError,
 )
 from mamba_cache.integrations.transformers.batching.answers import AnswerSettingsReader
 from mamba_cache.integrations.transformers.fingerprint import WeightsCheck
-from mamba_cache.integrations.transformers.library import lacks
+from mamba_cache.integrations.transformers.library import transformers
 from mamba_cache.integrations.transformers.options import has_librarys_loop
 from mamba_cache.integrations.transformers.prefix_cache import PrefixCache, check_settings
 from mamba_cache.integrations.transformers.serve.models import (
@@ -113,10 +114,17 @@ def install(
     if isinstance(settings.get("store"), str):
         open_store(settings["store"]).close()
     found = [(*_find(path), substitute) for path, substitute in _REPLACEMENTS.items()]
-    events = {"replay_endpoint": events_replay_endpoint, "mode": events_mode}
-    served = ServedModels(
-        settings, None if events_endpoint is None else _publishers(events_endpoint, events)
-    )
+    make_publisher = None
+    if events_endpoint is not None:
+        from mamba_cache.integrations.events import EventPublisher  # noqa: PLC0415 - an extra
+
+        make_publisher = partial(
+            EventPublisher,
+            events_endpoint,
+            replay_endpoint=events_replay_endpoint,
+            mode=events_mode,
+        )
+    served = ServedModels(settings, make_publisher)
     _installed.append(served)
     for owner, name, substitute in found:
         original = vars(owner)[name]
@@ -158,13 +166,6 @@ def installed(**settings: Any) -> Iterator[None]:
         uninstall()
 
 
-def _publishers(endpoint: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """Return what makes a publisher of KV events."""
-    from mamba_cache.integrations.events import EventPublisher  # noqa: PLC0415 - an extra
-
-    return partial(EventPublisher, endpoint, **options)
-
-
 def _check_extra() -> None:
     try:
         for name in _NEEDED:
@@ -184,8 +185,11 @@ def _find(path: str) -> tuple[Any, str]:
             owner = getattr(owner, part)
         vars(owner)[name]
     except (ImportError, AttributeError, KeyError) as error:
-        what = f"{_SERVING}.{path}, which is replaced to serve with prefix caches"
-        raise lacks(what, page="serve") from error
+        raise UnsupportedVersionError(
+            f"transformers {transformers().__version__} has no {_SERVING}.{path}, which is "
+            "replaced to serve with prefix caches: use a version that mamba_cache was tested with "
+            "(docs/how-to/serve.md)"
+        ) from error
     return owner, name
 
 
