@@ -78,15 +78,9 @@ def chat_checkpoints(
     prompt's end will do. The template is rendered four times, and only what is short is tokenized:
     what precedes the first words, and the prompt's end.
 
-    Args:
-        tokenizer: A tokenizer of transformers with a chat template.
-        messages: The chat, as for ``tokenizer.apply_chat_template``.
-        token_ids: What that made of it.
-        template_options: What that was given besides, such as ``tools``.
-
-    Returns:
-        Positions in tokens of the prompt, ascending, at most two: to be given as ``checkpoints``.
-        Each is left out where the template does not tell it.
+    Return positions in tokens of the prompt, ascending, at most two: each is left out where the
+    template does not tell it. ``token_ids`` are what ``tokenizer.apply_chat_template`` made of the
+    chat, with the ``template_options``.
     """
     options = {name: x for name, x in template_options.items() if name not in _OURS}
     found = set()

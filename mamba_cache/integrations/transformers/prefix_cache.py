@@ -360,7 +360,11 @@ class PrefixCache:
         options = without_text_types(options)
         served = self._options.read(options)
         ids, mask = self._read_prompts(given if inputs is None else inputs, options, served)
-        named = [] if checkpoints is None else read_checkpoints(checkpoints, _lengths(ids, mask))
+        named: list[list[int]] = []
+        if checkpoints is not None:
+            # Without a mask ``generate`` may find padding among the tokens.
+            lengths = (torch.ones_like(ids) if mask is None else mask).count_nonzero(dim=1)
+            named = read_checkpoints(checkpoints, lengths.tolist())
         with Generation(
             runner=self._runner,
             prefiller=self._prefiller,
@@ -1006,14 +1010,6 @@ def _read_policy(
         check_choice("slot_policy", slot_policy, get_args(SlotPolicyName))
         return SLOT_POLICIES[slot_policy]()
     return check_policy(slot_policy)
-
-
-def _lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Count the tokens of each row; without a mask ``generate`` may find padding among them."""
-    if attention_mask is None:
-        return [input_ids.shape[1]] * input_ids.shape[0]
-    lengths: list[int] = (attention_mask != 0).sum(dim=1).tolist()
-    return lengths
 
 
 def _default_segment(block_size_tokens: int, capture: StateCapture | None) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mamba_cache._checks import as_ints, as_items
 from mamba_cache.cache.hashing import as_token_array
@@ -77,12 +79,9 @@ def pad_prompts(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return prompts padded on the left, and their mask: [prompts, longest] int64 each."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad_token_id or 0, dtype=torch.int64, device="cpu")
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, -len(row) :] = torch.as_tensor(row, device="cpu")
-        mask[number, -len(row) :] = 1
+    tokens = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in rows]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids, mask = pad(tokens, padding_value=pad_token_id or 0), pad([*map(torch.ones_like, tokens)])
     return ids.to(device), mask.to(device)
 
 
