@@ -188,7 +188,7 @@ class Generation:
         if (output := self._compute_batch(forward, prompts)) is not None:
             return output
         with self._within(forward):
-            return self._compute_prompts(forward, kwargs, prompts)
+            return self._compute_prompts(prompts)
 
     def _within(self, forward: Callable[..., Any]) -> AbstractContextManager[None]:
         """Compute with ``forward`` alone in a ``with`` block, which the model's call is in.
@@ -288,9 +288,14 @@ class Generation:
     def _computed(self) -> Any:
         """Compute the batch; return what the model would."""
         assert self._batcher is not None
-        logits = self._batcher.compute_rows()
+        return self._output(self._batcher.compute_rows())
+
+    def _output(self, logits: torch.Tensor) -> Any:
+        """Return what the model would, with [rows, vocabulary] logits."""
         kind = transformers().modeling_outputs.CausalLMOutputWithPast
-        return kind(logits=logits[:, None], past_key_values=self.cache)
+        output = kind(logits=logits[:, None])
+        output[self.runner.cache_name] = self.cache
+        return output
 
     def _take_rows(self) -> None:
         """Hand the token of each row to the batch."""
@@ -298,10 +303,8 @@ class Generation:
         assert self._ids is not None
         self._batcher.take_rows(self._ids[:, -1].tolist())
 
-    def _compute_prompts(
-        self, forward: Callable[..., Any], kwargs: dict[str, Any], prompts: Sequence[Prompt]
-    ) -> Any:
-        """Compute each prompt by itself, its end by ``generate``'s own forward.
+    def _compute_prompts(self, prompts: Sequence[Prompt]) -> Any:
+        """Compute each prompt by itself; return what the model would.
 
         Several rows, or one that is padded, are stacked in the call's cache then.
         """
@@ -309,52 +312,26 @@ class Generation:
         is_stacked = len(prompts) > 1 or prompts[0].padding > 0
         memories: dict[bytes, SequenceMemory] = {}
         logits: dict[bytes, torch.Tensor] = {}
-        for row, prompt in enumerate(prompts):
+        for prompt in prompts:
             if prompt.key in self._records:
                 continue
             cache = self.runner.new_cache() if is_stacked else self.cache
-            self._records[prompt.key], output = self.prefiller.compute(
+            self._records[prompt.key], logits[prompt.key] = self.prefiller.compute(
                 prompt.tokens,
                 cache,
-                last_forward=self._rest_of(forward, kwargs, row, prompt.padding, cache),
+                needs_logits=True,
                 checkpoint_positions=named[prompt.key],
                 **self.fields,
             )
             if is_stacked:
                 memories[prompt.key] = read_layers(cache, layout.layers, len(prompt.tokens))
-                logits[prompt.key] = output.logits[:, -1:]
         self._rows = [_Row(each, self._records[each.key]) for each in prompts]
         self._ends = {each.padding % layout.block_size_tokens for each in prompts}
         if is_stacked:
             num_columns = prompts[0].padding + len(prompts[0].tokens)
             batch = stack_memories([memories[each.key] for each in prompts], num_columns)
             layout.fill(self.cache, batch)
-            output.logits = torch.cat([logits[each.key] for each in prompts])
-            for name in [name for name, value in output.items() if value is cache]:
-                output[name] = self.cache
-        return output
-
-    def _rest_of(
-        self,
-        forward: Callable[..., Any],
-        kwargs: dict[str, Any],
-        row: int,
-        padding: int,
-        cache: Any,
-    ) -> Callable[[int], Any]:
-        """Return what computes a row's tokens from one on; those before it are in its cache."""
-        # The mask says nothing about a row without its padding.
-        others = {name: x for name, x in kwargs.items() if name != "attention_mask"}
-        by_token = [name for name in ("input_ids", "position_ids") if others.get(name) is not None]
-
-        def compute(start: int) -> Any:
-            own: dict[str, Any] = {self.runner.cache_name: cache}
-            for name in by_token:  # [..., rows, columns], or one row for all
-                values = others[name]
-                own[name] = values[..., row % values.shape[-2], None, padding + start :]
-            return forward(**{**others, **own})
-
-        return compute
+        return self._output(torch.cat([logits[each.key] for each in prompts]))
 
     def _checkpoints_of(self, prompts: Sequence[Prompt]) -> dict[bytes, set[int]]:
         """Return what was named, by prompt; ``generate`` repeats a row for each of its answers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,22 +46,21 @@ class Prefiller:
         tokens: npt.NDArray[np.int32],
         cache: Any,
         *,
-        last_forward: Callable[[int], Any] | None = None,
+        needs_logits: bool = False,
         **fields: Any,
-    ) -> tuple[SequenceRecord, Any]:
+    ) -> tuple[SequenceRecord, torch.Tensor]:
         """Restore the longest cached prefix of a prompt into a fresh cache, and compute the rest.
 
-        ``last_forward`` computes the last segment, given its first position, in the place of the
-        model. Without it all may be restored. A prompt whose forward runs out of memory begins
-        again in smaller segments.
+        Without ``needs_logits`` all may be restored. A prompt whose forward runs out of memory
+        begins again in smaller segments.
 
-        Return the prompt's record, to be closed, and what ``last_forward`` returned.
+        Return the prompt's record, to be closed, and [1, vocabulary] logits after its last token,
+        [1, 0] if that was restored.
         """
         is_retry, size = False, self._store.layout.block_size_tokens
         # States lie at block ends: only behind a block's first token a hit could leave just one.
         may_leave_one = self.min_tokens > 1 and len(tokens) % size == 1 % size
-        is_whole = last_forward is None and not may_leave_one
-        min_computed = 0 if is_whole else self.min_tokens
+        min_computed = self.min_tokens if needs_logits or may_leave_one else 0
         while True:
             key = self._runner.fingerprint.key
             record = self._store.open(tokens, key, min_computed=min_computed, **fields)
@@ -74,7 +73,7 @@ class Prefiller:
             if not is_retry:
                 self._announce(record, min_computed)
             try:
-                return record, self._run(record, segments, cache, last_forward)
+                return record, self._run(record, segments, cache)
             except torch.OutOfMemoryError:
                 if not self._shrink(segments):
                     raise
@@ -94,29 +93,22 @@ class Prefiller:
         return True
 
     def _run(
-        self,
-        record: SequenceRecord,
-        segments: Sequence[tuple[int, int]],
-        cache: Any,
-        last_forward: Callable[[int], Any] | None,
-    ) -> Any:
+        self, record: SequenceRecord, segments: Sequence[tuple[int, int]], cache: Any
+    ) -> torch.Tensor:
         """Compute the segments, and cache what they complete after each."""
-        output, tiers = None, self._store.tiers
+        logits, tiers = torch.empty(1, 1, 0), self._store.tiers
         for start, end in segments:
             with self._capturing(record, cache, start, end) as record.captured:
                 if tiers is not None:
                     tiers.begin_forward(end - start)
-                if last_forward is None or end < segments[-1][1]:
-                    self._runner.forward(record.sequence.prompt[start:end], cache, start)
-                else:
-                    output = last_forward(start)
+                logits = self._runner.forward(record.sequence.prompt[start:end], cache, start)
                 if tiers is not None:
                     tiers.end_forward()
             # The forward is enqueued by now, and no token has left.
             self._runner.fingerprint.confirm()
             self._store.counters["computed_tokens"] += end - start
             record.publish(read_layers(cache, self._store.layout.layers, end), end)
-        return output
+        return logits[:, -1]
 
     def _capturing(
         self, record: SequenceRecord, cache: Any, start: int, end: int

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mamba_cache._torch import to_device
 from mamba_cache.errors import InvalidArgumentError, UnresumableModelError
 from mamba_cache.integrations.transformers.fingerprint import ModelFingerprint, WeightsCheck
 from mamba_cache.integrations.transformers.library import transformers
@@ -72,7 +73,8 @@ class ModelRunner:
         self, tokens: _Tokens, cache: Any, start: int, *, logits_to_keep: int = 1
     ) -> torch.Tensor:
         """Compute tokens of one sequence, from position ``start`` on: see ``forward_rows``."""
-        ids = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(self.model.device)[None]
+        ids = torch.from_numpy(np.array(tokens, dtype=np.int64)[None])
+        ids = to_device(ids, self.model.device)
         positions = torch.arange(start, start + len(tokens), device=ids.device)
         return self.forward_rows(ids, positions[None], cache, logits_to_keep=logits_to_keep)
 
