@@ -1,4 +1,4 @@
-"""The engine, and what it asks of a model: requests in, tokens out."""
+"""The reference engine: runs requests through a model, with the protocol that models follow."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _PREFETCH_SECONDS = 5.0
-"""How long a queued request may wait for what disk and store have of its prompt."""
+"""Maximum wait of a queued request for entries of its prompt from disk and store."""
 
 
 class LanguageModel(Protocol):
@@ -53,24 +53,24 @@ class LanguageModel(Protocol):
 
     @property
     def config(self) -> Any:
-        """Its shape, with these attributes.
+        """The model's shape, with these attributes.
 
-        ``vocab_size``; ``ssm_chunk_size``, tokens of the longest chunk that its scan takes; and
-        ``state_spec(dtype)`` and ``kv_spec(dtype)``: what a slot and a KV block hold for weights
-        of ``dtype``.
+        ``vocab_size``; ``ssm_chunk_size``: tokens of the longest chunk that the model's scan takes;
+        ``state_spec(dtype)`` and ``kv_spec(dtype)``: the contents of a slot and of a KV block for
+        weights of ``dtype``.
         """
 
     dtype: torch.dtype
-    """Of its weights."""
+    """Dtype of the weights."""
     device: torch.device
-    """Where it runs."""
+    """Device of the model."""
 
     def forward(self, metadata: StepMetadata, caches: Any) -> torch.Tensor:
         """Compute a step: advance live states, fill the KV cache, write checkpoints.
 
         Args:
             metadata: The step.
-            caches: The ``DynamicInferenceContext``; a model names what it reads of it.
+            caches: The ``DynamicInferenceContext``; a model documents the attributes that it reads.
 
         Returns:
             Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding
@@ -80,20 +80,20 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
         request_id: The request.
-        tokens: What it generated.
-        finish_reason: Why it ended: "stop", it generated one of its stop tokens; "length", it
-            reached ``max_new_tokens`` or the context's ``max_sequence_length``; "failed", it needs
-            more memory than there is, even when it runs alone.
-        error: What was short, if it failed.
-        ttft_seconds: From ``submit`` to its first token; None if it has none.
-        admission: What was cached when it first ran; None if it did not, as a fork.
-        skipped_tokens: Tokens of the prompt that were not computed; of a fork all.
-        computed_tokens: Tokens computed before decoding; more than the rest of the prompt if the
-            request was preempted, or its step aborted, and some had to be computed again.
+        tokens: The generated tokens.
+        finish_reason: Why the request ended: "stop", it generated one of its stop tokens; "length",
+            it reached ``max_new_tokens`` or the context's ``max_sequence_length``; "failed", it
+            needs more memory than the cache has, even when it runs alone.
+        error: The shortage that made the request fail, or None.
+        ttft_seconds: Time from ``submit`` to the first token; None without a token.
+        admission: The match at the request's first run; None if it never ran, or was forked.
+        skipped_tokens: Prompt tokens that were not computed; for a fork, all prompt tokens.
+        computed_tokens: Tokens computed before decoding. Tokens computed again after a preemption
+            or an aborted step are counted again.
     """
 
     request_id: Hashable
@@ -113,7 +113,7 @@ class TokenEvent:
     Attributes:
         request_id: The request.
         token: The token; None if the request failed.
-        completion: What became of the request, with its last event.
+        completion: The result of the request, in its last event.
     """
 
     request_id: Hashable
@@ -123,20 +123,20 @@ class TokenEvent:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _EngineRequest(QueuedRequest):
-    """What the engine keeps of a request beside what the context knows of it."""
+    """A request as the engine records it; the context has the rest."""
 
     sampling: SamplingParams
     submitted_at: float  # seconds of ``time.perf_counter``
     drafter: Drafter | None
     known: list[int]  # prompt and answer, for the drafter
-    num_told: int = 0  # tokens of its answer that events were made of
-    prefill_tokens: int = 0  # computed before decoding, those computed twice included
-    admission: Admission | None = None  # what was cached when it first ran
+    num_delivered: int = 0  # tokens of its answer with an event
+    prefill_tokens: int = 0  # computed before decoding, repeated ones included
+    admission: Admission | None = None  # match at its first run
     ttft_seconds: float | None = None
 
     def note_admission(self, admission: Admission) -> None:
-        """Note what was cached when it first ran: that is what is reported."""
-        if not self.prefill_tokens and not self.num_told:  # a fork has tokens without any prefill
+        """Record the match at the request's first run, for ``Completion``."""
+        if not self.prefill_tokens and not self.num_delivered:  # a fork has tokens but no prefill
             self.admission = admission
 
 
@@ -154,26 +154,26 @@ class Engine:
         for event in engine.stream():
             print(event.token)
 
-    One thread uses an engine at a time. After an exception the step that was in flight is taken
-    back, and its requests go on with the next one. If the exception came while bookkeeping changed,
-    every later call raises ``PoisonedError`` until ``reset``.
+    Only one thread may use an engine at a time. After an exception the step in flight is aborted,
+    and its requests go on with the next step. After an exception while bookkeeping changed, every
+    later call raises ``PoisonedError`` until ``reset``.
 
     Args:
         model: Computes the steps.
-        config: Settings of the cache; ``max_tokens`` is the token budget of one step. Its
-            ``vocab_size`` is by default the model's. With ``num_speculative_tokens`` more than 0,
-            so many drafts of a request are verified in one step; no answer depends on them.
-        max_wait_steps: Steps that a queued request may wait for a prefix that another request
-            computes; 0: none waits.
-        drafter: Makes the drafter of one request, such as a class or a ``functools.partial`` of
-            one. Not called without ``num_speculative_tokens``.
+        config: Settings of the cache. ``max_tokens`` is the token budget of one step. The default
+            ``vocab_size`` is the model's. ``num_speculative_tokens`` is the maximum number of
+            drafts of a request that a step verifies; answers do not depend on drafts.
+        max_wait_steps: Maximum number of steps that a queued request waits for a prefix that
+            another request computes; 0: no wait.
+        drafter: Creates the drafter of one request: a class or ``functools.partial``. Not called
+            without ``num_speculative_tokens``.
         options: Further arguments of ``DynamicInferenceContext``.
 
     Attributes:
-        context: The requests' memory, and the cache; ``context.stats()`` says what it did.
-        decoding: What the decoding steps of all requests brought: "steps", one for each request;
-            "tokens" generated in them; "drafted_tokens" that were verified; "accepted_tokens",
-            drafts that were right.
+        context: The requests' memory and the cache; ``context.stats()`` returns their counts.
+        decoding: Counts over the decoding steps: "steps", counted once per request; "tokens",
+            generated in these steps; "drafted_tokens", verified; "accepted_tokens", drafts that
+            were right.
 
     Raises:
         BudgetError: A budget is too small for one block, or for one slot.
@@ -219,7 +219,7 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that are not finished, or whose end ``step`` has still to return."""
+        """Requests that are not finished, or whose last event ``step`` has not returned yet."""
         return len(self._scheduler) + sum(e.completion is not None for e in self._events)
 
     def submit(
@@ -236,20 +236,20 @@ class Engine:
         Args:
             prompt_tokens: Token ids, 1-D: a list, a numpy array or a torch tensor.
             sampling: How to choose tokens. Default: ``SamplingParams()``.
-            n: How many answers to give. The first is this request's. The others are requests of
-                their own, named ``(request_id, 1)`` to ``(request_id, n - 1)``, whose seeds are
-                as much higher. They fork the first when its prompt is computed, as far as there is
-                room; what they answer does not depend on that.
-            request_id: A name for it. Default: a number.
+            n: Number of answers. The first is this request's. The others are further requests with
+                ids ``(request_id, 1)`` to ``(request_id, n - 1)``; their seeds are higher by 1 to
+                ``n - 1``. They fork the first request when its prompt is computed, if there is
+                room; answers do not depend on the fork.
+            request_id: The request's id. Default: a number.
             fields: Further fields of ``Request``, such as ``cache_salt``.
 
         Returns:
             The request's id.
 
         Raises:
-            InvalidArgumentError: The prompt is empty or malformed, ``sampling`` is of another type,
-                an id is not hashable or in use, or ``n`` is not an int >= 1, or more than 1 at
-                temperature 0, at which all answers would be the same.
+            InvalidArgumentError: The prompt is empty or malformed, ``sampling`` has a wrong type,
+                an id is not hashable or is in use, ``n`` is not an int >= 1, or ``n`` is above 1 at
+                temperature 0, which makes all answers equal.
             SequenceLengthError: The prompt is longer than ``max_sequence_length``.
         """
         submitted_at = time.perf_counter()
@@ -268,14 +268,14 @@ class Engine:
         reusable_tokens = max(0, len(prepared.tokens) - config.min_computed_tokens)
         made = [
             _EngineRequest(
-                prepared=replace(prepared, request=replace(request, request_id=its_id)),
+                prepared=replace(prepared, request=replace(request, request_id=each_id)),
                 sampling=replace(sampling, seed=sampling.seed + index),
                 submitted_at=submitted_at,
                 reusable_blocks=reusable_tokens // config.block_size_tokens,
                 drafter=self._make_drafter() if self._make_drafter else None,
                 known=prepared.tokens.tolist() if self._make_drafter else [],
             )
-            for index, its_id in enumerate([request_id, *((request_id, i) for i in range(1, n))])
+            for index, each_id in enumerate([request_id, *((request_id, i) for i in range(1, n))])
         ]
         made[0].forks = made[1:]
         for fork in made[1:]:
@@ -284,19 +284,19 @@ class Engine:
         return request_id
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step for all requests that fit into it.
+        """Compute one step for all requests that fit into the step.
 
-        If the model raises, or a token cannot be sampled from its logits, the step is taken back
-        and the exception goes on to the caller. The step's requests resume with the next one.
+        If the model raises, or no token can be sampled from its logits, the step is aborted and the
+        exception reaches the caller. The step's requests resume with the next step.
 
         Returns:
-            The tokens sampled, those of each request in order, and the ends of requests that
-            failed. Empty while prompts are being computed, and when there are no requests.
+            The sampled tokens, in order for each request, and the ends of requests that failed.
+            Empty while prompts are being computed, and without requests.
 
         Raises:
-            InvalidArgumentError: Logits from which no token can be sampled; see ``sample``.
+            InvalidArgumentError: No token can be sampled from the logits; see ``sample``.
             ConcurrentUseError: Another thread's call is running.
-            PoisonedError: A change broke off, and ``reset`` was not called since.
+            PoisonedError: A change was interrupted, and ``reset`` was not called since.
         """
         self._advance()
         events = list(self._events)
@@ -304,7 +304,7 @@ class Engine:
         return events
 
     def stream(self) -> Iterator[TokenEvent]:
-        """Step until no request is left. If the caller breaks off, ``step`` returns what is left.
+        """Step until no request is left. If the caller stops early, ``step`` returns the rest.
 
         Yields:
             Every event.
@@ -317,18 +317,18 @@ class Engine:
     def generate(
         self, prompts: Iterable[Any], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Run prompts to their ends. If that raises, none of them stays in the engine.
+        """Run prompts to completion. After an exception no prompt stays in the engine.
 
         Args:
-            prompts: Each as for ``submit``.
-            sampling: How to choose the tokens of all.
+            prompts: Prompts as for ``submit``.
+            sampling: How to choose the tokens of all prompts.
 
         Returns:
-            What became of each prompt, in order. One that did not fit has its ``error`` set.
+            The result of each prompt, in order. If a prompt did not fit, its ``error`` is set.
 
         Raises:
-            StepOrderError: Other requests are not finished; their events would be lost here.
-            InvalidArgumentError: ``prompts`` are none, or one is empty or malformed.
+            StepOrderError: Other requests are not finished; their events would be lost.
+            InvalidArgumentError: ``prompts`` is not iterable, or a prompt is empty or malformed.
             SequenceLengthError: A prompt is longer than ``max_sequence_length``.
         """
         if self.num_requests:
@@ -342,7 +342,7 @@ class Engine:
             ids = [self.submit(prompt, sampling) for prompt in prompts]
             ends = [event.completion for event in self.stream() if event.completion]
         except BaseException:
-            with suppress(MambaCacheError):  # poisoned, it has to be reset anyway
+            with suppress(MambaCacheError):  # a poisoned engine requires a reset anyway
                 self._end_all()
             raise
         done = {end.request_id: end for end in ends}
@@ -350,10 +350,10 @@ class Engine:
 
     @guarded()
     def cancel(self, request_id: Hashable) -> None:
-        """End a request, queued or running; what it cached so far stays findable.
+        """End a queued or running request; its blocks and states cached so far stay findable.
 
         Raises:
-            UnknownRequestError: There is no such request, or it is finished.
+            UnknownRequestError: There is no such request, or the request is finished.
             InvalidArgumentError: The id is not hashable.
         """
         check_hashable("a request id", request_id)
@@ -361,7 +361,7 @@ class Engine:
 
     @guarded(renews=True)
     def reset(self) -> None:
-        """Forget all requests, their events and all that is cached, whatever happened."""
+        """Remove all requests, events and cached prefixes, also from a poisoned engine."""
         with self._guard.ending(renews=True):
             self.context.reset()
             self._scheduler.reset()
@@ -382,8 +382,8 @@ class Engine:
 
     @guarded()
     def _advance(self) -> None:
-        """Compute a step, unless there are events to deliver."""
-        self._collect()  # what a call that broke off has committed: that may end a request
+        """Compute a step, unless events wait for delivery."""
+        self._collect()  # tokens that an interrupted call committed; these may end a request
         if not self._events:
             step = self._scheduler.begin_step()
             if step is not None:
@@ -391,10 +391,10 @@ class Engine:
             self._collect()
 
     def _propose_drafts(self, decoding: list[_EngineRequest]) -> dict[Hashable, list[int]]:
-        """Collect drafts for the step, the oldest request's first, while its buffers last."""
+        """Return drafts for the step, oldest request first, while the step has room."""
         config = self.context.config
-        # Chunks are scheduled only into what is left if every request brings all drafts that it
-        # can have, so where this room ends before the drafts, there is no chunk.
+        # Prefill chunks get only the tokens that remain if every request has all possible drafts.
+        # So if ``room`` ends before the drafts do, the step has no chunk.
         room = config.max_tokens - len(decoding)
         drafts = {}
         for request in decoding:
@@ -407,7 +407,7 @@ class Engine:
             )
             if request.drafter is None or useful <= 0:
                 continue
-            # One list, which grows: to join both anew takes time in each step.
+            # A growing list: joining prompt and answer at each step takes time.
             request.known += output[len(request.known) - num_prompt :]
             proposed = list(request.drafter.propose(request.known, useful)[:useful])
             if proposed:
@@ -432,13 +432,13 @@ class Engine:
                 )
         preempted = self.context.commit_step(tokens)
         for scheduled, request, rows in parts:
-            its_tokens = tokens.get(request.key, [])
+            sampled = tokens.get(request.key, [])
             if scheduled.is_prefill:
                 request.prefill_tokens += scheduled.num_tokens
             else:
-                accepted = sum(map(eq, its_tokens, scheduled.drafts))
+                accepted = sum(map(eq, sampled, scheduled.drafts))
                 self.decoding["steps"] += 1
-                self.decoding["tokens"] += len(its_tokens)
+                self.decoding["tokens"] += len(sampled)
                 self.decoding["drafted_tokens"] += len(scheduled.drafts)
                 self.decoding["accepted_tokens"] += accepted
             may_fork = request.forks and scheduled.samples and request.key not in preempted
@@ -446,11 +446,11 @@ class Engine:
                 self._scheduler.fork(request, partial(_sample_first, rows[0]))
 
     def _collect(self) -> None:
-        """Make events of what was generated since the last ones; forget requests that ended."""
+        """Create events for new tokens; remove requests that ended."""
         for request in self._scheduler:
             done = None
-            for token in self._scheduler.output(request, request.num_told):
-                request.num_told += 1
+            for token in self._scheduler.output(request, request.num_delivered):
+                request.num_delivered += 1
                 if request.ttft_seconds is None:
                     request.ttft_seconds = time.perf_counter() - request.submitted_at
                 done = self._end_of(request, token)
@@ -464,15 +464,15 @@ class Engine:
                 self._scheduler.remove(request.key)
 
     def _end_of(self, request: _EngineRequest, token: int | None) -> Completion | None:
-        """Return what became of a request if it ends with this token; without one it failed."""
+        """Return the result of a request if this token ends it; None as a token: it failed."""
         num_prompt, sampling = len(request.prepared.tokens), request.sampling
-        # Its last token cannot be computed.
-        is_too_long = num_prompt + request.num_told > self.context.config.max_sequence_length
+        # The last token exceeds the maximum, so it cannot be computed.
+        is_too_long = num_prompt + request.num_delivered > self.context.config.max_sequence_length
         if token is None:
             reason: Literal["stop", "length", "failed"] = "failed"
         elif token in sampling.stop_tokens:
             reason = "stop"
-        elif is_too_long or request.num_told == sampling.max_new_tokens:
+        elif is_too_long or request.num_delivered == sampling.max_new_tokens:
             reason = "length"
         else:
             return None
@@ -480,7 +480,7 @@ class Engine:
         is_fork = request.admission is None and output
         return Completion(
             request_id=request.key,
-            tokens=tuple(output[: request.num_told]),
+            tokens=tuple(output[: request.num_delivered]),
             finish_reason=reason,
             error=cast("CapacityError | None", request.error),
             ttft_seconds=request.ttft_seconds,
@@ -495,7 +495,7 @@ def _sample_first(logits: torch.Tensor, fork: _EngineRequest) -> int:
 
 
 def _fit(config: CacheConfig, shape: Any) -> CacheConfig:
-    """Return the settings with the model's vocabulary, if they are ones that it can serve."""
+    """Return the settings with the model's vocabulary; raise if the model cannot serve them."""
     if config.vocab_size is None:
         config = replace(config, vocab_size=shape.vocab_size)
     for name in ("ssm_chunk_size", "vocab_size"):
@@ -508,10 +508,10 @@ def _fit(config: CacheConfig, shape: Any) -> CacheConfig:
 def compute_prefix(
     model: LanguageModel, context: DynamicInferenceContext, hit: HitToVerify
 ) -> PrefixContent:
-    """Compute the prefix of a context's hit with an engine of its own, which is dropped then."""
+    """Compute the prefix of a context's hit with a temporary engine."""
     config, num_tokens = context.config, len(hit.tokens)
     num_blocks = -(-(num_tokens + 1) // config.block_size_tokens)
-    own = CacheConfig(
+    alone_config = CacheConfig(
         block_size_tokens=config.block_size_tokens,
         max_requests=1,
         max_tokens=config.max_tokens,
@@ -521,8 +521,8 @@ def compute_prefix(
         enable_prefix_caching=False,
         vocab_size=config.vocab_size,
     )
-    engine = Engine(model, own)
-    # The second token is never computed, so that states and blocks are still those of the prefix.
+    engine = Engine(model, alone_config)
+    # The second token is never computed, so states and blocks contain exactly the prefix.
     engine.submit(
         hit.tokens,
         SamplingParams(max_new_tokens=2),

@@ -324,7 +324,7 @@ def test_a_large_frame_ends_its_connection_and_takes_no_memory(name, kind):
 def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
     books = Books()
     with by_hand() as publisher:
-        publisher._owes_snapshot = False
+        publisher._is_snapshot_due = False
         observe(books, publisher)
         books.run([1] * 32, [8])
         dealer = zmq.Context.instance().socket(zmq.DEALER)
@@ -336,8 +336,8 @@ def test_many_who_ask_for_everything_do_not_have_it_sent_to_all_each_time():
         wait_until(lambda: publisher._step() or publisher.stats().replays == 20)
         dealer.close()
         assert publisher.stats().snapshots == 0
-        assert publisher._owes_snapshot
+        assert publisher._is_snapshot_due
         publisher._snapshot_at = float("-inf")
         publisher._step()
         assert publisher.stats().snapshots == 1
-        assert not publisher._owes_snapshot
+        assert not publisher._is_snapshot_due

@@ -1,4 +1,4 @@
-"""The publisher: what a cache holds, told to routers by a thread of its own."""
+"""The publisher of KV events: a thread that sends a cache's contents to routers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["EventPublisher", "PublisherStats", "encode_batch"]
 
 _log = logging.getLogger(__name__)
 
-# Shared by all threads: it keeps nothing between two calls.
+# Shared by all threads: an encoder has no state between calls.
 _encode = msgspec.msgpack.Encoder().encode
 
 _POLL_SECONDS = 0.02
@@ -36,15 +36,15 @@ _MAX_PORT = 65_535
 _BIND_TRIES = 100
 
 _LOG_BATCHES = 256
-"""Batches that a replay sends one by one; who lacks more gets all that is held, in one batch."""
+"""Batches kept for replays; a subscriber that lacks more gets a snapshot in one batch."""
 
 _SNAPSHOT_SECONDS = 1.0
-"""So long at least lies between two batches with all that is held, however many ask for one."""
+"""Minimum time between two snapshots, for any number of requests."""
 
 _MAX_FRAME_BYTES = 1024
-"""A longer frame ends its peer's connection: requests and subscriptions are short."""
+"""A peer that sends a longer frame is disconnected: requests and subscriptions are short."""
 
-_REQUEST_FRAMES = 3  # who asks, an empty one, and the number of the first batch that is wanted
+_REQUEST_FRAMES = 3  # the client's id, an empty frame, the number of the first batch requested
 _END_SEQ = (-1).to_bytes(8, "big", signed=True)
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 _LOCAL = ("ipc://", "inproc://")
@@ -52,18 +52,18 @@ _LOCAL = ("ipc://", "inproc://")
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """What a publisher did, and what it tells of now.
+    """Counts of a publisher's work, and the number of entries that it announces now.
 
     Attributes:
-        batches: Batches sent, the empty ones included.
-        events: Events in them.
-        replays: Requests for a replay that were answered.
-        snapshots: Batches with all that is held, for subscribers who lacked more than the log has.
-        told_blocks: KV blocks that subscribers know of now.
-        told_states: States that they know of.
-        untold_blocks: Registered blocks of which nobody is told because their tokens are not known:
-            those of requests with ``tells_tokens=False``, or under other settings of a model.
-        waiting_events: Events of the cache that were not looked at yet.
+        batches: Batches sent, including empty ones.
+        events: Events in these batches.
+        replays: Answered requests for a replay.
+        snapshots: Batches with all announced entries, for subscribers that lack more than the log.
+        told_blocks: KV blocks announced now.
+        told_states: States announced now.
+        untold_blocks: Registered blocks that are not announced because their tokens are unknown:
+            blocks of requests with ``tells_tokens=False``, or under other settings of a model.
+        waiting_events: Events of the cache that are not processed yet.
     """
 
     batches: int = 0
@@ -77,31 +77,31 @@ class PublisherStats:
 
 
 class EventPublisher:
-    """Tells routers what a cache holds, in the format of vLLM's KV events.
+    """Publishes the contents of a cache to routers, in the format of vLLM's KV events.
 
-    One publisher stands for one cache: one worker, or one rank of a data-parallel group. The cache
-    does nothing for it but append each event to a queue; a thread sends them. When that fails, the
-    cache is not touched: the log says so, and routers learn nothing more.
+    A publisher serves one cache: one worker, or one rank of a data-parallel group. The cache only
+    appends events to a queue; a thread sends them. If sending fails, the thread logs the error and
+    ends: routers get no more events, and the cache goes on.
 
-    Prompts can be read from these messages. Everything listens on this machine alone unless an
-    endpoint names another address.
+    Prompts can be read from these messages. By default sockets listen on this machine only; an
+    endpoint may name another address.
 
     Args:
-        endpoint: Where batches are published. As with vLLM, an endpoint with ``*`` or ``::``, and
-            those of ipc and inproc, are bound, and others connected; one on loopback is bound too.
-            A port ``*`` is any free one.
-        replay_endpoint: Where subscribers ask for what they missed; it is always bound. None:
-            nowhere, and who missed something knows less than there is.
-        mode: "reachable" tells of KV blocks before a state that is held, which is what a prompt can
-            use; "resident" of all.
+        endpoint: Address for batches. As in vLLM, endpoints with ``*`` or ``::``, ipc endpoints and
+            inproc endpoints are bound, and others are connected. Loopback endpoints are bound too.
+            Port ``*`` means any free port.
+        replay_endpoint: Address for replay requests of subscribers that missed batches, always
+            bound. None: no replays; such subscribers lack entries.
+        mode: "reachable" announces the KV blocks up to a held state, which are those that a prompt
+            can use; "resident" announces all KV blocks.
         topic: The first frame of each message.
-        data_parallel_rank: The rank that is named in each batch.
-        heartbeat_seconds: An empty batch goes out after so long without one, so that a subscriber
-            sees that it missed something.
+        data_parallel_rank: The rank in each batch.
+        heartbeat_seconds: An empty batch is sent after this time without a batch, so that
+            subscribers can detect missed batches.
 
     Attributes:
-        endpoint: Where batches are published, with the port.
-        replay_endpoint: Where replays are asked for, with the port; None if nowhere.
+        endpoint: Address for batches, with the port.
+        replay_endpoint: Address for replay requests, with the port, or None.
         mode: As given.
 
     Raises:
@@ -135,19 +135,19 @@ class EventPublisher:
         check_int("data_parallel_rank", data_parallel_rank, minimum=0, maximum=INT32_MAX)
         check_number("heartbeat_seconds", heartbeat_seconds, maximum=3600.0)
         self.mode: EventMode = mode
-        # The cache's thread appends to it, the publisher's takes from it; neither waits.
+        # The cache's thread appends, the publisher's thread pops; neither waits.
         self._waiting: deque[Stored | Removed] = deque()
         self._is_listening = True
         self._topic = topic.encode()
         self._rank = data_parallel_rank
         self._heartbeat = heartbeat_seconds
-        self._view = EventView(1, "resident")  # of nothing, until ``watch``
+        self._view = EventView(1, "resident")  # empty until ``watch``
         self._log: deque[tuple[bytes, bytes]] = deque(maxlen=_LOG_BATCHES)
         self._snapshot_seq = b""
         self._snapshot_at = -_SNAPSHOT_SECONDS
-        self._owes_snapshot = False
-        # Not 0: routers that knew an earlier process at this address would take for old whatever
-        # comes before the number where that one stood. Like this they see a gap, and ask.
+        self._is_snapshot_due = False
+        # Not 0: a router may have seen an earlier process at this address, and would ignore smaller
+        # numbers as old. With larger numbers the router sees a gap and requests a replay.
         self._next_seq = int(time.time() * 1e6)
         self._sent_at = 0.0
         self._counts = Counter(batches=0, events=0, replays=0, snapshots=0)
@@ -171,15 +171,15 @@ class EventPublisher:
         self.close()
 
     def watch(self, cache: Any) -> None:
-        """Tell of a cache from now on; it holds nothing yet.
+        """Publish the events of a cache from now on; the cache must be empty.
 
         Args:
             cache: A ``DynamicInferenceContext``, such as ``Engine.context``, or a ``PrefixCache``.
                 The publisher becomes one of its listeners; after ``close`` it ignores events.
 
         Raises:
-            InvalidArgumentError: It is no cache, or holds something already.
-            StepOrderError: The publisher tells of another one, or is closed.
+            InvalidArgumentError: ``cache`` is no cache, or holds blocks already.
+            StepOrderError: The publisher watches a cache already, or is closed.
         """
         for name in ("kv_block_allocator", "listeners", "block_size_tokens"):
             if not hasattr(cache, name):
@@ -188,14 +188,14 @@ class EventPublisher:
                     "DynamicInferenceContext, an engine's context or a PrefixCache"
                 )
         if self._thread is not None or self._stopping.is_set():
-            state = "closed" if self._stopping.is_set() else "telling of a cache already"
-            raise StepOrderError(f"the publisher is {state}: make one for each cache")
+            state = "closed" if self._stopping.is_set() else "watching a cache already"
+            raise StepOrderError(f"the publisher is {state}: create one for each cache")
         block_hashes = cache.kv_block_allocator.block_hashes
         num_registered = sum(hash_id >= 0 for hash_id in block_hashes.tolist())
         if num_registered:
             raise InvalidArgumentError(
-                f"the cache holds {num_registered} blocks, whose tokens nobody told: watch it "
-                "before its first request, or reset it"
+                f"the cache holds {num_registered} blocks, whose tokens are unknown: watch the "
+                "cache before its first request, or reset it"
             )
         self._thread = threading.Thread(
             target=self._run,
@@ -207,7 +207,7 @@ class EventPublisher:
         cache.listeners.add(self._take, Stored, Removed)
 
     def close(self) -> None:
-        """Tell subscribers that nothing is held, and stop; the cache goes on without it."""
+        """Send that all blocks are cleared, and stop; the cache goes on without a publisher."""
         self._stopping.set()
         if self._thread is None:
             self._close_sockets()
@@ -215,7 +215,7 @@ class EventPublisher:
             self._thread.join(_JOIN_SECONDS)
 
     def stats(self) -> PublisherStats:
-        """Return what it did so far, to any thread."""
+        """Return the counts so far; any thread may call this."""
         view = self._view
         return PublisherStats(
             **self._counts,
@@ -226,7 +226,7 @@ class EventPublisher:
         )
 
     def _take(self, event: Stored | Removed) -> None:
-        """Called by the cache with all that happens."""
+        """Queue an event of the cache: the listener that ``watch`` adds."""
         if self._is_listening:
             self._waiting.append(event)
 
@@ -250,14 +250,14 @@ class EventPublisher:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _close_sockets(self) -> None:
-        """Close the sockets; what was sent is delivered within half a second, or not at all."""
+        """Close the sockets; sent messages are delivered within half a second, or discarded."""
         for socket in self._sockets:
             socket.close()
 
-    # From here on all is done by the thread.
+    # The publisher's thread runs all methods from here on.
 
     def _run(self, view: EventView) -> None:
-        """Send what happens until ``close``; whatever fails here ends it, and nothing else."""
+        """Send events until ``close``; an exception ends this thread, not the cache."""
         try:
             self._begin(view)
             while not self._stopping.is_set():
@@ -272,20 +272,20 @@ class EventPublisher:
             self._close_sockets()
 
     def _begin(self, view: EventView) -> None:
-        """Tell subscribers to forget what another process may have told them at this address."""
+        """Send that all blocks are cleared: an earlier process may have used this address."""
         self._view = view
         self._send([CLEARED])
         self._snapshot_seq = self._log[0][0]
 
     def _step(self) -> None:
-        """Send what has happened, after some time, in which replays are answered."""
-        # Asked at times and not woken: waking a thread would cost the cache more than an append.
+        """Wait a moment, answer a replay request, and send the new events."""
+        # Polls: waking this thread would cost the cache more than an append.
         if self._replay is None:
             self._stopping.wait(_POLL_SECONDS)
         elif self._replay.poll(int(_POLL_SECONDS * 1000)):
             self._answer(*self._receive())
         self._drain()
-        if self._owes_snapshot and time.monotonic() - self._snapshot_at >= _SNAPSHOT_SECONDS:
+        if self._is_snapshot_due and time.monotonic() - self._snapshot_at >= _SNAPSHOT_SECONDS:
             self._send_snapshot()
         if time.monotonic() - self._sent_at >= self._heartbeat:
             self._send([])
@@ -308,16 +308,16 @@ class EventPublisher:
         self._counts["events"] += len(events)
 
     def _send_snapshot(self) -> None:
-        """Send all that is held to everybody; the log begins with it."""
+        """Send all announced entries to all subscribers; the log begins with this batch."""
         self._log.clear()
         self._send([CLEARED, *self._view.snapshot()])
         self._snapshot_seq = self._log[0][0]
         self._snapshot_at = self._sent_at
-        self._owes_snapshot = False
+        self._is_snapshot_due = False
         self._counts["snapshots"] += 1
 
     def _receive(self) -> tuple[list[bytes], int]:
-        """Receive a request: its first frames, and how many it has."""
+        """Receive a request; return its first frames and the number of its frames."""
         frames, count = [self._replay.recv()], 1
         while self._replay.rcvmore:
             frame, count = self._replay.recv(), count + 1
@@ -326,7 +326,7 @@ class EventPublisher:
         return frames, count
 
     def _answer(self, request: Sequence[bytes], num_frames: int) -> None:
-        """Send a subscriber the batches that it lacks, or one with all that is held."""
+        """Send a subscriber the batches that it lacks, or send a snapshot to all."""
         if num_frames != _REQUEST_FRAMES or len(request[2]) != 8:
             sizes = [len(frame) for frame in request]
             text = "a replay is asked for with 8 bytes, got %s frames, the first ones of %s"
@@ -334,11 +334,11 @@ class EventPublisher:
             return
         client, _, start = request
         if start < self._log[0][0]:
-            # To everybody: routers refuse a replay that does not begin where they asked, but take
-            # what is published. Not at once for each who asks.
+            # Published to all: routers refuse a replay that begins later than requested, but accept
+            # published batches. Many requests at once share a snapshot.
             is_recent = time.monotonic() - self._snapshot_at < _SNAPSHOT_SECONDS
             if is_recent and self._log[0][0] == self._snapshot_seq:
-                self._owes_snapshot = True
+                self._is_snapshot_due = True
             else:
                 self._send_snapshot()
         for seq, payload in [*self._log, (_END_SEQ, b"")]:
@@ -348,17 +348,17 @@ class EventPublisher:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Say whether an endpoint is one to bind, and not one to connect to."""
+    """Return whether to bind an endpoint, rather than connect to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith((*_LOCAL, *_LOOPBACK))
 
 
 def encode_batch(timestamp: float, events: Iterable[KVEvent], rank: int) -> bytes:
-    """Encode a batch: what one message carries, beside its topic and number."""
+    """Encode the payload of a message, which also has a topic and a number."""
     encoded = []
     for event in events:
-        if not any(event.get("extra_keys") or ()):  # vLLM leaves out what is None
+        if not any(event.get("extra_keys") or ()):  # vLLM omits fields that are None
             event = {key: event[key] for key in event if key != "extra_keys"}  # noqa: PLW2901
         encoded.append(msgspec.Raw(_encode(event)))
-        time.sleep(0)  # a long prompt is encoded at once, with the interpreter's lock held
+        time.sleep(0)  # one event of a long prompt is encoded with the interpreter's lock held
     batch: bytes = _encode([timestamp, encoded, rank])
     return batch

@@ -1,4 +1,4 @@
-"""The events that subscribers are sent: of the held blocks, those that a prompt can use."""
+"""The view of subscribers: announced blocks and states, and the events that change them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mamba_cache.events import Removed, Stored
 __all__ = ["CLEARED", "EventMode", "EventView", "KVEvent", "removed_event", "stored_event"]
 
 EventMode = Literal["resident", "reachable"]
-"""Which KV blocks are announced: all, or those before a state that is held."""
+"""Which KV blocks are announced: all, or those up to a held state."""
 
 _ExtraKeys: TypeAlias = "tuple[Any, ...] | None"
 
@@ -20,12 +20,12 @@ KVEvent: TypeAlias = "dict[str, Any]"
 """An event as vLLM's own classes encode it."""
 
 CLEARED: KVEvent = {"type": "AllBlocksCleared"}
-"""Nothing is held any more, in no group."""
+"""All blocks and states of all groups are removed."""
 
 _GROUP_KINDS = ("full_attention", "mamba")
-"""What the two groups hold, by ``group_idx``: KV blocks, and states."""
+"""Kinds of the two groups by ``group_idx``: KV blocks, then states."""
 
-# Routers know GPU, CPU and STORAGE. Other names count as GPU in one router, not at all in another.
+# Routers know GPU, CPU and STORAGE. One router takes other names as GPU, another ignores them.
 _MEDIUM = "GPU"
 _TOKEN_BYTES = 4
 
@@ -37,7 +37,7 @@ def stored_event(
     token_ids: list[int],
     extra_keys: list[_ExtraKeys] | None = None,
 ) -> KVEvent:
-    """Return that consecutive blocks of one sequence are held, each the parent of the next."""
+    """Return the event for consecutive stored blocks, each the parent of the next."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -54,7 +54,7 @@ def stored_event(
 
 
 def removed_event(group: int, hashes: Sequence[int]) -> KVEvent:
-    """Return that blocks are not held any more."""
+    """Return the event for removed blocks."""
     return {
         "type": "BlockRemoved",
         "block_hashes": hashes,
@@ -65,36 +65,36 @@ def removed_event(group: int, hashes: Sequence[int]) -> KVEvent:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A KV block that is registered."""
+    """A registered KV block."""
 
     parent: _Block | None
     tokens: bytes | None
     extra_keys: _ExtraKeys
     uses: int = 0  # its state, used children, and in mode "resident" itself
     has_state: bool = False
-    is_told: bool = False
+    is_announced: bool = False
     hash: int = 0
     parent_hash: int | None = None
 
-    def tell(self) -> None:
-        """Have subscribers know of it, as they do of its parent."""
-        assert self.tokens, "nobody is told of a block without tokens"
+    def announce(self) -> None:
+        """Mark the block announced, and compute its hash; the parent is announced already."""
+        assert self.tokens, "a block without tokens is not announced"
         self.parent_hash = None if self.parent is None else self.parent.hash
         before = b"" if self.parent_hash is None else self.parent_hash.to_bytes(8, "little")
         after = b"" if self.extra_keys is None else repr(self.extra_keys).encode()
         digest = hashlib.blake2b(before + self.tokens + after, digest_size=8).digest()
         self.hash = int.from_bytes(digest, "little")
-        self.is_told = True
+        self.is_announced = True
 
 
 class EventView:
-    """The blocks and states that are held, and which of them subscribers are told of.
+    """The held blocks and states, with a mark on those announced to subscribers.
 
-    A block is told of if its parent is, so that every one that is told can be matched; in mode
-    "reachable" only if it, or one after it, has a state. A state is told of if its block is. Blocks
-    are registered after their parents and before their states, and removed with their parents and
-    after their states. A call costs as much as the blocks that it names, and those that it makes
-    known or takes back.
+    A block is announced only if its parent is, so that every announced block can be matched. In
+    mode "reachable" the block or a later one must have a state. A state is announced if its block
+    is. Blocks are registered after their parents and before their states, and removed with their
+    parents and after their states. The cost of a call is proportional to the blocks that it names,
+    announces or withdraws.
     """
 
     def __init__(self, block_size_tokens: int, mode: EventMode) -> None:
@@ -105,7 +105,7 @@ class EventView:
         self.num_told_blocks = self.num_told_states = self.num_untold = 0
 
     def apply(self, event: Stored | Removed) -> None:
-        """Take over what happened in a cache."""
+        """Apply an event of the cache."""
         if event.kind == "state":
             change = self._store_state if isinstance(event, Stored) else self._remove_state
             for digest in event.digests:
@@ -115,21 +115,21 @@ class EventView:
         elif event.is_reset:
             self._blocks.clear()
             self.num_told_blocks = self.num_told_states = self.num_untold = 0
-            self._events = [CLEARED]  # whatever came before is over as well
+            self._events = [CLEARED]  # replaces all earlier events
         else:
             for digest in event.digests:
                 self._remove_block(digest)
 
     def take_events(self) -> list[KVEvent]:
-        """Return what subscribers are to be told since the last call, in order."""
+        """Return the events for subscribers since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def snapshot(self) -> list[KVEvent]:
-        """Return all that subscribers are told of, parents before children."""
+        """Return events for all announced blocks and states, parents before children."""
         events: list[KVEvent] = []
         for block in self._blocks.values():
-            if block.is_told:
+            if block.is_announced:
                 self._add_stored(events, block)
         return events
 
@@ -154,7 +154,7 @@ class EventView:
         block = self._blocks.get(digest)
         if block is not None and not block.has_state:
             block.has_state = True
-            if block.is_told:
+            if block.is_announced:
                 self._events.append(self._stored(1, block))
                 self.num_told_states += 1
             self._add_use(block)
@@ -163,13 +163,13 @@ class EventView:
         block = self._blocks.get(digest)
         if block is not None and block.has_state:
             block.has_state = False
-            if block.is_told:
+            if block.is_announced:
                 self._add_removed(1, block)
                 self.num_told_states -= 1
             self._drop_use(block)
 
     def _add_use(self, block: _Block) -> None:
-        """Count one more use of a block; the first makes it known, with those before it."""
+        """Count a use of a block; the first use announces the block and those before it."""
         path: list[_Block] = []
         above: _Block | None = block
         while above is not None:
@@ -179,27 +179,27 @@ class EventView:
             path.append(above)
             above = above.parent
         for below in reversed(path):
-            if not below.tokens or not (below.parent is None or below.parent.is_told):
+            if not below.tokens or not (below.parent is None or below.parent.is_announced):
                 return
-            below.tell()
+            below.announce()
             self.num_told_blocks += 1
             self.num_told_states += below.has_state
             self._add_stored(self._events, below)
 
     def _drop_use(self, block: _Block | None) -> None:
-        """Count one use of a block less; with the last it is taken back, and those before it."""
+        """Drop a use of a block; the last one withdraws the block and unused ones before it."""
         while block is not None and block.uses:
             block.uses -= 1
             if block.uses:
                 break
-            if block.is_told:
-                block.is_told = False
+            if block.is_announced:
+                block.is_announced = False
                 self._add_removed(0, block)
                 self.num_told_blocks -= 1
             block = block.parent
 
     def _add_stored(self, events: list[KVEvent], block: _Block) -> None:
-        """Add to ``events`` that a block is held, and its state if it has one."""
+        """Add a block to ``events``, and its state if the block has one."""
         event, last = self._stored(0, block), events[-1] if events else CLEARED
         follows = last["type"] == "BlockStored" and last["block_hashes"][-1] == block.parent_hash
         if follows and last["group_idx"] == 0:

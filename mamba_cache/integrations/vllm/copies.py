@@ -1,10 +1,10 @@
-"""Copies of states: a plan lists them, on the host or on the device, and an executor copies.
+"""Copies of states: a plan lists copies, on the host or on the device; an executor copies.
 
-``plan_precopy``, ``plan_postcopy`` and ``copy_listed`` are the twins of the Triton kernels in
-``align_kernels``. They read the inputs of decisions on the host.
+``plan_precopy``, ``plan_postcopy`` and ``copy_listed`` are the plain Python twins of the Triton
+kernels in ``align_kernels``. They plan on the host.
 """
 
-# The launchers of the kernels take the same arguments in the same order.
+# The kernels' launchers take the same arguments in the same order.
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ __all__ = [
 IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 FACTS = ("base_address", "block_stride", "block_bytes", "token_bytes", "conv_width", "group")
-"""What a row of ``StateTable.facts`` tells of a state: its address in block 0, the bytes from block
-to block, of a block, and of one token in one row, the tokens of a conv window (0 for a temporal
-state), and the Mamba group."""
+"""Columns of ``StateTable.facts``, which has a row for each state tensor: address of block 0, bytes
+from block to block, bytes of a block, bytes of one token in one row, tokens of a conv window (0 for
+a temporal state), and the Mamba group."""
 
 BLOCKS_PER_GROUP = 3
 """Block ids of one copy: the conv source, the temporal source and the destination."""
@@ -62,7 +62,7 @@ _MAX_WORD_BYTES = 8
 
 
 class Moves(NamedTuple):
-    """Copies of states between columns of block tables, one for each row that moves.
+    """Copies of states between columns of block tables, one for each row whose states move.
 
     The temporal state is read from column ``source + bias``. The conv window is read from the
     source column and shifted left by ``bias`` tokens, the drafts accepted beyond the first token.
@@ -81,18 +81,18 @@ class Moves(NamedTuple):
 
 
 def running_columns(num_tokens: IntArray, block_size: int) -> IntArray:
-    """Return the columns of the last of ``num_tokens`` tokens, -1 for none.
+    """Return the column of the last of ``num_tokens`` tokens for each row, -1 without tokens.
 
-    Before a step these tokens are the computed ones, and the column holds the state. After it they
-    include the scheduled ones, and the column is the first that the step writes.
+    For the computed tokens, this column holds the state before the step. With the scheduled tokens
+    added, it is the first column that the step writes.
     """
     return (num_tokens - 1) // block_size
 
 
 def plan_migration(previous: IntArray, current: IntArray, num_accepted: IntArray) -> Moves:
-    """Return how states get to the columns that the step will read.
+    """Return the moves that bring states to the columns that the step will read.
 
-    ``previous`` are the running columns of the last step, negative if there is none.
+    ``previous`` are the running columns of the last step, negative for none.
     """
     (rows,) = ((previous >= 0) & (previous != current)).nonzero()
     return Moves(rows, previous[rows], current[rows], np.maximum(num_accepted[rows] - 1, 0))
@@ -101,9 +101,9 @@ def plan_migration(previous: IntArray, current: IntArray, num_accepted: IntArray
 def plan_alignment(
     num_running: IntArray, num_accepted: IntArray, columns: IntArray, block_size: int
 ) -> Moves:
-    """Return how states at block boundaries that were crossed are saved.
+    """Return the moves that save states at the block boundaries that a step crossed.
 
-    ``num_running`` are the tokens in the state of the running column: all but the step's drafts.
+    ``num_running`` counts the tokens in the running column's state: all but the step's drafts.
     """
     aligned = (num_running + num_accepted - 1) // block_size * block_size
     (rows,) = ((aligned >= num_running) & (aligned > 0)).nonzero()
@@ -112,10 +112,10 @@ def plan_alignment(
 
 
 class StateTable:
-    """Where every state of a model and its block tables lie, and the list of copies.
+    """Addresses of a model's states and block tables, and the list of copies.
 
     ``copies`` is [1 + max_num_reqs, 1 + BLOCKS_PER_GROUP * num_groups] int32 on the device. Entry 0
-    begins with the number of copies; those after it have the bias of a copy, then its blocks by
+    begins with the number of copies; each further entry has the bias of a copy, then its blocks by
     group. Block tables are [rows, columns] int32 with one row stride.
     """
 
@@ -138,17 +138,17 @@ class StateTable:
         align_kernels_for(backend, device)
         self.facts = torch.zeros((0, len(FACTS)), dtype=torch.int64, device=device)
         self.memories: Sequence[StateMemory] = ()
-        self.num_blocks = [INT32_MAX] * self.num_groups  # that every state of a group has
+        self.num_blocks = [INT32_MAX] * self.num_groups  # in all states of a group
         self.max_block_bytes = 0
-        self.word_bytes = 1  # up to 8: the widest that fits all addresses and sizes
+        self.word_bytes = 1  # widest word, up to 8, that divides all addresses and sizes
         self.pointers = torch.zeros(self.num_groups, dtype=torch.int64, device=device)
         self.row_stride = 0
         self.block_tables: Sequence[torch.Tensor] = ()
-        self.is_by_slot = True  # rows of block tables are request slots, else rows of the batch
+        self.is_by_slot = True  # rows of block tables are request slots, not batch rows
         self._bound: list[tuple[Any, ...]] = []
 
     def bind_states(self, forward_context: Mapping[str, Any], copy_funcs: CopyFuncs) -> None:
-        """Learn where the states lie, if they moved, without waiting for the device."""
+        """Record the states' addresses if they changed, without waiting for the device."""
         tensors = [
             state for _, name, _ in self._layers if name for state in forward_context[name].kv_cache
         ]
@@ -167,12 +167,12 @@ class StateTable:
                 (len(m.blocks) for m in memories if m.group == group), default=INT32_MAX
             )
         self.max_block_bytes = int(facts[:, FACTS.index("block_bytes")].max(initial=0))
-        # Addresses, strides and bytes; each fits the word.
+        # Divides all addresses, strides and sizes.
         self.word_bytes = math.gcd(_MAX_WORD_BYTES, int(np.gcd.reduce(facts[:, :4], axis=None)))
         self.memories, self._bound = memories, found
 
     def bind_block_tables(self, block_tables: Sequence[torch.Tensor]) -> None:
-        """Take the block tables to be used from now on; they must keep their storage."""
+        """Use these block tables from now on; they must keep their storage."""
         whole = self.whole_tables(block_tables)
         addresses = [table.data_ptr() for table in whole]
         if addresses != [table.data_ptr() for table in self.block_tables]:
@@ -182,9 +182,9 @@ class StateTable:
         self.block_tables = whole
 
     def whole_tables(self, block_tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Check block tables, and return them with all rows that their storage holds.
+        """Check block tables, and return them extended to all rows of their storage.
 
-        An engine may show the first rows of a larger table.
+        An engine may pass the first rows of a larger table.
         """
         if len(block_tables) != self.num_groups:
             raise InvalidArgumentError(
@@ -220,11 +220,11 @@ class StateTable:
         idx_mapping: torch.Tensor | None,
         *inputs: torch.Tensor | None,
     ) -> None:
-        """List copies by the plan of that name on the device, which knows the states, and copy."""
+        """Run the named plan, such as "plan_precopy", then the copies that it lists."""
         if not num_reqs or not self.block_tables:
             return
         max_num_reqs = len(self.copies) - 1
-        # No slot comes twice, so never more rows move than there are slots.
+        # With an ``idx_mapping`` no slot occurs twice, so at most max_num_reqs rows move.
         if idx_mapping is None and num_reqs > max_num_reqs:
             raise InvalidArgumentError(f"num_reqs must be at most {max_num_reqs}, got {num_reqs}")
         kernels = align_kernels_for(self.backend, self.device)
@@ -232,7 +232,7 @@ class StateTable:
         kernels.copy_listed(self, num_reqs)
 
     def copy(self, listed: Sequence[int]) -> None:
-        """Carry out a list of copies that was made on the host."""
+        """Execute a list of copies that was made on the host."""
         if listed:
             stage([self._listed], [listed])
             align_kernels_for(self.backend, self.device).copy_listed(self, listed[0])
@@ -243,9 +243,9 @@ class StateTable:
         blocks_of: Callable[[int, int], Sequence[int]],
         name_of: Callable[[int], str],
     ) -> list[int]:
-        """Check moves, and return their list as the ints that ``copies`` begins with.
+        """Check moves, and return the ints to write at the start of ``copies``.
 
-        Of a row and group ``blocks_of`` returns the block of each column.
+        ``blocks_of`` returns the block of each column for a row and a group.
         """
         if len(moves.rows) >= len(self.copies):
             raise InvalidArgumentError(
@@ -274,7 +274,7 @@ class StateTable:
 
 
 def stage(buffers: Sequence[HostDeviceBuffer], arrays: Sequence[Sequence[int] | IntArray]) -> None:
-    """Bring an array by each buffer to the device, without waiting for it."""
+    """Copy each array to the device through its buffer, without waiting for the copy."""
     for buffer, values in zip(buffers, arrays, strict=True):
         if len(values) > len(buffer.np):
             raise InvalidArgumentError(
@@ -289,7 +289,7 @@ def stage(buffers: Sequence[HostDeviceBuffer], arrays: Sequence[Sequence[int] | 
 
 
 def align_kernels_for(backend: CopyBackend, device: torch.device) -> Any:
-    """Return what plans and copies for tensors on ``device``: this module or the kernels."""
+    """Return the module that plans and copies on ``device``: this module or the kernels."""
     if backend == "torch" and device.type == "cuda":
         raise InvalidArgumentError(
             f"backend 'torch' decides on the CPU and needs tensors there, got {device}"
@@ -309,10 +309,10 @@ def plan_precopy(
     num_computed: torch.Tensor | None,
     num_accepted: torch.Tensor | None,
 ) -> None:
-    """Move states to the columns that a step will read, as ``plan_migration`` decides.
+    """List copies of states to the columns that a step will read, by ``plan_migration``.
 
-    With the last three inputs the columns are still those of the last step: they and the accepted
-    counts are brought up to the step. All but ``query_start_loc`` are by slot.
+    If the last three inputs are given, ``state_idx`` holds the last step's columns; the columns and
+    accepted counts are then updated to this step. All but ``query_start_loc`` are by slot.
     """
     rows, slots = _rows(num_reqs, idx_mapping)
     columns = state_idx.numpy()
@@ -345,10 +345,10 @@ def plan_postcopy(
     num_drafts: torch.Tensor | None,
     num_sampled: torch.Tensor | None,
 ) -> None:
-    """Save states at boundaries that were crossed, as ``plan_alignment`` decides.
+    """List copies that save states at crossed block boundaries, by ``plan_alignment``.
 
-    Without scheduled tokens and drafts, ``num_computed`` is that after the step. Sampled tokens, by
-    row of the batch, take the place of the accepted ones.
+    Without scheduled tokens and drafts, ``num_computed`` counts the tokens after the step. Sampled
+    tokens, by batch row, replace the accepted tokens if given.
     """
     rows, slots = _rows(num_reqs, idx_mapping)
     accepted = num_accepted.numpy()[slots]
@@ -368,7 +368,7 @@ def plan_postcopy(
 
 
 def copy_listed(table: StateTable, max_copies: int) -> None:
-    """Carry out the list of copies, which has at most ``max_copies``."""
+    """Execute the list of copies, which has at most ``max_copies``."""
     count = int(table.copies[0, 0])
     for bias, *blocks in table.copies[1 : count + 1].tolist():
         for memory in table.memories:
@@ -381,7 +381,7 @@ def copy_listed(table: StateTable, max_copies: int) -> None:
 
 
 def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> tuple[IntArray, IntArray]:
-    """Return the rows of the batch that are not skipped, and the slot of each."""
+    """Return the batch rows that are not skipped, and the slot of each row."""
     if idx_mapping is None:
         return np.arange(num_reqs), np.arange(num_reqs)
     slots = idx_mapping[:num_reqs].numpy()
@@ -390,7 +390,7 @@ def _rows(num_reqs: int, idx_mapping: torch.Tensor | None) -> tuple[IntArray, In
 
 
 def _list(table: StateTable, moves: Moves, rows: IntArray, slots: IntArray) -> None:
-    """List the moves of requests, which are numbered as ``rows`` and ``slots`` are."""
+    """Write moves to the list of copies; ``moves.rows`` are indices into ``rows`` and ``slots``."""
     places = slots if table.is_by_slot else rows
 
     def blocks_of(index: int, group: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Align mode around a forward: what comes before it and after it, on the host or on the device."""
+"""Align mode: state copies before and after a forward, planned on the host or on the device."""
 
-# An engine gives these functions all that it has, by position.
+# These signatures are vLLM's, which passes all arguments by position.
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ __all__ = [
 
 
 class CpuGpuBuffer:
-    """One array twice: pinned on the host, and on the device.
+    """An array on the host and its copy on the device.
 
     Args:
-        n: Elements.
-        dtype: Their dtype.
-        device: Where ``gpu`` lives. On the CPU both sides are memory of their own all the same, so
-            that what runs there runs alike on a GPU.
+        n: Number of elements.
+        dtype: Dtype of the elements.
+        device: Device of ``gpu``. On the CPU, ``cpu`` and ``gpu`` are still separate memory, so
+            that code behaves there as on a GPU.
 
     Attributes:
         np: [n] numpy view of ``cpu``.
@@ -78,9 +78,9 @@ class CpuGpuBuffer:
         self._sent = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
-        """Enqueue the copy of the first ``n`` elements, or of all; return them on the device.
+        """Enqueue a copy of the first ``n`` elements (default: all); return them on the device.
 
-        The host side must not change before the copy is done: see ``wait``.
+        Do not change ``cpu`` before the copy is done: see ``wait``.
         """
         copied = self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
         if self._sent:
@@ -88,16 +88,16 @@ class CpuGpuBuffer:
         return copied
 
     def wait(self) -> None:
-        """Wait until the host side may change: until what was enqueued last has been copied.
+        """Wait for the last enqueued copy; after it ``cpu`` may change.
 
-        It has been, unless the host runs more than a step ahead of the device.
+        The wait is short unless the host runs more than a step ahead of the device.
         """
         if self._sent:
             self._sent.synchronize()
 
 
 class MambaCopyBuffers(StateTable):
-    """The copies that the host decides, one entry for each request that moves."""
+    """Copies planned on the host, one entry for each request whose states move."""
 
     @classmethod
     def create(
@@ -107,7 +107,7 @@ class MambaCopyBuffers(StateTable):
         copy_funcs: CopyFuncs,
         make_buffer: Callable[..., Any],
     ) -> MambaCopyBuffers:
-        """Make buffers for the copies of ``max_num_reqs`` requests.
+        """Create buffers for the copies of up to ``max_num_reqs`` requests.
 
         Raises:
             InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
@@ -122,7 +122,7 @@ class MambaCopyBuffers(StateTable):
         forward_context: Mapping[str, Any],
         copy_funcs: CopyFuncs,
     ) -> list[int]:
-        """Check the moves of a batch, and return their list of copies; empty without moves.
+        """Check the moves of a batch and return their list of copies; empty without moves.
 
         Raises:
             InvalidArgumentError: States do not fit, a column or block is out of range, or there are
@@ -139,23 +139,23 @@ class MambaCopyBuffers(StateTable):
 
 
 class MambaSpecDecodeGPUContext(StateTable):
-    """Copies states between columns of block tables; what is copied is decided on the device.
+    """Copies states between columns of block tables, as planned on the device.
 
-    Each ``run_`` method makes two launches: one lists the copies, the other carries the list out.
-    On a GPU kernels trust columns and blocks; plain Python checks them before it changes anything.
-    All calls belong on one stream.
+    Each ``run_`` method makes two launches: one lists the copies, the other executes the list. The
+    kernels trust columns and blocks; the plain Python backend checks them before any change.
+    All calls must use one stream.
 
     Attributes:
         num_accepted_tokens_out: [max_num_reqs] int32 on the device: accepted counts after
             ``run_fused_postprocess``.
         index_tables: The block tables that ``compute_aligned_state_indices`` reads, in batch order.
-        aligned_state_indices: [groups, max_num_reqs, 1 + drafts] int32 on the device: what it found
-            last. Its place does not change, so that CUDA graphs may read it.
-        postcopy_bufs: What ``run_fused_postprocess`` reads, staged, [max_num_reqs] int32 each:
+        aligned_state_indices: [groups, max_num_reqs, 1 + drafts] int32 on the device: its last
+            result. The address is fixed, so CUDA graphs may read this tensor.
+        postcopy_bufs: Staged inputs of ``run_fused_postprocess``, [max_num_reqs] int32 each:
             running columns, scheduled and computed tokens, and drafts.
-        precopy_bufs: What ``run_fused_precopy`` reads: running columns, columns to copy from, and
-            drafts accepted in the last step.
-        is_initialized: Whether the states and block tables are known.
+        precopy_bufs: Staged inputs of ``run_fused_precopy``: running columns, columns to copy
+            from, and drafts accepted in the last step.
+        is_initialized: Whether the states and block tables are bound.
     """
 
     @outside_inference_mode
@@ -187,12 +187,12 @@ class MambaSpecDecodeGPUContext(StateTable):
         *,
         backend: CopyBackend = "auto",
     ) -> MambaSpecDecodeGPUContext:
-        """Make a context that does nothing until it knows the states.
+        """Create a context that does nothing before ``initialize_from_forward_context``.
 
         Raises:
             InvalidArgumentError: There is no Mamba group, two are scheduled differently, or the
                 backend is unknown or not for the device.
-            MissingExtraError: The kernels are asked for and Triton is not installed.
+            MissingExtraError: The kernels are requested and Triton is not installed.
         """
         return cls(kv_cache_config, max_num_reqs, make_buffer, backend)
 
@@ -204,11 +204,11 @@ class MambaSpecDecodeGPUContext(StateTable):
         block_tables: Sequence[torch.Tensor],
         aligned_index_block_tables: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Learn where the states and block tables lie; every later call does nothing.
+        """Bind the states and block tables at the first call; later calls do nothing.
 
-        ``block_tables`` are [slots, columns] int32 of each Mamba group, by request slot where calls
-        give an ``idx_mapping``, and must keep their storage. ``aligned_index_block_tables`` are the
-        same in batch order, for ``compute_aligned_state_indices``; by default the same tables.
+        ``block_tables``, [rows, columns] int32 for each Mamba group, must keep their storage. Rows
+        are request slots if calls pass an ``idx_mapping``. ``aligned_index_block_tables`` are block
+        tables in batch order for ``compute_aligned_state_indices``; default: ``block_tables``.
 
         Raises:
             InvalidArgumentError: States, functions or block tables do not fit. Nothing was changed.
@@ -232,7 +232,7 @@ class MambaSpecDecodeGPUContext(StateTable):
             columns of its drafts; a view of ``aligned_state_indices``.
 
         Raises:
-            InvalidArgumentError: The states are not known yet, or there are not as many rows.
+            InvalidArgumentError: The context is not initialised, or has fewer rows.
         """
         room = min(len(seq_lens), self.aligned_state_indices.shape[1])
         if not self.is_initialized or not 0 <= num_reqs <= room:
@@ -258,11 +258,11 @@ class MambaSpecDecodeGPUContext(StateTable):
     ) -> None:
         """Save the states of requests that have crossed a block boundary.
 
-        ``num_accepted_tokens_out`` becomes a copy of the accepted counts, and 1 where a state was
-        shifted in its column. Nothing is done for no requests or before the initialisation.
+        ``num_accepted_tokens_out`` becomes a copy of the accepted counts, with 1 where a state was
+        shifted within its column. Without requests or before the initialisation nothing is done.
 
         All inputs are [num_reqs or more] int, in the order of the block tables' rows. Scheduled
-        tokens include the drafts; computed tokens are those before the step.
+        tokens include the drafts; computed tokens are counted before the step.
 
         Raises:
             InvalidArgumentError: There are too many requests, or without a GPU a column or block is
@@ -282,7 +282,7 @@ class MambaSpecDecodeGPUContext(StateTable):
     ) -> None:
         """Save states as ``run_fused_postprocess``, with all inputs by request slot: [slots] int.
 
-        The accepted counts are written in place. Computed tokens are those after the step.
+        The accepted counts are written in place. Computed tokens are counted after the step.
         ``idx_mapping`` is as in ``run_fused_precopy``.
 
         Raises:
@@ -302,10 +302,10 @@ class MambaSpecDecodeGPUContext(StateTable):
     ) -> None:
         """Copy states to the columns that the step will read.
 
-        By request slot, [slots] int: the running columns of this step, those of the last step
-        (negative for none), and the drafts accepted in the last step. ``idx_mapping``, [num_reqs]
-        int, has the slot of each row of the batch, which is its row of the block tables too; no
-        slot comes twice, and -1 skips a row. Without it rows are slots.
+        Inputs are [slots] int by request slot: running columns of this step, running columns of
+        the last step (negative for none), and drafts accepted in the last step. ``idx_mapping``,
+        [num_reqs] int, has the slot of each batch row; this slot is also the row in the block
+        tables. No slot occurs twice, and -1 skips a row. Without ``idx_mapping`` rows are slots.
 
         Raises:
             InvalidArgumentError: As in ``run_fused_postprocess``. Nothing was copied.
@@ -316,11 +316,11 @@ class MambaSpecDecodeGPUContext(StateTable):
 
 @dataclass(slots=True)
 class MambaBuffers:
-    """All buffers that states in block tables need.
+    """All buffers of align mode.
 
     Attributes:
-        preprocess: Copies that the host decides.
-        postprocess_align: Copies that the device decides, or None.
+        preprocess: Copies planned on the host.
+        postprocess_align: Copies planned on the device, or None.
     """
 
     preprocess: MambaCopyBuffers
@@ -336,7 +336,7 @@ class MambaBuffers:
         device: torch.device | str,
         with_postprocess_align: bool,
     ) -> MambaBuffers:
-        """Make the buffers; the device decides after a step ``with_postprocess_align``.
+        """Create the buffers; ``with_postprocess_align`` adds those to plan on the device.
 
         Raises:
             InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
@@ -357,11 +357,11 @@ def stage_postprocess_inputs_to_gpu(
     requests: Mapping[str, RequestState],
     mamba_state_idx: Mapping[str, int],
 ) -> None:
-    """Bring all that ``run_fused_postprocess`` reads of the first requests to ``ctx``'s buffers.
+    """Stage the inputs of ``run_fused_postprocess`` for the first ``num_reqs`` requests in ``ctx``.
 
     Raises:
-        UnknownRequestError: A request has no running column, is not scheduled or not known. Nothing
-            was written.
+        UnknownRequestError: A request has no running column, is not scheduled or is unknown.
+            Nothing was written.
         InvalidArgumentError: The buffers are too small. Nothing was written.
     """
     columns = _columns_of(req_ids[:num_reqs], mamba_state_idx)
@@ -375,7 +375,7 @@ def stage_mamba_state_idx_to_gpu(
     num_reqs: int,
     gpu_buf: HostDeviceBuffer,
 ) -> None:
-    """Bring the running columns of the first ``num_reqs`` requests to the device.
+    """Copy the running columns of the first ``num_reqs`` requests to the device.
 
     Raises:
         UnknownRequestError: A request has no running column. Nothing was written.
@@ -393,10 +393,10 @@ def stage_postprocess_metadata_to_gpu(
     num_computed_tokens_buf: HostDeviceBuffer,
     num_draft_tokens_buf: HostDeviceBuffer,
 ) -> None:
-    """Bring scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
+    """Copy scheduled, computed and draft tokens of the first ``num_reqs`` requests to the device.
 
     Raises:
-        UnknownRequestError: A request is not scheduled or not known. Nothing was written.
+        UnknownRequestError: A request is not scheduled or is unknown. Nothing was written.
         InvalidArgumentError: A buffer is too small. Nothing was written.
     """
     buffers = num_scheduled_tokens_buf, num_computed_tokens_buf, num_draft_tokens_buf
@@ -422,7 +422,7 @@ def _columns_of(req_ids: Sequence[str], mamba_state_idx: Mapping[str, int]) -> l
     if missing:
         raise UnknownRequestError(
             f"mamba_state_idx must have every request of the batch, but has none of {missing}: "
-            "preprocess_mamba comes first"
+            "call preprocess_mamba first"
         )
     return [mamba_state_idx[req_id] for req_id in req_ids]
 
@@ -430,7 +430,7 @@ def _columns_of(req_ids: Sequence[str], mamba_state_idx: Mapping[str, int]) -> l
 def cleanup_mamba_state_idx(
     scheduler_output: SchedulerOutput, mamba_state_idx: MutableMapping[str, int]
 ) -> None:
-    """Forget the running columns of requests that are finished, preempted or resumed.
+    """Remove the running columns of requests that are finished, preempted or resumed.
 
     A forced preemption shows up only among the resumed requests.
     """
@@ -454,16 +454,16 @@ def preprocess_mamba(
     copy_bufs: MambaCopyBuffers,
     align_ctx: MambaSpecDecodeGPUContext | None = None,
 ) -> None:
-    """Copy every state to the column that the forward will read, all in one launch.
+    """Copy every state to the column that the forward will read, in one launch.
 
-    ``mamba_state_idx`` is brought up to this step. Accepted counts become 1 where a state was
-    copied. With ``align_ctx``, which learns at its first call where states and block tables lie,
-    the device copies by its block tables; without it the host lists every copy in ``copy_bufs``.
+    ``mamba_state_idx`` is updated to this step. Accepted counts become 1 where a state was copied.
+    With ``align_ctx`` the device lists the copies from its block tables; the first call initialises
+    ``align_ctx``. Without ``align_ctx`` the host lists the copies in ``copy_bufs``.
 
     Raises:
         InvalidArgumentError: Prefix caching is off, or a column or block is out of range; on a GPU
             with ``align_ctx`` kernels trust the block tables. Nothing was changed.
-        UnknownRequestError: A request is not scheduled or not known. Nothing was changed.
+        UnknownRequestError: A request is not scheduled or is unknown. Nothing was changed.
     """
     if not cache_config.enable_prefix_caching:
         raise InvalidArgumentError(
@@ -510,22 +510,22 @@ def postprocess_mamba(
     mamba_state_copy_funcs: CopyFuncs | None = None,
     copy_bufs: MambaCopyBuffers | None = None,
 ) -> None:
-    """Do what a step's accepted counts ask for, by ``cache_config.mamba_cache_mode``.
+    """Finish a step on the host, according to ``cache_config.mamba_cache_mode``.
 
-    Engines of the generation before vLLM 0.32 decide on the host with it.
+    Engines before vLLM 0.32 call this function.
 
-    In "align" mode the states of requests that crossed a block boundary are saved, all in one
-    launch; in "all" mode see ``postprocess_mamba_all``.
+    Mode "align" saves the states of requests that crossed a block boundary, in one launch. Mode
+    "all" calls ``postprocess_mamba_all``.
 
-    Accepted counts become 1 where a state was shifted in its column. ``requests`` are as before the
-    step. "align" mode requires the last three arguments; "all" mode looks at ``num_reqs`` requests
-    and reads ``num_spec_tokens``, the drafts of a full step.
+    Accepted counts become 1 where a state was shifted within its column. ``requests`` are as before
+    the step. Mode "align" requires the last three arguments. Mode "all" reads ``num_reqs``, and
+    ``num_spec_tokens``: the number of drafts of a full step.
 
     Raises:
         InvalidArgumentError: A required argument is missing, or a column or block is out of range.
             Nothing was copied.
-        UnknownRequestError: A request has no running column, is not scheduled or not known. Nothing
-            was copied.
+        UnknownRequestError: A request has no running column, is not scheduled or is unknown.
+            Nothing was copied.
     """
     if cache_config.mamba_cache_mode == "all":
         counted = input_batch, requests, mamba_state_idx, num_spec_tokens, num_reqs
@@ -559,13 +559,12 @@ def postprocess_mamba_all(
     num_spec_tokens: int,
     num_reqs: int,
 ) -> None:
-    """Remember the last column that each decoding request has written, in "all" mode.
+    """Record in ``mamba_state_idx`` the last column that each decoding request wrote ("all" mode).
 
-    Kernels write all columns in place then, so nothing is copied. A request that did not verify a
-    full set of drafts is forgotten.
+    In this mode kernels write all columns in place, so nothing is copied. The entry of a request
+    that did not verify a full set of drafts is removed.
 
-    It takes what ``postprocess_mamba`` takes, and changes ``mamba_state_idx``: the last column of
-    each request. Without ``num_spec_tokens`` nothing is done.
+    The arguments are those of ``postprocess_mamba``. Without ``num_spec_tokens`` nothing is done.
 
     Raises:
         InvalidArgumentError: There is no Mamba group, or two are scheduled differently.
@@ -593,13 +592,13 @@ def postprocess_mamba_align_gpu(
     forward_context: Mapping[str, Any],
     mamba_state_copy_funcs: CopyFuncs,
 ) -> None:
-    """Save states as ``postprocess_mamba`` in "align" mode, decided and copied on the device.
+    """Save states as ``postprocess_mamba`` in "align" mode, planned and copied on the device.
 
-    The inputs have been staged by ``stage_postprocess_inputs_to_gpu``. The first call learns where
-    states and block tables lie.
+    Call ``stage_postprocess_inputs_to_gpu`` first. The first call initialises the context of
+    ``bufs``.
 
-    The accepted counts are [num_reqs or more] int. Those after the copies are enqueued to be
-    written to ``num_accepted_tokens_cpu_tensor``: to read them, wait for the device.
+    The accepted counts are [num_reqs or more] int. The updated counts are copied asynchronously to
+    ``num_accepted_tokens_cpu_tensor``: wait for the device before reading this tensor.
 
     Raises:
         InvalidArgumentError: ``bufs`` have no ``postprocess_align``, or states or block tables do
@@ -629,7 +628,7 @@ def _bind(
     forward_context: Mapping[str, Any],
     copy_funcs: CopyFuncs,
 ) -> None:
-    """Tell a context, once, where states and block tables lie."""
+    """Bind states and block tables to a context at its first use."""
     if not context.is_initialized:
         tables = [
             input_batch.block_table[group_id].get_device_tensor(num_reqs)

@@ -3,10 +3,10 @@
 vLLM loads ``ValuePolicy`` by ``eviction_policy`` and ``cache_policy_module_path``, options of its
 CPU offloading: see docs/how-to/vllm.md. The value of a saved state is
 
-    rate of return * chunks of tokens saved / chunks that only it needs
+    rate of return * chunks of tokens saved / chunks that only this state needs
 
-The rates are those of the adaptive policy: docs/how-to/policies.md. A chunk of attention is
-kept as long as a state at or below it is, or a running request has it.
+The rates are those of the adaptive policy: docs/how-to/policies.md. An attention chunk is kept
+while a state at or after it is kept, or while a running request uses it.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ class _Prefix:
     name: bytes
     parent: _Prefix | None
     depth: int  # chunks
-    hash_id: int  # by which the tree of candidates knows the prefix
+    hash_id: int  # of the prefix in the tree of candidates
     num_children: int = 0
-    needed: set[_Prefix] = field(default_factory=set)  # children
+    needed: set[_Prefix] = field(default_factory=set)  # children with needs
     num_chunks: int = 0
     num_needs: int = 0  # needed children, kept state, running requests that end here
     candidate: int = NO_CANDIDATE  # of the kept state
-    room: int = 1  # chunks that only the kept state needed, when that was counted last
+    room: int = 1  # chunks that only the kept state needs, as last counted
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is known of a running request."""
+    """A running request: its path of prefixes, and the states that vLLM offered for it."""
 
-    positions: dict[bytes, int]  # tokens up to the ends of its chunks
-    num_known: int = 0  # positions that the path is made of
+    positions: dict[bytes, int]  # by key: tokens up to the end of the chunk
+    num_known: int = 0  # positions when the path was built
     path: list[_Prefix] = field(default_factory=list)
-    num_matched: int = 0  # prefixes of the path that had chunks when it began
+    num_matched: int = 0  # prefixes of the path that had chunks at the request's start
     prompt: PromptPath | None = None
     num_prompt: int = 0  # prefixes of the path up to the end of the prompt
-    offered: set[_Prefix] = field(default_factory=set)  # at which states were offered
+    offered: set[_Prefix] = field(default_factory=set)  # prefixes of the offered states
     is_refused: bool = False
 
 
 class ValuePolicy:
-    """Keeps the chunks that save the most tokens for the room they take, as learned from requests.
+    """Keeps the chunks that save the most tokens per memory used, as learned from requests.
 
-    Chunks that are worth less than all that is kept are refused: ``evict`` returns None, and vLLM
-    goes on without storing them. Chunks of full attention and of states are told apart by how
-    often requests have them: a prompt has one of attention at each place, and few states.
+    Chunks of lower value than all kept chunks are refused: ``evict`` returns None, and vLLM does
+    not store them. Attention chunks and state chunks are distinguished by their frequency: a
+    prompt has an attention chunk at each position, and few states.
 
     Args:
-        cache_capacity: Chunks in host memory.
+        cache_capacity: Number of chunks that host memory holds.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -80,20 +80,20 @@ class ValuePolicy:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all chunks and all that was learned."""
+        """Forget all chunks and everything learned."""
         self._chunks: dict[bytes, Any] = {}
         self._prefixes: dict[bytes, _Prefix] = {}
-        # Chunks of no value that no transfer reads; the first to go are first.
+        # Chunks without value that no transfer reads, in the order of eviction.
         self._worthless: OrderedDict[bytes, None] = OrderedDict()
         self._running: dict[str, _Request] = {}
-        self._last: _Request | None = None  # who offered chunks
+        self._last: _Request | None = None  # offered chunks last
         self._num_seen = Counter[bytes]()  # chunks of requests by cache group
-        self._dense: tuple[bytes, ...] = ()  # the groups of attention
-        self._sparse: tuple[bytes, ...] = ()  # those of states
-        self._kept: dict[_Prefix, None] = {}  # prefixes with states of value
-        self._heap: list[tuple[float, int, _Prefix]] = []  # values may have risen since
-        self._numbers = count()  # of entries of the heap
-        self._until_sweep = 0  # requests
+        self._dense: tuple[bytes, ...] = ()  # groups of attention
+        self._sparse: tuple[bytes, ...] = ()  # groups of states
+        self._kept: dict[_Prefix, None] = {}  # prefixes whose states have value
+        self._heap: list[tuple[float, int, _Prefix]] = []  # values as of the push
+        self._numbers = count()  # break ties of the heap
+        self._until_sweep = 0  # requests until values are recomputed
         max_kept = self.cache_capacity // _CHUNKS_PER_STATE
         self._tree = CandidateTree(max(MIN_GHOSTS, 2 * max_kept), max_kept)
 
@@ -118,13 +118,13 @@ class ValuePolicy:
             self._drop(prefix)
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Count the request, if it was not counted before."""
+        """Count the request at its first access."""
         self._request_of(req_context)
 
     on_request_access = touch
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Record what a request offers."""
+        """Record the states that a request offers."""
         self._last = request = self._request_of(req_context)
         states = [key for key in keys if key[-_GROUP_BYTES:] in self._sparse]
         request.offered.update(self._prefix(key[:-_GROUP_BYTES]) for key in states)
@@ -136,13 +136,13 @@ class ValuePolicy:
         reused_keys: set[bytes],
         req_context: Any,
     ) -> None:
-        """Let go of a request's chunks, and of its states whose attention was refused."""
+        """Release a request's chunks, and drop its states whose attention chunks were refused."""
         request = self._request_of(req_context)
         del self._running[req_context.req_id]
         self._last = None
         if not request.path:
             return
-        self._tell_groups_apart(key_groups)
+        self._classify_groups(key_groups)
         path, new = request.path, request.path[request.num_matched :]
         broken = next((p.depth for p in new if not self._has(p, self._dense)), _INFINITE)
         states = {path[request.num_prompt - 1], path[-1], *request.offered}
@@ -164,10 +164,10 @@ class ValuePolicy:
         self._worthless.pop(key, None)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
-        """Evict chunks for those of ``protected`` that are offered.
+        """Evict ``n`` chunks so that offered ones can be stored; those in ``protected`` stay.
 
         Returns:
-            ``n`` keys with their chunks; None if what is kept is worth more than what is offered.
+            ``n`` keys with their chunks; None if the kept chunks are worth more than those offered.
         """
         num_needed = n + sum(map(self._worthless.__contains__, protected))
         request = self._last
@@ -186,29 +186,29 @@ class ValuePolicy:
         return [(key, self._take(key)) for key in [*chosen]]
 
     def _admit(self, request: _Request, num_needed: int) -> bool:
-        """Make room for what a request offers, if its states are worth more than others."""
+        """Make room for a request's offered chunks if its states are worth more than kept ones."""
         offered = {prefix for prefix in request.offered if not self._has(prefix, self._sparse)}
         if (end := request.path[request.num_prompt - 1]).candidate < 0:
             offered.add(end)
         new = sorted(offered, key=attrgetter("depth"))
-        if not new:  # room was made with the states; what an answer adds is worth nothing yet
+        if not new:  # room was made with the states; an answer's chunks have no value yet
             return len(self._worthless) >= num_needed
         for prefix in new:
             if prefix.candidate < 0:
                 self._keep(prefix, self._candidate_of(prefix, request))
         while new:
-            num_wanted = len(new) * len(self._sparse) + len(self._chunks) - self.cache_capacity
+            num_required = len(new) * len(self._sparse) + len(self._chunks) - self.cache_capacity
             for prefix in request.path[request.num_matched : new[-1].depth]:
-                num_wanted += not prefix.num_chunks
+                num_required += not prefix.num_chunks
             lowest = min(new, key=self._density)
-            if self._demote(max(num_wanted, num_needed), self._density(lowest)):
+            if self._demote(max(num_required, num_needed), self._density(lowest)):
                 return True
             new.remove(lowest)
             self._drop(lowest)
         return False
 
     def _demote(self, num_needed: int, limit: float) -> bool:
-        """Make chunks worthless whose states are worth less than a limit; none if too few."""
+        """Drop states below a value until enough chunks are worthless; undo this if too few are."""
         demoted: list[tuple[_Prefix, int]] = []
         while len(self._worthless) < num_needed:
             lowest = self._lowest(limit)
@@ -220,8 +220,8 @@ class ValuePolicy:
             self._drop(lowest)
         return True
 
-    def _tell_groups_apart(self, key_groups: Sequence[Sequence[bytes]]) -> None:
-        """Count the chunks that requests have of each cache group."""
+    def _classify_groups(self, key_groups: Sequence[Sequence[bytes]]) -> None:
+        """Count a request's chunks by cache group, and classify the groups by these counts."""
         for keys in filter(None, key_groups):
             self._num_seen[keys[0][-_GROUP_BYTES:]] += len(keys)
         num_seen = self._num_seen
@@ -238,20 +238,20 @@ class ValuePolicy:
                 self.mark_evictable(key)
 
     def _request_of(self, context: Any) -> _Request:
-        """Return the view of a request; find its prefixes, and count it the first time."""
-        positions = context._offload_key_positions  # with keys neither offered nor loaded
+        """Return the record of a request with its current prefixes; count a new request."""
+        positions = context._offload_key_positions  # includes keys neither offered nor loaded
         request = self._running.get(context.req_id)
         if request is None:
             request = self._running[context.req_id] = _Request(positions)
         if len(positions) == request.num_known:
             return request
         request.num_known = len(positions)
-        key_at = {at: key for key, at in positions.items()}  # of any group
+        key_at = {at: key for key, at in positions.items()}  # a key of any group
         old_path, above = request.path, None
         request.path = path = []
         chunk = min(key_at)
         for tokens in sorted(key_at):
-            if not tokens % chunk:  # vLLM also asks for places inside chunks
+            if not tokens % chunk:  # vLLM also has positions inside chunks
                 above = self._prefix(key_at[tokens][:-_GROUP_BYTES], above)
                 path.append(above)
         self._need(path[-1])
@@ -275,7 +275,7 @@ class ValuePolicy:
         return self._tree.propose(request.prompt, request.path.index(prefix) + 1, kind)
 
     def _prefix(self, name: bytes, parent: _Prefix | None = None) -> _Prefix:
-        """Return a prefix; a new one, or one without a parent, has this parent."""
+        """Return the prefix of a name, created if new; set its parent if it has none."""
         prefix = self._prefixes.get(name)
         if prefix is None:
             hash_id = int.from_bytes(name[-7:], "big") + 1
@@ -292,7 +292,7 @@ class ValuePolicy:
         return all(map(self._chunks.__contains__, map(prefix.name.__add__, groups)))
 
     def _keep(self, prefix: _Prefix, node: int) -> None:
-        """Give a state its value, and its attention chunks a reason to stay."""
+        """Keep a state and the attention chunks that it needs."""
         self._tree.keep(node)
         prefix.candidate = node
         for group in self._sparse:
@@ -302,16 +302,16 @@ class ValuePolicy:
         heappush(self._heap, (self._density(prefix), next(self._numbers), prefix))
 
     def _drop(self, prefix: _Prefix) -> None:
-        """Make a state worthless, and the attention chunks that only it needs."""
+        """Make a state worthless, and the attention chunks that only this state needs."""
         if prefix.candidate >= 0:
             self._tree.drop(prefix.candidate)
             prefix.candidate = NO_CANDIDATE
             self._kept.pop(prefix, None)
-            self._lay_off(prefix, self._sparse)
+            self._mark_worthless(prefix, self._sparse)
             self._release(prefix)
 
     def _need(self, prefix: _Prefix | None) -> None:
-        """Count a reason to keep the chunks up to a prefix."""
+        """Add a need for the attention chunks up to a prefix."""
         while prefix is not None:
             prefix.num_needs += 1
             if prefix.num_needs > 1:
@@ -329,7 +329,7 @@ class ValuePolicy:
             above.num_needs -= 1
             if above.num_needs:
                 break
-            self._lay_off(above, self._dense)
+            self._mark_worthless(above, self._dense)
             if above.parent is not None:
                 above.parent.needed.discard(above)
             above = above.parent
@@ -337,11 +337,11 @@ class ValuePolicy:
         if above is not None:
             while above.candidate < 0 and above.num_needs == len(above.needed) == 1:
                 (above,) = above.needed
-            if above.candidate >= 0:  # if it alone needs those chunks now, it takes more room
+            if above.candidate >= 0:  # more chunks may be needed by its state alone
                 heappush(self._heap, (self._density(above), next(self._numbers), above))
 
-    def _lay_off(self, prefix: _Prefix, groups: tuple[bytes, ...]) -> None:
-        """Put chunks among the worthless ones, unless a transfer reads them."""
+    def _mark_worthless(self, prefix: _Prefix, groups: tuple[bytes, ...]) -> None:
+        """Mark chunks as worthless, unless a transfer reads them."""
         for group in groups:
             key = prefix.name + group
             chunk = self._chunks.get(key)
@@ -373,8 +373,8 @@ class ValuePolicy:
         return self._tree.order_of(prefix.candidate)[0] / prefix.room
 
     def _lowest(self, limit: float) -> _Prefix | None:
-        """Return the state of the lowest value, if that is below a limit."""
-        if self._until_sweep <= 0:  # all states are looked at, at their present ages
+        """Return the kept prefix of the lowest value, if this value is below a limit."""
+        if self._until_sweep <= 0:  # recompute all values, at the states' present ages
             between = len(self._kept) // _SWEPT_PER_REQUEST
             self._until_sweep = max(_MIN_REQUESTS_PER_SWEEP, between)
             nodes = np.fromiter(map(attrgetter("candidate"), self._kept), np.int64, len(self._kept))
@@ -395,6 +395,6 @@ class ValuePolicy:
         return None
 
 
-if importlib.util.find_spec("vllm") is not None:  # it takes subclasses of its own interface only
+if importlib.util.find_spec("vllm") is not None:  # vLLM accepts subclasses of its interface only
     _base = importlib.import_module("vllm.v1.kv_offload.cpu.policies.base")
     _base.CachePolicy.register(ValuePolicy)
