@@ -154,7 +154,7 @@ class Engine:
         for event in engine.stream():
             print(event.token)
 
-    Only one thread may use an engine at a time. After an exception the step in flight is aborted,
+    One thread may use an engine at a time. After an exception the step in flight is aborted,
     and its requests go on with the next step. After an exception while bookkeeping changed, every
     later call raises ``PoisonedError`` until ``reset``.
 

@@ -1,4 +1,4 @@
-"""Megatron Core's inference contexts with this package's slots in the place of their own."""
+"""Megatron Core's inference contexts with this package's slots instead of Megatron's."""
 
 from mamba_cache.integrations.megatron.installing import install, installed, replaced, uninstall
 

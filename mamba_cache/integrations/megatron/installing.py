@@ -1,7 +1,7 @@
-"""Installation: this package's slots in the place of Megatron Core's, whose contexts use them.
+"""Installation: replaces Megatron Core's slot allocator with this package's.
 
-As in ``from mamba_cache.integrations import megatron`` and ``megatron.install()``. It may come
-before or after Megatron's modules are imported, but before a context is made.
+Use ``from mamba_cache.integrations import megatron`` and ``megatron.install()``, before or after
+the import of Megatron's modules, but before a context is created.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_execute_pending_mamba_ops": execute_pending_mamba_ops,
     "reset_mamba_state": reset_mamba_state,
 }
-"""Methods of Megatron's context that are amended, and what makes ours from theirs."""
+"""Wrapped methods of Megatron's context, each with the function that wraps the original."""
 
 _originals: dict[str, Any] = {}
-"""Megatron's own classes while they are replaced; None for one that its version does not have."""
+"""Megatron's classes while they are replaced; None if this Megatron version lacks the class."""
 
 _original_methods: dict[str, Any] = {}
 """Methods of Megatron's context while they are replaced."""
@@ -53,15 +53,15 @@ _original_methods: dict[str, Any] = {}
 def install() -> None:
     """Make Megatron Core use this package's ``MambaSlotAllocator`` and capacity error.
 
-    Both are put into the module that defines them and into every module of Megatron that has
-    imported them. Methods of its context are amended (``replaced`` lists them): no request skips
-    tokens without a saved state, and a step's restores are one launch. Contexts that exist already
-    keep their slots, and Megatron's way with them. Doing it again does nothing.
+    Both are set in the module that defines them and in every Megatron module that imported them.
+    Methods of Megatron's context are wrapped (``replaced`` lists them): no request skips tokens
+    without a saved state, and a step's restores are one launch. Existing contexts keep their slots
+    and Megatron's methods for these slots. A second call does nothing.
 
     Raises:
         MissingExtraError: Megatron Core is not installed.
-        UnsupportedVersionError: It is older than 0.19, or lacks what is replaced; the message says
-            what. Nothing was replaced.
+        UnsupportedVersionError: Megatron Core is older than 0.19, or lacks a name to replace; the
+            message names the missing parts. Nothing was replaced.
     """
     if _originals:
         return
@@ -88,9 +88,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron Core its own classes and methods back, wherever it has this package's.
+    """Restore Megatron Core's classes and methods, wherever this package's are installed.
 
-    Contexts made meanwhile keep their slots. Without an ``install`` before it, it does nothing.
+    Contexts created meanwhile keep their slots. Without an ``install`` this does nothing.
     """
     for name, method in _original_methods.items():
         setattr(_context_class(), name, method)
@@ -104,7 +104,7 @@ def uninstall() -> None:
 
 
 def replaced() -> list[str]:
-    """List what of Megatron Core is replaced now, as dotted names; nothing before ``install``."""
+    """Return dotted names of Megatron Core's replaced classes and methods; empty if none."""
     classes = [f"{_HOME}.{name}" for name in _originals]
     home = f"{_CONTEXTS}.dynamic_context.{_CONTEXT}"
     return classes + [f"{home}.{name}" for name in _original_methods]
@@ -112,11 +112,11 @@ def replaced() -> list[str]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Installs for the length of a ``with`` block; what was installed before stays afterwards.
+    """Install for the length of a ``with`` block; an earlier installation stays afterwards.
 
     Raises:
         MissingExtraError: As ``install`` does.
-        UnsupportedVersionError: Likewise.
+        UnsupportedVersionError: As ``install`` does.
     """
     was_installed = bool(_originals)
     install()
@@ -128,7 +128,7 @@ def installed() -> Iterator[None]:
 
 
 def _import_parts() -> tuple[Any, type]:
-    """Import the module whose classes are replaced, and the class of contexts."""
+    """Import and return the module of the replaced classes, and the context class."""
     try:
         importlib.import_module("megatron.core")
     except ImportError as error:
@@ -149,7 +149,7 @@ def _import_parts() -> tuple[Any, type]:
 
 
 def _check_constructor(theirs: Any) -> None:
-    """Check that ours has each parameter that theirs has."""
+    """Check that our constructor has every parameter of Megatron's constructor."""
     known = inspect.signature(MambaSlotAllocator).parameters
     unknown = [name for name in inspect.signature(theirs).parameters if name not in known]
     if unknown:
@@ -173,7 +173,7 @@ def _version_text() -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Put ``new`` wherever a module of Megatron has ``old``, under whatever name."""
+    """Replace ``old`` by ``new`` in every Megatron module, under any name."""
     for module_name, module in list(sys.modules.items()):
         is_megatrons = module_name.split(".")[0] == "megatron"
         if is_megatrons and isinstance(module, ModuleType) and old is not None:

@@ -1,7 +1,7 @@
-"""Methods of Megatron's inference context, amended: no hit is wrong, and restores are one launch.
+"""Wrapped methods of Megatron's inference context: no hit is wrong, and restores are one launch.
 
-Each function makes a method for ``DynamicInferenceContext`` from the one that it has. A context
-whose slots are not of this package, or that has none, keeps Megatron's own way.
+Each function wraps a method of Megatron's ``DynamicInferenceContext``. A context without slots of
+this package keeps the behaviour of Megatron's method.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = [
 
 
 def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Has a request skip no more tokens than a saved state stands for.
+    """Return a method that skips only tokens up to a saved state.
 
-    Megatron Core never prefills a single token, and takes one block less of a prompt
-    that would leave one, whether that block has a state or not; where it has none, it prefills
-    the rest on a state of zeros. And where a prompt goes on with another chunk, it skips what keys
-    and values are cached of it, though no state is restored then and the live one stands before it.
+    Megatron Core never prefills a single token. If a match would leave a single token, Megatron
+    drops the last matched block, even if the block before it has no state; the rest is then
+    prefilled on a zero state. For later chunks of a prompt Megatron also skips tokens with cached
+    keys and values, although no state is restored and the live state lies before these tokens.
     """
 
     @functools.wraps(theirs)
@@ -49,14 +49,14 @@ def compute_prefix_match(theirs: Callable[..., tuple[Any, ...]]) -> Callable[...
 
 
 def execute_pending_mamba_ops(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Has all live states of a step's new requests restored or cleared in one launch.
+    """Return a method that restores or zeroes the live states of new requests in one launch.
 
-    Megatron restores them one after the other, and clears the live state of a request whose saved
-    state is gone although its tokens are skipped.
+    Megatron restores the states one by one. If a saved state was evicted, Megatron zeroes the live
+    state although the request's tokens are skipped.
 
     Raises:
-        MissingStateError: By the method: a request skips tokens, and the state at their end is
-            gone. Nothing was restored.
+        MissingStateError: By the method: a request skips tokens, and the state at their end was
+            freed. Nothing was restored.
     """
 
     @functools.wraps(theirs)
@@ -84,10 +84,10 @@ def execute_pending_mamba_ops(theirs: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def reset_mamba_state(theirs: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Forgets the restores and checkpoints of requests that are gone after a reset.
+    """Return a method that also drops the restores and checkpoints of requests ended by a reset.
 
-    A reset that keeps the cache does not reset the slots, and where states were to be saved of
-    such requests would take room in the scratch from others.
+    A reset that keeps the cache does not reset the slots, so the checkpoints of ended requests
+    would take room in the scratch.
     """
 
     @functools.wraps(theirs)

@@ -1,4 +1,4 @@
-"""States in block tables, as vLLM keeps them: functions that take an engine's own objects."""
+"""Functions for states in block tables, as vLLM stores them; they take vLLM's objects."""
 
 from mamba_cache.integrations.vllm.hybrid_model_state import (
     MambaHybridAttnMetadata,

@@ -1,7 +1,7 @@
-"""The Triton kernels of align mode: two plan copies on the device, and one carries any list out.
+"""The Triton kernels of align mode: two plan copies on the device, and one executes a list.
 
-A plan is one program, which decides for the whole batch and writes the list of copies, as
-``StateTable`` describes it. So counts and columns may be read and written in one place.
+A plan is a single program for the whole batch, which writes the list of copies described in
+``StateTable``. A single program can update counts and columns in place.
 """
 
 # Triton takes no annotations but its own, and names constants in capitals.
@@ -23,7 +23,7 @@ __all__ = ["copy_listed", "plan_postcopy", "plan_precopy"]
 
 _NUM_WARPS = 4
 _PROGRAMS_PER_SM = 12
-_PARTS_OF_INTERPRETER = 2  # which runs them one after the other
+_PARTS_OF_INTERPRETER = 2  # the interpreter runs programs one after another
 _MIN_ROWS = 64
 _TILE_BYTES = tl.constexpr(4096)
 _WIDE_BYTES = tl.constexpr(16)
@@ -66,7 +66,7 @@ def _list_copies(  # type: ignore[no-untyped-def]
         tl.store(blocks + 2, tl.load(table + destinations, mask=moves), mask=moves)
 
 
-# Batches are of any size, and tables at any address: one compiled kernel must do for all of them.
+# Without specialisation one compiled kernel serves all batch sizes and addresses.
 @triton.jit(do_not_specialize=range(12))  # type: ignore[untyped-decorator]
 def _precopy_kernel(  # type: ignore[no-untyped-def]
     copies,
@@ -102,7 +102,7 @@ def _precopy_kernel(  # type: ignore[no-untyped-def]
         columns = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
         biases = tl.maximum(accepted - 1, 0)
         moves = is_real & (sources >= 0) & (sources != columns)
-        tl.debug_barrier()  # Other threads load what this one stores.
+        tl.debug_barrier()  # Other threads load the entries that this one stores.
         tl.store(source_columns + slots, sources, mask=is_real)
         tl.store(token_bias + slots, biases, mask=is_real)
         tl.store(state_idx + slots, columns, mask=is_real)
@@ -150,7 +150,7 @@ def _postcopy_kernel(  # type: ignore[no-untyped-def]
     moves = is_real & (aligned >= num_running) & (aligned > 0)
     destinations = aligned // BLOCK_SIZE - 1
     stays = moves & (destinations == columns)
-    tl.debug_barrier()  # Other threads load what this one stores.
+    tl.debug_barrier()  # Other threads load the entries that this one stores.
     tl.store(num_accepted_out + slots, tl.where(stays, 1, accepted), mask=is_real)
     biases = aligned - num_running
     table_rows = slots if BY_SLOT else rows.to(tl.int64)
@@ -169,12 +169,12 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     ALIGNMENT: tl.constexpr,
     STEP_WORDS: tl.constexpr,
 ) -> None:
-    """Copy the tile of that number of ``size`` bytes that do not overlap."""
+    """Copy tile number ``tile`` of ``size`` bytes; source and destination do not overlap."""
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     first = tile * _TILE_BYTES
     num_bytes = tl.minimum(tl.maximum(size - first, 0), _TILE_BYTES).to(tl.int32)
     num_words = tl.multiple_of(num_bytes // word_bytes, ALIGNMENT // word_bytes)
-    # The compiler heeds hints on pointers, not on integers that become pointers.
+    # The compiler uses hints on pointers, not on integers that become pointers.
     source = tl.multiple_of((source + first).to(tl.pointer_type(WORD)), ALIGNMENT)
     destination = tl.multiple_of((destination + first).to(tl.pointer_type(WORD)), ALIGNMENT)
     for step in range(0, num_words, STEP_WORDS):
@@ -195,16 +195,16 @@ def _shift_rows(  # type: ignore[no-untyped-def]
     num_parts,
     WORD: tl.constexpr,
 ) -> None:
-    """Move one part of rows to the left, onto themselves or elsewhere.
+    """Shift one part of the rows to the left, in place or into another block.
 
-    A lane is one word of a piece in one row. The program walks through the pieces from first to
-    last, a few at a time, and no other program touches its lanes: so nothing is overwritten before
-    it is read.
+    A lane is one word of a piece in one row. The program moves the pieces from first to last, a
+    few at a time, and no other program touches its lanes. So every word is read before it is
+    overwritten.
     """
     word_bytes: tl.constexpr = WORD.primitive_bitwidth // 8
     source = source.to(tl.pointer_type(WORD))
     destination = destination.to(tl.pointer_type(WORD))
-    # Offsets within one window have 32 bits, so that few registers hold many of them.
+    # Offsets within one window have 32 bits to save registers.
     piece = (piece_bytes // word_bytes).to(tl.int32)
     row = (row_stride // word_bytes).to(tl.int32)
     num_pieces = size.to(tl.int32) // piece_bytes.to(tl.int32)
@@ -217,7 +217,7 @@ def _shift_rows(  # type: ignore[no-untyped-def]
             offsets = words[:, None] + pieces[None, :] * piece
             mask = (lanes < num_lanes)[:, None] & (pieces < num_pieces)[None, :]
             moved = tl.load(source + offsets, mask=mask)
-            tl.debug_barrier()  # Other threads of the program store where these loads read.
+            tl.debug_barrier()  # Other threads of the program store to the addresses loaded here.
             tl.store(destination + offsets, moved, mask=mask)
 
 
@@ -257,18 +257,18 @@ def _copy_kernel(facts, copies, entry_ints, WORD: tl.constexpr) -> None:  # type
                         source, destination, size, tile, tl.int64, _WIDE_BYTES, _TILE_BYTES // 8
                     )
                 else:
-                    # In steps, because a whole tile of narrow words takes too many registers.
+                    # In steps: a whole tile of narrow words would take too many registers.
                     alignment: tl.constexpr = WORD.primitive_bitwidth // 8
                     _copy_tile(source, destination, size, tile, WORD, alignment, _NARROW_STEP_WORDS)
 
 
 def copy_listed(table: StateTable, max_copies: int) -> None:
-    """Carry out the list of copies, which has at most ``max_copies``, in one launch."""
+    """Execute the list of copies, which has at most ``max_copies``, in one launch."""
     num_states = len(table.facts)
     if not num_states:
         return
-    most = max_copies * triton.cdiv(table.max_block_bytes, _TILE_BYTES.value)
-    parts = max(1, min(_max_parts(table.device, num_states), most))
+    max_tiles = max_copies * triton.cdiv(table.max_block_bytes, _TILE_BYTES.value)
+    parts = max(1, min(_max_parts(table.device, num_states), max_tiles))
     with torch.cuda.device(table.facts.get_device()):
         _copy_kernel[num_states, parts](
             table.facts,
@@ -280,7 +280,7 @@ def copy_listed(table: StateTable, max_copies: int) -> None:
 
 
 def _plan(kernel: Any, table: StateTable, num_reqs: int, *inputs: torch.Tensor | None) -> None:
-    """List copies; the inputs are those of the twins in ``copies``."""
+    """List copies; the inputs are those of the functions of the same name in ``copies``."""
     with torch.cuda.device(table.copies.get_device()):
         kernel[(1,)](
             table.copies,
@@ -302,7 +302,7 @@ plan_postcopy = functools.partial(_plan, _postcopy_kernel)
 
 @functools.cache
 def _max_parts(device: torch.device, num_states: int) -> int:
-    """Return how many programs may share the copies of one state."""
+    """Return the maximum number of programs that share the copies of one state."""
     if device.type != "cuda":
         return _PARTS_OF_INTERPRETER
     num_sms: int = torch.cuda.get_device_properties(device).multi_processor_count

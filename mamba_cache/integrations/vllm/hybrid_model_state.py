@@ -1,6 +1,6 @@
-"""``MambaHybridModelState``: bookkeeping that stays on the GPU, for steps prepared ahead."""
+"""``MambaHybridModelState``: align mode's bookkeeping on the GPU, for steps prepared ahead."""
 
-# An engine gives these functions all that it has, by position.
+# These signatures are vLLM's, which passes all arguments by position.
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NO_DRAFTS = -1
 
 @dataclass(frozen=True, slots=True)
 class MambaHybridAttnMetadata:
-    """What a batch's attention and Mamba layers need to know of its requests.
+    """Metadata of a batch's requests for attention and Mamba layers.
 
     Attributes:
-        num_reqs: Rows, padding included.
-        num_tokens: Tokens, padding included.
-        max_query_len: Most tokens of one row.
-        max_seq_len: Most tokens of one sequence; the longest possible while a graph is captured.
+        num_reqs: Rows, including padding.
+        num_tokens: Tokens, including padding.
+        max_query_len: Maximum number of tokens of a row.
+        max_seq_len: Length of the longest sequence; the longest possible while a graph is captured.
         is_prefilling: [num_reqs] bool on the CPU.
         num_accepted_tokens: [num_reqs] int32 on the device: accepted tokens of the last step, 1 in
             rows without a request.
@@ -58,33 +58,33 @@ class MambaHybridAttnMetadata:
 class MambaHybridModelState:
     """The states of all running requests, by request slot.
 
-    A *request slot* is a request's place while it runs; a batch lists slots in ``idx_mapping``,
-    where -1 means that the row is skipped. Nothing here waits for the device, so a step can be
-    prepared before the accepted counts of the one before are known.
+    A *request slot* is a request's index while it runs. A batch lists slots in ``idx_mapping``; -1
+    skips the row. No method waits for the device, so a step can be prepared before the accepted
+    counts of the previous step are known.
 
-    vLLM from 0.32 on gives ``initialize_kv_cache`` its block tables by request slot, once. Earlier
-    engines gave ``preprocess_state`` those of the batch, at each step.
+    vLLM from 0.32 on passes block tables by request slot to ``initialize_kv_cache``, once. Earlier
+    engines pass block tables in batch order to ``preprocess_state``, at each step.
 
     Args:
-        vllm_config: Read are ``cache_config.mamba_cache_mode`` and, without a KV cache config,
+        vllm_config: Has ``cache_config.mamba_cache_mode`` and, without a KV cache config,
             ``mamba_block_size``; ``scheduler_config.max_num_seqs``; ``model_config.max_model_len``;
             ``compilation_config.static_forward_context``; ``num_speculative_tokens``.
         model: Has ``get_mamba_state_copy_funcs(mamba_types)``, which returns the copy functions by
             kind of layer, or ``get_mamba_state_copy_func()`` as before vLLM 0.32.
-        encoder_cache: Taken for the engine's sake and not read.
-        device: Where the states live.
-        kv_cache_config: The KV cache groups, if they are known already.
+        encoder_cache: Not read; part of vLLM's signature.
+        device: Device of the states.
+        kv_cache_config: The KV cache groups, if known already.
         backend: "torch", "triton", or "auto": the kernels on CUDA, plain Python elsewhere.
 
     Attributes:
         num_accepted_tokens_gpu: [max_num_reqs] int32: accepted tokens of each slot's last step.
-        max_num_reqs: Request slots.
+        max_num_reqs: Number of request slots.
 
     Raises:
         InvalidArgumentError: In "align" mode neither ``kv_cache_config`` nor
             ``cache_config.mamba_block_size`` gives the tokens of a column, or the backend is
             unknown or not for the device.
-        MissingExtraError: The kernels are asked for and Triton is not installed.
+        MissingExtraError: The kernels are requested and Triton is not installed.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MambaHybridModelState:
         self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
         self._backend: CopyBackend = backend
         align_kernels_for(backend, self.device)
-        # One more: entry -1 takes what is written for rows to skip.
+        # One entry more: writes for skipped rows go to entry -1.
         self._accepted = self._filled(self.max_num_reqs + 1, 1)
         self.num_accepted_tokens_gpu = self._accepted[:-1]
         self._is_aligned = vllm_config.cache_config.mamba_cache_mode == "align"
@@ -123,7 +123,7 @@ class MambaHybridModelState:
             self._table: StateTable | None = None
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, block_tables: Any) -> None:
-        """Take block tables by request slot, to be used from now on.
+        """Use these block tables, by request slot, from now on.
 
         By KV cache group ``block_tables.block_tables[gid].gpu`` is [slots, columns] int32. The
         tables must keep their storage.
@@ -137,7 +137,7 @@ class MambaHybridModelState:
             self._table = table
 
     def add_request(self, req_index: int, new_req_data: RequestState) -> None:
-        """Give a request the slot ``req_index``; its computed tokens have a state.
+        """Assign slot ``req_index`` to a request; a state holds its computed tokens.
 
         Raises:
             InvalidArgumentError: There is no such slot. Nothing was changed.
@@ -148,7 +148,7 @@ class MambaHybridModelState:
             )
         self.num_accepted_tokens_gpu[req_index].fill_(1)
         if self._is_aligned:
-            # By the tokens of a Mamba column, which are not those of an attention block.
+            # A Mamba column may have other tokens than an attention block.
             column = (new_req_data.num_computed_tokens - 1) // self._block_size
             self._mamba_state_idx_gpu[req_index].fill_(column)
             self._mamba_src_col_gpu[req_index].fill_(-1)
@@ -161,14 +161,14 @@ class MambaHybridModelState:
         kv_cache_config: KVCacheConfig,
         num_computed_tokens: torch.Tensor,
     ) -> None:
-        """Bring the states to the columns that the forward will read, before ``prepare_attn``.
+        """Copy the states to the columns that the forward will read, before ``prepare_attn``.
 
-        Accepted counts become 1 where a state changes its column. Not for dummy batches.
+        Accepted counts become 1 where a state changes its column. Do not call for dummy batches.
 
         Args:
             input_batch: The batch: ``num_reqs``; ``idx_mapping`` [num_reqs] int on the device, the
                 slot of each row, -1 to skip it; ``query_start_loc`` [num_reqs + 1] int on the
-                device, the first token of each row, then their number.
+                device, the first token of each row, then the number of tokens.
             block_tables: By KV cache group: [rows, columns] int32 in batch order. Not read after
                 ``initialize_kv_cache``.
             kv_cache_config: The KV cache groups.
@@ -201,14 +201,14 @@ class MambaHybridModelState:
         kv_cache_config: Any = None,
         for_capture: bool = False,
     ) -> MambaHybridAttnMetadata:
-        """Return what the layers need to know of a batch, before its forward.
+        """Return the metadata of a batch for its layers, before the forward.
 
-        The batch has ``num_reqs``, ``num_tokens``, the same ``_after_padding``, ``idx_mapping``,
-        ``num_scheduled_tokens`` and ``is_prefilling_np`` [num_reqs], ``seq_lens_cpu_upper_bound``,
-        ``num_draft_tokens_per_req`` [num_reqs] or None and, from vLLM 0.32 on, likewise
-        ``prefill_runs_as_decode_np``: the ends of prompts that run as decodes, with placeholders
-        for drafts. It is padded if ``cudagraph_mode`` is "FULL", an enum or its name. Lengths are
-        the worst case ``for_capture`` of a CUDA graph. The other arguments are not read.
+        The batch has ``num_reqs``, ``num_tokens``, both also with the suffix ``_after_padding``,
+        ``idx_mapping``, ``num_scheduled_tokens`` [num_reqs], ``is_prefilling_np`` [num_reqs],
+        ``seq_lens_cpu_upper_bound``, ``num_draft_tokens_per_req`` [num_reqs] or None and, from vLLM
+        0.32 on, ``prefill_runs_as_decode_np`` [num_reqs] or None: prompt ends that run as decodes
+        with placeholder drafts. Rows are padded if ``cudagraph_mode`` (an enum or a name) is
+        "FULL". ``for_capture`` of a CUDA graph uses maximum lengths. Other arguments are not read.
         """
         is_padded = getattr(cudagraph_mode, "name", cudagraph_mode) == "FULL"
         suffix = "_after_padding" if is_padded else ""
@@ -240,14 +240,14 @@ class MambaHybridModelState:
         num_sampled: torch.Tensor | int,
         num_computed_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Take the accepted counts of a step and, in "align" mode, save crossed boundaries.
+        """Record a step's accepted counts; in "align" mode save states at crossed boundaries.
 
         Args:
             idx_mapping: [num_reqs] int on the device: the slot of each row, -1 to skip it.
-            num_sampled: [num_reqs] int on the device, or one int for all: sampled tokens. A chunk
-                of a prompt samples none and counts as 1.
+            num_sampled: [num_reqs] int on the device, or one int for all: sampled tokens. A prompt
+                chunk samples none and counts as 1.
             num_computed_tokens: [max_num_reqs] int on the device, by slot: tokens after the step;
-                None if nothing is to be saved.
+                None to save no states.
 
         Raises:
             InvalidArgumentError: Without a GPU a column or block is out of range. Nothing was
@@ -270,7 +270,7 @@ class MambaHybridModelState:
         return torch.full((count,), value, dtype=torch.int32, device=self.device)
 
     def _make_table(self, kv_cache_config: KVCacheConfig) -> StateTable:
-        """Bind the states."""
+        """Create the table of states and bind the model's states."""
         make_buffer = partial(CpuGpuBuffer, device=self.device)
         table = StateTable(kv_cache_config, self.max_num_reqs, make_buffer, self._backend)
         if table.block_size != self._block_size:
@@ -295,8 +295,8 @@ class MambaHybridModelState:
         by_row = np.full(num_reqs, _NO_DRAFTS, dtype=np.int32)
         drafts, lengths = input_batch.num_draft_tokens_per_req, input_batch.num_scheduled_tokens
         drafts = np.zeros_like(lengths) if drafts is None else drafts
-        # A decode without drafts reads its state behind the last accepted draft, too.
-        most = 1 + self._config.num_speculative_tokens
-        decodes = ~are_prefilling & (lengths > 0) & (lengths <= most)
+        # A decode without drafts also reads its state after the last accepted draft.
+        max_length = 1 + self._config.num_speculative_tokens
+        decodes = ~are_prefilling & (lengths > 0) & (lengths <= max_length)
         by_row[: input_batch.num_reqs] = np.where(decodes, drafts, _NO_DRAFTS)
         return torch.from_numpy(by_row)

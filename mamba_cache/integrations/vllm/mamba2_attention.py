@@ -23,13 +23,13 @@ __all__ = [
 
 
 class CommonAttentionMetadata(Protocol):
-    """What is read of an engine's batch: decodes come first, prefills last."""
+    """An engine's batch, with decodes first and prefills last."""
 
     num_reqs: int
     query_start_loc: torch.Tensor
-    """[num_reqs + 1] int on the device: first token of each request, then their number."""
+    """[num_reqs + 1] int on the device: first token of each request, then the number of tokens."""
     query_start_loc_cpu: torch.Tensor
-    """The same on the CPU."""
+    """``query_start_loc`` on the CPU."""
     num_computed_tokens_cpu: torch.Tensor
     """[num_reqs] int on the CPU: tokens of each request before the batch. An engine may have
     ``seq_lens_cpu`` instead."""
@@ -37,42 +37,42 @@ class CommonAttentionMetadata(Protocol):
     """[num_reqs] int on the device: tokens of each request after the batch."""
     block_table_tensor: torch.Tensor
     """[num_reqs, columns] int32 on the device: physical state blocks. An engine that verifies
-    drafts has ``is_prefilling`` as well, [num_reqs] bool on the CPU: whether a request's prompt was
-    not computed to its end before the batch."""
+    drafts also has ``is_prefilling``, [num_reqs] bool on the CPU: requests whose prompt was not
+    fully computed before the batch."""
 
 
 @dataclass(slots=True)
 class Mamba2AttentionMetadata:
-    """What Mamba2 layers need to know of a batch.
+    """Metadata of a batch for Mamba2 layers.
 
-    Tensors are int32 on the device unless stated otherwise. Those whose names end in ``_p`` are of
-    the prefills alone, and None if there are none.
+    Tensors are int32 on the device unless stated otherwise. Tensors whose names end in ``_p`` are
+    for prefills only, and None without prefills.
 
     Attributes:
-        num_prefills: Requests from the first that is no decode: it has more tokens than a decode
-            and its drafts, or there is no state before it, or several tokens of its prompt.
-        num_prefill_tokens: Their tokens.
-        num_decodes: The requests before them.
-        num_decode_tokens: Their tokens.
+        num_prefills: Requests from the first prefill on. A prefill has more tokens than a decode
+            with its drafts, or no state before it, or several tokens of its prompt.
+        num_prefill_tokens: Tokens of the prefills.
+        num_decodes: Requests before the prefills.
+        num_decode_tokens: Tokens of the decodes.
         num_reqs: All requests.
-        has_initial_states_p: [num_prefills] bool: whether anything was computed before.
-        query_start_loc_p: [num_prefills + 1], first token of each, counted from the first prefill.
+        has_initial_states_p: [num_prefills] bool: prefills with tokens computed before the batch.
+        query_start_loc_p: [num_prefills + 1], first token of each prefill, counted from the first.
         num_computed_tokens_p: [num_prefills], tokens before the batch.
         state_indices_tensor: The state blocks of each request: in "all" mode its row of the block
-            table; in "align" mode the running column and those of its drafts, [num_reqs] if there
-            are no drafts; otherwise the first column, [num_reqs].
-        block_idx_last_scheduled_token: [num_reqs], last column that is written. As the two below,
-            None outside "all" mode.
-        block_idx_first_scheduled_token_p: [num_prefills], first column that is written.
-        block_idx_last_computed_token: [num_reqs], column that is read.
-        nums_dict: Left to the convolution's kernel, as the two below.
-        batch_ptr: Left to the convolution's kernel.
-        token_chunk_offset_ptr: Left to the convolution's kernel.
+            table; in "align" mode the running column and the columns of its drafts, [num_reqs]
+            without drafts; otherwise the first column, [num_reqs].
+        block_idx_last_scheduled_token: [num_reqs], last column to write. None outside "all" mode,
+            like the next two.
+        block_idx_first_scheduled_token_p: [num_prefills], first column to write.
+        block_idx_last_computed_token: [num_reqs], column to read.
+        nums_dict: None: the convolution's kernel computes it.
+        batch_ptr: None: the convolution's kernel computes it.
+        token_chunk_offset_ptr: None: the convolution's kernel computes it.
         prep_initial_states: Whether any prefill has an initial state.
-        chunk_size: Most tokens of a chunk.
+        chunk_size: Maximum number of tokens in a chunk.
         seq_idx_p: [num_chunks], the prefill of each chunk.
-        cu_chunk_seqlen_p: [num_chunks + 1], first token of each chunk, then their number.
-        last_chunk_indices_p: [num_prefills], the last chunk of each, -1 if it has none.
+        cu_chunk_seqlen_p: [num_chunks + 1], first token of each chunk, then the number of tokens.
+        last_chunk_indices_p: [num_prefills], last chunk of each prefill, -1 without a chunk.
     """
 
     num_prefills: int
@@ -103,9 +103,9 @@ class Mamba2AttentionMetadataBuilder:
     Args:
         kv_cache_spec: ``block_size``, ``num_speculative_blocks`` and ``mamba_cache_mode`` of the
             layers' states.
-        layer_names: The layers.
+        layer_names: The names of the layers.
         vllm_config: The engine's configuration: ``model_config.get_mamba_chunk_size()``.
-        device: Where the kernels read.
+        device: Device of the metadata.
 
     Raises:
         InvalidArgumentError: The model has no chunk size, or one below 1.
@@ -190,11 +190,11 @@ class Mamba2AttentionMetadataBuilder:
         num_computed_tokens_p_cpu: torch.Tensor,
         query_start_loc_p_cpu: torch.Tensor,
     ) -> tuple[list[int], list[int], list[int]]:
-        """Cut prefills at multiples of the chunk size counted from each sequence's own start.
+        """Cut prefills at multiples of the chunk size, counted from each sequence's start.
 
         Returns:
             First token of each chunk, then the number of tokens; the sequence of each chunk; the
-            last chunk of each sequence, -1 if it has none.
+            last chunk of each sequence, -1 without a chunk.
         """
         cu_chunk_seqlen, seq_idx, last_chunk_indices = compute_chunk_metadata(
             query_start_loc_p_cpu[: num_prefills + 1].numpy(),
@@ -220,12 +220,12 @@ class Mamba2AttentionMetadataBuilder:
         computed: IntArray,
         lengths: IntArray,
     ) -> int:
-        """Return how many requests come before the first that is no decode."""
-        # A decode reads its state, so a first token would go on from what another request left.
+        """Return the number of requests before the first prefill."""
+        # A decode reads a state, so a first token would continue another request's state.
         are_prompts = computed == 0
         is_prefilling = getattr(batch, "is_prefilling", None)
         if is_prefilling is not None:
-            # As drafts, tokens of a prompt would leave the state after the first of them.
+            # Run as drafts, several prompt tokens would leave the state after the first token.
             are_prompts = is_prefilling[: len(computed)].numpy() & (are_prompts | (lengths > 1))
         is_long = lengths > 1 + self.kv_cache_spec.num_speculative_blocks
         prefills = np.flatnonzero(is_long | (are_prompts & (lengths > 0)))
@@ -236,7 +236,7 @@ class Mamba2AttentionMetadataBuilder:
 
 
 class Mamba2AttentionBackend:
-    """Names the builder, for an engine that looks it up by layer."""
+    """Returns the builder class, for an engine that looks it up by layer."""
 
     @staticmethod
     def get_builder_cls() -> type[Mamba2AttentionMetadataBuilder]:
@@ -247,7 +247,7 @@ class Mamba2AttentionBackend:
 def _computed_on_host(batch: CommonAttentionMetadata) -> IntArray:
     computed = getattr(batch, "num_computed_tokens_cpu", None)
     if computed is None:
-        # Engines without the one have the other; only one with neither is waited for.
+        # Engines without it have ``seq_lens_cpu``; without both, wait for the device.
         seq_lens = getattr(batch, "seq_lens_cpu", None)
         seq_lens = batch.seq_lens.cpu() if seq_lens is None else seq_lens
         computed = seq_lens[: batch.num_reqs] - batch.query_start_loc_cpu.diff()

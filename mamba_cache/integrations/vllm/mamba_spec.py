@@ -1,4 +1,4 @@
-"""Specs of Mamba groups, copy functions such as ``get_conv_copy_spec``, and where states lie."""
+"""Specs of Mamba groups, copy functions such as ``get_conv_copy_spec``, and state memory."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class MambaSpec:
 
     Attributes:
         block_size: Tokens of one column of the block table.
-        num_speculative_blocks: Drafts that a step may verify: columns after the running one.
+        num_speculative_blocks: Maximum drafts of a step: columns after the running column.
         shapes: Shape of each kind of state in one block.
         dtypes: Dtype of each kind of state.
         mamba_cache_mode: "none", "align" or "all".
-        mamba_type: The kind of layer, by which copy functions are found where they come as a dict.
+        mamba_type: The kind of layer: the key if copy functions are given as a dict.
 
     Raises:
         InvalidArgumentError: A field is out of range, or shapes and dtypes differ in number.
@@ -76,8 +76,8 @@ class MambaSpec:
 def get_mamba_groups(kv_cache_config: KVCacheConfig) -> dict[Any, list[int]]:
     """Return the ids of the Mamba groups by the specs of their layers.
 
-    A foreign engine's spec is recognised by the attributes of ``MambaSpec``. A group whose layers
-    have specs of their own (one with ``kv_cache_specs`` by layer) is listed under each of them.
+    A spec of another class is recognised by the attributes of ``MambaSpec``. A group with a spec
+    for each layer (``kv_cache_specs``) is listed under each of these specs.
 
     Raises:
         InvalidArgumentError: There is no Mamba group.
@@ -89,8 +89,8 @@ def get_mamba_groups(kv_cache_config: KVCacheConfig) -> dict[Any, list[int]]:
 
 
 MambaLayer: TypeAlias = tuple[int, "str | None", Any]
-"""Group, name and spec of a layer. A group without layers on this rank of a pipeline has one
-without a name."""
+"""Group, name and spec of a layer. The name is None for a group without layers on this pipeline
+rank."""
 
 
 def list_layers(kv_cache_config: KVCacheConfig) -> list[MambaLayer]:
@@ -112,9 +112,9 @@ def list_layers(kv_cache_config: KVCacheConfig) -> list[MambaLayer]:
 
 
 def shared_schedule(kv_cache_config: KVCacheConfig) -> tuple[list[int], MambaSpec]:
-    """Return the ids of all Mamba groups, and a spec with the attributes that they share.
+    """Return the ids of all Mamba groups, and a spec with their shared attributes.
 
-    Groups and layers may differ in kind, shapes and dtypes, but not in how they are scheduled.
+    Groups and layers may differ in kind, shapes and dtypes, but not in ``_SHARED_FIELDS``.
     """
     layers = list_layers(kv_cache_config)
     scheduling: dict[tuple[Any, ...], list[int]] = {}
@@ -137,12 +137,12 @@ _KINDS = ("get_conv_copy_spec", "get_conv_copy_spec_ds", "get_temporal_copy_spec
 
 @dataclass(frozen=True, slots=True)
 class MambaCopySpec:
-    """What is read of one block.
+    """The part of one block to read.
 
     Attributes:
         start_addr: Address of the first byte.
-        num_elements: Elements of one row, without a gap.
-        num_rows: Rows: more than one where a shifted conv window lies as [dim, W].
+        num_elements: Contiguous elements of one row.
+        num_rows: Number of rows: more than one for a shifted conv window stored as [dim, W].
         row_stride: Elements from row to row.
     """
 
@@ -156,23 +156,23 @@ class MambaCopySpec:
 class StateMemory:
     """One state tensor as bytes.
 
-    A conv window that lies as [W, dim] has one row of W tokens; one that lies as [dim, W] has a row
-    for each channel. A temporal state is one row of one token.
+    A conv window stored as [W, dim] has one row of W tokens; stored as [dim, W] it has a row for
+    each channel. A temporal state is one row of one token.
     """
 
     blocks: torch.Tensor  # [num_blocks, num_rows, tokens, token_bytes] uint8, each contiguous
     conv_width: int  # tokens of the window, 0 for a temporal state
-    group: int  # its place among the Mamba groups
+    group: int  # index among the Mamba groups
 
 
 def get_conv_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Return what is read of a conv window in SD layout: ``state`` is [blocks, W, dim].
+    """Return the part to read of a conv window in SD layout: ``state`` is [blocks, W, dim].
 
-    As an entry of ``mamba_state_copy_funcs`` it says that a state is such a window. The blocks are
-    those of all columns, ``cur_block_idx`` is the running one, and the accepted tokens count the
-    first one too.
+    In ``mamba_state_copy_funcs`` this function marks a state as such a window. ``block_ids`` are
+    the blocks of all columns, ``cur_block_idx`` is the running column, and
+    ``num_accepted_tokens`` includes the first token.
     """
     return _read(get_conv_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
@@ -180,14 +180,14 @@ def get_conv_copy_spec(
 def get_conv_copy_spec_ds(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Do the same for a conv window in DS layout: ``state`` is [blocks, dim, W]."""
+    """Return the part to read of a conv window in DS layout: ``state`` is [blocks, dim, W]."""
     return _read(get_conv_copy_spec_ds, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
 def get_temporal_copy_spec(
     state: torch.Tensor, block_ids: Sequence[int], cur_block_idx: int, num_accepted_tokens: int
 ) -> MambaCopySpec:
-    """Do the same for a temporal (SSM) state: ``state`` is [blocks, ...]."""
+    """Return the part to read of a temporal (SSM) state: ``state`` is [blocks, ...]."""
     return _read(get_temporal_copy_spec, state, block_ids, cur_block_idx, num_accepted_tokens - 1)
 
 
@@ -197,8 +197,8 @@ def describe_states(
 ) -> list[StateMemory]:
     """Describe every state tensor of the layers, in the order of groups, layers, states.
 
-    A copy function may be a foreign one of the same name. A layer may have more states than
-    functions: the rest is not copied.
+    A copy function may be another library's function of the same name. A layer may have more states
+    than functions; the rest is not copied.
     """
     group_ids = list(dict.fromkeys(group_id for group_id, *_ in layers))
     memories = []
@@ -243,7 +243,7 @@ def _read(
 def _describe(state: torch.Tensor, copy_func: Callable[..., Any], group: int) -> StateMemory:
     kind = _kind(copy_func)
     is_conv = kind != "get_temporal_copy_spec"
-    # The function says which axis holds the tokens, the strides say how they lie in memory.
+    # The function's name gives the tokens' axis; the strides give the layout in memory.
     tokens_axis = -1 if kind == "get_conv_copy_spec_ds" else 1
     blocks = state
     if is_conv and state.dim() > 2 and not state[:1].is_contiguous():
@@ -263,11 +263,11 @@ def _describe(state: torch.Tensor, copy_func: Callable[..., Any], group: int) ->
 
 
 def _kind(copy_func: Callable[..., Any]) -> str:
-    """Return which of this module's functions a function stands for."""
+    """Return the name of this module's function that a copy function corresponds to."""
     kind = getattr(copy_func, "__name__", repr(copy_func))
     if kind not in _KINDS:
         raise InvalidArgumentError(f"a copy function must be one of {_KINDS}, got {kind}")
-    # vLLM has one function for both layouts, and a setting for all of its windows beside it.
+    # vLLM has one function for both layouts, and a setting for the layout of all windows.
     module = sys.modules.get(copy_func.__module__)
     is_dim_first = getattr(module, "is_conv_state_dim_first", None)
     if kind == "get_conv_copy_spec" and is_dim_first is not None and is_dim_first():
