@@ -1,6 +1,6 @@
-"""Old import path of ``mamba_cache.integrations.vllm``, which it stands for."""
+"""Old import path of ``mamba_cache.integrations.vllm``."""
 
 from mamba_cache.integrations import vllm
-from mamba_cache.integrations.vllm import *  # noqa: F403 - whatever it exports
+from mamba_cache.integrations.vllm import *  # noqa: F403 - all of its exports
 
 __all__ = vllm.__all__

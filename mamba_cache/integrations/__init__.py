@@ -1,3 +1,3 @@
-"""Adapters to other projects; each module needs its project only once it is used."""
+"""Adapters to other projects; a module needs its project only when the module is used."""
 
 __all__: list[str] = []

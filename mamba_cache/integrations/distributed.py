@@ -1,10 +1,9 @@
 """Agreement of ranks that hold shards of the same states.
 
-Tensor-parallel ranks keep different heads and channels of the same states, so each must decide
-alike: the same slots for the same blocks, the same evictions. On the GPU nothing is exchanged to
-bring that about: decisions depend on the calls alone, so ranks that make the same calls decide
-alike. What lies in tiers below the GPU differs, so ranks agree on what they resume from there, by
-``GroupAgreement``.
+Tensor-parallel ranks hold different heads and channels of the same states, so all ranks must make
+the same decisions: the same slots for the same blocks, the same evictions. On the GPU this needs no
+communication: decisions depend only on the calls, and all ranks make the same calls. The contents
+of lower tiers differ by rank, so ranks agree on the entries to resume from by ``GroupAgreement``.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ __all__ = ["GroupAgreement", "agree_on_num_slots"]
 
 
 def agree_on_num_slots(num_slots: int, group: dist.ProcessGroup | None = None) -> int:
-    """Find the number of slots that every rank has room for; every rank of the group calls it.
+    """Return the smallest number of slots of all ranks; every rank of the group must call this.
 
-    Pipeline stages have different layers, so one budget holds different numbers of slots. All take
-    the smallest, or a block would keep its state in one stage and lose it in another.
+    Pipeline stages have different layers, so one budget holds different numbers of slots. All ranks
+    use the smallest number; else a block could keep its state in one stage and lose it in another.
 
     Args:
         num_slots: Slots that this rank's budget holds.
         group: The ranks; default: all.
 
     Raises:
-        InvalidArgumentError: ``num_slots`` is not an int >= 0. The other ranks wait then.
+        InvalidArgumentError: ``num_slots`` is not an int >= 0. The other ranks then wait.
         StepOrderError: ``torch.distributed`` is not initialised.
     """
     check_int("num_slots", num_slots, minimum=0)
@@ -43,17 +42,17 @@ def agree_on_num_slots(num_slots: int, group: dist.ProcessGroup | None = None) -
 
 
 class GroupAgreement:
-    """How the ranks of a group agree on what they resume from tiers: one small ``all_reduce`` each.
+    """Agreement of a group's ranks on the tier entries to resume from, by a small ``all_reduce``.
 
-    Given to the context of each rank. A call waits until all ranks have made it, for as long as
-    the process group's timeout says, and for nothing else: no work of the model, provided that
-    the group is not the one that the model's own collectives use.
+    Pass one to the context of each rank. A call waits for the same call of all ranks, up to the
+    process group's timeout. It does not wait for the model's work if the model's collectives use
+    another group.
 
     Args:
-        group: The ranks that must decide alike: a tensor-parallel or pipeline-parallel group, not
-            the replicas of data parallelism. Best a group of gloo of their own
-            (``new_group(ranks, backend="gloo")``), so that the GPU takes no part. It may
-            be of NCCL. Default: all.
+        group: The ranks that must make the same decisions: a tensor-parallel or pipeline-parallel
+            group, not the replicas of data parallelism. A separate gloo group
+            (``new_group(ranks, backend="gloo")``) is best, because it does not use the GPU; NCCL
+            works too. Default: all ranks.
 
     Raises:
         StepOrderError: ``torch.distributed`` is not initialised.
@@ -68,10 +67,10 @@ class GroupAgreement:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of what the ranks give, value by value."""
+        """Return the elementwise maximum of the ranks' values."""
         if self._is_alone:
             return list(values)
-        with torch.cuda.stream(self._stream):  # without one it does nothing
+        with torch.cuda.stream(self._stream):  # no effect if None
             given = torch.tensor(values, dtype=torch.float64, device=self._device)
             dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._group)
             largest: list[float] = given.tolist()
@@ -86,7 +85,7 @@ def _check_initialised() -> None:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the group's collectives take their tensors from."""
+    """Return the device of tensors for the group's collectives."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Model shapes: what a model keeps of a sequence, read from the cache that it fills.
+"""Model shapes: specs of a model's state and KV cache, read from a cache that the model fills.
 
-The model of a configuration is built on the meta device, where tensors have shapes and no memory,
-and a few tokens go through it. No list of families is kept: what transformers can build is read.
+The model of a configuration is built on the meta device, where tensors have shapes but no memory,
+and computes a few tokens. There is no list of model families: any model of transformers works.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ __all__ = ["BUILT_IN", "ModelShape", "load_shape", "shape_of"]
 
 _TOKENS: Final = 8
 _LINEAR_ATTENTION_CHUNK: Final = 64
-"""The chunk of the usual kernels of gated delta rules; configurations do not name it."""
+"""Chunk size of the usual gated delta rule kernels; configurations do not name it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model keeps of a sequence.
+    """Memory of one sequence in a model.
 
     Attributes:
-        name: What it is called.
-        state_spec: One state. The keys and values of a sliding window have one size at any
-            position, so they are part of it.
-        kv_spec: One token's keys and values.
-        ssm_chunk_size: Tokens of one chunk of its SSM kernels; 1 if they have none.
-        weight_bytes: Bytes of its weights.
-        num_state_layers: Layers that keep a state.
+        name: The model's name.
+        state_spec: One state. It includes the keys and values of sliding windows, whose size does
+            not depend on the position.
+        kv_spec: Keys and values of one token.
+        ssm_chunk_size: Tokens of one chunk of the SSM kernels; 1 without chunks.
+        weight_bytes: Bytes of the weights.
+        num_state_layers: Number of layers with a state.
     """
 
     name: str
@@ -79,19 +79,19 @@ BUILT_IN: dict[str, ModelShape] = {
         _built_in("zamba2-7b", 7.4, (81, 7424, (112, 64, 64)), (13, 32, 224), 256),
     )
 }
-"""Published models by name, in bfloat16: they need no transformers."""
+"""Published models by name, in bfloat16. Their shapes do not need transformers."""
 
 
 def load_shape(model: str) -> ModelShape:
-    """Read a model's shape. Nothing is downloaded.
+    """Return a model's shape. Nothing is downloaded.
 
     Args:
-        model: One of ``BUILT_IN``, in any case; the path of a config.json or of the folder that
-            holds one; or the hub id of a model that is in the local cache of huggingface_hub.
+        model: A name in ``BUILT_IN``, upper or lower case; the path of a config.json or of its
+            folder; or the hub id of a model in the local cache of huggingface_hub.
 
     Raises:
-        InvalidArgumentError: There is no such model or file, or it cannot be read.
-        MissingExtraError: A configuration is read and transformers is not installed.
+        InvalidArgumentError: There is no such model or file, or the file cannot be read.
+        MissingExtraError: A configuration must be read and transformers is not installed.
         UnsupportedVersionError: transformers is too old.
     """
     if model.lower() in BUILT_IN:
@@ -102,7 +102,7 @@ def load_shape(model: str) -> ModelShape:
         config = library.AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever a file holds, transformers' own code reads it
+    except Exception as error:  # transformers may raise anything for a malformed file
         raise InvalidArgumentError(
             f"{path} must be a config.json that transformers reads: {_first_line(error)}"
         ) from error
@@ -112,24 +112,24 @@ def load_shape(model: str) -> ModelShape:
 
 
 def shape_of(config: Any, *, name: str) -> ModelShape:
-    """Build a configuration's model on the meta device, and read what its cache holds.
+    """Build a configuration's model on the meta device, and return the shape of its cache.
 
     Args:
-        config: A configuration of transformers; of a multimodal one the text model's part counts.
-        name: What to call the model.
+        config: A configuration of transformers; only the text part of a multimodal one is used.
+        name: The model's name.
 
     Raises:
-        InvalidArgumentError: transformers cannot build it or run it there, or it has no layers
-            with a state that a prefix cache could keep.
+        InvalidArgumentError: transformers cannot build or run the model on the meta device, or the
+            model has no layer whose state a prefix cache could keep.
     """
     library = transformers()
     whole, config = config, config.get_text_config(decoder=True)
     dtype = config.dtype or whole.dtype or torch.bfloat16
     log = library.utils.logging
     verbosity = log.get_verbosity()
-    log.set_verbosity_error()  # kernels that are not installed make no difference to shapes
+    log.set_verbosity_error()  # hides warnings of missing kernels, which do not affect shapes
     try:
-        # In bfloat16: the grouped products of experts take no other on this device.
+        # bfloat16: grouped matrix products of experts require it on the meta device.
         with torch.device("meta"):
             model = library.AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, trust_remote_code=False
@@ -173,7 +173,7 @@ def _filled_cache(model: Any) -> Any:
 
 
 def _kv_spec(layout: PrefixLayout) -> KVCacheSpec:
-    """Return a token's keys and values as one head of the mean size: layers may differ."""
+    """Return a token's keys and values as one head of the mean size, because layers may differ."""
     kept = layout.block_tensors
     num_layers = sum(tensor.num_layers for tensor in kept) // 2
     dtype = kept[0].dtype if kept else torch.bfloat16
@@ -194,7 +194,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _find(model: str) -> Path:
-    """Return the file that holds a model's configuration."""
+    """Return the file with a model's configuration."""
     cached: Any = None
     try:
         for path in (Path(model), Path(model, "config.json")):
@@ -202,7 +202,7 @@ def _find(model: str) -> Path:
                 return path
         hub = importlib.import_module("huggingface_hub")
         cached = hub.try_to_load_from_cache(model, "config.json")
-    except (ImportError, OSError, ValueError):  # no path, no id of the hub, or no hub here
+    except (ImportError, OSError, ValueError):  # no path, no hub id, or no huggingface_hub
         pass
     if isinstance(cached, str):
         return Path(cached)
@@ -216,10 +216,10 @@ def _find(model: str) -> Path:
 
 
 def _checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the weights beside a configuration, if they are there.
+    """Return the bytes of the weight files in a folder, None without weight files.
 
     Raises:
-        InvalidArgumentError: Their index cannot be read.
+        InvalidArgumentError: The index of the weights cannot be read.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -227,6 +227,6 @@ def _checkpoint_bytes(folder: Path) -> int | None:
             return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
         except (LookupError, TypeError, ValueError, OSError) as error:
             raise InvalidArgumentError(
-                f"{index} must say metadata.total_size: {error!r}"
+                f"{index} must have metadata.total_size: {error!r}"
             ) from error
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None

@@ -1,7 +1,7 @@
-"""Prometheus metrics of what caches did and hold; needs the extra ``metrics``.
+"""Prometheus metrics of caches; needs the extra ``metrics``.
 
-The figures are read when Prometheus asks for them: a context does nothing for it. Call durations
-are measured only where ``CallDurations`` is told to.
+Statistics are read at each scrape, so they cost a context nothing. Call durations are measured only
+for contexts that ``CallDurations`` watches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 _Row = tuple[str, str, str, str | Callable[[Any], Any]]
-"""A metric: its name, what it says, its label ("" for none), and a field of the statistics or what
-returns figures by the label's value."""
+"""A metric: its name, help text, label ("" for none), and value: a field of the statistics, or a
+function that returns figures by label value."""
 
 _GAUGES = frozenset(
     ("blocks", "slots", "tier_entries", "tier_rows", "tier_bytes", "verification_waiting_hits")
@@ -48,14 +48,14 @@ _COUNTERS = {
     "refused_states": "States not computed because the policy held others worth more",
     "skipped_checkpoints": "States not saved because no slot or no room in the step was left",
     "unwritten_states": "States not published because a layer of the model did not hand them over",
-    "evicted_blocks": "Cached KV blocks given up for others",
-    "evicted_slots": "Saved states given up for others",
-    "aborted_steps": "Steps taken back",
+    "evicted_blocks": "Cached KV blocks evicted for others",
+    "evicted_slots": "Saved states evicted for others",
+    "aborted_steps": "Aborted steps",
     "self_resets": "Times that a prefix cache reset itself after an exception in its bookkeeping",
     "preemptions": "Requests preempted by the engine",
-    "forks": "Requests that went on from where another stood",
+    "forks": "Requests that continue another request",
 }
-"""Fields of ``CacheStats`` that are metrics as they are, and what they say."""
+"""Fields of ``CacheStats`` that are metrics without conversion, with their help texts."""
 
 
 def _of_kinds(unit: str, *kinds: str) -> Callable[[Any], dict[str, float]]:
@@ -68,7 +68,7 @@ _OF_CACHES: Sequence[_Row] = [
      lambda stats: stats.hits * stats.bytes_per_slot),
     ("saved_bytes", "Bytes of states saved to slots and findable", "",
      lambda stats: stats.saved_states * stats.bytes_per_slot),
-    # Every reason has its series from the start, so that its first rise is seen as one.
+    # Every reason has a series from the start, so that its first increase is visible.
     ("misses", "Requests that skipped no tokens, by reason", "reason",
      lambda stats: {each.value: stats.misses.get(each.value, 0) for each in MissReason}),
     ("bypasses", "Calls of a PrefixCache that neither used the cache nor filled it, by reason",
@@ -81,12 +81,12 @@ _OF_CACHES: Sequence[_Row] = [
 
 _OF_VERIFICATION: Sequence[_Row] = [
     ("verified_hits", "Hits that were computed again and compared", "", "verified"),
-    ("verification_sampled_hits", "Hits that were chosen for it", "", "sampled"),
+    ("verification_sampled_hits", "Hits chosen for verification", "", "sampled"),
     ("verification_skipped_hits", "Chosen hits that were not computed again", "", "skipped"),
     ("verification_differences",
      "Entries that were not what the model computes, by kind; each was removed", "kind",
      "differences"),
-    ("verification_waiting_hits", "Hits that wait for it", "", "waiting"),
+    ("verification_waiting_hits", "Hits that wait for verification", "", "waiting"),
 ]  # fmt: skip
 
 _OF_TIERS: Sequence[_Row] = [
@@ -96,9 +96,9 @@ _OF_TIERS: Sequence[_Row] = [
      lambda tier: {kind: n * tier.row_bytes[kind] for kind, n in tier.entries.items()}),
     ("tier_stored", "Entries that arrived in a tier", "", "stored"),
     ("tier_restored", "Entries that a hit brought back, verified", "", "restored"),
-    ("tier_evicted", "Entries of a tier given up for others", "", "evicted"),
+    ("tier_evicted", "Entries of a tier evicted for others", "", "evicted"),
     ("tier_dropped", "Entries that were not stored in a tier, by reason", "reason", "dropped"),
-    ("tier_refused", "Entries that were looked for in a tier and not restored, by reason",
+    ("tier_refused", "Entries that were looked up in a tier and not restored, by reason",
      "reason", "refused"),
 ]  # fmt: skip
 
@@ -106,14 +106,14 @@ _DURATION_BUCKETS = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3),
     *(5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0),
 )  # fmt: skip
-"""Upper bounds in seconds: a call takes tens of microseconds when all is well."""
+"""Upper bounds in seconds: a call normally takes tens of microseconds."""
 
 TIMED_CALLS = ("add_request", "begin_step", "commit_step")
 """The calls of a step that ``CallDurations`` measures."""
 
 
 class CacheCollector(Collector):
-    """Gives a registry the ``stats()`` of caches, read at each scrape.
+    """A collector of the ``stats()`` of caches, which are read at each scrape.
 
     Example::
 
@@ -124,7 +124,7 @@ class CacheCollector(Collector):
         caches: Contexts or ``PrefixCache`` objects by name; the name becomes the label ``cache``.
 
     Raises:
-        InvalidArgumentError: It is no mapping, or names no cache.
+        InvalidArgumentError: ``caches`` is no mapping, or is empty.
         MissingExtraError: On import, if prometheus_client is not installed.
     """
 
@@ -144,7 +144,7 @@ class CacheCollector(Collector):
             for name, cache in caches
             if hasattr(cache, "verification_stats")
         ]
-        verified = [each for each in verified if each[1].differences]  # it is asked for
+        verified = [each for each in verified if each[1].differences]  # verification is on
         yield from _families(_OF_VERIFICATION, verified)
         tiers = [
             ((name, tier.name), tier)
@@ -157,14 +157,14 @@ class CacheCollector(Collector):
 class CallDurations:
     """Measures how long the calls of a step take on the host, in one histogram.
 
-    Without it nothing is measured. With it each call takes about two microseconds more.
+    Each measured call takes about two microseconds more.
 
     Example::
 
         CallDurations().watch("main", context)
 
     Args:
-        registry: Where the histogram is registered. Default: prometheus_client's own.
+        registry: Registry of the histogram. Default: prometheus_client's default registry.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -177,11 +177,11 @@ class CallDurations:
         )
 
     def watch(self, name: str, context: object) -> None:
-        """Put in the place of the context's ``TIMED_CALLS`` ones that are measured.
+        """Replace the ``TIMED_CALLS`` of a context by measured ones.
 
         Args:
             name: The label ``cache``, as for ``CacheCollector``.
-            context: A ``DynamicInferenceContext``, or what has its calls.
+            context: A ``DynamicInferenceContext``, or an object with the same calls.
 
         Raises:
             InvalidArgumentError: The object lacks one of the calls, or is watched already.
@@ -202,7 +202,7 @@ class CallDurations:
 def _families(
     table: Sequence[_Row], sources: Sequence[tuple[tuple[str, ...], Any]]
 ) -> Iterator[Metric]:
-    """Yield a table's metrics of statistics, each with its labels; none if there are none."""
+    """Yield a table's metrics for labelled statistics; nothing without statistics."""
     if not sources:
         return
     names = ["cache", "tier"][: len(sources[0][0])]

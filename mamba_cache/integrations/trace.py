@@ -23,7 +23,7 @@ TRACE_FORMAT: Final = "mamba_cache_trace"
 """Key of the first line of a log; its value is ``TRACE_VERSION``."""
 
 TRACE_VERSION: Final = 2
-"""Of the format: version 1 had other names for fields."""
+"""Version of the format; version 1 had other field names."""
 
 _MAX_QUEUED: Final = 4096
 _SECONDS_BETWEEN_WRITES: Final = 1.0
@@ -32,10 +32,10 @@ _SECONDS_BETWEEN_WRITES: Final = 1.0
 class TraceLog:
     """A listener that appends a line for each admitted request to a file.
 
-    A line is one of Mooncake's traces. It holds no text and no token ids: the id of a block is 8
-    bytes of a keyed digest, in hexadecimal, and only complete blocks have one. A thread writes once
-    a second; requests do not wait for it. Lines that do not fit the queue, or that cannot be
-    written, are dropped and counted.
+    Lines have the format of Mooncake's traces. They contain no text and no token ids: the id of a
+    block is 8 bytes of a keyed digest in hexadecimal, and only complete blocks have an id. A thread
+    writes once a second, so requests do not wait. Lines that do not fit the queue, or that cannot
+    be written, are dropped and counted.
 
     Example::
 
@@ -44,9 +44,9 @@ class TraceLog:
             ...
 
     Args:
-        path: The file, readable for its owner only. Give each process its own.
-        secret: Key of the digests; logs with equal keys can be joined. Default: drawn at random,
-            and not written anywhere.
+        path: The file, readable for its owner only. Each process needs its own file.
+        secret: Key of the digests; logs with equal keys can be joined. Default: a random key that
+            is not stored.
 
     Attributes:
         num_written: Requests written.
@@ -54,7 +54,7 @@ class TraceLog:
         num_errors: Writes that failed.
 
     Raises:
-        InvalidArgumentError: ``path`` is no path, or the secret is no bytes.
+        InvalidArgumentError: ``path`` is no path, or ``secret`` is not bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, secret: bytes | None = None) -> None:
@@ -83,7 +83,7 @@ class TraceLog:
         """Queue an ``Admitted`` event; ignore others."""
         if not isinstance(event, Admitted):
             return
-        # A forked process has neither the thread nor a right to the file.
+        # A forked process has no writer thread, and the file belongs to its parent.
         if self._closing.is_set() or len(self._queue) >= _MAX_QUEUED or os.getpid() != self._pid:
             self.num_dropped += 1
             return
@@ -94,7 +94,7 @@ class TraceLog:
             atexit.register(self.close)
 
     def flush(self) -> None:
-        """Write what is queued."""
+        """Write the queued lines."""
         with self._writing:
             entries = [self._queue.popleft() for _ in range(len(self._queue))]
             if not entries or os.getpid() != self._pid:
@@ -118,7 +118,7 @@ class TraceLog:
                 self.num_written += len(entries)
 
     def close(self) -> None:
-        """Write what is queued, and end the thread. Later requests are dropped."""
+        """Write the queued lines and end the thread. Later requests are dropped."""
         self._closing.set()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join()
@@ -146,10 +146,10 @@ class TraceLog:
 
 
 def _append(path: str, content: bytes) -> None:
-    """Append all of the content or nothing.
+    """Append the whole content or nothing.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The file cannot be opened or written.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:

@@ -1,7 +1,7 @@
-"""What the kernels of a step read: the step's tensors, and chunks of packed sequences.
+"""Metadata for a step's kernels: the step's tensors, and chunks of packed sequences.
 
-A *chunk*, of Mamba2 (SSD) kernels, is at most ``chunk_size`` tokens of one sequence. Chunks are
-numbered over the whole packed batch, in its order.
+A *chunk* of the Mamba2 (SSD) kernels has at most ``chunk_size`` tokens of one sequence. Chunks are
+numbered over the whole packed batch, in batch order.
 """
 
 from __future__ import annotations
@@ -27,73 +27,73 @@ _IntArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 
 _FEW = 8
-"""So many sequences are cut one by one; operations on arrays take more to begin with."""
+"""Up to this many sequences are cut one by one: array operations have a higher fixed cost."""
 
 
-@dataclass(slots=True, eq=False)  # each step makes one, and a frozen one takes three times as long
+@dataclass(slots=True, eq=False)  # created at each step: a frozen one takes three times as long
 class StepMetadata:
-    """What the model's layers need to know of one step.
+    """Metadata of one step for the model's layers.
 
     The batch is packed without padding: the tokens of each decoding request (the last sampled one
-    and its drafts), then the prefill chunks, one after the other. Row ``i`` of every per-request
+    and its drafts), then the prefill chunks, one after another. Row ``i`` of every per-request
     tensor is the batch's ``i``-th request; rows past ``num_requests`` are padding. Every tensor
     keeps its address and its size from step to step, so that a captured CUDA graph can read it.
 
     Attributes:
-        num_decodes: Requests that decode; they come first in the batch.
-        num_prefills: Requests that compute a chunk of their prompt; they come last.
+        num_decodes: Requests that decode; first in the batch.
+        num_prefills: Requests that compute a chunk of their prompt; last in the batch.
         num_tokens: Tokens of the whole batch.
-        num_decode_tokens: Tokens of the decoding part: one for each request, and its drafts.
-        max_decode_len: Tokens of the decoding request that has the most.
+        num_decode_tokens: Tokens of the decoding part: one for each request, plus its drafts.
+        max_decode_len: Maximum number of tokens of a decoding request.
         num_chunks: SSM chunks of the prefill part.
-        chunk_size: Tokens that an SSM chunk has at most.
+        chunk_size: Maximum number of tokens of an SSM chunk.
         num_checkpoints: Checkpoints inside this step's prefill chunks.
-        max_seq_len: How far attention looks back at most: the largest of ``seq_lens``, or more
-            where the device alone knows how many drafts of the last step were accepted.
+        max_seq_len: Maximum of ``seq_lens``; an upper bound while the number of accepted drafts of
+            the last step is known on the device only.
         token_ids: [max_tokens] int64. Input tokens; padding is 0.
         positions: [max_tokens] int64. Position of each token in its sequence; padding is 0.
-        kv_slot_mapping: [max_tokens] int64. Where a token's key and value go, as block id *
-            block size + offset; ``PAD_SLOT_ID``: not written, because the block is shared and
-            filled already, or the row is padding.
+        kv_slot_mapping: [max_tokens] int64. Destination of a token's key and value, as block id *
+            block size + offset. ``PAD_SLOT_ID``: not written, because the block is shared and
+            already filled, or the row is padding.
         query_start_loc: [max_requests + 1] int32. First packed token of each request; padding
             repeats ``num_tokens``.
-        num_computed_tokens: [max_requests] int32. Tokens whose effect is in the live state before
-            this step; padding is 0.
+        num_computed_tokens: [max_requests] int32. Tokens that the live state contains before this
+            step; padding is 0.
         seq_lens: [max_requests] int32. ``num_computed_tokens`` plus this step's tokens.
         request_rows: [max_requests] int32. Row of each request in the context's tables; padding is
             ``PAD_SLOT_ID``.
-        state_rows: [max_requests] int32. Row of each request in the live states: where its state
-            is read from, and where a prefill writes it; padding is ``PAD_SLOT_ID``.
-        decode_state_rows: [max_requests, 1 + most tokens of a decode] int32. For each decoding
-            request the live-state row that is read, then the one that the state after each of its
-            tokens is written to. All columns can be written. Without speculation both columns are
-            the same row. Other requests and padding: ``PAD_SLOT_ID``.
+        state_rows: [max_requests] int32. Live-state row of each request, which the step reads and a
+            prefill also writes; padding is ``PAD_SLOT_ID``.
+        decode_state_rows: [max_requests, 1 + maximum tokens of a decode] int32. For each decoding
+            request the live-state row to read, then for each of its tokens the row to write the
+            state after this token to. All columns can be written. Without speculation both columns
+            are the same row. Other requests and padding: ``PAD_SLOT_ID``.
         cu_chunk_seqlens: [max_chunks + 1] int32. First token of each SSM chunk, counted from the
             prefill part's first token; padding repeats the number of prefill tokens.
-        chunk_seq_idx: [max_chunks] int32. Which prefill request (0 = the first) a chunk belongs
-            to; padding is -1.
-        last_chunk_indices: [max_requests] int32. Last chunk of each prefill request; padding is -1.
-        checkpoint_chunks: [max_checkpoints] int32. The chunk at whose end the state is saved;
+        chunk_seq_idx: [max_chunks] int32. Index of the chunk's prefill request (0 = first prefill);
             padding is -1.
+        last_chunk_indices: [max_requests] int32. Last chunk of each prefill request; padding is -1.
+        checkpoint_chunks: [max_checkpoints] int32. The chunk whose end state is saved; padding: -1.
         checkpoint_conv_ends: [max_checkpoints] int32. The packed prefill token after the
-            checkpoint: the conv window saved is the inputs before it; padding is -1.
+            checkpoint; the saved conv window is the inputs before this token. Padding is -1.
         checkpoint_seq_starts: [max_checkpoints] int32. The first packed prefill token of the same
-            request; inputs before it come from the live conv state. Padding is -1.
-        checkpoint_rows: [max_checkpoints] int32. The request's row in the live states; padding
-            is ``PAD_SLOT_ID``.
+            request; earlier inputs come from the live conv state. Padding is -1.
+        checkpoint_rows: [max_checkpoints] int32. The request's live-state row; padding is
+            ``PAD_SLOT_ID``.
         checkpoint_slots: [max_checkpoints] int32. The reserved slot; padding is ``PAD_SLOT_ID``.
         restore_sources: [max_requests] int32. Slots to restore from in this step; ``ZERO_SOURCE``
-            of ``mamba_cache.states`` clears instead; padding is ``PAD_SLOT_ID``.
-        restore_rows: [max_requests] int32. Live-state rows to restore into; padding likewise.
+            of ``mamba_cache.states`` zeroes the state instead; padding is ``PAD_SLOT_ID``.
+        restore_rows: [max_requests] int32. Live-state rows to restore into; padding is
+            ``PAD_SLOT_ID``.
         boundary_rows: [max_requests] int32. Live-state rows that are saved at commit; padding is
-            ``PAD_SLOT_ID``. With speculation commit decides those of decoding requests.
-        boundary_slots: [max_requests] int32. The reserved slots that they are saved to.
-        boundary_entries: [max_requests] int32. Which entry of the two a request has; none: -1.
+            ``PAD_SLOT_ID``. With speculation commit determines the rows of decoding requests.
+        boundary_slots: [max_requests] int32. The reserved slots that these rows are saved to.
+        boundary_entries: [max_requests] int32. A request's index in these two tensors; none: -1.
         boundary_positions: [max_requests] int32. The boundary of each request, in tokens from the
             sequence's start; none: -1.
         block_tables: [max_requests, max_blocks] int32. KV block ids of each request; entries past
-            a request's last block are the dummy block. Rows past ``num_requests`` are not
-            written anew, so a kernel must skip them by ``state_rows`` or ``seq_lens``.
+            a request's last block are the dummy block. Rows past ``num_requests`` keep old
+            values, so a kernel must skip them by ``state_rows`` or ``seq_lens``.
     """
 
     num_decodes: int
@@ -144,21 +144,21 @@ class StepMetadata:
 def compute_chunk_metadata(
     query_start_loc: _IntArray, num_computed_tokens: _IntArray, chunk_size: int
 ) -> tuple[_Int32Array, _Int32Array, _Int32Array]:
-    """Cut sequences at multiples of ``chunk_size`` counted from each sequence's own start.
+    """Cut sequences at multiples of ``chunk_size``, counted from each sequence's start.
 
-    A sequence that resumes inside a chunk finishes it first, so that the chunks do not depend on
+    A sequence that resumes inside a chunk first finishes this chunk, so chunks do not depend on
     where earlier steps stopped.
 
     Args:
-        query_start_loc: [B + 1] int. First packed token of each sequence, then their number; starts
-            at 0, non-decreasing.
-        num_computed_tokens: [B] int. Tokens of each sequence that precede its packed ones.
-        chunk_size: Most tokens of one chunk.
+        query_start_loc: [B + 1] int. First packed token of each sequence, then the number of
+            tokens; starts at 0, non-decreasing.
+        num_computed_tokens: [B] int. Tokens of each sequence before its packed tokens.
+        chunk_size: Maximum number of tokens in a chunk.
 
     Returns:
-        ``cu_chunk_seqlens`` [num_chunks + 1] int32, the packed position at which each chunk starts,
-        then the number of tokens; ``chunk_seq_idx`` [num_chunks] int32, the sequence of each chunk;
-        ``last_chunk_indices`` [B] int32, the last chunk of each sequence, -1 if it has no tokens.
+        ``cu_chunk_seqlens`` [num_chunks + 1] int32, packed start of each chunk, then the number of
+        tokens; ``chunk_seq_idx`` [num_chunks] int32, sequence of each chunk;
+        ``last_chunk_indices`` [B] int32, last chunk of each sequence, -1 for an empty one.
 
     Raises:
         InvalidArgumentError: An argument is not as described.
@@ -171,8 +171,9 @@ def compute_chunk_metadata(
             f"got {len(computed)}, the least {computed.min(initial=0)}"
         )
     chunk_size = check_int("chunk_size", chunk_size, minimum=1, maximum=INT32_MAX)
-    most = starts.item(-1) // chunk_size + 2 * len(computed)
-    cu_chunk_seqlens, chunk_seq_idx = np.empty(most + 1, np.int32), np.empty(most, np.int32)
+    max_chunks = starts.item(-1) // chunk_size + 2 * len(computed)
+    sizes = max_chunks + 1, max_chunks
+    cu_chunk_seqlens, chunk_seq_idx = (np.empty(size, np.int32) for size in sizes)
     last_chunk_indices = np.empty(len(computed), np.int32)
     out = cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices
     num_chunks = cut_into_chunks(starts, computed % chunk_size, chunk_size, out)
@@ -184,18 +185,17 @@ def compute_varlen_chunk_metadata(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cut sequences at multiples of ``chunk_size`` of the packed position.
 
-    A tensor on a device is waited for, because the number of chunks depends on it; one on the CPU
-    is not.
+    This waits for a tensor on a device, because the number of chunks depends on its values.
 
     Args:
-        query_start_loc: [B + 1] int. First packed token of each sequence, then their number; starts
-            at 0, non-decreasing.
-        chunk_size: Most tokens of one chunk.
+        query_start_loc: [B + 1] int. First packed token of each sequence, then the number of
+            tokens; starts at 0, non-decreasing.
+        chunk_size: Maximum number of tokens in a chunk.
 
     Returns:
-        All int32 on the same device: ``cu_chunk_seqlens`` [num_chunks + 1], exclusive prefix sums
-        of the chunks' lengths, the last being the number of tokens; ``last_chunk_indices`` [B],
-        -1 for an empty sequence; ``seq_idx_chunks`` [num_chunks], the sequence of each chunk.
+        All int32 on the same device: ``cu_chunk_seqlens`` [num_chunks + 1], packed start of each
+        chunk, then the number of tokens; ``last_chunk_indices`` [B], last chunk of each sequence,
+        -1 for an empty one; ``seq_idx_chunks`` [num_chunks], sequence of each chunk.
 
     Raises:
         InvalidArgumentError: An argument is not as described.
@@ -206,7 +206,7 @@ def compute_varlen_chunk_metadata(
         raise InvalidArgumentError(
             f"query_start_loc must be a 1-D tensor of ints with data, got {query_start_loc!r}"
         ) from error
-    # The packed position of a sequence's first token takes the place of the tokens before it.
+    # Passing packed starts as computed tokens counts chunks by packed position.
     cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = compute_chunk_metadata(
         starts, starts[:-1], chunk_size
     )
@@ -224,9 +224,9 @@ def cut_into_chunks(
     chunk_size: int,
     out: tuple[_Int32Array, _Int32Array, _Int32Array],
 ) -> int:
-    """Cut sequences whose first chunks have ``phases`` tokens behind them already.
+    """Cut sequences whose first chunks already have ``phases`` tokens; write to ``out``.
 
-    What ``compute_chunk_metadata`` does, of arguments that are right.
+    Like ``compute_chunk_metadata``, with unchecked arguments. Returns the number of chunks.
     """
     if len(phases) <= _FEW:
         return _cut_few(starts, phases, chunk_size, out)
@@ -238,7 +238,7 @@ def cut_into_chunks(
     chunks_through = num_chunks.cumsum()
     which = np.arange(len(lengths)).repeat(num_chunks)
     count = len(which)
-    # Where each chunk lies in its sequence: 0 for the first, which may be started already.
+    # Index of each chunk in its sequence; chunk 0 may be partly computed already.
     ordinals = np.arange(count) - (chunks_through - num_chunks)[which]
     offsets = np.maximum(ordinals * chunk_size - phases[which], 0)
     cu_chunk_seqlens[:count] = starts[which] + offsets
@@ -254,7 +254,7 @@ def _cut_few(
     chunk_size: int,
     out: tuple[_Int32Array, _Int32Array, _Int32Array],
 ) -> int:
-    """Do the same one sequence after the other, which costs less than so many whole arrays."""
+    """Cut few sequences one after another, at less cost than array operations."""
     cu_chunk_seqlens, chunk_seq_idx, last_chunk_indices = out
     start = first = 0
     for index, phase in enumerate(phases):

@@ -1,8 +1,8 @@
-"""The reference engine and the reference model: the example of how to embed the cache.
+"""The reference engine and the reference model: an example of how to embed the cache.
 
-Read ``engine`` first: one step is a dozen lines. ``drafting`` guesses tokens, and ``sampling``
-picks them and keeps the guesses that were right. ``hybrid_model`` is a hybrid model in plain
-PyTorch; ``mamba`` shows what a layer owes the cache.
+Read ``engine`` first: one step is a dozen lines. ``drafting`` proposes draft tokens; ``sampling``
+samples tokens and verifies drafts. ``hybrid_model`` is a hybrid model in plain PyTorch; ``mamba``
+shows how a layer reads and writes the cache.
 """
 
 from mamba_cache.reference.drafting import Drafter, NgramDrafter

@@ -43,7 +43,7 @@ class AttentionLayer:
         queries, keys, values = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
         assert caches.kv_cache is not None  # the model has checked its caches
         kv_cache = caches.kv_cache[self.layer]
-        # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which nothing reads.
+        # As an index, PAD_SLOT_ID (-1) is the last place of the dummy block, which is never read.
         places = metadata.kv_slot_mapping[: metadata.num_tokens]
         kv_cache.flatten(1, 2)[:, places] = torch.stack([keys, values])
 
@@ -52,17 +52,17 @@ class AttentionLayer:
         positions, outputs = metadata.positions[: metadata.num_tokens], []
         for chunks, tokens, requests in batch.parts:
             tiles, at = chunks.split(queries[tokens]), chunks.split(positions[tokens])
-            owners = tables[requests][chunks.sequences]
-            # Decoded tokens together; prompts chunk by chunk, which saves room.
+            blocks = tables[requests][chunks.sequences]
+            # Decoded tokens together; prompts chunk by chunk, to save memory.
             count = len(tiles) if chunks is batch.decodes else 1
-            pieces = zip(*(torch.split(each, count) for each in (tiles, owners, at)), strict=True)
+            pieces = zip(*(torch.split(each, count) for each in (tiles, blocks, at)), strict=True)
             attended = [attend(tile, kv_cache, table, place) for tile, table, place in pieces]
             outputs.append(chunks.join(torch.cat(attended)))
         return F.linear(torch.cat(outputs).flatten(1), self.out_proj)
 
 
 def attend(queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
-    """Attend from tiles of queries, each of one request, to the keys up to each query's position.
+    """Attend from tiles of queries, each tile of one request, to keys up to each query's position.
 
     ``queries`` is [tiles, tile_size, heads, head_dim], ``block_tables`` [tiles, num_blocks] int64,
     and ``positions`` [tiles, tile_size] int64. The softmax is summed in at least float32.
@@ -70,12 +70,12 @@ def attend(queries: Tensor, kv_cache: Tensor, block_tables: Tensor, positions: T
     tile_size, kv_heads = queries.shape[1], kv_cache.shape[3]
     keys, values = kv_cache[:, block_tables].flatten(2, 3)
     key_positions = torch.arange(keys.shape[1], device=keys.device)
-    # What lies past a tile's last query is another request's leavings: a NaN there would survive
-    # a weight of zero.
+    # Entries past a tile's last query are stale data of other requests: a NaN times a weight of
+    # zero would still be NaN.
     unseen = key_positions > positions.amax(dim=1, keepdim=True)
     keys = keys.masked_fill(unseen[:, :, None, None], 0).transpose(1, 2)
     values = values.masked_fill(unseen[:, :, None, None], 0).transpose(1, 2)
-    # The heads that share keys become further rows of the tile.
+    # Heads that share keys become further rows of the tile.
     rows = torch.unflatten(queries, 2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
     visible = (key_positions <= positions[:, :, None])[:, None, None]
     visible = visible.expand(-1, -1, rows.shape[2], -1, -1).flatten(2, 3)

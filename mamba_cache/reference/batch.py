@@ -1,4 +1,4 @@
-"""The packed batch of a step: where its tokens, windows and chunks lie, for all layers."""
+"""The packed batch of a step: indices of its tokens, windows and chunks, for all layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["PackedBatch", "place_taps"]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One step's metadata, cut to the rows in use and turned into indices.
+    """One step's metadata, cut to the rows in use and converted to indices.
 
-    Building it reads nothing back from the device: every size is an int of the metadata. A token of
-    a decoding request is a chunk of its own, so that its state is kept after each of its tokens.
+    ``build`` reads nothing back from the device: every size is an int of the metadata. Each token
+    of a decoding request is a separate chunk, so that the state after each token is kept.
     """
 
     metadata: StepMetadata
     taps: Tensor  # see ``place_taps``
-    state_rows: Tensor  # [num_requests] int64, the live-state row that each request begins from
-    # [num_decode_tokens + num_prefills] int64: tokens after which the state is kept, each token of
-    # a decode and the last of a prefill, and the live-state rows that they are written to.
+    state_rows: Tensor  # [num_requests] int64, live-state row that each request reads
+    # [num_decode_tokens + num_prefills] int64: tokens after which the state is kept (each token of
+    # a decode, the last token of a prefill), and the live-state rows for these states.
     kept_tokens: Tensor
     kept_rows: Tensor
     decodes: ChunkLayout
@@ -34,7 +34,7 @@ class PackedBatch:
 
     @classmethod
     def build(cls, metadata: StepMetadata, config: HybridModelConfig) -> PackedBatch:
-        """Lay out one step for a model."""
+        """Build the batch of one step for a model."""
         num_decodes, num_decode_tokens = metadata.num_decodes, metadata.num_decode_tokens
         bounds = metadata.query_start_loc[: metadata.num_requests + 1].long()
         rows = metadata.state_rows[: metadata.num_requests].long()
@@ -68,7 +68,7 @@ class PackedBatch:
 
     @property
     def parts(self) -> list[tuple[ChunkLayout, slice, slice]]:
-        """The chunks of decodes and of prefills if there are any, their tokens and requests."""
+        """Chunks, tokens and requests of the decodes and of the prefills; empty parts left out."""
         num_decodes, num_decode_tokens = self.metadata.num_decodes, self.metadata.num_decode_tokens
         decodes = self.decodes, slice(num_decode_tokens), slice(num_decodes)
         prefills = self.prefills, slice(num_decode_tokens, None), slice(num_decodes, None)
@@ -76,10 +76,10 @@ class PackedBatch:
 
 
 def place_taps(query_start_loc: Tensor, num_tokens: int, conv_kernel: int) -> Tensor:
-    """Return where the inputs of every output lie: the same for all layers of a step.
+    """Return the indices of every output's inputs, the same for all layers of a step.
 
-    Indices count rows of the *extended* input, all windows followed by all packed tokens. The
-    result, [K, num_tokens] int64, has the input that tap k of each output reads.
+    Indices are rows of the *extended* input: all windows, then all packed tokens. Entry [k, t] of
+    the result, [K, num_tokens] int64, is the input that tap k of output t reads.
     """
     device, width = query_start_loc.device, conv_kernel - 1
     starts, ends = query_start_loc[:-1], query_start_loc[1:].contiguous()

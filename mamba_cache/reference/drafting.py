@@ -1,4 +1,4 @@
-"""Drafters: they guess the next tokens of a request, for the model to verify in one step."""
+"""Drafters: propose the next tokens of a request, for the model to verify in one step."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ __all__ = ["Drafter", "NgramDrafter"]
 
 
 class Drafter(Protocol):
-    """Drafts for one request: each has a drafter of its own, which may keep what it has seen.
+    """Proposes drafts for one request. Each request has its own drafter, which may keep state.
 
-    A wrong draft costs time, never an answer.
+    A wrong draft costs time, but does not change the answer.
     """
 
     def propose(self, tokens: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """Guess what follows.
+        """Propose the next tokens.
 
         Args:
-            tokens: Prompt and answer so far; from call to call they only grow.
-            max_drafts: How many drafts can be verified, 0 or more.
+            tokens: Prompt and answer so far; each call appends to the last call's tokens.
+            max_drafts: Maximum number of drafts, >= 0.
 
         Returns:
-            At most ``max_drafts`` token ids of the vocabulary; none if there is no good guess.
+            At most ``max_drafts`` token ids of the vocabulary; none without a good guess.
         """
 
 
 class NgramDrafter:
-    """Prompt look-up: what is said again goes on as it did before.
+    """Prompt look-up: proposes the continuation of an earlier occurrence of the last tokens.
 
-    The last tokens are looked for earlier in prompt and answer, first ``max_ngram`` of them, then
-    fewer. What followed their latest earlier occurrence is proposed; where that runs into the
-    present, it is taken to repeat itself. Answers that quote their prompts, edit code or fill in
-    tables draft well this way, and no second model is needed.
+    The last ``max_ngram`` tokens are searched in prompt and answer, then fewer tokens. The tokens
+    after the latest earlier occurrence are proposed; if these reach the end of the answer, they are
+    repeated. This works well for answers that quote their prompts, edit code or fill in tables, and
+    needs no second model.
 
-    A call costs O(``max_ngram``) for each token that is new since the last one; the index holds as
-    many entries for each token at most.
+    A call costs O(``max_ngram``) for each new token since the last call. The index has at most
+    ``max_ngram`` entries for each token.
 
     Args:
-        max_ngram: Tokens that are looked for at most.
-        min_ngram: Tokens that must be found at least.
+        max_ngram: Maximum number of tokens to search for.
+        min_ngram: Minimum number of tokens that must match.
 
     Raises:
-        InvalidArgumentError: A length is not an int >= 1, or ``min_ngram`` is the larger.
+        InvalidArgumentError: A length is not an int >= 1, or ``min_ngram`` is above ``max_ngram``.
     """
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
@@ -56,19 +56,19 @@ class NgramDrafter:
                 f"min_ngram must be at most max_ngram ({max_ngram}), got {min_ngram}"
             )
         self._lengths = range(max_ngram, min_ngram - 1, -1)
-        # Where the latest occurrence of each n-gram ends, those at the very end left out.
+        # End of the latest occurrence of each n-gram, except those at the end of the tokens.
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_indexed = 0
 
     def propose(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
-        """Guess what follows, as ``Drafter`` says."""
+        """Propose the next tokens; see ``Drafter``."""
         self._index(tokens)
-        present = len(tokens)
+        num_tokens = len(tokens)
         for length in self._lengths:
-            # A suffix longer than the tokens is all of them, and is not in the index.
+            # If ``length`` exceeds the number of tokens, the slice has all tokens: not indexed.
             end = self._ends.get(tuple(tokens[-length:]))
             if end is not None:
-                return [tokens[end + i % (present - end)] for i in range(max_drafts)]
+                return [tokens[end + i % (num_tokens - end)] for i in range(max_drafts)]
         return []
 
     def _index(self, tokens: Sequence[int]) -> None:

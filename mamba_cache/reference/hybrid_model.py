@@ -1,8 +1,8 @@
-"""A small hybrid model in plain PyTorch: the proof that the cache fits around real layers.
+"""A small hybrid model in plain PyTorch, which shows that the cache fits real layers.
 
 Each layer of the pattern is residual, hidden + layer(RMSNorm(hidden)), between an embedding and a
-head. Mamba-2 and attention layers have modules of their own; an MLP is the squared ReLU of
-So et al., 2021 (arXiv:2109.08668).
+head. Modules ``mamba`` and ``attention`` have these layers; the MLP uses the squared ReLU of So et
+al., 2021 (arXiv:2109.08668).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["HybridModel"]
 
 
 class _MLPLayer:
-    """Two projections around a squared ReLU; it keeps nothing between tokens."""
+    """Two projections around a squared ReLU, without memory between tokens."""
 
     def __init__(self, config: HybridModelConfig, layer: int, weights: WeightMaker) -> None:
         self.up_proj = weights.linear(config.mlp_size, config.hidden_size)
@@ -48,13 +48,13 @@ _LAYERS: Final = {"M": Mamba2Layer, "*": AttentionLayer, "-": _MLPLayer}
 
 
 class HybridModel:
-    """A language model of random weights, in the dtype given.
+    """A language model with random weights.
 
     Args:
-        config: Its shape. Default: ``HybridModelConfig()``.
-        dtype: Of weights, keys, values and conv states. SSM states have at least float32.
-        device: Where it runs.
-        seed: Of the weights: the same for every dtype and device.
+        config: The model's shape. Default: ``HybridModelConfig()``.
+        dtype: Dtype of weights, keys, values and conv states. SSM states have at least float32.
+        device: Device of the model.
+        seed: Seed of the weights; a seed gives the same weights for every dtype and device.
 
     Raises:
         InvalidArgumentError: ``dtype`` is not a floating-point type.
@@ -87,12 +87,12 @@ class HybridModel:
     def forward(self, metadata: StepMetadata, caches: DynamicInferenceContext) -> Tensor:
         """Compute one step: advance the live states, fill the KV cache, save the checkpoints.
 
-        Nothing is read back from the device, so the host runs ahead of it.
+        Nothing is read back from the device, so the host can run ahead of the device.
 
         Args:
-            metadata: The step; its live states are restored or zeroed already.
-            caches: Its ``live_states``, ``kv_cache`` (the last block is the dummy block, which
-                nothing reads) and slots; written by the layers.
+            metadata: The step; the live states are already restored or zeroed.
+            caches: The context with ``live_states``, ``kv_cache`` (its last block is the dummy
+                block, which is never read) and slots; the layers write to them.
 
         Returns:
             Logits [num_decode_tokens + num_prefills, vocab_size] of every token of the decoding

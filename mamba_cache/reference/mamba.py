@@ -1,6 +1,6 @@
 """A Mamba-2 layer over packed requests and their live states.
 
-Source: Dao and Gu, 2024 (arXiv:2405.21060), section 7 and figure 6: one projection makes the
+Source: Dao and Gu, 2024 (arXiv:2405.21060), section 7 and figure 6: one projection computes the
 gate z, the convolution's input (x, B, C) and dt; the scan's output is gated, normalised and
 projected back. The convolution is causal and depthwise:
 
@@ -9,7 +9,7 @@ projected back. The convolution is causal and depthwise:
 The inputs before a sequence's first packed token are its *window*: the last K - 1 inputs before
 this step.
 
-The sum runs tap by tap, so that the result has the same bits however a sequence is cut.
+The sum runs tap by tap, so that the bits of the result do not depend on how a sequence is cut.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Mamba2Layer", "causal_conv1d"]
 class Mamba2Layer:
     """Short convolution, SSD scan and gated RMSNorm.
 
-    The scan and its parameters have at least float32, whatever the weights' dtype. ``layer`` is the
+    The scan and its parameters use at least float32 for any dtype of the weights. ``layer`` is the
     index among the Mamba layers: the first axis of the live states.
     """
 
@@ -50,7 +50,7 @@ class Mamba2Layer:
         self.conv_weight = weights.linear(conv_dim, config.conv_kernel)
         self.conv_bias = weights.normal(conv_dim, scale=0.1)
         self.norm_weight = torch.ones_like(self.out_proj[0])
-        # As Mamba-2 starts: A uniform in [-16, -1], dt log-uniform in [1e-3, 1e-1], D one.
+        # Mamba-2's initial values: A uniform in [-16, -1], dt log-uniform in [1e-3, 1e-1], D one.
         self.a = -weights.uniform(1, 16, heads).to(scan_dtype)
         dt = weights.uniform(math.log(1e-3), math.log(1e-1), heads).exp()
         self.dt_bias = dt.expm1().log().to(scan_dtype)
@@ -81,7 +81,7 @@ class Mamba2Layer:
             inputs = self._scan_inputs(mixed[tokens], dt[tokens])
             initial = ssm_live[batch.state_rows[requests]]
             y, chunk_states = ssd_chunk_scan(inputs, initial, chunks)
-            if chunks is batch.prefills:  # before the live state is written: windows may need it
+            if chunks is batch.prefills:  # before the live state is overwritten, which windows need
                 caches.extract_checkpoint_states(
                     self.layer, chunk_states, conv_input[tokens], batch.metadata
                 )
@@ -89,14 +89,14 @@ class Mamba2Layer:
             states.append(chunk_states[chunks.kept])
         conv_live[batch.kept_rows] = windows
         ssm_live[batch.kept_rows] = torch.cat(states)
-        # The gate comes before the norm, which is taken over each group by itself.
+        # The gate comes before the norm, which is computed for each group separately.
         gated = torch.cat(outputs) * F.silu(gate)
         grouped = torch.unflatten(gated, 1, (config.num_groups, -1))
         weight = self.norm_weight.view(config.num_groups, -1)
         return F.linear(rms_norm(grouped, weight).flatten(1), self.out_proj)
 
     def _scan_inputs(self, mixed: Tensor, dt: Tensor) -> SSDInputs:
-        """Cut the convolution's output into x, B and C, by head and by group."""
+        """Split the convolution's output into x by head, and B and C by group."""
         config = self.config
         shared = config.num_groups * config.ssm_state_size
         x, b, c = torch.split(F.silu(mixed), [config.mamba_inner_size, shared, shared], dim=1)
@@ -113,12 +113,12 @@ class Mamba2Layer:
 def causal_conv1d(
     inputs: Tensor, weight: Tensor, bias: Tensor, windows: Tensor, places: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Convolve packed sequences, each after its own window.
+    """Convolve packed sequences, each continuing from its window.
 
-    ``inputs`` is [num_tokens, conv_dim], ``weight`` [conv_dim, K] with the token's own tap last,
-    ``windows`` [num_sequences, conv_dim, K - 1] with the newest input last, and ``places`` are what
-    ``place_taps`` returned and some tokens. Outputs have at least float32; the windows after those
-    tokens are returned beside them.
+    ``inputs`` is [num_tokens, conv_dim], ``weight`` [conv_dim, K] with the current token's tap
+    last, ``windows`` [num_sequences, conv_dim, K - 1] with the newest input last. ``places`` is the
+    result of ``place_taps`` and some token indices. Returns outputs in at least float32, and the
+    windows after these tokens.
     """
     taps, tokens = places
     extended = torch.cat([windows.transpose(1, 2).flatten(0, 1), inputs])

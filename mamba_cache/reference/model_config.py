@@ -19,10 +19,10 @@ _NORM_EPS = 1e-5
 
 
 def state_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a model with weights of ``dtype`` sums: at least float32.
+    """Return the dtype for sums and SSM states of a model with weights of ``dtype``.
 
-    SSM states are kept in it too: a state rounded on its way into a slot would make a hit differ
-    from a miss.
+    It is at least float32. If a state were rounded when saved to a slot, a hit would differ from a
+    miss.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -32,7 +32,7 @@ class HybridModelConfig:
     """Sizes of a hybrid model of Mamba-2, attention and MLP layers.
 
     Attributes:
-        layer_pattern: One character a layer: "M" Mamba-2, "*" attention, "-" MLP.
+        layer_pattern: One character for each layer: "M" Mamba-2, "*" attention, "-" MLP.
         hidden_size: Width of the residual stream.
         num_attention_heads: Query heads; a multiple of ``num_kv_heads``.
         num_kv_heads: Key and value heads.
@@ -48,7 +48,7 @@ class HybridModelConfig:
         vocab_size: Token ids; 256 for bytes.
 
     Raises:
-        InvalidArgumentError: A size is out of range, or two do not fit each other.
+        InvalidArgumentError: A size is out of range, or two sizes do not fit together.
     """
 
     layer_pattern: str = "M*M-"
@@ -73,9 +73,9 @@ class HybridModelConfig:
             )
         for field in fields(self):
             if field.type == "int":
-                least = 2 if field.name == "conv_kernel" else 1
+                minimum = 2 if field.name == "conv_kernel" else 1
                 size = check_int(
-                    field.name, getattr(self, field.name), minimum=least, maximum=INT32_MAX
+                    field.name, getattr(self, field.name), minimum=minimum, maximum=INT32_MAX
                 )
                 object.__setattr__(self, field.name, size)
         for name, of in (
@@ -99,7 +99,7 @@ class HybridModelConfig:
         return self.mamba_inner_size + 2 * self.num_groups * self.ssm_state_size
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """Return what one slot holds for a model whose weights have ``dtype``."""
+        """Return the spec of a slot for a model with weights of ``dtype``."""
         return StateSpec.mamba(
             self.layer_pattern.count("M"),
             (self.conv_dim, self.conv_kernel - 1),
@@ -109,14 +109,14 @@ class HybridModelConfig:
         )
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:
-        """Return what one KV block holds for a model whose weights have ``dtype``."""
+        """Return the spec of the KV cache for a model with weights of ``dtype``."""
         return KVCacheSpec(
             self.layer_pattern.count("*"), self.num_kv_heads, self.attention_head_dim, dtype
         )
 
 
 class WeightMaker:
-    """The maker of a model's weights, the same for a seed whatever the dtype and the device."""
+    """Draws a model's weights; a seed gives the same weights for every dtype and device."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -124,7 +124,7 @@ class WeightMaker:
         self._generator = torch.Generator().manual_seed(seed)
 
     def linear(self, num_outputs: int, num_inputs: int) -> Tensor:
-        """Draw [num_outputs, num_inputs] that keeps the scale of its input."""
+        """Draw [num_outputs, num_inputs] weights that preserve the scale of the input."""
         return self.normal(num_outputs, num_inputs, scale=1 / math.sqrt(num_inputs))
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -133,13 +133,13 @@ class WeightMaker:
         return (drawn * scale).to(self.device, self.dtype)
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        """Draw uniform float64 numbers, for the caller to transform and then to narrow."""
+        """Draw uniform float64 numbers; the caller converts them to the final dtype."""
         drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float64, device="cpu")
         return (low + (high - low) * drawn).to(self.device)
 
 
 def rms_norm(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Scale the last axis to a root mean square of 1, then by ``weight``; sums in float32 or more.
+    """Scale the last axis to a root mean square of 1, then by ``weight``; sum in at least float32.
 
     The result has the dtype of ``weight``.
     """

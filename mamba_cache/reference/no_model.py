@@ -1,4 +1,4 @@
-"""A stand-in for a model: the control plane runs without one in replays and benchmarks."""
+"""A stand-in for a model, to run the control plane in replays and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["NoModel", "count_as_computed"]
 def count_as_computed(
     context: DynamicInferenceContext, metadata: StepMetadata, num_layers: int = 1
 ) -> None:
-    """Have the states of a step counted as handed over, as if there were a model."""
+    """Count the states of a step as handed over, as if a model had computed them."""
     lengths = metadata.num_chunks, metadata.num_prefill_tokens
     context.count_extractions(CapturedExtractions(dict.fromkeys(range(num_layers), lengths)))
 
 
 class NoModel:
-    """Computes nothing and answers with token 0; it is its own ``config``."""
+    """A model that computes nothing and answers with token 0; also its own ``config``."""
 
     dtype = torch.float32
     device = torch.device("cpu")
@@ -29,11 +29,11 @@ class NoModel:
 
     @property
     def config(self) -> NoModel:
-        """What the engine asks for sizes."""
+        """The object itself, which has the sizes that the engine reads."""
         return self
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
-        """Return one layer of states of one number each, so that slots cost next to nothing."""
+        """Return a spec of one layer with one number per state, so that slots are tiny."""
         return StateSpec.mamba(1, (1, 1), (1, 1, 1), dtype, dtype)
 
     def kv_spec(self, dtype: torch.dtype) -> KVCacheSpec:

@@ -21,15 +21,15 @@ __all__ = ["SamplingParams", "sample", "verify", "verify_greedy_on_device"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen, and when it ends.
+    """How a request's tokens are chosen, and when the request ends.
 
     Attributes:
-        max_new_tokens: Tokens to generate at most.
+        max_new_tokens: Maximum number of tokens to generate.
         temperature: 0 takes the likeliest token; higher values draw more freely.
-        top_k: Draw among this many likeliest tokens only. None: among all.
-        seed: Of the draws. Equal requests of equal seeds get equal tokens.
-        stop_tokens: Ids that end the request; the one that did is its last token. Any collection
-            of ints; kept as a tuple.
+        top_k: Number of likeliest tokens to draw from. None: all.
+        seed: Seed of the draws. Equal requests with equal seeds get equal tokens.
+        stop_tokens: Token ids that end the request; the stop token is the last token of the answer.
+            Any collection of ints; stored as a tuple.
 
     Raises:
         InvalidArgumentError: A value is of a wrong type or out of range.
@@ -60,22 +60,22 @@ class SamplingParams:
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, num_generated: int) -> int:
-    """Pick a token.
+    """Choose a token.
 
-    The draw is made from the request's seed and the token's number alone, so neither the rest of
-    the batch, nor a step that was aborted, nor a preemption changes what a request says.
+    The draw depends only on the request's seed and the token's number. So other requests of the
+    batch, aborted steps and preemptions do not change the answer.
 
     Args:
-        logits: [vocab_size] of one request, on the CPU, any floating-point type; -inf where a
-            token is impossible.
+        logits: [vocab_size] of one request, on the CPU, any floating-point type; -inf for
+            impossible tokens.
         params: How to choose.
-        num_generated: Tokens that the request has already.
+        num_generated: Number of tokens generated so far.
 
     Returns:
-        From 0 to vocab_size - 1.
+        The token id, from 0 to vocab_size - 1.
 
     Raises:
-        InvalidArgumentError: A logit is NaN or inf, or none is above -inf.
+        InvalidArgumentError: A logit is NaN or inf, or all logits are -inf.
     """
     likeliest = logits.max()  # NaN if any logit is
     if not likeliest.isfinite():
@@ -85,37 +85,37 @@ def sample(logits: torch.Tensor, params: SamplingParams, num_generated: int) -> 
         )
     if params.temperature == 0:
         return int(logits.argmax())
-    # The likeliest becomes 0, so that however low the temperature is, only others become -inf.
+    # Subtracting the maximum keeps it at 0: a low temperature can turn only others to -inf.
     scaled = (logits.double() - likeliest.double()) / params.temperature
     if params.top_k is not None and params.top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k).values[-1], -math.inf)
     cumulative = scaled.softmax(0).cumsum(0)
     uniform = np.random.default_rng((params.seed, num_generated)).random()
-    # Right of all that equal the draw: a token of probability 0 is never hit.
+    # ``right=True``: a token of probability 0 is never drawn.
     return int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
 
 
 def verify(
     logits: torch.Tensor, drafts: Sequence[int], params: SamplingParams, num_generated: int
 ) -> list[int]:
-    """Sample one request's next tokens for as long as its drafts foretell them.
+    """Sample one request's next tokens until a token differs from its draft.
 
-    Each token is sampled as without speculation, from the same logits and with the same draw; the
-    logits after a draft are those of the answer only if the draft is what was sampled.
+    Each token is sampled as without speculation, from the same logits with the same draw. The
+    logits after a draft are valid only if the sampled token equals the draft.
 
     Args:
         logits: [drafts + 1, vocab_size] of the last sampled token and of each draft, on the CPU.
-        drafts: The tokens that were guessed.
+        drafts: The draft tokens.
         params: How to choose.
-        num_generated: Tokens that the request has already.
+        num_generated: Number of tokens generated so far.
 
     Returns:
-        The drafts that stand and the token sampled after them, up to the first of ``stop_tokens``;
-        at least one token.
+        The accepted drafts and the token sampled after them, up to the first of ``stop_tokens``; at
+        least one token.
 
     Raises:
-        InvalidArgumentError: There are not as many rows of logits as tokens, or a token cannot be
-            sampled; see ``sample``.
+        InvalidArgumentError: ``logits`` has a wrong number of rows, or no token can be sampled; see
+            ``sample``.
     """
     if len(logits) != len(drafts) + 1:
         raise InvalidArgumentError(
@@ -132,21 +132,21 @@ def verify(
 def verify_greedy_on_device(
     logits: torch.Tensor, metadata: StepMetadata, drafts: torch.Tensor
 ) -> DeviceTokens:
-    """Take the likeliest tokens of a whole step, and count the drafts that stand, on the device.
+    """Take the likeliest tokens of a whole step, and count the accepted drafts, on the device.
 
-    Nothing is read back, so that the next step can begin before anybody knows the outcome.
+    Nothing is read back, so the next step can begin before the host knows the result.
 
     Args:
-        logits: [num_decode_tokens + num_prefills, vocab_size], as the model's forward gives them.
+        logits: [num_decode_tokens + num_prefills, vocab_size], the result of the model's forward.
         metadata: The step.
-        drafts: [max_requests, num_speculative_tokens] int64, as ``begin_step`` got them: by
-            request row, -1 where there is none.
+        drafts: [max_requests, num_speculative_tokens] int64, as passed to ``begin_step``: by
+            request row, -1 for no draft.
 
     Returns:
-        What ``commit_step`` takes.
+        The tokens to pass to ``commit_step``.
 
     Raises:
-        InvalidArgumentError: ``drafts`` or ``logits`` are not of the step's shape.
+        InvalidArgumentError: ``drafts`` or ``logits`` do not have the step's shape.
     """
     num_decodes, num_tokens = metadata.num_decodes, metadata.num_decode_tokens
     num_rows = num_tokens + metadata.num_prefills
@@ -166,7 +166,7 @@ def verify_greedy_on_device(
     bounds = metadata.query_start_loc[: num_decodes + 1].long()
     firsts = torch.cat([bounds[:-1], torch.arange(num_tokens, num_rows, device=logits.device)])
     lengths = torch.cat([bounds.diff(), torch.ones_like(firsts[num_decodes:])])[:, None]
-    # Past a request's own tokens stands its last one again, which is never counted.
+    # Entries past a request's tokens repeat its last token, and are never counted.
     tokens = likeliest[firsts[:, None] + torch.minimum(offsets, lengths - 1)]
     guessed = drafts[metadata.request_rows[: len(firsts)].long()]
     stands = (tokens[:, :-1] == guessed) & (offsets[1:] < lengths)

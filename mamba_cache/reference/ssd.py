@@ -20,7 +20,7 @@ __all__ = ["ChunkLayout", "SSDInputs", "ssd_chunk_scan"]
 
 @dataclass(frozen=True, slots=True)
 class SSDInputs:
-    """What a scan reads besides its states, of packed tokens; all of one dtype and device."""
+    """Inputs of a scan for packed tokens, besides states; all of one dtype and device."""
 
     x: Tensor  # [num_tokens, heads, head_dim]
     dt: Tensor  # [num_tokens, heads], step sizes, positive
@@ -31,14 +31,14 @@ class SSDInputs:
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """Packed tokens as a rectangle of chunks, each of one sequence: the same for all layers."""
+    """Packed tokens as a rectangle of chunks, each of one sequence; the same for all layers."""
 
-    rows: Tensor  # [num_chunks, chunk_size] int64, packed tokens; where there is none, num_tokens
+    rows: Tensor  # [num_chunks, chunk_size] int64, packed tokens; num_tokens for empty places
     num_tokens: int
     sequences: Tensor  # [num_chunks] int64, the sequence of each chunk
     is_first: Tensor  # [num_chunks] bool, whether the chunk is its sequence's first in this step
     is_chained: bool  # whether a sequence may have several chunks
-    kept: Tensor  # int64, the chunks after which the state is kept: the last of each sequence
+    kept: Tensor  # int64, chunks after which the state is kept: the last chunk of each sequence
 
     @classmethod
     def build(
@@ -51,7 +51,7 @@ class ChunkLayout:
         *,
         is_chained: bool = True,
     ) -> ChunkLayout:
-        """Lay out chunks of at most ``chunk_size`` tokens, by metadata of these names."""
+        """Build the layout of chunks of at most ``chunk_size`` tokens from a step's metadata."""
         offsets = torch.arange(chunk_size, device=cu_chunk_seqlens.device)
         rows = cu_chunk_seqlens[:-1, None] + offsets
         rows = torch.where(rows < cu_chunk_seqlens[1:, None], rows, num_tokens)
@@ -59,8 +59,8 @@ class ChunkLayout:
         return cls(rows, num_tokens, chunk_seq_idx, chunk_seq_idx != previous, is_chained, kept)
 
     def split(self, packed: Tensor) -> Tensor:
-        """Bring [num_tokens, ...] to [num_chunks, chunk_size, ...]; empty places are zero."""
-        if self.rows.shape[1] == 1:  # as they are
+        """Convert [num_tokens, ...] to [num_chunks, chunk_size, ...]; empty places are zero."""
+        if self.rows.shape[1] == 1:  # each token is a chunk
             return packed[:, None]
         return torch.cat([packed, packed.new_zeros(1, *packed.shape[1:])])[self.rows]
 
@@ -76,15 +76,15 @@ class ChunkLayout:
 def ssd_chunk_scan(
     inputs: SSDInputs, initial_states: Tensor, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor]:
-    """Scan packed sequences, each from its own state.
+    """Scan packed sequences, each from its initial state.
 
-    Every chunk is computed by itself in a place of fixed size, and the states are chained
-    elementwise, so a scan that starts at a chunk's boundary repeats what a longer scan did there.
+    Every chunk is computed separately at a fixed size, and states are chained elementwise. So a
+    scan that starts at a chunk boundary has the same bits as a longer scan from there on.
     Returns outputs [num_tokens, heads, head_dim], and the state at the end of every chunk
     [num_chunks, heads, head_dim, state_size].
     """
     by_group = (inputs.b.shape[1], -1)
-    # A place without a token has dt = 0: it neither decays the state nor adds to it.
+    # An empty place has dt = 0: it neither decays the state nor adds to it.
     dx = torch.unflatten(layout.split(inputs.x * inputs.dt[..., None]), 2, by_group)
     decay = torch.unflatten(layout.split(inputs.dt * inputs.a), 2, by_group).cumsum(dim=1)
     b, c = layout.split(inputs.b), layout.split(inputs.c)
@@ -100,7 +100,7 @@ def ssd_chunk_scan(
 
 
 def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
-    """Return what each token l takes from each s <= l of its chunk: [chunk, group, head, l, s]."""
+    """Return the weight of token s <= l in token l's output: [chunk, group, head, l, s]."""
     scores = torch.einsum("zlgn,zsgn->zgls", c, b)[:, :, None]
     decay = decay.permute(0, 2, 3, 1)
     if decay.shape[-1] == 1:  # nothing decays
@@ -113,7 +113,7 @@ def _scores(b: Tensor, c: Tensor, decay: Tensor) -> Tensor:
 def _chain(
     added: Tensor, decay: Tensor, initial_states: Tensor, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor]:
-    """Return states at every chunk's end and start, from what each chunk adds and decays."""
+    """Return states at every chunk's end and start, from each chunk's added state and decay."""
     initial = initial_states[layout.sequences]
     if not layout.is_chained:
         return initial * decay[:, :, None, None] + added, initial
