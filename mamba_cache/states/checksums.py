@@ -47,10 +47,13 @@ class TensorChecksums:
             if _span(tensor) is None
         ]
         copies = iter(self._gapped)
-        parts = [bytes_of(next(copies)[1] if _span(t) is None else t) for t in tensors]
-        self._plan = plan_checksums([part[None] for part in parts], heads_first=True)
-        assert self._plan.sums is not None
-        self._sums = self._plan.sums  # as expected
+        parts = [bytes_of(next(copies)[1] if _span(t) is None else t)[None] for t in tensors]
+        # The first chunks of all come before all others.
+        heads = [part[:, :CHUNK_BYTES] for part in parts]
+        self._plan = plan_checksums(heads + [part[:, CHUNK_BYTES:] for part in parts])
+        # As expected; the twin writes to memory of the host.
+        place = torch.device("cpu") if kernels is checksum_torch else self.device
+        self._sums = torch.zeros(self._plan.num_chunks, dtype=torch.int64, device=place)
         self._entry = torch.tensor([[0, self._sums.data_ptr()]], device=self.device)
         self._changed = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._verdict = self._changed

@@ -59,7 +59,6 @@ class ChecksumPlan:
     chunks: torch.Tensor  # [chunks, 4] int64: address, distance of places, bytes, is wide
     bounds: tuple[int, ...]  # the number of each part's first chunk, then how many there are
     sums_start: int  # where the checksums begin in an entry's row
-    sums: torch.Tensor | None  # the only row, where it is no host memory
 
     @property
     def num_chunks(self) -> int:
@@ -67,18 +66,9 @@ class ChecksumPlan:
         return self.chunks.shape[0]
 
 
-def plan_checksums(
-    parts: Sequence[torch.Tensor], *, sums_start: int = 0, heads_first: bool = False
-) -> ChecksumPlan:
-    """Plan checksums of parts, whose chunks follow each other part by part.
-
-    With ``heads_first`` the first chunks of all are parts of their own before all others, and the
-    plan has one row, on the device.
-    """
+def plan_checksums(parts: Sequence[torch.Tensor], *, sums_start: int = 0) -> ChecksumPlan:
+    """Plan checksums of parts, whose chunks follow each other part by part."""
     device = parts[0].device if parts else torch.device("cpu")
-    if heads_first:
-        heads = [part[:, :CHUNK_BYTES] for part in parts]
-        parts = heads + [part[:, CHUNK_BYTES:] for part in parts]
     tables = [np.empty((0, 4), dtype=np.int64)]
     for part in parts:
         starts = np.arange(0, part.shape[1], CHUNK_BYTES, dtype=np.int64)
@@ -90,8 +80,7 @@ def plan_checksums(
         tables.append(table)
     bounds = tuple(np.cumsum([len(table) for table in tables]).tolist())
     chunks = to_device(torch.from_numpy(np.concatenate(tables)), device)
-    sums = torch.zeros(len(chunks), dtype=torch.int64, device=device) if heads_first else None
-    return ChecksumPlan(tuple(parts), chunks, bounds, sums_start, sums)
+    return ChecksumPlan(tuple(parts), chunks, bounds, sums_start)
 
 
 def checksum(  # noqa: PLR0917 - the kernel's signature
@@ -107,19 +96,17 @@ def checksum(  # noqa: PLR0917 - the kernel's signature
 
     Of each of ``entries[which]`` (its place in the parts, and the address of its row) the chunks
     are the first ``num_heads`` and ``others``. ``programs`` is without meaning here. What is on a
-    GPU is brought to the host.
+    GPU is brought to the host, where the rows are.
     """
     numbers = [*range(num_heads), *others]
     for entry in range(which.start, which.stop):
         place, row = entries[entry].tolist()
         found = torch.from_numpy(_sums_of(plan, place, numbers))
-        sums = plan.sums
-        if sums is None:
-            sums = _memory(row + plan.sums_start, 8 * plan.num_chunks).view(torch.int64)
+        sums = _memory(row + plan.sums_start, 8 * plan.num_chunks).view(torch.int64)
         if changed is None:
-            sums[numbers] = found.to(sums.device)
+            sums[numbers] = found
         else:
-            changed[entry] |= (sums[numbers].cpu() != found).any().item()
+            changed[entry] |= (sums[numbers] != found).any().item()
 
 
 def _sums_of(plan: ChecksumPlan, place: int, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
