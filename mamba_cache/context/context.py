@@ -19,6 +19,7 @@ import torch
 from mamba_cache._checks import (
     INT32_MAX,
     as_items,
+    check_choice,
     check_clock,
     check_int,
     check_kind,
@@ -108,7 +109,6 @@ __all__ = ["DynamicInferenceContext"]
 
 
 _FIELDS_OF_MATCH = attrgetter(*PrefixMatch.__slots__)
-_NO_STEP = "no step is in flight: states are handed over between begin_step and commit_step"
 
 
 class _Uncollected(NamedTuple):
@@ -610,7 +610,6 @@ class DynamicInferenceContext:
         if active.checkpoint is not None:
             self._cancel_decode(active)
         active.prompt_seen = None  # it may have grown since; its next admission tells of it anew
-        active.num_shared_blocks = 0
         table.collect(active)
         row, active.row = active.row, -1
         table.give_back(row)
@@ -1435,12 +1434,16 @@ class DynamicInferenceContext:
         """
         captured, step = self._captured, self._step
         if captured is None:
-            step = self._check_in_flight(metadata)
+            step = self._require_step()
+            if metadata is not step.metadata:
+                another = " of another step" if isinstance(metadata, StepMetadata) else ""
+                raise InvalidArgumentError(
+                    "metadata must be Step.metadata of the step in flight, "
+                    f"got {type(metadata).__name__}{another}"
+                )
             if not metadata.num_checkpoints:
                 return
-        if not isinstance(kind, str) or kind not in self._layers:
-            raise InvalidArgumentError(f"kind must be one of {[*self._layers]}, got {kind!r}")
-        numbers, names = self._layers[kind]
+        numbers, names = self._layers[check_choice("kind", kind, self._layers)]
         layer = check_int("layer", layer, minimum=0, maximum=len(numbers) - 1)
         _check_names(names, chunk_states, window_inputs)
         num_chunks = [*map(len, chunk_states.values())]
@@ -1465,19 +1468,6 @@ class DynamicInferenceContext:
         else:
             assert step is not None, "it was checked above"
             step._missing.discard(numbers[layer])
-
-    def _check_in_flight(self, metadata: object) -> Step:
-        """Return the step in flight, whose metadata these are."""
-        step = self._step
-        if step is None:
-            raise StepOrderError(_NO_STEP)
-        if metadata is not step.metadata:
-            another = " of another step" if isinstance(metadata, StepMetadata) else ""
-            raise InvalidArgumentError(
-                "metadata must be Step.metadata of the step in flight, "
-                f"got {type(metadata).__name__}{another}"
-            )
-        return step
 
     def _plan_extraction(
         self,
@@ -1551,9 +1541,7 @@ class DynamicInferenceContext:
             InvalidArgumentError: It is something else, names a layer that there is not, or was
                 captured with shorter tensors than the step needs. Nothing was counted.
         """
-        step = self._step
-        if step is None:
-            raise StepOrderError(_NO_STEP)
+        step = self._require_step()
         if not isinstance(captured, CapturedExtractions):
             raise InvalidArgumentError(
                 f"give what capture_extractions gave, got {type(captured).__name__}"
@@ -1581,10 +1569,7 @@ class DynamicInferenceContext:
         Raises:
             InvalidArgumentError: ``preserve_prefix_cache`` is no bool.
         """
-        if not isinstance(preserve_prefix_cache, bool):
-            raise InvalidArgumentError(
-                f"preserve_prefix_cache must be a bool, got {preserve_prefix_cache!r}"
-            )
+        check_kind("preserve_prefix_cache", preserve_prefix_cache, bool)
         if preserve_prefix_cache:
             self._guard.check()
             self._pins.expire_due()

@@ -140,10 +140,10 @@ class HitVerifier:
         """Choose a sequence that began to run, with the rate's probability, if it is a hit."""
         if match.miss_reason is not None or self._random.random() >= self._rate:
             return
-        self._sampled += 1
+        self._counts["sampled"] += 1
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
-            self._skipped += 1
+            self._counts["skipped"] += 1
         prefix = sequence.tokens(0, match.skip_tokens).copy()
         hashes = sequence.hashes[: match.state_matched_blocks]
         self._waiting.append(HitToVerify(sequence.request, prefix, hashes))
@@ -183,12 +183,12 @@ class HitVerifier:
         """
         found = self.find(hit)
         if found is None or computed is None:
-            self._skipped += 1
+            self._counts["skipped"] += 1
             return []
         blocks, slot = found
         saved = self._read(slot, blocks, len(hit.tokens))
         differences = compare_prefixes(saved, computed, block_size_tokens=self._block_size)
-        self._verified += 1
+        self._counts["verified"] += 1
         for each in differences:
             kind = EntryKind.STATE if each.block is None else EntryKind.KV
             index = len(blocks) - 1 if each.block is None else each.block
@@ -211,20 +211,15 @@ class HitVerifier:
     def reset(self) -> None:
         """Forget all hits and counts."""
         self._waiting.clear()
-        self._sampled = self._verified = self._skipped = 0
+        self._counts: Counter[str] = Counter()
         # Both from the start, so that a first difference is seen as a rise.
         kinds = ("state", "kv") if self._rate else ()
         self._differences = Counter(dict.fromkeys(kinds, 0))
 
     def stats(self) -> VerificationStats:
         """Return what was counted."""
-        return VerificationStats(
-            sampled=self._sampled,
-            verified=self._verified,
-            skipped=self._skipped,
-            differences=dict(self._differences),
-            waiting=len(self._waiting),
-        )
+        differences, waiting = dict(self._differences), len(self._waiting)
+        return VerificationStats(**self._counts, differences=differences, waiting=waiting)
 
 
 def compare_prefixes(

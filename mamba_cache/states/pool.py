@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mamba_cache._checks import INT32_MAX, check_int
+from mamba_cache._checks import INT32_MAX, check_int, check_kind
 from mamba_cache._torch import check_device_room, outside_inference_mode
 from mamba_cache.errors import InvalidArgumentError
 from mamba_cache.states.spec import StateSpec
@@ -50,8 +50,7 @@ class StatePool:
 
     @outside_inference_mode
     def __init__(self, spec: StateSpec, num_rows: int, *, device: torch.device | str) -> None:
-        if not isinstance(spec, StateSpec):
-            raise InvalidArgumentError(f"spec must be a StateSpec, got {spec!r}")
+        check_kind("spec", spec, StateSpec)
         self.spec = spec
         self.num_rows = check_int("num_rows", num_rows, minimum=0, maximum=INT32_MAX)
         device = as_device(device)
